@@ -5,6 +5,11 @@ functions also exist, with the same results, in a version as old as the architec
 assembler file of jumps to those older versions. If the file is linked with the library, the older versions replace the
 newer ones, also in the static CUDA runtime. ``platform_tag`` then reads which versions the library needs, and returns
 the platform tag of the wheel. Both use ``objdump`` of binutils, which gcc needs, too.
+
+The usual ways to an older C library do not serve a wheel that ``pip`` builds where it is installed. A manylinux
+container or a sysroot with gcc is in no Python package. ``ziglang`` is one, but it compiles against a C++ library of
+its own instead of GCC's, which torch uses, and nvcc does not support it as a host compiler. ``auditwheel`` checks
+symbols and replaces none. In a manylinux_2_28 container, ``lower_glibc`` finds nothing to do.
 """
 
 import platform

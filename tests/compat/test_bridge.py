@@ -252,7 +252,7 @@ def test_deformable_attention_as_a_repository_writes_it(device, no_extensions):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("all_of_it", [False, True], ids=["features", "everything"])
 def test_aggregation_adds_its_gradients(device, dtype, all_of_it, no_extensions):
-    """``dtype`` is that of the features or, with ``all_of_it``, also that of the locations and the weights."""
+    """The features have the ``dtype``, and with ``all_of_it`` the locations and the weights have it, too."""
     extensions.install()
     extension = importlib.import_module("deformable_aggregation_ext")
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +328,7 @@ def test_a_script_and_its_children_run_under_the_bridges(script):
 
 
 def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_path):
-    """They are those of its own folder and not those of the current one, where the command ``-m`` was given."""
+    """It finds the modules in its own folder, and none in the folder in which the command was given."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "neighbour.py").write_text("raise AssertionError('a module of the current folder')\n")
@@ -371,6 +371,21 @@ def test_a_script_is_the_main_program_until_its_process_ends(tmp_path):
 def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
     code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "absent.py")
     assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error
+
+
+def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    for name in ("__main__", "module"):
+        (tmp_path / "package" / f"{name}.py").write_text(
+            "import sys; print(__name__, __package__, __spec__.name, __file__, sys.argv)"
+        )
+    for name in ("package", "package.module"):
+        expected = run_python("-m", name, "x", cwd=tmp_path)
+        assert expected[0] == 0
+        assert run_python("-m", "visdet.compat", "run", "-m", name, "x", cwd=tmp_path) == expected
+    code, _, error = run_python("-m", "visdet.compat", "run", "-m", "package.absent", cwd=tmp_path)
+    assert code == 1 and error.startswith("can't run -m package.absent: there is no such module")
 
 
 def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):

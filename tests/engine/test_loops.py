@@ -3,11 +3,13 @@
 import itertools
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
+from mmengine.runner import IterBasedTrainLoop as MMEngineLoop
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from toy_run import losses, toy_config, toy_runner, train
 
@@ -281,3 +283,14 @@ def test_processes_with_unequal_epochs_are_refused(tmp_path, monkeypatch):
         ConfigError, match=r"an epoch has 6, 5 batches in the processes.*sampler\.round_up=True"
     ):
         train(tmp_path, train_cfg={"_delete_": True, "max_epochs": 2}, param_scheduler=[])
+
+
+def test_the_loop_by_iterations_has_every_attribute_of_mmengines():
+    runner = SimpleNamespace(visualizer=SimpleNamespace(dataset_meta=None))
+    _, loader = batches(endless=True)
+    ours, theirs = (kind(runner, loader, max_iters=3) for kind in (IterBasedTrainLoop, MMEngineLoop))
+    # run() makes the iterator, which starts the workers.
+    assert vars(theirs).keys() - vars(ours).keys() == {"dataloader_iterator"}
+    assert all(
+        vars(ours)[name] == value for name, value in vars(theirs).items() if type(value) in (int, bool, list)
+    )

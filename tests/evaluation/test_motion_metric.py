@@ -41,7 +41,8 @@ def test_errors_of_one_agent():
     late = truth.copy()
     late[-1] += [2.5, 0.0]  # right but for the last step
     ade, fde, missed = displacement_errors(np.array([shifted, late]), truth, np.ones(12, bool))
-    # Each number picks its own best path: 2.5 / 12 of the late one, 1.5 of the other, which is nowhere 2 m off.
+    # Each error is the least over both paths. The average error is least for the late path (2.5 m in one of 12 steps).
+    # The final error is least for the shifted path (1.5 m), which also misses nothing, as it is never 2 m off.
     assert (ade, fde, missed) == pytest.approx((2.5 / 12, 1.5, 0.0))
     ade, fde, missed = displacement_errors(np.array([late]), truth, np.ones(12, bool))
     assert (ade, fde, missed) == pytest.approx((2.5 / 12, 2.5, 1.0))

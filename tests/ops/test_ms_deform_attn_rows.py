@@ -8,9 +8,9 @@ from attention_cases import CASES, DEVICES, TOLERANCE, gradients, make_case, out
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_reference
 
-# Enough rows that a CUDA launch gives none of them more than one group of threads: an encoder's own queries (more
-# regions and heads than a block owns; a map narrower than a region), numbers of points and channels that are no
-# multiples of what a group takes, and rows wider than it takes at once.
+# These calls have so many rows that a CUDA launch gives each row one group of threads at most. Some have the queries of
+# an encoder: more regions and heads than a block owns, and a map narrower than a region. In others, a group does not
+# divide the points and channels, or does not take a whole row at once.
 MANY_ROWS = {
     "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
     "pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),

@@ -74,9 +74,10 @@ def test_every_path_of_ms_deform_attn(op, path, make, dtype):
         assert_matches(function, given, dtype)
 
 
-# The forms of the forward's kernels: rows of 4, 8 and 16 lanes (C) and of single values, one, two or four sets of
-# lanes a row (Q), samples in one chunk or several and of levels by four or not (P, levels), and what is compiled for
-# the sizes of most models. "tables" puts the level tables on the GPU, where only the kernel reads them.
+# Calls that need every form of the forward's kernels. C decides whether a row has 4, 8 or 16 lanes or single values. Q
+# decides whether a row has one, two or four sets of lanes. P and the levels decide whether the samples are one chunk or
+# several, and whether levels come by fours. Some forms are compiled for the sizes of most models. "tables" puts the
+# level tables on the GPU, where only the kernel reads them.
 FIVE_LEVELS = [(24, 30), (20, 26), *SMALL[1:]]
 FORMS = {
     "decoder-C32": ("decoder", dict(Q=77)),
@@ -189,12 +190,14 @@ def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
 
 FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 
-# The forms of the backward's kernels: rows of every number of lanes, and of more channels than they take at a time (C);
-# rows that are filled up to 16 bytes (C = 1, 30 and 31); texels that one group of lanes owns and several (dense); the
-# gather by tensor cores (bfloat16, C a multiple of 32) and without; encoders whose points take one pass or several (P);
-# pieces of one query and of several (K); bins that are sorted in shared memory and larger ones (one texel), and more of
-# them than a block counts in shared memory (256 levels). "tables" puts the level tables on the GPU, where only kernels
-# read them.
+# Calls that need every form of the backward's kernels:
+# - C: rows of every number of lanes, of more channels than lanes take at once, and filled up to 16 bytes (1, 30, 31);
+# - "dense": texels that one group of lanes owns, and several groups;
+# - bfloat16 and a C that is a multiple of 32: the gather by tensor cores;
+# - P: encoders whose points take one pass, and several;
+# - K: pieces of one query, and of several;
+# - one texel: bins that are too large for shared memory; 256 levels: more bins than a block counts there.
+# "tables" puts the level tables on the GPU, where only kernels read them.
 BACKWARD_FORMS = {
     "strips-C16": ("strips", dict(Q=77, C=16)),
     "strips-C30": ("strips", dict(Q=77, C=30)),

@@ -118,7 +118,7 @@ def disagreement(candidate: Callable[..., Tensor], original: Callable[..., Tenso
         candidate: visdet's function of (value, level_shapes, locations, weights).
         original: the package's function of the same arguments.
         kind: the layout of the locations. It is "levels" for [B, Q, G, L, P, 2] and "folded" for [B, Q, G, L * P, 2].
-            With "ragged", the layout is that of "folded", and the fifth argument is the number of points of each level.
+            "ragged" has the layout of "folded", and the fifth argument is the number of points of each level.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 

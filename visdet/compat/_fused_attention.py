@@ -182,7 +182,7 @@ def _fits(
     if form.method is not None:
         is_standard = getattr(module, form.method) == "default" and module.offset_scale == 0.5
         return is_standard and references.shape[2:] == (1, 4)
-    core = vars(module)["_modules"].get("attn")
+    core = getattr(module, "attn", None)
     is_own = core is None or _is_untouched(core)
     return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
 

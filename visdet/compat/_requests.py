@@ -72,7 +72,7 @@ def is_read(module: Any) -> bool:
 
 
 def source_of(function: Any) -> str:
-    """Return the name of the module in which a function was written. A wrapper's is not that of what it wraps."""
+    """Return the name of the module in which a function was written. A wrapper has a module of its own."""
     written_in = getattr(function, "__globals__", {}).get("__name__")
     return written_in or getattr(function, "__module__", None) or ""
 

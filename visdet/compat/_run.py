@@ -1,14 +1,17 @@
 """Functions that run a script or a module as ``python`` does, and pass bridges on to child processes."""
 
 import builtins
+import importlib.util
 import io
 import os
 import pkgutil
 import runpy
 import sys
 import zipfile
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 __all__ = ["run_program", "share_with_children"]
 
@@ -20,8 +23,12 @@ def run_program(arguments: list[str]) -> None:
     """Run a script, or a module after ``-m``, with the arguments that follow it, as the main program."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        _become_main()
-        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        spec, code = _find(arguments[1])
+        sys.argv[0] = str(spec.origin)
+        main = vars(_become_main())
+        main |= {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
+        main |= {"__file__": spec.origin, "__cached__": spec.cached}
+        exec(code, main)
         return
     if not Path(arguments[0]).exists():
         print(f"can't run {arguments[0]!r}: there is no such file", file=sys.stderr)
@@ -43,6 +50,26 @@ def run_program(arguments: list[str]) -> None:
     namespace = vars(_become_main())
     namespace["__file__"] = path
     exec(code, namespace)
+
+
+def _find(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Return what ``python -m`` runs for a module, or for a package its ``__main__``. End the process without any."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # A parent package of the module imports what is not installed.
+        spec = None
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        print(
+            f"can't run -m {name}: there is no such module, or it is a package without __main__",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    return spec, code
 
 
 def _become_main() -> ModuleType:

@@ -173,7 +173,7 @@ class _Arguments:
             raise RuntimeError(f"{error} {self.note}") from error
 
     def backward(self, grad_output: Tensor, *outs: Tensor) -> None:
-        """Add the gradients to ``outs``, which are those of mc_ms_feat, sampling_location and weights."""
+        """Add the gradients of mc_ms_feat, sampling_location and weights to ``outs``, in this order."""
         *columns, shapes, starts, locations, weights = self.tensors
         features = columns[0]
         wide = torch.float64 if features.dtype == torch.float64 else torch.float32

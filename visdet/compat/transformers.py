@@ -56,7 +56,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         owner: _fused_attention.find_form(owner, module)
         for owner in _fused_attention.attention_classes(module)
     }
-    # What was replaced: in which class or module, under which name, by what.
+    # Each replacement: the class or module, the name in it, and the new function.
     operators: list[tuple[Any, str, Any]] = []
     for name, replacement_of in (
         (_CLASS, _operators.class_forward),
@@ -119,7 +119,7 @@ def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any],
     kinds = {holder for holder, attribute, _ in operators if attribute == "forward"}
 
     def uses_visdet(instance: Any) -> bool:
-        core = vars(instance)["_modules"].get("attn")
+        core = getattr(instance, "attn", None)
         if core is not None and type(core) not in kinds:
             return False
         for holder, attribute, value in operators:

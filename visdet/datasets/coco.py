@@ -73,7 +73,7 @@ class CocoDataset(BaseDataset):
             left to train on.
 
     Source: names and filtering rules are those of mmdet's CocoDataset. Differences: labels follow the order of
-    ``classes`` and not that of the file, boxes are clipped, and mistakes are reported.
+    ``classes`` and not of the file, boxes are clipped, and mistakes are reported.
     """
 
     METAINFO = {"classes": COCO_CLASSES}
@@ -309,7 +309,7 @@ class CocoDataset(BaseDataset):
             )
 
     def get_cat_ids(self, idx: int) -> list[int]:
-        """Return the labels of the boxes of image ``idx``, including those of crowd regions."""
+        """Return the labels of the boxes and the crowd regions of image ``idx``."""
         return [instance["bbox_label"] for instance in self.get_data_info(idx)["instances"]]
 
     def _rand_another(self) -> int:

@@ -38,7 +38,7 @@ _TABLES = (
 
 
 class NuScenesTables:
-    """The records of one version of nuScenes by table and token. Sensor data are those of key frames only.
+    """The records of one version of nuScenes by table and token. It has the sensor data of key frames only.
 
     Args:
         root: the folder with ``v1.0-…/``, ``samples/`` and ``maps/``.

@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def config_text(values: Mapping[str, Any]) -> str:
-    """Return Python code that sets the names of ``values``, sorted by name, as those of each dict are.
+    """Return Python code that sets the names of ``values``, sorted by name. Each dict is sorted, too.
 
     mmengine's ``Config.pretty_text`` has the same content. It formats the code by yapf, which takes 0.2 to 0.6 s.
     """

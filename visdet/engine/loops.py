@@ -161,7 +161,8 @@ class IterBasedTrainLoop(_Training, _IterBasedTrainLoop):
         val_interval: int = 1000,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
-        # The constructor of mmengine's loop would start the workers on batches that a resumed run has seen.
+        # The constructor of mmengine's loop would start the workers on batches that a resumed run has seen. It is not
+        # called, so that this one sets all attributes of that loop (test_loops.py compares them).
         BaseLoop.__init__(self, runner, dataloader)
         self._max_iters = _whole_number(self, "max_iters", max_iters, least=0)
         self._max_epochs = 1

@@ -91,7 +91,7 @@ class OptimWrapper(_OptimWrapper):
             self.message_hub.update_scalar(f"train/{name}", norm)
 
     def _log_grad_norm(self) -> None:
-        """Write the gradient norm of the previous update, and start to copy that of this update to the host."""
+        """Write the gradient norm of the previous update, and start to copy this update's norm to the host."""
         self.write_grad_norm()
         if self._grad_norm is not None:
             self._unwritten, self._grad_norm = HostCopy({self.grad_name: self._grad_norm}), None

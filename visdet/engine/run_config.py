@@ -10,7 +10,7 @@ __all__ = ["RunConfig"]
 
 
 class RunConfig(Config):
-    """A config whose text is that of ``config_text``.
+    """A config whose text ``config_text`` makes.
 
     A run needs the text for the log, for the copy in the work_dir, for every visualizer and for every checkpoint.
     """

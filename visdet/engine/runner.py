@@ -223,7 +223,7 @@ class DetRunner(CheckpointingRunner):
             super().register_hook(hook, priority)
 
     def register_default_hooks(self, hooks: dict | None = None) -> None:
-        """Register mmengine's default hooks, this package's, and those of the config."""
+        """Register the default hooks of mmengine, of this package and of the config."""
         merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
         # None removes any default hook. mmengine does that for its own hooks only.
         check_texts(self.cfg, "default_hooks", "custom_hooks")

@@ -1,4 +1,4 @@
-"""The errors of predicted depth maps, compared with those of a constant depth."""
+"""The errors of predicted depth maps, beside the errors of a constant depth."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["TwoViewDepthMetric"]
 
 @METRICS.register_module()
 class TwoViewDepthMetric(BaseMetric):
-    """Errors of depth maps over all pixels of all pairs, and those of the best constant depth.
+    """Errors of depth maps, and of the best constant depth, over all pixels of all pairs.
 
     * ``abs_rel`` is the mean of abs(predicted - true) / true.
     * ``inverse_error`` is the mean of abs(1 / predicted - 1 / true). ``inverse_error_constant`` is the same for the

@@ -29,10 +29,12 @@ def ms_deform_attn(
     Pixel coordinates are ``x = loc_x * W - 0.5``, ``y = loc_y * H - 0.5``. A sample counts iff ``-1 < x < W`` and
     ``-1 < y < H``, and a corner outside the map counts as zero: this is ``grid_sample`` of ``2 * loc - 1``, bilinear,
     with zeros and align_corners=False. A sample with a NaN or infinite coordinate contributes nothing, whatever its
-    weight, and has zero gradients. On CUDA a texel inside with weight zero stands for a corner outside. A NaN or an
-    infinite number of ``value`` may therefore reach samples beside the map, and from the first texel of a level all
-    queries, if L * P is no multiple of a kernel's group of lanes. One in the output's gradient or in a weight may reach
-    the gradients of texels beside its own. The CPU does not read these texels.
+    weight, and has zero gradients.
+
+    A NaN or an infinite number in ``value``, in a weight or in the output's gradient reaches every result that
+    depends on it. On the CPU, no other result changes. On CUDA, others may become NaN, too, because the kernels read a
+    texel inside the map with weight zero where a corner lies outside: samples near the border of the map, the gradients
+    of texels beside those that a sample reads, and, if the first texel of a level is NaN, the results of all queries.
 
     Args:
         value: [B, S, G, C]. The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after

@@ -68,7 +68,7 @@ def nms(
 
 
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
-    """Return one group of indices per kept box: its own index, then those of the boxes it suppressed, best first.
+    """Return one group of indices per kept box: its own index, then the boxes that it suppressed, best first.
 
     Args:
         dets: [N, 5] boxes (x1, y1, x2, y2) and scores, a tensor or a NumPy array. NaN scores come first.

@@ -8,10 +8,9 @@ __all__ = ["DetDataSample"]
 class DetDataSample(BaseDataElement):
     """Ground truth, predictions and meta information of one image.
 
-    The meta information (``set_metainfo``) consists of ``img_id``, ``img_path``, ``ori_shape``, ``img_shape`` (the
-    height and width of the image without padding), ``batch_input_shape`` (the height and width of the padded batch),
-    ``scale_factor`` (the width and height of img_shape divided by those of ori_shape), ``flip`` and
-    ``flip_direction``.
+    The meta information (``set_metainfo``) consists of ``img_id``, ``img_path``, ``flip``, ``flip_direction``, the
+    (height, width) of the image in its file (``ori_shape``), in the batch without padding (``img_shape``) and with it
+    (``batch_input_shape``), and ``scale_factor``, the factors by which its (width, height) were multiplied.
 
     Attributes:
         gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``, and ``labels`` [N] int64.

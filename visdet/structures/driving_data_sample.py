@@ -49,7 +49,7 @@ class DrivingDataSample(BaseDataElement):
             self.set_field(BaseDataElement(**of_plan), "pred_plan", dtype=BaseDataElement)
 
     def to(self, *args: Any, **kwargs: Any) -> "DrivingDataSample":
-        """Return a copy whose tensors, including those of ``gt_depth``, are converted by ``Tensor.to``."""
+        """Return a copy whose tensors, ``gt_depth`` included, are converted by ``Tensor.to``."""
         return self._with_depth(super().to(*args, **kwargs), lambda level: level.to(*args, **kwargs))
 
     def with_inputs_on(self, device: torch.device, non_blocking: bool = False) -> "DrivingDataSample":

@@ -9,9 +9,9 @@ __all__ = ["look_alike"]
 def look_alike(name: str, others: Iterable[str]) -> str | None:
     """Return a phrase that says which of ``others`` looks like ``name`` and how it differs, or None.
 
-    Names look alike if they are equal without regard to case, to the form of Unicode (the ``é`` of NFC is one character
-    and that of NFD is two), to spaces at the ends, and to the choice between space, ``_`` and ``-``. An equal name does
-    not count.
+    Names look alike if they are equal without regard to case, to the form of Unicode, to spaces at the ends, and to the
+    choice between space, ``_`` and ``-``. (An ``é`` is one character in the form NFC, and two in NFD.) An equal name
+    does not count.
     """
     for other in others:
         if other == name or _folded(other) != _folded(name):

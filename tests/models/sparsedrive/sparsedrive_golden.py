@@ -183,3 +183,8 @@ def train(model, arrays):
             if parameter.grad is not None
         }
         yield TrainingStep(losses, outs, norms)
+
+
+def decoded(decoder, *arguments):
+    """Return the results of each sample on the CPU."""
+    return of_samples(decoder.select(*arguments), decoder.of_sample)

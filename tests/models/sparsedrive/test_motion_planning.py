@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sparsedrive_golden import built, close, module_case
+from sparsedrive_golden import built, close, decoded, module_case
 
 from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
@@ -16,7 +16,9 @@ from visdet.models.sparsedrive import (
     SparseBox3DKeyPointsGenerator,
 )
 from visdet.models.sparsedrive.motion.motion_planning_head import MotionPlanningHead
+from visdet.models.sparsedrive.motion.motion_target import best_modes
 from visdet.models.sparsedrive.motion.sine_embedding import gen_sineembed_for_position
+from visdet.models.sparsedrive.padded_instances import padded_rows
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
 
 
@@ -41,12 +43,16 @@ def test_sine_embedding_matches_golden():
 
 def test_targets_match_golden():
     config, _, given, expected = module_case("MotionTarget_PlanningTarget")
-    indices = list(zip(per_sample(given, "pred_index"), per_sample(given, "gt_index"), strict=True))
-    outs = MotionTarget().sample(
-        given["reg_pred"], per_sample(given, "gt_trajs"), per_sample(given, "gt_masks"), indices
-    )
-    names = ("cls_target", "cls_weight", "best_reg", "reg_target", "reg_weight", "num_pos")
-    for value, name in zip(outs, names, strict=True):
+    predicted, device = given["reg_pred"], given["reg_pred"].device
+    targets, masks = (padded_rows(per_sample(given, name), device) for name in ("gt_trajs", "gt_masks"))
+    index = torch.full(predicted.shape[:2], targets.shape[1])  # without a box
+    matches = zip(per_sample(given, "pred_index"), per_sample(given, "gt_index"), strict=True)
+    for of_sample, (instances, boxes) in zip(index, matches, strict=True):
+        of_sample[instances] = boxes
+    target, weight = MotionTarget.futures(targets, masks, index)
+    mode, best = best_modes(predicted, target, weight)
+    outs = {"cls_target": mode, "cls_weight": weight.any(-1), "best_reg": best}
+    for name, value in {**outs, "reg_target": target, "reg_weight": weight}.items():
         close(value, expected[f"motion/{name}"])
     outs = PlanningTarget(**config).sample(
         given["plan_cls"], given["plan_reg"], given["gt_ego_fut_trajs"], given["gt_ego_fut_masks"], given
@@ -61,7 +67,8 @@ def test_planning_decoder_matches_golden(variant):
     # "original" shifts the ego's box in two rows instead of two columns: ours is "corrected".
     config, _, given, expected = module_case("HierarchicalPlanningDecoder")
     decoder = HierarchicalPlanningDecoder(**{**config, "use_rescore": variant == "corrected"})
-    results = decoder.decode(
+    results = decoded(
+        decoder,
         {"classification": [given["det_classification"]], "prediction": [given["det_anchors"]]},
         {"classification": [given["motion_classification"]], "prediction": [given["motion_prediction"]]},
         {
@@ -109,7 +116,7 @@ def planning_scene(agent_xy, logit=3.0, plans=2):
 )
 def test_plan_that_collides_loses(agent, logit, moved):
     decoder = HierarchicalPlanningDecoder(6, 2, use_rescore=True)
-    (result,) = decoder.decode(*planning_scene(agent, logit))
+    (result,) = decoded(decoder, *planning_scene(agent, logit))
     assert result["final_planning"][-1].tolist() == pytest.approx([0.0, moved])
 
 
@@ -125,16 +132,16 @@ def test_samples_have_results_of_their_own():
         }
         for parts in zip(*scenes, strict=True)
     ]
-    results = decoder.decode(*joined)
+    results = decoded(decoder, *joined)
     assert [r["final_planning"][-1, 1].item() for r in results] == pytest.approx([0.0, 6.0])
 
 
 def test_no_future_is_no_target():
     reg = torch.randn(2, 3, 6, 12, 2, requires_grad=True)
-    empty = [torch.zeros(0, 12, 2)] * 2, [torch.zeros(0, 12)] * 2
-    none = (torch.zeros(0, dtype=torch.int64),) * 2
-    _, counts, best, target, weight, num_pos = MotionTarget().sample(reg, *empty, [none, none])
-    assert not counts.any() and not weight.any() and num_pos.item() == 0 and not target.any()
+    none = torch.zeros(2, 3, dtype=torch.int64)
+    target, weight = MotionTarget.futures(torch.zeros(2, 0, 12, 2), torch.zeros(2, 0, 12), none)
+    _, best = best_modes(reg, target, weight)
+    assert not weight.any() and not target.any()
     (best * weight[..., None]).sum().backward()
     assert reg.grad is not None and not reg.grad.any()
 

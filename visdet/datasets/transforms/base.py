@@ -11,10 +11,14 @@ __all__ = ["BaseTransform", "choose", "uniform", "uniform_int"]
 class BaseTransform(metaclass=ABCMeta):
     """A step of a data pipeline, which changes a dict of results and returns it.
 
-    The dict has the keys ``img`` (``tv_tensors.Image``, uint8 [3, H, W]), ``img_path``, ``img_id``, ``ori_shape`` and
-    ``img_shape`` (height, width), ``scale_factor`` (the width and height of ``img`` divided by those of the file's
-    image), ``flip``, ``flip_direction``, ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32,
-    in pixels of ``img``), ``gt_bboxes_labels`` (int64 [N]) and ``gt_ignore_flags`` (bool [N], True for crowd regions).
+    The dict has these keys:
+
+    * ``img`` (``tv_tensors.Image``, uint8 [3, H, W]), ``img_path`` and ``img_id``;
+    * ``ori_shape`` and ``img_shape``, the (height, width) of the file's image and of ``img``;
+    * ``scale_factor``, the (width, height) of ``img`` divided by the (width, height) of the file's image;
+    * ``flip`` and ``flip_direction``;
+    * ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32, in pixels of ``img``);
+    * ``gt_bboxes_labels`` (int64 [N]), and ``gt_ignore_flags`` (bool [N], True for crowd regions).
 
     Random numbers come from torch's global generator alone. A worker process of a DataLoader has its own, which is
     seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``). A run with a seed

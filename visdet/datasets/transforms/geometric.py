@@ -294,7 +294,7 @@ class RandomCrop(BaseTransform):
         self.bbox_clip_border = bbox_clip_border
 
     def _draw_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) of the crop, which is at most that of the image."""
+        """Return the (height, width) of the crop, which is at most as large as the image."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
             return min(second, height), min(first, width)

@@ -12,7 +12,7 @@ __all__ = ["gather_gradients", "restore_gradients"]
 
 
 def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
-    """Return the gradients of every process, on the CPU, if the next update needs those of earlier iterations.
+    """Return the gradients of every process, on the CPU, if the next update needs gradients of earlier iterations.
 
     Every process of the group must call this after an iteration. The result is None if the iteration has updated the
     parameters. The gradients of the other processes are given to the main process only.

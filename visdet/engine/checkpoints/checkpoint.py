@@ -172,7 +172,7 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
 
 
 def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = False) -> None:
-    """Make mmengine read local and http(s) checkpoints, including those of ``init_cfg``, by :func:`read_checkpoint`.
+    """Make mmengine read local and http(s) checkpoints by :func:`read_checkpoint`, also for ``init_cfg``.
 
     Args:
         trust: the config's ``trust_checkpoint``; see :func:`read_checkpoint`.

@@ -196,7 +196,7 @@ class CheckpointingRunner(Runner):
             )
 
     def _check_optimizers(self, filename: str, before: dict[str, str] | None, state: dict) -> None:
-        """Raise CheckpointError if a checkpoint's state is that of another optimizer or of other groups of parameters.
+        """Raise CheckpointError if a checkpoint has the state of another optimizer or other groups of parameters.
 
         Checkpoints of mmengine do not say which optimizer wrote them.
         """
@@ -246,7 +246,7 @@ class CheckpointingRunner(Runner):
         )
 
     def restore_random_state(self) -> None:
-        """Set the random state that the resumed checkpoint holds. Later calls, and those of a new run, do nothing."""
+        """Set the random state that the resumed checkpoint holds, once. A new run has none, so nothing is done."""
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None

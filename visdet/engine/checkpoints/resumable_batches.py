@@ -23,6 +23,9 @@ class SeededBatch(list):
     without workers reads in the training process. There, nothing is seeded, because a checkpoint holds the random
     state of that process.
 
+    torch tells a worker nothing of a batch but its indices, so that their iteration is the only place for this. A data
+    set could do it in ``__getitems__``, but the run's own data set would then have to be wrapped.
+
     Args:
         indices: the indices of the samples of the batch.
         key: numbers that identify the batch within the run and from which the seed is made.

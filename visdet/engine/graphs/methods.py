@@ -59,10 +59,10 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
 class GraphedMethod(ABC):
     """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
-    A shape runs eagerly the first time and is captured the second time. A shape whose graphs were replaced by those of
-    another one is captured again after it has run eagerly once, then twice, four times and so on, so that more shapes
-    than are kept do not make each step a capture. After a capture that fails, all batches run eagerly. ``report``
-    counts the batches.
+    A shape runs eagerly the first time and is captured the second time. Another shape may replace its graphs. It is
+    then captured again after it has run eagerly once, the next time twice, then four times and so on. Otherwise,
+    more shapes than are kept would make each step a capture. After a capture that fails, all batches run eagerly.
+    ``report`` counts the batches.
 
     Args:
         model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
@@ -239,7 +239,7 @@ class GraphedLoss(GraphedMethod):
     each step. It may wait for the device and exchange numbers with other processes. The graphs may not.
     The losses are ordinary nodes of the autograd graph, from which the parameters get their gradients. Gradient
     accumulation, loss scaling, clipping and the optimizer therefore work as without graphs. Random numbers, including
-    those of dropout, are those of eager steps.
+    dropout's, are the same as in eager steps.
     """
 
     method = "loss"

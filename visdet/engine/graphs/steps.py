@@ -1,4 +1,4 @@
-"""The CUDA graphs of one shape of batches: those of a training step, and that of predictions."""
+"""The CUDA graphs of a training step and of a prediction, for batches of one shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ __all__ = ["GraphedDetections", "GraphedFeatures", "GraphedStep"]
 
 
 class GraphedStep:
-    """The three graphs of one shape, and the tensors that they read and write.
+    """A training step of one shape of batches: three CUDA graphs, and the tensors that they read and write.
 
     The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
     ``capture`` makes the graphs.
 
-    The graphs are those of other leaves at the same places in memory. The parameters' own nodes may be held by an
-    autograd graph of an earlier step, or by ``DistributedDataParallel``. Then they belong to the stream of that step,
-    which a capture may not touch.
+    The graphs are captured with leaf tensors that share the memory of the parameters, and not with the parameters
+    themselves. An earlier step or ``DistributedDataParallel`` may hold the autograd nodes of the parameters. Such nodes
+    belong to the stream of that step, which a capture must not use.
     """
 
     def __init__(self, model: Any, batch: Any, example: Any, memory: GraphMemory) -> None:
@@ -158,7 +158,7 @@ class GraphedDetections:
         return self.model.detections(self.batch, self.features.features)
 
     def capture(self) -> None:
-        """Record the graph, and that of the features unless another shape has it.
+        """Record the graph, and the graph of the features unless another shape has it.
 
         Raises:
             RuntimeError: something in them cannot be captured.
@@ -268,7 +268,7 @@ def _nothing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _copy(into: Any, values: Any) -> None:
-    """Copy the tensors of a tree into those of another one. All dense tensors of a dtype are one kernel."""
+    """Copy the tensors of a tree into another tree. All dense tensors of a dtype are one kernel."""
     groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
         is_dense = target.is_contiguous() and value.is_contiguous()

@@ -47,7 +47,7 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any, loop: A
 
 
 def _numbers(model: nn.Module, dataset: Any) -> Iterator[tuple[str, int, int, str]]:
-    """Yield the key of a number of the model, the number, that of the data set, and what is counted."""
+    """Yield a key of the model, its number, the number of the data set, and the noun that is counted."""
     for name, head in _heads(model):
         is_map = head.gt_cls_key == "gt_map_labels"
         classes, kind = (dataset.MAP_CLASSES, "map classes") if is_map else (dataset.CLASSES, "classes")

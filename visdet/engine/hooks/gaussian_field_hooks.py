@@ -54,7 +54,7 @@ class InitializeFieldHook(Hook):
 
 @HOOKS.register_module()
 class SplitGaussiansHook(Hook):
-    """Prunes Gaussians of small mass and splits those of the largest mass into their places.
+    """Prunes Gaussians of small mass, and splits the Gaussians of the largest mass into their places.
 
     The number of Gaussians stays the same, so the optimizer, checkpoints and distributed training need no change. The
     optimizer's moments of changed Gaussians start again from zero. The choice follows from the weights alone, so a

@@ -185,7 +185,7 @@ def _loss_parts(losses: dict[str, float]) -> str:
 
 
 def _main_scalars(metrics: dict) -> dict[str, int | float]:
-    """Return the metrics that are numbers, without those of single classes (whose names have two slashes)."""
+    """Return the metrics that are numbers, but not of single classes (whose names have two slashes)."""
     return {
         name: value
         for name, value in metrics.items()

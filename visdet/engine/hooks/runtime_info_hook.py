@@ -31,7 +31,7 @@ class RuntimeInfoHook(_RuntimeInfoHook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
-        """Write the losses of the previous iteration, and those of this one if they have arrived or a log is due."""
+        """Write the losses of the previous iteration, and this one's if they have arrived or a log is due."""
         self._write_losses(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):

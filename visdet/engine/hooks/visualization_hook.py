@@ -26,7 +26,7 @@ def val_pictures_folder(runner: Any) -> str:
 
 @runtime_checkable
 class DrawsSheets(Protocol):
-    """A visualizer that can draw several samples on one sheet, as those of ``visdet.visualization`` can."""
+    """A visualizer that can draw several samples on one sheet, as in ``visdet.visualization``."""
 
     def add_contact_sheet(
         self, name: str, images: Sequence[np.ndarray], data_samples: Sequence[BaseDataElement], **options: Any

@@ -74,7 +74,7 @@ class ResidualBlock(nn.Module):
 
     @property
     def layers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """All convolutions, including that of the downsampling, each with its normalisation."""
+        """All convolutions, the downsampling included, each with its normalisation."""
         if self.downsample is None:
             return self.main_layers
         return [*self.main_layers, (self.downsample[0], self.downsample[1])]

@@ -14,7 +14,7 @@ __all__ = ["pixel_proposals", "proposal_embedding"]
 def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
     """Return one box per pixel of the pyramid, and whether it is usable.
 
-    The box of a pixel in level l is centred on the pixel, and its sides are 0.05·2^l of those of the image. A box is
+    The box of a pixel in level l is centred on the pixel, and its sides are 0.05·2^l times the image's. A box is
     usable if the pixel is not padding and all four numbers lie between 0.01 and 0.99.
 
     Returns:

@@ -92,12 +92,8 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
         return False
     if norm.running_mean is None or norm.weight is None:
         return False
-    parameters = (
-        conv._parameters.get("weight"),
-        norm._parameters.get("weight"),
-        norm._parameters.get("bias"),
-    )
-    if not all(map(_is_plain_parameter, parameters)):
+    of_conv, of_norm = (dict(layer.named_parameters(recurse=False)) for layer in (conv, norm))
+    if not all(map(_is_plain_parameter, (of_conv.get("weight"), of_norm.get("weight"), of_norm.get("bias")))):
         return False  # A hook makes the weight before each call (pruning), or processes share it (FSDP).
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
 

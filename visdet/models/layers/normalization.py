@@ -72,8 +72,8 @@ for _name, _layer in {
 def norm_abbreviation(layer_type: type[nn.Module]) -> str:
     """Return the attribute name of a normalisation layer in a ``ConvModule``: 'bn', 'gn', 'ln', 'in' or 'norm'."""
     for base, abbreviation in (
-        (nn.modules.instancenorm._InstanceNorm, "in"),
-        (nn.modules.batchnorm._BatchNorm, "bn"),
+        ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), "in"),
+        (_BatchNorm, "bn"),
         (nn.GroupNorm, "gn"),
         (nn.LayerNorm, "ln"),
     ):

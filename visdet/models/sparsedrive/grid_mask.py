@@ -18,13 +18,11 @@ class GridMask(nn.Module):
         offset: whether the blanked pixels become noise in -1..1 instead of 0.
         ratio: fraction of a period that is a stripe.
         mode: 0 blanks the stripes, 1 everything else.
-        prob: probability that images are blanked; see also ``set_prob``.
+        prob: probability that images are blanked.
 
     Source: Chen et al., arXiv 2001.04086; names and defaults are SparseDrive's. One thing differs: torch draws the
     random numbers on the device of the images, so that nothing waits for the device.
     """
-
-    prob: Tensor
 
     def __init__(
         self,
@@ -43,17 +41,11 @@ class GridMask(nn.Module):
         self.offset = offset
         self.ratio = ratio
         self.mode = mode
-        self.st_prob = prob
-        # This is on the device, so that a CUDA graph reads the value that ``set_prob`` has set last.
-        self.register_buffer("prob", torch.tensor(prob), persistent=False)
-
-    def set_prob(self, epoch: int, max_epoch: int) -> None:
-        """Set the probability to the initial one times the fraction ``epoch / max_epoch`` of the training."""
-        self.prob.fill_(self.st_prob * epoch / max_epoch)
+        self.prob = prob
 
     def forward(self, x: Tensor) -> Tensor:
         """Return images x [N, C, H, W] with the grid, or unchanged in evaluation."""
-        if not self.training or self.st_prob <= 0:
+        if not self.training or self.prob <= 0:
             return x
         keep = self._mask(x.shape[-2], x.shape[-1], x.device).to(x.dtype)
         filler = 2 * torch.rand(x.shape[-2:], device=x.device, dtype=x.dtype) - 1 if self.offset else 0.0

@@ -69,7 +69,7 @@ class SparseBox3DRefinementModule(BaseModule):
         self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
     def init_weights(self) -> None:
-        """Set the bias of the class logits to that of a probability of 1 %."""
+        """Set the bias of the class logits so that probabilities start at 1 %."""
         _set_prior(self.cls_layers)
 
     def forward(
@@ -143,7 +143,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
 
     def init_weights(self) -> None:
-        """Set the bias of the class logits to that of a probability of 1 %."""
+        """Set the bias of the class logits so that probabilities start at 1 %."""
         _set_prior(self.cls_layers)
 
     def forward(

@@ -284,7 +284,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
     def _attend_to_memory(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
     ) -> Tensor:
-        """Return the instances after attention to those of the previous frame.
+        """Return the instances after attention to the instances of the previous frame.
 
         In samples without a previous frame they attend to one another.
         """

@@ -15,7 +15,7 @@ __all__ = ["Sparse4DLoss"]
 
 
 class Sparse4DLoss:
-    """The losses of ``Sparse4DHead``: those of matched instances and those of denoising queries.
+    """The losses of ``Sparse4DHead``, for matched instances and for denoising queries.
 
     ``pair_costs`` and ``losses`` run on the device of one process alone. Between them, ``assigned_instances`` solves
     the assignments and averages the counts over the processes. Every process takes part in that, whatever its ground
@@ -207,7 +207,7 @@ def _by_layer(elements: dict[str, Tensor], divisors: Tensor, suffix: str) -> dic
     """Return the sum of each layer's elements over its divisor, by the name of the loss and of the layer.
 
     Args:
-        elements: [L * n, ...] of each loss, those of the first layer first. divisors: [L].
+        elements: [L * n, ...] of each loss, layer after layer. divisors: [L].
     """
     losses: dict[str, Tensor] = {}
     for name, of_loss in elements.items():

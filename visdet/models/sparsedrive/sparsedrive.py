@@ -223,7 +223,7 @@ class SparseDrive(BaseDetector):
     def predictions_and_costs(
         self, batch: DrivingBatch
     ) -> tuple[tuple[Any, Any, dict[str, PairCosts]], tuple[dict[str, PairCosts], Any]]:
-        """Return what the losses and what ``assign`` need. All work runs on the device.
+        """Return the arguments of ``losses`` and of ``assign``. All work runs on the device.
 
         Returns:
             (the raw outputs of the head, the depths, the costs of the matching) for the losses, and (these costs, the

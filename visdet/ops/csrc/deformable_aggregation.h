@@ -89,8 +89,8 @@ inline Tensor rows_of(const Tensor& tensor) {
   return has_rows ? tensor : dense(tensor);
 }
 
-// Calls f(T{}, TW{}, A{}) for the types of features, of weights and of sums. The caller has included a
-// dispatch_value_type(): that of common/values.cuh or that of cpu/dispatch.h.
+// Calls f(T{}, TW{}, A{}) with the types of features, weights and sums. The caller has included dispatch_value_type(),
+// from common/values.cuh or from cpu/dispatch.h.
 template <typename F>
 void dispatch_types(const Tensor& features, const Tensor& weights, const F& f) {
   const bool same = weights.scalar_type() == features.scalar_type();

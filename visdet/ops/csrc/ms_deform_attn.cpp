@@ -75,8 +75,8 @@ MsDeformAttnArrays<T, A> arrays_of(const MsDeformAttnProblem& problem, const Geo
 // Returns whether a head has so many samples that it pays to lay its values out in one piece. A decoder has too few.
 bool pays_to_gather(const MsDeformAttnProblem& problem) { return problem.Q * problem.K > problem.S; }
 
-// The forward copies a head's rows of some levels into one piece: of those of which a thread takes twice as many
-// samples as they have texels.
+// The levels whose rows of a head the forward copies into one piece. It copies a level if a thread takes at least twice
+// as many samples from it as it has texels.
 struct Copies {
   std::vector<int32_t> copied;
   std::vector<int64_t> start;

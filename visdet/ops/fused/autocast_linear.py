@@ -74,7 +74,8 @@ def autocast_linear(
 def _run(operator: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
     """Return the results of a C++ operator. If the GPU lacks memory, the error has torch's type for that again.
 
-    The stable interface of C++ turns every error of a nested call into a RuntimeError with the same message.
+    The stable interface of C++ turns every error of a nested call into a RuntimeError with the same message. Only the
+    text then tells what the error was.
     """
     try:
         return operator(*arguments)

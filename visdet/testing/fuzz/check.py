@@ -208,7 +208,7 @@ def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
 def _reference(
     family: Family, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
 ) -> dict[str, Any]:
-    """Return the float64 results by name, which is "output", "output 1" and so on, or that of a needed argument."""
+    """Return the float64 results by name: "output", "output 1" and so on, and the names of needed arguments."""
     arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
     for name in needed:
         arguments[name].requires_grad_()

@@ -28,9 +28,9 @@ class Problem:
     # In these arguments, NaN, infinite and huge numbers have a defined meaning. In all others, such a number makes the
     # results that depend on it undefined, and these are not compared.
     positions: tuple[str, ...] = ()
-    reference_arguments: dict[str, Any] = field(default_factory=dict)  # these replace those of the call
+    reference_arguments: dict[str, Any] = field(default_factory=dict)  # other ones for the reference
     wide: torch.dtype = torch.float32  # the dtype in which the operator computes
-    epsilon: float | None = None  # that of sums and intermediate results; None for that of ``wide``
+    epsilon: float | None = None  # the precision of sums and intermediate results, by default of ``wide``
     error_factor: float = 64.0  # allowed rounding errors, in units of epsilon
     absolute: dict[str, float] = field(default_factory=dict)  # additional allowed errors
     skip: dict[str, Tensor | bool] = field(

@@ -118,10 +118,6 @@ class ResultDecoder(ABC):
             if name != "is_kept"
         }
 
-    def decode(self, *arguments: Any, **keywords: Any) -> list[dict[str, Any]]:
-        """Return the results of each sample on the CPU. The arguments are those of ``select``."""
-        return of_samples(self.select(*arguments, **keywords), self.of_sample)
-
 
 @TASK_UTILS.register_module()
 class SparseBox3DDecoder(ResultDecoder):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +10,6 @@ from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.ops.tracing import is_traced
 from visdet.registry import TASK_UTILS
 
-from ...matching.assignment import solve_assignment
 from ...matching.match_costs import FocalLossCost
 
 __all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
@@ -126,26 +124,22 @@ class MapQueriesCost:
                 f"got {type(self.cls_cost).__name__} and {type(self.reg_cost).__name__}"
             )
 
-    def __call__(
-        self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """Return the cost [..., Q, N] and, if lines are permuted, also the best orderings; see ``LinesL1Cost``.
 
         Args:
             preds: ``lines`` [..., Q, D] and ``scores`` [..., Q, C], which are logits.
             gts: ``lines`` as in ``LinesL1Cost`` and ``labels`` [..., N].
-            ignore_cls_cost: whether the class cost is left out.
         """
         lines_cost = self.reg_cost(preds["lines"], gts["lines"])
         cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
-        if not ignore_cls_cost:
-            cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
+        cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
         return (cost, *orderings) if orderings else cost
 
 
 @TASK_UTILS.register_module()
 class HungarianLinesAssigner:
-    """Matches polylines one to one such that the total cost is least. NaN and infinite costs count as 1e8.
+    """The cost by which polylines are matched one to one. The class is named as in the configs of SparseDrive.
 
     Args:
         cost: ``MapQueriesCost`` or its config.
@@ -160,18 +154,3 @@ class HungarianLinesAssigner:
         """Return the cost [..., Q, N] and the best ordering [..., Q, N], which is 0 if lines have only one."""
         cost = self.cost(preds, gts)
         return cost if isinstance(cost, tuple) else (cost, torch.zeros_like(cost, dtype=torch.int64))
-
-    @torch.no_grad()
-    def assign(
-        self, preds: dict[str, Tensor], gts: dict[str, Tensor], ignore_cls_cost: bool = False
-    ) -> tuple[np.ndarray | None, np.ndarray | None, Tensor | None]:
-        """Return the indices of matched predictions, those of their lines, and the best ordering [Q, N].
-
-        All three are None if there are no predictions or no lines. The ordering is also None if lines have only one.
-        The arguments are those of ``MapQueriesCost``.
-        """
-        if len(gts["lines"]) == 0 or len(preds["lines"]) == 0:
-            return None, None, None
-        cost = self.cost(preds, gts, ignore_cls_cost)
-        cost, ordering = cost if isinstance(cost, tuple) else (cost, None)
-        return *solve_assignment(cost), ordering

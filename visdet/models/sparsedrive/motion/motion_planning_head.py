@@ -1,4 +1,4 @@
-"""The head that predicts the motion of agents and plans that of the ego."""
+"""The head that predicts the motion of agents and plans the motion of the ego vehicle."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _NUSCENES_CLASSES = 10
 class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     """Predicts several modes of motion for every instance, and of a plan for the ego, which is an additional instance.
 
-    The temporal state, an argument and a result of ``forward``, is that of the queue.
+    The queue's temporal state is an argument and a result of ``forward``.
 
     Args:
         fut_ts, fut_mode: number of steps and of modes of agents.

@@ -61,7 +61,7 @@ class MotionPlanningRefinementModule(BaseModule):
         self.plan_status_branch = numbers(_STATUS)
 
     def init_weights(self) -> None:
-        """Set the bias of the scores to that of a probability of 1 %."""
+        """Set the bias of the scores so that probabilities start at 1 %."""
         branch: Any
         for branch in (self.motion_cls_branch, self.plan_cls_branch):
             nn.init.constant_(branch[-1].bias, bias_init_with_prob(0.01))
@@ -69,7 +69,7 @@ class MotionPlanningRefinementModule(BaseModule):
     def forward(
         self, motion_query: Tensor, plan_query: Tensor, ego_feature: Tensor, ego_anchor_embed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return logits [B, N, M] and steps [B, N, M, T, 2] of motion, those of planning, and the status [B, 1, 10].
+        """Return logits [B, N, M] and steps [B, N, M, T, 2] of motion, both for planning, and the status [B, 1, 10].
 
         Args:
             motion_query: [B, N, M, C]. plan_query: [B, 1, 3 * ego_fut_mode, C].

@@ -1,6 +1,5 @@
 """Targets of motion and planning. The mode that is nearest to the true future learns it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..padded_instances import padded_rows, rows_or_zeros
+from ..padded_instances import rows_or_zeros
 from ..sample_batch import field_of
 
 __all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
@@ -35,35 +34,6 @@ class MotionTarget:
 
     Source: the name and the rule are SparseDrive's.
     """
-
-    def sample(
-        self,
-        reg_pred: Tensor,
-        gt_reg_target: Sequence[Tensor],
-        gt_reg_mask: Sequence[Tensor],
-        matches: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the targets of the predicted modes.
-
-        Args:
-            reg_pred: [B, N, M, T, 2], steps in metres.
-            gt_reg_target: [n, T, 2] of each sample, the steps of its boxes.
-            gt_reg_mask: [n, T] of each sample, 0 where a step is unknown.
-            matches: (instances, boxes) of each sample, the index tensors that detection has matched.
-
-        Returns:
-            The best modes [B, N], whether they count [B, N], their steps [B, N, T, 2], the target steps [B, N, T, 2],
-            their weights [B, N, T], and the number of matched instances [1].
-        """
-        device = reg_pred.device
-        targets, masks = padded_rows(gt_reg_target, device), padded_rows(gt_reg_mask, device)
-        index = torch.full(reg_pred.shape[:2], targets.shape[1], dtype=torch.int64, device=device)
-        for of_sample, (instances, boxes) in zip(index, matches, strict=True):
-            of_sample[instances] = boxes
-        reg_target, reg_weight = self.futures(targets.to(reg_pred), masks.to(reg_pred), index)
-        mode, best = best_modes(reg_pred, reg_target, reg_weight)
-        count = (index < targets.shape[1]).sum().to(reg_pred.dtype).view(1)
-        return mode, reg_weight.any(-1), best, reg_target, reg_weight, count
 
     @staticmethod
     def futures(targets: Tensor, masks: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,8 +89,8 @@ void check_like(const char* op, const char* name, const Tensor& tensor, Shape ex
 // What an operator reads from: of this shape, and of a type that operators take.
 void check_values(const char* op, const char* name, const Tensor& tensor, Shape expected);
 
-// Coordinates or weights beside values: of this shape, of the type of sums (or_same: or that of values), and on the
-// device of values.
+// Coordinates or weights beside values: of this shape, of the type of sums (or_same: or of the values' type), and on
+// the device of values.
 void check_beside(const char* op, const char* name, const Tensor& tensor, Shape expected, const char* of_name,
                   const Tensor& of, bool or_same = false);
 

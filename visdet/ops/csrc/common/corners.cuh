@@ -33,10 +33,10 @@ VISDET_HOST_DEVICE void scaled_corner_weights(A scale, A fx, A fy, A (&weight)[4
   weight[2] = bottom - right_bottom, weight[3] = right_bottom;
 }
 
-// The bilinear interpolation of four numbers and its derivatives by x and by y, in texels. Where the numbers are the
-// dot products of each corner's channels with an output's gradient (zero outside the map), the first is the gradient of
-// the sample's weight; the others, times this weight and the width or height of the map, are that of its location in
-// 0..1.
+// The bilinear interpolation of four numbers and its derivatives by x and by y, in texels. In a backward, the numbers
+// are the dot products of each corner's channels with the output's gradient, and zero outside the map. Then `value` is
+// the gradient of the sample's weight. The derivatives, times this weight and the width or height of the map, are the
+// gradient of the sample's location in 0..1.
 template <typename A>
 struct Interpolation {
   A value, by_x, by_y;

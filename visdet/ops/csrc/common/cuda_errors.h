@@ -28,8 +28,8 @@ inline std::string compute_capability_text() {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-// What `error` means: CUDA's own words for it, and for the errors of an unfit driver or GPU what is needed, what is
-// there, and what to do.
+// Returns what `error` means in CUDA's own words. If the driver or the GPU does not fit, the text also names the
+// version that is needed, the version that was found, and a remedy.
 inline std::string explain_cuda_error(cudaError_t error) {
   std::string words = cudaGetErrorString(error);
   while (!words.empty() && words.back() == '.') words.pop_back();

@@ -2,7 +2,9 @@
 //
 // nvcc is shown torch's headers as a C++ compiler sees them. For CUDA code they would declare operations of their own
 // types of numbers on the device, which kernels do not use, and include Thrust: over a quarter of the time that nvcc
-// takes for all headers. Where a C++ compiler would get vector intrinsics from them, nvcc sees them as CUDA code.
+// takes for all headers. Where a C++ compiler would get vector intrinsics from them, nvcc sees them as CUDA code. torch
+// has no macro of its own for this. If a header of a later torch needs __CUDACC__, the compilation fails here, and
+// without the two lines that undefine the macros it takes longer and gives the same.
 #pragma once
 
 // What is included before is not affected: the C++ library has other types of numbers for CUDA code.

@@ -148,7 +148,7 @@ void distances_of_point(const GaussianArrays<A>& a, int64_t b) {
   }
 }
 
-// Writes the gradient of one point: with IS_FIELD that of the field, else that of its row of distances.
+// Writes the gradient of one point, from the gradient of its field (IS_FIELD) or of its row of distances.
 template <typename A, bool IS_FIELD>
 void grad_of_point(const GaussianArrays<A>& a, int64_t b) {
   constexpr int W = kLanes<A>;

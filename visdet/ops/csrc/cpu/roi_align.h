@@ -13,7 +13,7 @@ struct RoIAlignTap {
   int32_t index;
 };
 
-// The taps of the bins along an axis: those of bin k end before ends[k], where those of bin k + 1 begin.
+// The taps of all bins along an axis, one bin after another. The taps of bin k end before ends[k].
 template <typename A>
 struct RoIAlignAxis {
   const RoIAlignTap<A>* taps;

@@ -209,7 +209,7 @@ struct Gradients {
 };
 
 // The sums of the gradient behind the ReLU, and of its products with the differences from the mean. This gradient,
-// which is also that of the residual, is written to grad_residual unless that is nullptr.
+// which is also the residual's, is written to grad_residual unless this is nullptr.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     backward_sums_kernel(const Rows rows, const Gradients<T> from, const float* __restrict__ statistics,

@@ -71,7 +71,7 @@ struct CompiledKernel {
   int64_t capability;  // compute capability that it was compiled for, as major * 10 + minor
 };
 
-// A kernel that declares no shared memory: what the driver says of it is what the architecture reserves for itself.
+// This kernel declares no shared memory, so the driver reports for it what the architecture reserves.
 __global__ void __launch_bounds__(1) empty_kernel() {}
 
 CompiledKernel& compiled_kernel(const Launch& launch, const void* kernel) {

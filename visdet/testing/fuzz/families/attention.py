@@ -86,7 +86,7 @@ def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
-    """Return level_shapes, B, Q, G, C and P, which are small and odd, or those of a decoder or an encoder."""
+    """Return level_shapes, B, Q, G, C and P, small and odd or as in a decoder or an encoder."""
     if draw.is_big:
         shapes = pyramid(draw, True)
         rows = int(shapes.prod(1).sum())

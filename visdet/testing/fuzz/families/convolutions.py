@@ -68,7 +68,7 @@ def _deformed(draw: Draw, modulated: bool) -> Problem:
 
 
 def _near_whole(offset: Tensor) -> Tensor:
-    """Return a mask, True where an offset is so near to a whole number that its gradient may be that of either side."""
+    """Return a mask, True where an offset is so near to a whole number that its gradient may be either side's."""
     whole_parts = offset.detach().double()  # The taps of the kernel are at whole numbers.
     return (whole_parts - whole_parts.round()).abs() < NEAR
 

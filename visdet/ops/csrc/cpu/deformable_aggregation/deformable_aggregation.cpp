@@ -197,7 +197,7 @@ void backward_camera(const DeformableAggregationArrays<T, TW, A>& a, A* g_row, A
 
 }  // namespace visdet::VISDET_ISA
 
-// A is the type of weights here: that of sums, or that of 16-bit features.
+// Here, A is the type of the weights: the type of sums, or the 16-bit type of the features.
 VISDET_KERNELS(DeformableAggregationKernels, forward_row<T, A>, backward_camera<T, A>,
                round_numbers<T, typename AccumulateType<T>::type>)
 VISDET_KERNELS_OF(DeformableAggregationKernels, Float16, Float16, forward_row<T, A>, backward_camera<T, A>,

@@ -10,8 +10,8 @@
 
 namespace visdet::VISDET_ISA {
 
-// Reads, of `rows` times `count` numbers of a tensor of type A or T, those of one row. It may write up to a register
-// past them.
+// Reads one row of a tensor [rows, count], whose type is A if `in_sum_type` and else T. It may write up to a register
+// beyond the row's numbers in `to`.
 template <typename T, typename A>
 VISDET_INLINE void read_numbers(const void* from, bool in_sum_type, int64_t rows, int64_t row, int64_t count, A* to) {
   const int64_t first = row * count, readable = rows * count - first;

@@ -1,9 +1,9 @@
-// The gradients of images, offsets and masks from that of the columns. A block has a tile. 2^lanes_log2 threads work on
-// a sample with all of its channels, so that what they add to pixels lies in whole lines. grad_columns is read once.
-// Where the gradient of the weight is wanted, the thread that has read a number of it writes the column's number, which
-// may be to the same place. Samples of several blocks add to a pixel of the images' gradient, hence by atomics: the
-// last bits depend on their order. The gradients of a sample's offset and mask are summed over its lanes, kept with the
-// samples, and written position by position.
+// The gradients of images, offsets and masks, given the gradient of the columns. A block has a tile. 2^lanes_log2
+// threads work on a sample with all of its channels, so that what they add to pixels lies in whole lines. grad_columns
+// is read once. Where the gradient of the weight is wanted, the thread that has read a number of it writes the column's
+// number, which may be to the same place. Samples of several blocks add to a pixel of the images' gradient, hence by
+// atomics: the last bits depend on their order. The gradients of a sample's offset and mask are summed over its lanes,
+// kept with the samples, and written position by position.
 #pragma once
 
 #include "common/warp.cuh"

@@ -1,5 +1,6 @@
-// deformable_aggregation_fused on CUDA: one kernel before those of deformable_aggregation, which makes its locations
-// and weights, and one after those of its backward. The contract is in deformable_aggregation_fused.h.
+// deformable_aggregation_fused on CUDA. One kernel makes locations and weights, and the kernels of
+// deformable_aggregation follow. In the backward, one kernel follows the kernels of deformable_aggregation's backward.
+// The contract is in deformable_aggregation_fused.h.
 #pragma once
 
 #include <tuple>
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 // A block owns a query and writes the gradients of its logits, through the softmax, and of its points, through the
-// projection. grad_pairs [B * Q, V, L, P, G] are the gradients of logits for each camera, of which those of
-// camera_logits are made; null without camera_logits.
+// projection. grad_pairs [B * Q, V, L, P, G] are the gradients of the logits for each camera, from which the gradients
+// of camera_logits are made. It is null without camera_logits.
 template <typename TL, typename A>
 __global__ void __launch_bounds__(kMaxThreads)
     finish_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,

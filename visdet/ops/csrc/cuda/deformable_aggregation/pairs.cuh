@@ -46,8 +46,10 @@ __device__ __forceinline__ PairSample<A> prepare_sample(const Pack<A, 2>& locati
   return sample;
 }
 
-// Called by all lanes of a warp, which have the parts of the dot products of a sample's corners with their channels of
-// a group: writes the gradient of the group's weight, and adds to the lane's part of that of the location.
+// Finishes the gradients of a sample for one group of channels. All lanes of a warp call it. `dots` are a lane's parts
+// of four dot products: each corner of the sample with the output's gradient, over the lane's channels of the group.
+// The function sums them over the lanes, writes the gradient of the group's weight, and adds the group's share of the
+// location's gradient to `grad_location`.
 template <typename TW, typename A>
 __device__ __forceinline__ void finish_group(const PairSample<A>& sample, A (&dots)[4], A weight, bool has_group,
                                              int lanes_log2, int g, TW* grad_weights, A (&grad_location)[2]) {

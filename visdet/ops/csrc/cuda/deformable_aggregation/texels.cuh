@@ -32,8 +32,9 @@ struct BlockRows {
   __device__ __forceinline__ int64_t row(int n) const { return n * blocks + block; }
 };
 
-// The records of one row of features, in two runs: those of the two cells above the texel and those of the two below.
-// Records [begin, middle) of a run are of the cell to the left of the texel, those after them of the cell to its right.
+// The records that read one texel, which is a row of features. They stand in two runs: one for the two cells above the
+// texel, and one for the two cells below. In a run, the records [begin, middle) belong to the left one of the two
+// cells, and the records from `middle` on to the right one.
 struct RowRuns {
   int32_t begin[2] = {}, middle[2] = {}, above = 0, count = 0;  // above: records of the first run; count: of both
   int32_t map = -1;

@@ -82,11 +82,11 @@ __device__ __forceinline__ void put_once(const SampleGrads<float>& to, int64_t i
 
 // A call of the backward, none of whose tensors is empty. Rows of value and grad_output begin at multiples of 16 bytes
 // and have a multiple of 16 bytes. Form is the form of the operator, GivenBackward or FusedBackward:
-//   form.source<T, A>()               where a kernel finds the samples that works out the softmax of rows by itself,
-//   form.source_with_softmax<T, A>()  the same for a kernel that reads it, T being the type of the values,
-//   form.with_source<A>(f)            calls f with the latter for kernels that do not depend on the type of the values,
-//   form.grads<A>()                   where the gradients of samples go, and
-//   form.final_grads<A>()             the same for a kernel that writes those of a sample only once, by put_once().
+//   form.source<T, A>()               the samples, for a kernel that computes the softmax of rows itself
+//   form.source_with_softmax<T, A>()  the samples, for a kernel that reads a softmax; T is the type of the values
+//   form.with_source<A>(f)            calls f with source_with_softmax, where the kernel does not depend on T
+//   form.grads<A>()                   the place for the gradients of samples
+//   form.final_grads<A>()             the same, for a kernel that writes each of them only once, by put_once()
 template <typename Form>
 struct BackwardCall {
   const MsDeformAttnProblem& problem;

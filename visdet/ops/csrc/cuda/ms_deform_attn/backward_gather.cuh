@@ -280,7 +280,7 @@ __device__ __forceinline__ void multiply_slots(const TileWork<T, float>& work, c
       multiply_add(sum[2], a.x, a.y, a.z, a.w, transpose(g0.z), transpose(g1.z));
       multiply_add(sum[3], a.x, a.y, a.z, a.w, transpose(g0.w), transpose(g1.w));
       if (!owns) continue;
-      // With corners 2 t and 2 t + 1: those of record matrix_row, then those of record matrix_row + 8.
+      // The dot products with corners 2 t and 2 t + 1, first of record matrix_row, then of record matrix_row + 8.
       float dots[4] = {};
       multiply_add(dots, g0.x, g1.x, g0.y, g1.y, corner.x, corner.y);
       multiply_add(dots, g0.z, g1.z, g0.w, g1.w, corner.z, corner.w);

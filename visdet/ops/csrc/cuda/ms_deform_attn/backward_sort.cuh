@@ -135,10 +135,10 @@ __device__ __forceinline__ void sort_window(SortScratch<A>& scratch, Record<A> (
 constexpr int kSortWarps = kSortThreads / 32, kDigitBits = 9;
 static_assert(1 << kDigitBits == kSortThreads, "a thread starts the counters of a digit");
 
-// Sorts by the digit that begins at low_bit. A warp takes its part of the records in order, so that records of one
-// digit keep theirs: first it counts its digits, then it writes its records behind those of lower digits and of the
-// warps before it. is_last: the last digit; of the positions, only the fractions are kept. All threads of the block
-// call it.
+// Sorts the records by the digit that begins at low_bit. Records with equal digits keep their order, because a warp
+// takes its part of the records in order. First, each warp counts its digits. Then it writes its records, behind all
+// records with a lower digit and behind the records with this digit of the warps before it. With is_last, the digit is
+// the last one, and only the fractions of the positions are kept. All threads of the block call it.
 template <typename A>
 __device__ __forceinline__ void sort_by_digit(const Record<A>* from, Record<A>* to, int32_t count, int low_bit,
                                               const BinKeys<A>& key_of, bool is_last, int32_t* counters) {

@@ -1,17 +1,16 @@
 // Path "sorted": the samples are sorted by cell, and a cell's are taken together. It serves every call, and its results
 // do not differ between runs.
 //
-// A cell is the square between four texel centres that a sample falls into: a level has (H + 1) * (W + 1) of them,
-// those at its border included. The samples of each (batch, head, level) are sorted by cell, in three stages:
+// A cell is the square between four texel centres into which a sample falls. A level has (H + 1) * (W + 1) cells,
+// because the border has cells, too. The samples of each (batch, head, level) are sorted by cell, in three stages:
 //
 //   backward_records.cuh  count_kernel, scan_kernel, scatter_kernel: samples -> records in bins of neighbouring cells
 //   backward_sort.cuh     sort_kernel: the records of a bin -> the same in the order of cells
 //   backward_gather.cuh   gather_kernel: the records of a cell -> gradients
 //
-// So a sample costs the read of one row of grad_output, instead of four rows of value and additions to four rows of
-// gradients, and grad_value is written once, in its own type: there are no atomic additions to it, it need not be
-// cleared before, and there is no copy of it in float32. Scratch memory: 32 bytes a sample (64 in float64) and 4 a
-// cell.
+// A sample then reads one row of grad_output. Without the order, it would read four rows of value and add to four rows
+// of gradients. grad_value is written once, in its own type. It therefore needs no atomic additions, no zeros before
+// and no copy in float32. Scratch memory: 32 bytes a sample (64 in float64) and 4 a cell.
 #pragma once
 
 #include "cuda/ms_deform_attn/backward_gather.cuh"

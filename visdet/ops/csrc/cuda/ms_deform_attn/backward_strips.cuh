@@ -1,4 +1,5 @@
-// Path "strips": so few samples, as a decoder has them, that those of a head on one level fit into shared memory.
+// Path "strips", for calls with few samples, as a decoder makes them. A head's samples on one level fit into shared
+// memory.
 //
 // A block owns a strip: some neighbouring rows of a level for one (batch, head). Its threads
 //   1. read the locations of the head's samples on the level, and keep the samples that read texels of the strip;

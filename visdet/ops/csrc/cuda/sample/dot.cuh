@@ -38,9 +38,10 @@ struct DotsLists {
   Pack<A, kGroups> coefficients[GRAD ? kDotThreads<A> : 1];
 };
 
-// What a lane adds up for a sample. GRAD: `values` are the dot products of the four corners with h, then those of the
-// sample with the rows, or the gradient of the depth; else they are the dot products with the rows, and `of_encoding`
-// is that with the encoding, which all groups have in common.
+// What a lane adds up for a sample. In a forward, `values` are the dot products of the sample with the rows, and
+// `of_encoding` is its dot product with the encoding, which all groups have in common. In a backward (GRAD), `values`
+// begin with the dot products of the four corners with h. The dot products with the rows, or the gradient of the depth,
+// follow.
 template <typename A, bool DOTS, bool GRAD>
 struct SampleSums {
   static constexpr int kFirstDot = GRAD ? 4 : 0;

@@ -47,9 +47,9 @@ __device__ __forceinline__ bool locate_sample(const Pack<A, 2>& sample, const Si
   return locate(x, y, sizes.H, sizes.W, at);
 }
 
-// For all threads of a block, of which each looks at one of the samples [d0, d0 + THREADS) of a query: calls
-// keep(position, d, x, y, at) for those that count, `position` being the number of earlier ones that do, and skip(d)
-// for the others. Returns how many count. What keep() wrote to shared memory can be read afterwards.
+// All threads of a block call it, and each looks at one of the samples [d0, d0 + THREADS) of a query. If the sample
+// counts, the thread calls keep(position, d, x, y, at), where `position` is the number of earlier samples that count.
+// Otherwise it calls skip(d). Returns how many count. What keep() wrote to shared memory can be read afterwards.
 template <int THREADS, typename A, typename Keep, typename Skip>
 __device__ __forceinline__ int list_samples(const Pack<A, 2>* __restrict__ samples, int d0, const Sizes& sizes,
                                             const Keep& keep, const Skip& skip) {

@@ -1,7 +1,7 @@
 // The sum pass of sample_sum and sample_dot: [B, G, Q, K] of coefficients times samples.
 //
-// A block owns a query. It lists the samples that count with their corners and coefficients; then its threads are split
-// into slots of as many threads as there are packs of VEC channels, the slots take the samples one after another, and a
+// A block owns a query. First it lists the samples that count, with their corners and coefficients. Then its threads
+// form slots. A slot has a thread for each pack of VEC channels, and the slots take the samples one after another. A
 // thread keeps the sums of its pack for kGroups groups in registers, so that each corner is read once for all of them.
 // At the end the slots' sums are added in order, through shared memory: results do not differ from run to run, and each
 // output is written once.
