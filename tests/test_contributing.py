@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import Evaluator
 
-from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.models import DeformableDETR
 from visdet.models.layers import MultiScaleDeformableAttention
 from visdet.models.sparsedrive import DeformableFeatureAggregation, SparseDrive
