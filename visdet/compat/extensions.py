@@ -11,7 +11,7 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
 * ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18, whose functions raise an error when they
   are called
-* ``numba.errors`` and ``torch._six``, which newer versions of numba and torch have dropped
+* ``numba.errors``, ``torch._six`` and ``pkg_resources``, which numba, torch and setuptools have dropped
 """
 
 import importlib
@@ -39,6 +39,7 @@ _PROVIDERS = {
     "flash_attn.flash_attn_interface": "flash_attention",
     "flash_attn.bert_padding": "flash_padding",
     "numba.errors": "numba_errors",
+    "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
 }
 _PACKAGES = ("flash_attn",)
