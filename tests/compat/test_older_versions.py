@@ -46,6 +46,18 @@ def test_uninstall_leaves_the_packages_as_they_were():
     assert not hasattr(torch.nn.parallel.DistributedDataParallel, "_use_replicated_tensor_module")
 
 
+def test_uninstall_restores_names_that_were_imported_from_patched_modules():
+    code = (
+        "from visdet.compat import find\nbridge = find('older_versions')\nbridge.watch()\nimport torch\n"
+        "wrapped = torch.load\nassert wrapped is torch.serialization.load and wrapped.__wrapped__\n"
+        "bridge.uninstall()\nassert torch.load is torch.serialization.load is wrapped.__wrapped__\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT}
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_existing_name_is_kept(bridge):
     assert np.bool is np.bool_ and "bool" not in bridge.patched()["numpy"]
 
@@ -136,6 +148,11 @@ def test_torchvision_taken_for_an_old_one(bridge):
     assert _output_size(2, x, (5, 7), None) == [5, 7] and _output_size(2, x, None, (2, 3)) == [8, 18]
     with pytest.raises(ValueError, match="either size or scale_factor"):
         _output_size(2, x, None, None)
+
+
+def test_a_config_is_formatted_by_a_yapf_without_verify(bridge):
+    yapf = pytest.importorskip("yapf.yapflib.yapf_api", reason="pip install yapf")
+    assert yapf.FormatCode("a   = 1", style_config="pep8", verify=True)[0] == "a = 1\n"
 
 
 def test_streams_by_the_index_of_a_device(bridge):

@@ -109,7 +109,7 @@ def test_resources_of_setuptools(make_package, monkeypatch):
         resources.get_distribution("not-a-distribution")
     with pytest.raises(ModuleNotFoundError, match="not_a_package"):
         resources.resource_filename("not_a_package", "a")
-    with pytest.raises(ImportError, match="pkg_resources.declare_namespace"):
+    with pytest.raises(ImportError, match=r"pkg_resources\.declare_namespace"):
         resources.declare_namespace("zoo")
 
 

@@ -1,4 +1,4 @@
-"""The bridge to programs that were written for older versions of numpy, torch, torchvision and shapely.
+"""The bridge to programs that were written for older versions of numpy, torch, torchvision, shapely and yapf.
 
 It gives modules of today the names that newer versions have dropped. A name that exists is not replaced, but for these
 functions, which then accept more than before:
@@ -8,6 +8,7 @@ functions, which then accept more than before:
 * ``torch.nn.parallel._functions._get_stream`` also takes the index of a GPU.
 * ``argparse`` reads ``--local-rank``, which ``torch.distributed.launch`` passes, as ``--local_rank`` and vice versa,
   in programs that know one of them.
+* ``FormatCode`` of yapf ignores ``verify``, which configs of mmcv up to 1.7.0 pass.
 * ``STRtree.query`` of shapely returns geometries in modules that look up their ``id``, as with shapely 1.
 """
 
@@ -180,14 +181,29 @@ def _reading_either_rank(parse: Callable) -> Callable:
     return parse_known_args
 
 
+def _ignoring_verify(format_code: Callable) -> Callable:
+    if "verify" in inspect.signature(format_code).parameters:
+        return format_code
+
+    @functools.wraps(format_code)
+    def format_code_of_old(*arguments: Any, verify: Any = None, **options: Any) -> Any:
+        return format_code(*arguments, **options)
+
+    return format_code_of_old
+
+
 # By the name of a module: the attribute that holds a function, its name, and what makes the new function of it.
 _WIDENED: dict[str, tuple[str, str, Callable[[Callable], Callable]]] = {
     "torch": ("", "load", _reading_more),
     "torch.serialization": ("", "load", _reading_more),
     "torch.nn.parallel._functions": ("", "_get_stream", _taking_an_index),
     "mmcv.parallel._functions": ("", "_get_stream", _taking_an_index),
+    "yapf.yapflib.yapf_api": ("", "FormatCode", _ignoring_verify),
     "argparse": ("ArgumentParser", "parse_known_args", _reading_either_rank),
 }
+
+
+_originals: dict[Callable, Callable] = {}  # by the functions that replace them
 
 
 def _returning_geometries(STRtree: type) -> type:
@@ -237,8 +253,12 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         attribute, key, widen = _WIDENED[name]
         owner = getattr(module, attribute) if attribute else module
         function = vars(owner).get(key)
-        if function is not None and not hasattr(function, "__wrapped__"):
-            bridge.replace(owner, key, widen(function))
+        if function in _originals:  # It was imported from a module that is patched.
+            bridge.at_uninstall(functools.partial(setattr, owner, key, _originals[function]))
+        elif function is not None:
+            widened = widen(function)
+            _originals[widened] = function
+            bridge.replace(owner, key, widened)
             yield key
     else:
         for key, value in _map_elements(module).items():
