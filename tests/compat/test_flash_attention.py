@@ -153,3 +153,11 @@ def test_the_modules_that_repositories_import():
         assert padding.unpad_input is unpad_input
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("flash_attn.layers")
+
+
+@pytest.mark.parametrize("begin, longest", [([0, 2, 6], 3), ([0, 2, 4], 4), ([0, 7, 6], 8)], ids=str)
+def test_tables_that_do_not_fit_are_refused(begin, longest):
+    q = torch.zeros(6, 2, 8)
+    table = torch.tensor(begin, dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"cu_seqlens_q must rise from 0 to the 6 rows .* = {longest}"):
+        flash.flash_attn_varlen_func(q, q, q, table, table, longest, longest)

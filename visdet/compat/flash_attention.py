@@ -195,7 +195,7 @@ def _attend_packed(
     window: tuple[int, int],
     is_causal_to_end: bool,
 ) -> Tensor:
-    rows_q, rows_k = _rows(starts_q, longest_q, len(q)), _rows(starts_k, longest_k, len(k))
+    rows_q, rows_k = _rows("q", starts_q, longest_q, len(q)), _rows("k", starts_k, longest_k, len(k))
     B = len(starts_q) - 1
     dense = (_padded(q, rows_q, B, longest_q), *(_padded(x, rows_k, B, longest_k) for x in (k, v)))
     lengths = None if rows_q is None and rows_k is None else (starts_q.diff(), starts_k.diff())
@@ -203,8 +203,19 @@ def _attend_packed(
     return out if rows_q is None else out.index_select(0, rows_q)
 
 
-def _rows(starts: Tensor, longest: int, total: int) -> Tensor | None:
-    """Return the row of each token in a batch of padded sequences, or None if no sequence has padding."""
+def _rows(name: str, starts: Tensor, longest: int, total: int) -> Tensor | None:
+    """Return the row of each token in a batch of padded sequences, or None if no sequence has padding.
+
+    Raises:
+        ValueError: the tables do not fit the tokens. This is only checked on the CPU, as the GPU would have to wait.
+    """
+    if not starts.is_cuda:
+        lengths = starts.diff()
+        if starts[-1] != total or (len(lengths) and (lengths.min() < 0 or lengths.max() > longest)):
+            raise ValueError(
+                f"flash_attn: cu_seqlens_{name} must rise from 0 to the {total} rows of {name} by max_seqlen_{name} = "
+                f"{longest} at most, got {starts.tolist()}"
+            )
     if total == (len(starts) - 1) * longest:
         return None
     token = torch.arange(total, device=starts.device, dtype=starts.dtype)
