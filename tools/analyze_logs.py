@@ -23,13 +23,13 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     check_installation()
-    from visdet.engine import check_work_dir, draw_curves, read_scalars, say, tool_session
+    from visdet.engine import check_out_file, draw_curves, read_scalars, say, tool_session
 
     with tool_session():
         first = Path(args.runs[0])
         out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")
         runs = {str(Path(run)): read_scalars(run) for run in args.runs}
-        check_work_dir(Path(out_file).parent, "--out")
+        check_out_file(out_file)
         draw_curves(runs, out_file)
         for run, curves in runs.items():
             last = {name: list(curve.values())[-1] for name, curve in curves.items()}

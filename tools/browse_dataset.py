@@ -60,6 +60,11 @@ def main() -> None:
 
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
+        has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+        show = has_screen and not args.not_show
+        folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
+        if folder:
+            check_work_dir(folder, "--output-dir")
         init_default_scope(cfg.get("default_scope", "visdet"))
         torch.manual_seed(args.seed)
         dataset = DATASETS.build(dataset_config(cfg, args.split))
@@ -67,11 +72,6 @@ def main() -> None:
         drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
         visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
         visualizer.dataset_meta = dataset.metainfo
-        has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-        show = has_screen and not args.not_show
-        folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
-        if folder:
-            check_work_dir(folder, "--output-dir")
         images, samples = [], []
         # The items of a field are single points, which are for training.
         is_field = isinstance(dataset, FieldDataset)

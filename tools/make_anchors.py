@@ -76,6 +76,8 @@ def make(args: argparse.Namespace) -> None:
     from visdet.errors import UserError, add_hint
 
     from_config = Path(args.infos).suffix == ".py"
+    if not from_config:
+        check_work_dir(Path(args.out_dir), "--out-dir")
     source, infos, wanted = frames_of_config(args) if from_config else frames_of_file(args)
     for number, path, anchors_of in wanted:
         try:
@@ -83,7 +85,7 @@ def make(args: argparse.Namespace) -> None:
         except UserError as error:
             add_hint(error, f"while making {path} from {source}")
             raise
-        check_work_dir(path.parent, "the config" if from_config else "--out-dir")
+        check_work_dir(path.parent, "the config's folder of anchors")
         np.save(path, anchors)
         print(f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to {path}")
 

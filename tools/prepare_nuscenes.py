@@ -51,7 +51,7 @@ def main() -> None:
 
     from visdet.datasets.info_files import load_infos
     from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
-    from visdet.engine import check_work_dir, tool_session
+    from visdet.engine import check_out_file, check_work_dir, tool_session
 
     with tool_session():
         if args.check:
@@ -60,11 +60,12 @@ def main() -> None:
             print("\n".join(recording_report(args.check, args.data_root)))
             return
         if args.convert:
+            check_out_file(Path(args.convert).with_suffix(".npz"), "a copy of the file elsewhere")
             infos, metadata = load_infos(args.convert)
             write(Path(args.convert).with_suffix(".npz"), infos, metadata)
             return
-        converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
         check_work_dir(args.out_dir, "--out-dir")
+        converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
         infos_of_split: dict[str, list[dict]] = {}
         for scene in track(converter.tables.scenes(), description="scenes"):
             split = split_of_scene(args.version, scene["name"])

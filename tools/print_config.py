@@ -23,13 +23,16 @@ def main() -> None:
     args = parse_args()
     check_installation()
     from visdet.engine import load_config, tool_session
-    from visdet.engine.config_text import config_text
+    from visdet.engine.config_text import config_text, values_without_code
 
     with tool_session():
         cfg, remarks = load_config(args.config, args.cfg_options)
         for remark in remarks:
             print(f"# {remark}")
-        print(config_text(cfg.to_dict()), end="")
+        values = cfg.to_dict()
+        for path in values_without_code(values):
+            print(f"# {path} cannot be written as code")
+        print(config_text(values), end="")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python tools/test.py CONFIG CHECKPOINT
 """
 
 import argparse
-from pathlib import Path
 
 from visdet.command_line import CfgOptions, check_installation
 
@@ -41,29 +40,20 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     check_installation()
-    from visdet.engine import (
-        build_runner,
-        check_required_keys,
-        check_work_dir,
-        checked_launcher,
-        draw_detections,
-        load_config,
-        say,
-        tool_session,
-        write_detections,
-    )
+    from visdet.engine import check_required_keys, check_work_dir, load_config, say, tool_session
 
     with tool_session():
-        launcher = checked_launcher(args.launcher)
         cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)
         check_required_keys(cfg, for_training=False)
-        cfg.launcher = launcher
+        # These import torch, and a mistake in the config is told before.
+        from visdet.engine import build_runner, checked_launcher, draw_detections, write_detections
+
+        cfg.launcher = checked_launcher(args.launcher)
         cfg.load_from, cfg.resume = args.checkpoint, False
         if args.graph is not None:
             cfg.graph = args.graph
         if args.out:
             write_detections(cfg, args.out)
-            check_work_dir(Path(args.out).parent, "--out")
         if args.show_dir:
             check_work_dir(args.show_dir, "--show-dir")
             draw_detections(cfg, args.show_dir)

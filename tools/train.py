@@ -51,23 +51,21 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     check_installation()
-    from visdet.engine import (
-        build_runner,
-        check_required_keys,
-        checked_launcher,
-        enable_amp,
-        enable_auto_scale_lr,
-        load_config,
-        say,
-        set_resume,
-        tool_session,
-    )
+    from visdet.engine import check_required_keys, load_config, say, tool_session
 
     with tool_session():
-        launcher = checked_launcher(args.launcher)
         cfg, remarks = load_config(args.config, args.cfg_options, args.work_dir)
         check_required_keys(cfg, for_training=True)
-        cfg.launcher = launcher
+        # These import torch, and a mistake in the config is told before.
+        from visdet.engine import (
+            build_runner,
+            checked_launcher,
+            enable_amp,
+            enable_auto_scale_lr,
+            set_resume,
+        )
+
+        cfg.launcher = checked_launcher(args.launcher)
         if args.amp:
             enable_amp(cfg)
         if args.graph is not None:

@@ -4,11 +4,11 @@ import argparse
 import ctypes
 import io
 import os
-import re
 import sys
 from typing import Any
 
 from visdet.errors import MissingPackageError
+from visdet.option_values import option_value
 from visdet.train_extra import require_train_extra
 
 __all__ = ["CfgOptions", "check_installation", "positive_int"]
@@ -47,11 +47,7 @@ if isinstance(sys.stdout, io.TextIOWrapper):  # A name that the terminal cannot 
 
 
 class CfgOptions(argparse.Action):
-    """mmengine's argparse action for ``--cfg-options KEY=VALUE ...``, with a message for a value that is not a pair."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._arguments = (args, kwargs)
-        super().__init__(*args, **kwargs)
+    """The argparse action for ``--cfg-options KEY=VALUE ...``. :func:`option_value` reads the values."""
 
     def __call__(
         self,
@@ -60,36 +56,17 @@ class CfgOptions(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        options = dict(getattr(namespace, self.dest) or {})
         for pair in values or ():
-            if not pair.partition("=")[0] or "=" not in pair:
+            key, sign, value = pair.partition("=")
+            if not sign or not all(key.split(".")):
                 raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")
-        check_installation(parser.prog)
-        from mmengine.config import DictAction
-
-        args, kwargs = self._arguments
-        try:
-            DictAction(*args, **kwargs)(parser, namespace, list(map(_protected, values or ())), option_string)
-        except AssertionError as error:  # mmengine raises this if brackets do not match.
-            reason = _with_spaces(str(error))
-            raise argparse.ArgumentError(self, f"cannot read {' '.join(values)}: {reason}") from error
-        options = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, {key: _with_spaces(value) for key, value in options.items()})
-
-
-# mmengine drops all spaces of a value. Those that stand inside a word, as in the name of a folder, are hidden from it
-# as characters that an argument of a program cannot contain.
-_SPACES_IN_A_WORD = re.compile(r"(?<![\s,(\[]) +(?![\s,)\]])")
-
-
-def _protected(pair: str) -> str:
-    key, _, value = pair.partition("=")
-    return f"{key}={_SPACES_IN_A_WORD.sub(lambda spaces: chr(0) * len(spaces[0]), value.strip())}"
-
-
-def _with_spaces(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_with_spaces, value))
-    return value.replace(chr(0), " ") if isinstance(value, str) else value
+            try:
+                options[key] = option_value(value)
+            except (ValueError, RecursionError) as error:
+                reason = "too many brackets" if isinstance(error, RecursionError) else error
+                raise argparse.ArgumentError(self, f"cannot read {pair!r}: {reason}") from error
+        setattr(namespace, self.dest, options)
 
 
 def positive_int(text: str) -> int:

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
+from visdet.ops.box_iou_rotated import box_iou_rotated_reference
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
-from visdet.ops.nms import kept_by_plain_torch, soft_nms_reference
+from visdet.ops.nms import kept_by_plain_torch
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_pool import roi_pool_reference
+from visdet.ops.soft_nms import soft_nms_reference
 
 from ..case import Call, Case, Peer, Work
 
@@ -51,10 +53,19 @@ def _scored(dtype: torch.dtype, device: torch.device, *, N: int, classes: int) -
     generator = _seeded()
     boxes = _boxes(N, generator).repeat(classes, 1)
     boxes = boxes + torch.rand(boxes.shape, generator=generator) * 4
-    boxes = (boxes * 32).round() / 32  # so that they are still exact after they are shifted by eighty classes
     scores = torch.rand(N * classes, generator=generator)
     idxs = torch.arange(classes).repeat_interleave(N)
     return boxes.to(device, dtype), scores.to(device, dtype), idxs.to(device)
+
+
+def _rotated(dtype: torch.dtype, device: torch.device, *, N: int, M: int = 0) -> tuple[Any, ...]:
+    """Return N rotated boxes of 16 to 400 pixels, and their scores or M more."""
+    generator = _seeded()
+    corners = _boxes(N + M, generator)
+    center, sides = (corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]
+    angle = torch.rand(N + M, 1, generator=generator) * 3.14159
+    boxes = torch.cat([center, sides, angle], 1).to(device, dtype)
+    return (boxes[:N], boxes[N:] if M else torch.rand(N, generator=generator).to(device, dtype))
 
 
 def _pooled(dtype: torch.dtype, device: torch.device, *, N: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -113,6 +124,12 @@ def _plain_nms(threshold: float, boxes: Tensor, scores: Tensor, idxs: Tensor) ->
         kept.append(members[kept_by_plain_torch(boxes[members], scores[members], threshold)])
     merged = torch.cat(kept)
     return merged[scores[merged].sort(descending=True, stable=True).indices]
+
+
+def _plain_nms_rotated(boxes: Tensor, scores: Tensor) -> Tensor:
+    """Return the boxes that visdet's plain torch keeps, with their scores."""
+    kept = kept_by_plain_torch(boxes, scores, 0.1)
+    return torch.cat([boxes[kept], scores[kept, None]], 1)
 
 
 def _corner_pool_by_doubling(x: Tensor) -> Tensor:
@@ -259,6 +276,31 @@ CASES = [
             lambda boxes, scores, idxs: tv.batched_nms(boxes, scores, idxs, 0.5)
         ),
         mmcv=lambda mm: lambda *given: mm.batched_nms(*given, dict(type="nms", iou_threshold=0.5))[0],
+    ),
+    _case(
+        "nms_rotated",
+        "nms-rotated-2000",
+        _rotated,
+        dict(N=2000),
+        lambda boxes, scores: ops.nms_rotated(boxes, scores, 0.1)[0],
+        _plain_nms_rotated,
+        differentiable={},
+        is_contestant=False,
+        outputs=0,
+        flops=2000 * 2000 * 100,
+        mmcv=lambda mm: lambda boxes, scores: mm.nms_rotated(boxes, scores, 0.1)[0],
+    ),
+    _case(
+        "box_iou_rotated",
+        "box-iou-rotated-100x21824",
+        _rotated,
+        dict(N=100, M=21824),
+        lambda boxes1, boxes2: ops.box_iou_rotated(boxes1, boxes2),
+        lambda boxes1, boxes2: box_iou_rotated_reference(boxes1, boxes2, 0, False),
+        differentiable={},
+        outputs=100 * 21824,
+        flops=100 * 21824 * 200,
+        mmcv=lambda mm: lambda boxes1, boxes2: mm.box_iou_rotated(boxes1, boxes2),
     ),
     _case(
         "soft_nms",

@@ -1,11 +1,15 @@
 """Configs as Python code."""
 
+import collections
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from mmengine.config import Config
 
-from visdet.engine.config_text import config_text
+from visdet.engine import load_config
+from visdet.engine.config_text import config_text, values_without_code
 from visdet.engine.run_config import RunConfig
 
 VALUES = {
@@ -50,6 +54,24 @@ def test_numbers_without_a_literal(value):
     found = {}
     exec(config_text({"value": [value]}), found)
     assert repr(found["value"]) == repr([value])
+
+
+def test_objects_are_imported_and_others_described(tmp_path):
+    values = {
+        "keep": {"f": max, "kind": collections.Counter, "g": [lambda image: image]},
+        "numbers": (np.float32(0.5), np.float64(0.1), np.int64(3), np.bool_(True)),
+        "path": Path("a") / "b",
+        "rest": [b"x", {1, 2}, 1j, None, object()],
+    }
+    text = config_text(values)
+    assert values_without_code(values) == ["keep.g.0", "rest.4"]
+    (tmp_path / "copy.py").write_text(text)
+    copy = load_config(str(tmp_path / "copy.py"))[0]
+    assert copy.keep.f is max and copy.keep.kind is collections.Counter
+    assert copy.keep.g[0].startswith("<function ") and "0x" not in text
+    assert copy.numbers == (0.5, 0.1, 3, True) and type(copy.numbers[1]) is float
+    assert copy.path == str(Path("a") / "b") and copy.rest[:4] == values["rest"][:4]
+    assert Config.fromfile(tmp_path / "copy.py").keep.f is max, "mmengine reads it, too"
 
 
 def test_the_text_of_a_run_follows_its_config(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -186,18 +187,18 @@ def test_a_run_shorter_than_the_warm_up_is_possible(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "warns"),
+    ("schedule", "is_fine"),
     [
-        ({"type": "MultiStepLR", "milestones": [2]}, True),
-        ({"type": "MultiStepLR", "milestones": [2], "by_epoch": False}, False),
-        ({"type": "MultiStepLR", "milestones": [2], "convert_to_iter_based": True}, False),
-        ({"type": "ReduceOnPlateauLR", "monitor": "toy/accuracy"}, False),
+        ({"type": "MultiStepLR", "milestones": [2]}, False),
+        ({"type": "MultiStepLR", "milestones": [2], "by_epoch": False}, True),
+        ({"type": "MultiStepLR", "milestones": [2], "convert_to_iter_based": True}, True),
+        ({"type": "ReduceOnPlateauLR", "monitor": "toy/accuracy"}, True),
     ],
 )
-def test_a_schedule_that_counts_epochs_where_there_are_none_is_warned_of(tmp_path, schedule, warns, capsys):
-    train(tmp_path, param_scheduler=[schedule], train_cfg__max_iters=4)
-    expected = "warning: param_scheduler: MultiStepLR counts epochs, but the training loop counts iterations"
-    assert (expected in capsys.readouterr().out) == warns
+def test_a_schedule_that_counts_epochs_where_there_are_none_is_refused(tmp_path, schedule, is_fine):
+    message = r"param_scheduler \(MultiStepLR\) counts epochs, but train_cfg counts iterations"
+    with nullcontext() if is_fine else pytest.raises(ConfigError, match=message):
+        train(tmp_path, param_scheduler=[schedule], train_cfg__max_iters=4)
 
 
 @pytest.mark.parametrize("loader", ["val_dataloader", "test_dataloader"])

@@ -11,7 +11,6 @@ import torch
 from mmengine.optim import OptimWrapper
 from test_deformable_detr import BATCH, batch, build, config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from visdet.engine import AmpOptimWrapper, cuda_graphs
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
@@ -19,7 +18,6 @@ from visdet.engine.graphed_steps import GraphedStep
 from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
 from visdet.models.layers import linear
 from visdet.structures import DetDataSample
-from visdet.structures.kept_tables import keeps_tables, tables_read
 from visdet.structures.tensor_tree import map_tensors
 
 STEPS = 12
@@ -244,7 +242,7 @@ def test_without_a_gpu_steps_are_eager_and_counted():
     assert losses.keys() == expected.keys()
     assert all(torch.equal(losses[name], expected[name]) for name in losses)
     assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
-    assert "loss" not in vars(model)
+    assert not model.replays
 
 
 def images_without_boxes(index, device="cpu"):
@@ -292,7 +290,7 @@ def test_replayed_predictions_are_eager_predictions(variant, mode):
     assert graphs.counts == {"of a new shape": 2, "replayed": 8}, graphs.report()
     for found, expected in kept:  # at the end: no replay writes over what an earlier one gave
         assert_same_boxes(found, expected, 1e-5)
-    assert "predict" not in vars(model)
+    assert not model.replays
 
 
 @pytest.mark.cuda
@@ -409,33 +407,8 @@ def test_a_copy_of_a_model_with_graphs_runs_eagerly():
         with graphs.installed():
             copied = copy.deepcopy(model)
             assert_same_boxes(predictions(copied, data), expected, 0)
-    assert copied.predict.__self__ is copied and copied.predict.__func__ is type(model).predict
+    assert copied.replays["predict"] == copied.predict
     assert not graphs.counts
-
-
-def test_tables_are_kept_under_modes_that_compute():
-    makes = []
-    make = keeps_tables(max_sizes=2)(lambda size: makes.append(size) or torch.arange(size))
-    with FlopCounterMode(display=False):
-        assert make(3) is make(3)
-    with FakeTensorMode():
-        assert make(4) is not make(4)
-    assert makes == [3, 4, 4] and type(make(4)) is torch.Tensor
-
-
-def test_tables_live_as_long_as_what_has_read_them():
-    class Table:
-        pass
-
-    make = keeps_tables(max_sizes=1)(lambda size: Table())
-    with tables_read() as held:
-        first = weakref.ref(make(1))
-    second = weakref.ref(make(2))  # takes the place of the first
-    assert first() is held[0] and make(2) is second()
-    del held
-    assert first() is None
-    make(3)
-    assert second() is None
 
 
 @pytest.mark.cuda

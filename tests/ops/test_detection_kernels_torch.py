@@ -6,7 +6,7 @@ from detection_cases import CASES, DEVICES, draw, first_of, make_carafe, make_fo
 from torch.library import opcheck
 
 from visdet.ops import _library, carafe, nms, roi_pool, sigmoid_focal_loss, soft_nms
-from visdet.ops.nms import SOFT_METHODS, soft_nms_reference
+from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
 
 ROIS = rois_of(5, 2, 9, 11)
 PUBLIC = {
@@ -138,7 +138,7 @@ def test_soft_nms_matches_reference(method, N, dtype, grid):
     boxes, scores = soft_boxes(N, dtype, grid)
     for offset, min_score in ((0, 1e-3), (1, 0.2)):
         settings = (0.3, 0.5, min_score, method, offset)
-        dets, keep = torch.ops.visdet.soft_nms(boxes, scores, *settings)
+        dets, keep = torch.ops.visdet.soft_nms(boxes, scores, None, *settings)
         expected, expected_keep = soft_nms_reference(boxes, scores, *settings)
         assert torch.equal(keep, expected_keep)
         torch.testing.assert_close(dets, expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=0)
@@ -151,7 +151,7 @@ def test_soft_nms_of_what_is_no_box(method):
     scores[2], scores[9], scores[11] = float("nan"), float("inf"), -float("inf")
     settings = (0.3, 0.5, 1e-3, SOFT_METHODS.index(method), 0)
     found, expected = (
-        torch.ops.visdet.soft_nms(boxes, scores, *settings),
+        torch.ops.visdet.soft_nms(boxes, scores, None, *settings),
         soft_nms_reference(boxes, scores, *settings),
     )
     assert torch.equal(found[1], expected[1]) and found[1][-1] == 2
@@ -160,7 +160,8 @@ def test_soft_nms_of_what_is_no_box(method):
 
 def test_soft_nms_registration():
     boxes, scores = soft_boxes(9, torch.float32)
-    opcheck(torch.ops.visdet.soft_nms.default, (boxes, scores, 0.3, 0.5, 1e-3, 1, 0))
+    for classes in (None, torch.arange(9) % 3):
+        opcheck(torch.ops.visdet.soft_nms.default, (boxes, scores, classes, 0.3, 0.5, 1e-3, 1, 0))
     program = torch.export.export(SoftNms(), (boxes, scores))
     for found, wanted in zip(program.module()(boxes, scores), soft_nms(boxes, scores), strict=True):
         assert torch.equal(found, wanted)
@@ -178,12 +179,14 @@ class SoftNms(torch.nn.Module):
         ((torch.zeros(3, 4).half(), torch.zeros(3)), "soft_nms: boxes must be float64 or float32, got Half"),
         ((torch.zeros(3, 4), torch.zeros(2)), r"soft_nms: scores must be \[3\], got \[2\]"),
         ((torch.zeros(3, 4), torch.zeros(3).double()), "scores must be Float, the type of boxes, got Double"),
-        ((torch.zeros(3, 4), torch.zeros(3), 0.3, 0.5, 0.0, 3), "method must be 0, 1 or 2, got 3"),
-        ((torch.zeros(3, 4), torch.zeros(3), 0.3, 0.0, 0.0, 2), "sigma must be positive, got 0"),
+        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(2).long()), r"classes must be \[3\], got \[2\]"),
+        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3)), "classes must be int64, got Float"),
+        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.5, 0.0, 3), "method must be 0, 1 or 2, got 3"),
+        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.0, 0.0, 2), "sigma must be positive, got 0"),
     ],
 )
 def test_soft_nms_rejections(arguments, message):
-    settings = (0.3, 0.5, 0.0, 1, 0)
+    settings = (None, 0.3, 0.5, 0.0, 1, 0)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.visdet.soft_nms(*arguments, *settings[len(arguments) - 2 :])
     with pytest.raises(ValueError, match="soft_nms: sigma must be positive, got 0"):

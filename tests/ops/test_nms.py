@@ -265,17 +265,18 @@ def test_export_and_compile():
             assert torch.equal(one, wanted)
 
 
-def test_rotated_boxes_move_by_their_centres():
+def test_functions_of_others_are_called_for_each_class():
     seen = []
 
     def record(boxes, scores):
         seen.append(boxes)
         return torch.cat([boxes, scores[:, None]], 1), torch.arange(len(boxes))
 
-    boxes = torch.tensor([[1.0, 2, 3, 4, 0.5], [1, 2, 3, 4, 0.5]])
-    dets, _ = batched_nms(boxes, torch.ones(2), torch.tensor([0, 1]), dict(type=record))
-    assert seen[0].tolist() == [[1, 2, 3, 4, 0.5], [8, 9, 3, 4, 0.5]]  # 2 + 4 + 1 further
-    assert dets.shape == (2, 6)
+    boxes = torch.tensor([[1.0, 2, 3, 4, 0.5], [2, 2, 3, 4, 0.5], [3, 2, 3, 4, 0.5]])
+    dets, keep = batched_nms(boxes, torch.tensor([0.5, 0.9, 0.7]), torch.tensor([7, 0, 7]), dict(type=record))
+    assert [one.tolist() for one in seen] == [boxes[1:2].tolist(), boxes[::2].tolist()]
+    assert keep.tolist() == [1, 2, 0] and dets.shape == (3, 6)
+    assert batched_nms(boxes[:0], boxes[:0, 0], boxes[:0, 0], dict(type=record))[0].shape == (0, 6)
 
 
 def test_kinds_are_looked_up_never_evaluated():
@@ -295,7 +296,7 @@ def test_kinds_are_looked_up_never_evaluated():
         (lambda: nms_match(torch.zeros(()), 0.5), r"nms_match: dets must be \[N, 5\], got \[\]"),
         (lambda: batched_nms(BOXES, SCORES[:2], SCORES, {}), r"batched_nms: scores must be \[4\], got \[2\]"),
         (lambda: batched_nms(BOXES, SCORES, SCORES[:1], {}), r"batched_nms: idxs must be \[4\], got \[1\]"),
-        (lambda: batched_nms(BOXES[0], SCORES, SCORES, {}), r"boxes must be \[N, 4\] or \[N, 5\], got \[4\]"),
+        (lambda: batched_nms(BOXES[0], SCORES, SCORES, {}), r"boxes must be .*N, 8\], got \[4\]"),
         (lambda: bbox_overlaps(SCORES[0], BOXES), r"bboxes1 must be \[N, 4\], got \[\]"),
         (lambda: nms_match(BOXES, 0.5), r"nms_match: dets must be \[N, 5\], got \[4, 4\]"),
         (lambda: bbox_overlaps(BOXES, BOXES, mode="giou"), "bbox_overlaps: mode must be 'iou' or 'iof'"),

@@ -45,6 +45,15 @@ def deformable_aggregation(draw):
 
 
 @st.composite
+def deformable_aggregation_with_depth(draw):
+    arguments = draw(deformable_aggregation())
+    features, locations = arguments.pop("features"), arguments.pop("locations")
+    depth_probs = empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
+    locations = empty(*locations.shape[:-1], 3, dtype=locations.dtype)
+    return {"features": features, "depth_probs": depth_probs, **arguments, "locations": locations}
+
+
+@st.composite
 def sample_sum(draw):
     B, C, H, W = draw(st.integers(0, 3)), draw(channels), draw(side), draw(side)
     Q, D, G, dtype = draw(count), draw(count), draw(st.integers(0, 9)), draw(value_types)
@@ -130,14 +139,59 @@ def box_key_points(draw):
     }
 
 
+@st.composite
+def nms(draw):
+    N, dtype = draw(st.one_of(count, st.sampled_from([400_000]))), draw(value_types)
+    classes = empty(N, dtype=torch.int64) if draw(st.booleans()) else None
+    threshold = draw(st.sampled_from([0, 0.3]))
+    return {
+        "boxes": empty(N, 4, dtype=dtype),
+        "scores": empty(N, dtype=dtype),
+        "iou_threshold": 0.5,
+        "score_threshold": threshold,
+        "classes": classes,
+    }
+
+
+@st.composite
+def nms_quadri(draw):
+    drawn = draw(nms())
+    N, dtype = len(drawn["scores"]), drawn["scores"].dtype
+    dets = empty(N, 8, dtype=dtype)
+    return {"dets": dets, "scores": drawn["scores"], "iou_threshold": 0.5, "labels": drawn["classes"]}
+
+
+@st.composite
+def nms_rotated(draw):
+    drawn = draw(nms_quadri())
+    return drawn | {"dets": drawn["dets"][:, :5], "clockwise": draw(st.booleans())}
+
+
+@st.composite
+def box_iou_rotated(draw):
+    M, N, dtype = draw(st.one_of(count, st.sampled_from([1_000_000]))), draw(count), draw(value_types)
+    aligned = draw(st.booleans())
+    return {
+        "bboxes1": empty(M, 5, dtype=dtype),
+        "bboxes2": empty(M if aligned else N, 5, dtype=dtype),
+        "mode": draw(st.sampled_from(["iou", "iof"])),
+        "aligned": aligned,
+    }
+
+
 FAMILIES = {
     function.__name__: function
     for function in (
+        box_iou_rotated,
         box_key_points,
         deform_conv2d,
         deformable_aggregation,
+        deformable_aggregation_with_depth,
         gaussian_field,
         mahalanobis_distance,
+        nms,
+        nms_quadri,
+        nms_rotated,
         roi_pool,
         sample_dot,
         sample_sum,

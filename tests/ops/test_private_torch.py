@@ -43,7 +43,6 @@ USES = {
         "Forward-mode derivatives need plain torch.",
         ("torch.autograd.forward_ad", "^(is_|current)"),
     ),
-    "torch._foreach_add_": ("Many tensors are added by few kernels.", ("torch", "^foreach_add")),
     "torch._foreach_copy_": ("Many tensors are copied by few kernels.", ("torch", "^foreach_copy")),
     "torch._foreach_norm": ("The norms of many tensors take few kernels.", ("torch", "^foreach_norm")),
     "torch._check": (
@@ -61,10 +60,6 @@ USES = {
     "torch._utils": (
         "Checkpoints name _rebuild_tensor, _rebuild_tensor_v2 and _rebuild_parameter, which a reader has to allow.",
         ("torch.serialization", "^rebuild"),
-    ),
-    "torch.ops.mkldnn._linear_pointwise.default": (
-        "oneDNN adds the bias of a linear layer while it writes the product; F.linear makes two passes on the CPU.",
-        ("torch.nn.functional", "^linear_(pointwise|fused|onednn|mkldnn)"),
     ),
     "torch.utils._python_dispatch": (
         "TorchDispatchMode is documented, but only there.",

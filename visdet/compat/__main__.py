@@ -17,7 +17,8 @@ _REPLACED = {
     "rfdetr": "MSDeformAttn",
     "groundingdino": "multi_scale_deformable_attn_pytorch; groundingdino._C where it is missing",
     "libreyolo": "the kernel slot ms_deform_attn",
-    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext",
+    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext, "
+    "deformable_aggregation_with_depth_ext",
     "older_versions": "what numpy 2, torch 2, torchvision and shapely 2 have dropped, and checkpoints with numpy",
 }
 _OF_NO_PACKAGE = ("extensions", "older_versions")

@@ -8,17 +8,26 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops._roi_sampling import check_rois
-from visdet.ops.nms import SOFT_METHODS, as_tensors, kept_indices
+from visdet.ops.box_iou_rotated import MODES, overlaps
+from visdet.ops.nms import as_tensors
 from visdet.ops.roi_pool import roi_pool_gradient, roi_pool_with_argmax
+from visdet.ops.soft_nms import SOFT_METHODS
 
 from ._gradients import add_gradients, choice, write
 
 __all__ = [
     "bbox_overlaps",
+    "box_iou_quadri",
+    "box_iou_rotated",
     "deform_roi_pool_backward",
     "deform_roi_pool_forward",
+    "iou3d_boxes_overlap_bev_forward",
+    "iou3d_nms3d_forward",
+    "iou3d_nms3d_normal_forward",
     "nms",
     "nms_match",
+    "nms_quadri",
+    "nms_rotated",
     "roi_align_backward",
     "roi_align_forward",
     "roi_pool_backward",
@@ -29,7 +38,7 @@ __all__ = [
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
     boxes, scores, _ = as_tensors("mmcv._ext.nms", boxes, scores, offset)
-    return kept_indices(boxes, scores, iou_threshold, offset)
+    return ops.nms(boxes, scores, iou_threshold, offset)[1]
 
 
 def softnms(
@@ -59,6 +68,65 @@ def bbox_overlaps(
 ) -> None:
     name = choice("bbox_overlaps", "mode", mode, ("iou", "iof"))
     write("bbox_overlaps", "ious", ious, ops.bbox_overlaps(bboxes1, bboxes2, name, aligned, offset))
+
+
+def _kept_of_class(
+    suppress: Callable[..., tuple[Tensor, Tensor]], columns: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]:
+    """Return an entry for rotated boxes or quadrilaterals, behind which the labels stand where there are several."""
+
+    def entry(
+        dets: Tensor,
+        scores: Tensor,
+        order: Tensor,
+        dets_sorted: Tensor,
+        labels: Tensor,
+        iou_threshold: float,
+        multi_label: int,
+    ) -> Tensor:
+        return suppress(dets[:, :columns], scores, iou_threshold, labels if multi_label else None)[1]
+
+    return entry
+
+
+nms_rotated = _kept_of_class(ops.nms_rotated, 5)
+nms_quadri = _kept_of_class(ops.nms_quadri, 8)
+
+
+def _box_iou(name: str, columns: int) -> Callable[[Tensor, Tensor, Tensor, int, bool], None]:
+    def entry(boxes1: Tensor, boxes2: Tensor, ious: Tensor, mode_flag: int, aligned: bool) -> None:
+        mode = choice(name, "mode_flag", mode_flag, MODES[:2])
+        write(name, "ious", ious, overlaps(name, boxes1, boxes2, columns, mode, aligned).flatten())
+
+    return entry
+
+
+box_iou_rotated = _box_iou("box_iou_rotated", 5)
+box_iou_quadri = _box_iou("box_iou_quadri", 8)
+
+
+def iou3d_boxes_overlap_bev_forward(boxes_a: Tensor, boxes_b: Tensor, ans_overlap: Tensor) -> None:
+    overlap = ops.boxes_overlap_bev(boxes_a, boxes_b)
+    write("iou3d_boxes_overlap_bev_forward", "ans_overlap", ans_overlap, overlap)
+
+
+def _kept_in_order(name: str, suppress: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[..., None]:
+    """Return an entry that is given boxes in the order of their scores."""
+
+    def entry(boxes: Tensor, keep: Tensor, num_out: Tensor, nms_overlap_thresh: float) -> None:
+        kept = suppress(
+            boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh
+        )  # Equal scores keep their order.
+        if keep.shape != boxes.shape[:1]:
+            raise ValueError(f"mmcv._ext.{name}: keep must be [{len(boxes)}], got {list(keep.shape)}")
+        keep[: len(kept)] = kept
+        num_out.fill_(len(kept))
+
+    return entry
+
+
+iou3d_nms3d_forward = _kept_in_order("iou3d_nms3d_forward", ops.nms3d)
+iou3d_nms3d_normal_forward = _kept_in_order("iou3d_nms3d_normal_forward", ops.nms3d_normal)
 
 
 def _roi_align(rois: Tensor, settings: dict) -> Callable[[Tensor], Tensor]:

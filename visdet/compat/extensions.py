@@ -33,6 +33,7 @@ _PROVIDERS = {
     "groundingdino._C": "msda_ext",
     "detrex._C": "msda_ext",
     "deformable_aggregation_ext": "aggregation_ext",
+    "deformable_aggregation_with_depth_ext": "aggregation_ext",
     "mmcv._ext": "mmcv_ext",
     "detectron2._C": "detectron2_ext",
     "flash_attn": "flash_attention",
@@ -42,6 +43,7 @@ _PROVIDERS = {
     "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
 }
+_WITHIN_PACKAGES = ("deformable_aggregation_ext", "deformable_aggregation_with_depth_ext")
 _PACKAGES = ("flash_attn",)
 # The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
 _DEFERRED = re.compile(
@@ -121,8 +123,9 @@ class Extensions:
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
-        if provider is None and name.endswith(".deformable_aggregation_ext"):
-            provider = "aggregation_ext"
+        child = name.rpartition(".")[2]
+        if provider is None and child in _WITHIN_PACKAGES:
+            provider = _PROVIDERS[child]
         if self.only not in (None, name) or (provider is None and not _DEFERRED.fullmatch(name)):
             return None
         return ModuleSpec(name, _Loader(provider), origin="visdet", is_package=name in _PACKAGES)

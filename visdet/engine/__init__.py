@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .config import (
         CfgOptions,
         check_required_keys,
-        check_work_dir,
         complete_config,
         dataset_config,
         load_config,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .log_curves import draw_curves, read_scalars
     from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
     from .optim_wrapper import AmpOptimWrapper, OptimWrapper
+    from .places import check_out_file, check_work_dir
     from .prepare import (
         build_runner,
         draw_detections,
@@ -54,7 +54,6 @@ else:
             "config": [
                 "CfgOptions",
                 "check_required_keys",
-                "check_work_dir",
                 "complete_config",
                 "dataset_config",
                 "load_config",
@@ -78,6 +77,7 @@ else:
             "log_curves": ["draw_curves", "read_scalars"],
             "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
             "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
+            "places": ["check_out_file", "check_work_dir"],
             "prepare": [
                 "build_runner",
                 "draw_detections",

@@ -1,45 +1,49 @@
 """Errors that are raised while a runner builds its parts, completed by the place in the config."""
 
+import contextlib
 import inspect
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import mmengine
+import torch
 from mmengine.config import Config
 
 from visdet import registry
-from visdet.errors import InvalidTypeError, add_hint, built_names
+from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hint, built_names
 
 from .errors import nearest_names
 
-__all__ = ["building", "unknown_keyword_message"]
+__all__ = ["building", "check_texts", "unknown_keyword_message"]
 
 _UNEXPECTED = re.compile(
     r"(?:(?P<owner>[\w.<>]+)\.)?(?P<function>\w+)\(\) got an unexpected keyword argument '(?P<keyword>\w+)'"
 )
-_REGISTRIES = tuple(
-    getattr(registry, name)
-    for name in (
-        "MODELS",
-        "DATASETS",
-        "TRANSFORMS",
-        "DATA_SAMPLERS",
-        "HOOKS",
-        "LOOPS",
-        "METRICS",
-        "EVALUATOR",
-        "OPTIMIZERS",
-        "OPTIM_WRAPPERS",
-        "OPTIM_WRAPPER_CONSTRUCTORS",
-        "PARAM_SCHEDULERS",
-        "TASK_UTILS",
-        "VISUALIZERS",
-        "VISBACKENDS",
-        "LOG_PROCESSORS",
-        "WEIGHT_INITIALIZERS",
-    )
-)
+# The registries whose names stand in each section.
+_REGISTRIES = {
+    "model": (registry.MODELS, registry.TASK_UTILS, registry.WEIGHT_INITIALIZERS),
+    "optim_wrapper": (registry.OPTIM_WRAPPERS, registry.OPTIMIZERS, registry.OPTIM_WRAPPER_CONSTRUCTORS),
+    "param_scheduler": (registry.PARAM_SCHEDULERS,),
+    "log_processor": (registry.LOG_PROCESSORS,),
+    "visualizer": (registry.VISUALIZERS, registry.VISBACKENDS),
+    **dict.fromkeys(("default_hooks", "custom_hooks"), (registry.HOOKS,)),
+    **dict.fromkeys(("train_cfg", "val_cfg", "test_cfg"), (registry.LOOPS,)),
+    **dict.fromkeys(("val_evaluator", "test_evaluator"), (registry.METRICS, registry.EVALUATOR)),
+    **dict.fromkeys(
+        ("train_dataloader", "val_dataloader", "test_dataloader"),
+        (registry.DATASETS, registry.TRANSFORMS, registry.DATA_SAMPLERS, registry.FUNCTIONS),
+    ),
+}
+# The packages whose constructors refuse values by errors that are not a UserError.
+_LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (mmengine, torch))
+_OURS = os.path.dirname(registry.__file__) + os.sep
+_REFUSALS = (ValueError, TypeError, AssertionError, KeyError)
 
 
 @contextmanager
@@ -54,6 +58,7 @@ def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None =
     Raises:
         InvalidTypeError: replaces a ``TypeError`` about a keyword of the config that its class does not accept. The
             message names the keyword, the class and the keywords that the class accepts.
+        InvalidInputError: replaces an error by which a constructor of torch or mmengine refuses a value.
     """
     try:
         yield
@@ -63,8 +68,38 @@ def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None =
             message := unknown_keyword_message(str(error), given, defaults or {})
         ):
             raise InvalidTypeError(message) from error
-        add_hint(error, f"in the config: {_place(given, built_names(error)) or ' or '.join(given)}")
+        place = _place(given, built_names(error)) or " or ".join(given)
+        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidInputError(f"{place} cannot be built: {reason}") from error
+        add_hint(error, f"in the config: {place}")
         raise
+
+
+def _is_of_a_library(error: Exception) -> bool:
+    """Return whether torch or mmengine raised an error without a part in it of code that is not ours."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return files[-1].startswith(_LIBRARIES) and all(
+        file.startswith((*_LIBRARIES, _OURS)) or file == contextlib.__file__ for file in files[1:]
+    )
+
+
+def check_texts(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> None:
+    """Check that sections of a config have no text where their classes take numbers, such as ``lr='1e-3'``.
+
+    Raises:
+        InvalidTypeError: they do. The message names the path and the text.
+    """
+    for section in sections:
+        for path, node in _nodes({section: cfg.get(section)}):
+            targets = list(_targets(node.get("type", (defaults or {}).get(path)), section))
+            for key, value in node.items():
+                if key == "type" or not targets:
+                    continue
+                is_list = isinstance(value, list | tuple)
+                has_text = any(isinstance(item, str) for item in (value if is_list else [value]))
+                if has_text and all(_takes_no_text(target, key, is_list) for target in targets):
+                    raise InvalidTypeError(f"{path}.{key} must not be a text, got {value!r}")
 
 
 def unknown_keyword_message(text: str, sections: dict[str, Any], defaults: dict[str, Callable]) -> str | None:
@@ -82,7 +117,7 @@ def unknown_keyword_message(text: str, sections: dict[str, Any], defaults: dict[
     for path, node in _nodes(sections):
         if match["keyword"] not in node:
             continue
-        for target in _targets(node.get("type", defaults.get(path))):
+        for target in _targets(node.get("type", defaults.get(path)), path.split(".")[0]):
             if refused_by in [kind.__name__ for kind in getattr(target, "__mro__", (target,))]:
                 return _message(path, match["keyword"], target)
     return None
@@ -109,12 +144,12 @@ def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
             waiting += [(f"{path}.{position}", value) for position, value in enumerate(node)]
 
 
-def _targets(kind: Any) -> Iterable[Any]:
-    """Return the classes and functions that a ``type`` may stand for. A name may be in several registries."""
+def _targets(kind: Any, section: str) -> Iterable[Any]:
+    """Return the classes and functions that a ``type`` in a section may stand for. Several registries may have it."""
     if not isinstance(kind, str):
         return [kind] if hasattr(kind, "__name__") else []
     found = []
-    for names in _REGISTRIES:
+    for names in _REGISTRIES.get(section, ()):
         with suppress(KeyError):
             found.append(names.get(kind))
     return [target for target in found if hasattr(target, "__name__")]
@@ -141,14 +176,56 @@ def _type_name(node: dict) -> str:
 
 def _accepted_keywords(target: Any) -> list[str]:
     """Return the keywords that a class or function accepts, including those that it passes on to its base classes."""
-    accepted: list[str] = []
+    return list(_parameters(target))
+
+
+def _parameters(target: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or function, including those that it passes on to its base classes."""
+    accepted: dict[str, inspect.Parameter] = {}
     bases: tuple[Any, ...] = inspect.getmro(target) if inspect.isclass(target) else ()
     functions = [kind.__init__ for kind in bases] or [target]
     for function in dict.fromkeys(functions):
         if function is object.__init__:
             continue
         parameters = inspect.signature(function).parameters.values()
-        accepted += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                accepted.setdefault(parameter.name, parameter)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return [name for name in dict.fromkeys(accepted) if name != "self"]
+    accepted.pop("self", None)
+    return accepted
+
+
+def _takes_no_text(target: Any, keyword: str, is_list: bool) -> bool:
+    """Return whether a keyword of a class or function takes numbers, or a list of numbers, and no text.
+
+    The annotation decides, or the default if there is no annotation.
+    """
+    parameter = _parameters(target).get(keyword)
+    if parameter is None:
+        return False
+    kinds = _kinds_of(parameter.annotation)
+    if not kinds and parameter.default not in (None, parameter.empty):
+        default = parameter.default
+        kinds = {type(default)} | (
+            {type(item) for item in default} if isinstance(default, list | tuple) else set()
+        )
+    if is_list:
+        kinds -= {list, tuple, type(None)}
+        return bool(kinds) and kinds <= {int, float}
+    return bool(kinds) and kinds <= {int, float, bool, list, tuple, type(None)}
+
+
+def _kinds_of(annotation: Any) -> set:
+    """Return the classes that an annotation names. The set is empty if it is missing or a text."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return set()
+    inner = [kind for kind in typing.get_args(annotation) if kind is not Ellipsis]
+    origin = typing.get_origin(annotation) or annotation
+    if inner and origin in (list, tuple, Sequence):
+        return {list}.union(*map(_kinds_of, inner))
+    if inner and origin in (typing.Union, types.UnionType):
+        return set().union(*map(_kinds_of, inner))
+    # A tensor is a number of its own kind, which no config holds.
+    return set() if origin in (Sequence, typing.Any) else {origin} - {torch.Tensor}

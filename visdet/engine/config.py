@@ -1,26 +1,25 @@
 """Reading, completing and checking configs before anything is built from them."""
 
+import copy
 import importlib
 import os
-import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-import mmengine
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 
 from visdet.command_line import CfgOptions
 from visdet.errors import add_hint
 
-from .errors import ConfigError, UserError, nearest_names
+from .config_checks import check_counting, check_sections, is_iteration_based, schedules_of
+from .config_file import read_config
+from .errors import ConfigError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
 
 __all__ = [
     "CfgOptions",
     "check_required_keys",
-    "check_work_dir",
     "complete_config",
     "dataset_config",
     "load_config",
@@ -94,75 +93,51 @@ def load_config(
             an unknown key.
         Exception: any error of a module of the user that the config imports.
     """
-    cfg = _read(path)
+    cfg = read_config(path)
+    _import_custom_modules(cfg, path)
     known_before = set(cfg)
-    if options:
-        try:
-            cfg.merge_from_dict(options)
-        except (KeyError, TypeError, IndexError) as error:
-            given = " ".join(f"{key}={value}" for key, value in options.items())
-            raise ConfigError(f"--cfg-options {given} does not fit {path}: {error}") from error
+    for option, value in (options or {}).items():
+        _set_option(cfg, option, value)
     remarks = _check_options(options or {}, known_before, path)
     _check_top_level_keys(cfg, path)
+    check_sections(cfg)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
     return cfg, remarks + adopt_mmdet_scope(cfg)
 
 
-def _read(path: str) -> Config:
-    if not os.path.isfile(path):
-        folder = next((parent for parent in Path(path).parents if parent.is_dir()), Path("."))
-        raise ConfigError(f"config {path} does not exist{_did_you_mean(_named_like(path, folder))}")
-    try:
-        cfg = Config.fromfile(path, import_custom_modules=False)
-    except FileNotFoundError as error:
-        if not str(error.filename).endswith(".py"):
-            raise ConfigError(f"config {path} cannot be read: {error}") from error
-        folder = Path(path).parent
-        near = [os.path.relpath(file, folder) for file in _named_like(error.filename, folder)]
-        raise ConfigError(
-            f"config {path}: there is no base {error.filename}. A path in _base_ is relative to the folder of the file "
-            f"that it stands in{_did_you_mean(near)}"
-        ) from error
-    except SyntaxError as error:
-        # mmengine parses a copy of the file, so that the error may not name the file.
-        line = f" (line {error.lineno} of the config or of one of its bases: {(error.text or '').strip()})"
-        raise ConfigError(f"config {path} cannot be read: SyntaxError: {error.msg}{line}") from error
-    except Exception as error:  # A config is a program and may raise any error.
-        is_of_config, place = _place_in_config(error)
-        if not is_of_config:
-            add_hint(error, f"while reading the config {path}")
-            raise
-        if isinstance(error, ModuleNotFoundError) and error.name == "pkg_resources":
-            raise ConfigError(
-                f"config {path}: a base written `package::path` needs pkg_resources, which setuptools no longer has; "
-                "write the base as a relative path"
-            ) from error
-        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}{place}") from error
-    _import_custom_modules(cfg, path)
-    return cfg
+def _set_option(cfg: Config, option: str, value: Any) -> None:
+    """Set the value at a dotted path. A dict is merged into the dict that is there, unless it has ``_delete_``.
 
-
-def _place_in_config(error: Exception) -> tuple[bool, str]:
-    """Return whether a config file or mmengine raised an error, and the file and the line if it was a config file.
-
-    Any other error comes from code that a config has called, such as a module of the user.
+    Raises:
+        ConfigError: the path leads through a value that is neither a dict nor a list, or to no item of a list.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    mmengine_folder = os.path.dirname(mmengine.__file__)
-    from_mmengine = [
-        place for place, frame in enumerate(frames) if frame.filename.startswith(mmengine_folder)
-    ]
-    below = frames[from_mmengine[-1] + 1 :] if from_mmengine else []
-    if not below or below[0].name != "<module>":
-        return True, ""
-    last = below[-1]
-    return last.filename == below[0].filename, f" ({os.path.relpath(last.filename)}, line {last.lineno})"
+    node, done = cfg._cfg_dict, "the config"
+    keys: list[Any] = option.split(".")
+    for number, key in enumerate(keys):
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                raise ConfigError(
+                    f"--cfg-options {option}={value}: {done} is a list of {len(node)} items, which are counted from 0, "
+                    f"got {key!r}"
+                )
+            keys[number] = key = int(key)
+        elif not isinstance(node, dict):
+            raise ConfigError(
+                f"--cfg-options {option}={value}: {done} is {node!r}, which has no keys; give {done} as a whole"
+            )
+        if number < len(keys) - 1:
+            if isinstance(node, dict) and key not in node:
+                node[key] = ConfigDict()
+            node, done = node[key], ".".join(map(str, keys[: number + 1]))
+    before = node[key] if isinstance(node, list) else node.get(key)
+    if isinstance(before, ConfigDict) and isinstance(value, dict):
+        before.merge(copy.deepcopy(value))
+    else:
+        node[key] = ConfigDict({"value": copy.deepcopy(value)})["value"]
 
 
 def _import_custom_modules(cfg: Config, path: str) -> None:
     """Import the modules that ``custom_imports`` of a config names.
-
-    ``Config.fromfile`` would hide where a module fails, and the name of a package that it lacks.
 
     Raises:
         ConfigError: there is no such module, or ``custom_imports`` is not a dict with the key 'imports'.
@@ -190,17 +165,6 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
                 ) from error
             add_hint(error, f"in the config: custom_imports of {path}")
             raise
-
-
-def _named_like(path: str, folder: Path) -> list[str]:
-    """Return the Python files in and below ``folder`` whose names are like that of ``path``."""
-    files = {str(file): file.name for file in folder.rglob("*.py") if "site-packages" not in file.parts}
-    near = nearest_names(Path(path).name, files.values())
-    return [file for name in near for file, its_name in files.items() if its_name == name]
-
-
-def _did_you_mean(candidates: list[str]) -> str:
-    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def _check_top_level_keys(cfg: Config, path: str) -> None:
@@ -244,7 +208,11 @@ def complete_config(cfg: Config) -> None:
     * A schedule may begin after the end of training, so that a run can be shortened for a trial.
 
     Except for ``persistent_workers``, a value that the config gives stays.
+
+    Raises:
+        ConfigError: see :func:`check_sections` and :func:`check_counting`.
     """
+    check_sections(cfg)
     if cfg.get("default_scope") is None:
         cfg.default_scope = "visdet"
     for part in ("train", "val", "test"):
@@ -255,7 +223,7 @@ def complete_config(cfg: Config) -> None:
     train_cfg = cfg.get("train_cfg")
     if not train_cfg:
         return
-    by_epoch = not _is_iteration_based(train_cfg)
+    by_epoch = not is_iteration_based(train_cfg)
     length = train_cfg.get("max_epochs" if by_epoch else "max_iters")
     if hooks.get("checkpoint", {}) is not None:
         checkpoint = _section(hooks, "checkpoint")
@@ -269,18 +237,13 @@ def complete_config(cfg: Config) -> None:
         logger.setdefault("type", "LoggerHook")
         logger.setdefault("log_metric_by_epoch", by_epoch)
     _section(cfg, "log_processor").setdefault("by_epoch", by_epoch)
-    schedules = cfg.get("param_scheduler") or []
-    for schedule in [schedules] if isinstance(schedules, dict) else schedules:
+    check_counting(cfg)
+    for schedule in schedules_of(cfg.get("param_scheduler")):
         # mmengine ends a schedule without an end when training ends, and refuses one that ends before it begins.
-        if isinstance(schedule, dict) and schedule.get("by_epoch", True) == by_epoch:
+        if schedule.get("by_epoch", True) == by_epoch:
             begin = schedule.get("begin", 0)
-            if isinstance(length, int | float) and begin >= length:
+            if isinstance(begin, int) and isinstance(length, int) and begin >= length:
                 schedule.setdefault("end", begin + 1)
-
-
-def _is_iteration_based(train_cfg: dict) -> bool:
-    """Return whether a ``train_cfg`` counts iterations rather than epochs."""
-    return "max_iters" in train_cfg or train_cfg.get("by_epoch") is False
 
 
 def _section(parent: Any, key: str) -> Any:
@@ -328,23 +291,3 @@ def dataset_config(cfg: Config, split: str) -> dict:
     if dataset is None:
         raise ConfigError(f"config {cfg.filename} has no {split}_dataloader.dataset")
     return dataset
-
-
-def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
-    """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
-
-    Args:
-        work_dir: the folder.
-        option: the option of the command line by which the user chooses the folder, for the message.
-
-    Raises:
-        UserError: the folder cannot be written. The message names the folder and the reason.
-    """
-    try:
-        os.makedirs(work_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=work_dir) as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise UserError(
-            f"folder {work_dir} cannot be written: {error.strerror or error}; choose another one with {option}"
-        ) from error

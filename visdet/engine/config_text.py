@@ -1,14 +1,22 @@
 """Configs as Python code."""
 
+import ast
 import keyword
 import math
-from collections.abc import Mapping
+import os
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["config_text"]
+import numpy as np
+
+__all__ = ["config_text", "values_without_code"]
 
 _WIDTH = 100
 _INDENT = " " * 4
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def config_text(values: Mapping[str, Any]) -> str:
@@ -16,7 +24,56 @@ def config_text(values: Mapping[str, Any]) -> str:
 
     mmengine's ``Config.pretty_text`` has the same content. It formats the code by yapf, which takes 0.2 to 0.6 s.
     """
-    return "".join(f"{name} = {_code(value, len(name) + 3, '')}\n" for name, value in sorted(values.items()))
+    text = "".join(f"{name} = {_code(value, len(name) + 3, '')}\n" for name, value in sorted(values.items()))
+    modules = sorted({value.__module__ for _, value in _leaves(values) if _is_importable(value)})
+    if not modules:
+        return text
+    # With a ``_base_``, the imports are those of a program, and the values are the objects themselves.
+    return "_base_ = []\n" + "".join(f"import {module}\n" for module in modules) + text
+
+
+def values_without_code(values: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the values that no code gives back, such as a lambda. ``config_text`` describes them."""
+    return [path for path, value in _leaves(values) if _code_of_leaf(value) is None]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def _code_of_leaf(value: Any) -> str | None:
+    """Return the code of a value that is no dict, list or tuple, or None if there is no such code."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    if isinstance(value, float):
+        return float.__repr__(value) if math.isfinite(value) else f"float('{float(value)}')"
+    if _is_importable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return repr(value)
+
+
+def _is_importable(value: Any) -> bool:
+    """Return whether a value is a class or a function that its module has under its name."""
+    if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) or not value.__module__:
+        return False
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
 
 
 def _code(value: Any, used: int, indent: str) -> str:
@@ -38,8 +95,7 @@ def _code(value: Any, used: int, indent: str) -> str:
 def _in_one_line(value: Any) -> str:
     parts = _parts(value)
     if parts is None:
-        is_special = isinstance(value, float) and not math.isfinite(value)
-        return f"float('{value}')" if is_special else repr(value)
+        return _code_of_leaf(value) or repr(_ADDRESS.sub("", repr(value)))
     opening, items, closing = parts
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
     return f"{opening}{', '.join(key + _in_one_line(item) for key, item in items)}{comma}{closing}"

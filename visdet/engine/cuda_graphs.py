@@ -108,12 +108,12 @@ class GraphedMethod(ABC):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block."""
-        setattr(self.model, self.method, self)
+        """Let ``forward`` of the model call this object in place of the method within the block."""
+        self.model.replays[self.method] = self
         try:
             yield
         finally:
-            delattr(self.model, self.method)
+            del self.model.replays[self.method]
 
     def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
         """Return the result of the model's method."""

@@ -25,6 +25,7 @@ class DumpDetections(BaseMetric):
     """
 
     default_prefix = "detections"
+    metric_names = ()
 
     def __init__(self, out_file: str, collect_device: str = "cpu") -> None:
         super().__init__(collect_device=collect_device)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from visdet.structures.side_stream import side_stream
+from visdet.structures.capture import Capture, captures
 
 __all__ = ["GraphMemory"]
 
@@ -29,7 +29,7 @@ class GraphMemory:
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
-    def captures(self) -> Iterator[None]:
+    def captures(self) -> Iterator[Capture]:
         """Run the block on the streams, after all earlier work and before all later work on the current stream.
 
         Backward passes in the block run in this thread.
@@ -38,10 +38,10 @@ class GraphMemory:
         try:
             with (
                 torch.cuda.stream(self.stream),
-                side_stream(self.side),
+                captures(self.side) as capture,
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                yield
+                yield capture
         finally:
             torch.cuda.current_stream().wait_stream(self.stream)
 

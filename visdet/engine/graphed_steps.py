@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visdet.structures.kept_tables import tables_read
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 from .graph_memory import GraphMemory
@@ -60,8 +59,9 @@ class GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
-        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables:
+        with self.memory.captures() as capture, _casts_of_its_own():
             with_leaves(self.model, self.leaves, self._capture)
+        self.tables = capture.tables
 
     def _capture(self) -> None:
         forward, losses, backward = (
@@ -203,11 +203,13 @@ class _Recorded:
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record the graph, and return the result of the function, which each replay writes anew."""
         self.graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(
+        recording = torch.cuda.graph(
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
         )
-        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
-            return function()
+        with self.memory.captures() as capture, _casts_of_its_own(), recording:
+            result = function()
+        self.tables = capture.tables
+        return result
 
 
 class _Replay(torch.autograd.Function):

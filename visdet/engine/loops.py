@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from mmengine.dataset import InfiniteSampler
@@ -43,11 +43,6 @@ class _Training:
 
     def _progress(self) -> tuple[int, int]:
         raise NotImplementedError
-
-    def run_iter(self, *arguments: Any) -> None:
-        """Run one iteration, with CUDA graphs if the config asks for them."""
-        with _graphs_installed(self.runner):
-            super().run_iter(*arguments)  # type: ignore[misc]
 
     def _stop_workers(self) -> None:
         """End the data workers, by replacing their loader by one that has started none.
@@ -339,16 +334,11 @@ def check_frames_come_one_by_one(dataloader: Any, loader: str) -> None:
         )
 
 
-def _graphs_installed(runner: Any) -> AbstractContextManager[None]:
-    """Let the model run with CUDA graphs inside the block if the runner has them. mmengine's own runner has none."""
-    return runner.graphs_installed() if hasattr(runner, "graphs_installed") else nullcontext()
-
-
 def _validate(runner: Any) -> None:
     if runner.val_loop is not None:
         # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
-        with preserved_random_state(), _graphs_installed(runner):
+        with preserved_random_state():
             runner.val_loop.run()
 
 

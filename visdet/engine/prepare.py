@@ -1,6 +1,7 @@
 """Building a runner from a config and the options of a command line."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmengine.config import Config
@@ -9,8 +10,8 @@ from mmengine.runner import Runner
 from visdet.registry import RUNNERS
 
 from .checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
-from .config import check_work_dir
 from .errors import ConfigError
+from .places import check_out_file, check_work_dir
 from .resume import AUTO
 
 __all__ = [
@@ -30,7 +31,8 @@ def build_runner(cfg: Config) -> Runner:
         UserError: the work_dir cannot be written, or the checkpoint to start from does not exist. Both are checked
             before anything is built.
     """
-    check_work_dir(cfg.work_dir)
+    for folder, option in _folders(cfg):
+        check_work_dir(folder, option)
     resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
     if isinstance(resume, str) and resume != AUTO:
         check_checkpoint_exists(resume, folder_is_fine=True)
@@ -40,6 +42,22 @@ def build_runner(cfg: Config) -> Runner:
         check_checkpoint_exists(load_from, folder_is_fine=resume is True)
     cfg.setdefault("runner_type", "DetRunner")
     return RUNNERS.build(cfg)
+
+
+def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the folders on this machine that a run writes to, and the option that chooses each."""
+    yield cfg.work_dir, "--work-dir"
+    hooks, drawing = cfg.get("default_hooks") or {}, cfg.get("visualizer") or {}
+    keys = ("out_dir", "test_out_dir", "save_dir")
+    parts = {f"default_hooks.{name}": hook for name, hook in hooks.items()} | {"visualizer": drawing}
+    parts |= {
+        f"visualizer.vis_backends.{k}": part for k, part in enumerate(drawing.get("vis_backends") or ())
+    }
+    for path, part in parts.items():
+        for key in keys:
+            folder = part.get(key) if isinstance(part, dict) else None
+            if isinstance(folder, str) and "://" not in folder and not folder.startswith("s3:"):
+                yield os.path.expanduser(folder), f"--cfg-options {path}.{key}=..."
 
 
 def set_resume(cfg: Config, resume: str) -> None:
@@ -86,10 +104,11 @@ def write_detections(cfg: Config, out_file: str) -> None:
     """Make a config write the predictions of a test to a JSON file.
 
     Raises:
-        ConfigError: ``out_file`` is not named ``*.json``.
+        UserError: ``out_file`` is not named ``*.json``, or cannot be written.
     """
     if not out_file.endswith(".json"):
         raise ConfigError(f"--out must name a .json file, got {out_file!r}")
+    check_out_file(out_file)
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list | tuple) else [cfg.test_evaluator]
     cfg.test_evaluator = [*evaluators, {"type": "DumpDetections", "out_file": out_file}]
 

@@ -5,8 +5,8 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import build_step
-from visdet.registry import RUNNERS
+from visdet.registry import PARAM_SCHEDULERS, RUNNERS
 
 from .advice import advice_for_training
-from .build_errors import building
+from .build_errors import building, check_texts
 from .checkpointing_runner import CheckpointingRunner
 from .config import complete_config
+from .config_checks import check_parts, schedules_of
+from .config_text import values_without_code
 from .console import ConsoleHandler, WorkerStart
 from .cuda_graphs import GraphedMethod, graphs_for
 from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
@@ -32,6 +34,8 @@ from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .loops import check_frames_come_one_by_one, check_metrics_are_apart, check_there_are_samples
+from .monitored_metrics import check_monitored
+from .places import only_training_in
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -81,6 +85,7 @@ class DetRunner(CheckpointingRunner):
         """Build a runner from a config, which is not changed."""
         cfg = RunConfig.copy_of(cfg)
         complete_config(cfg)
+        check_parts(cfg)
         return super().from_cfg(cfg)
 
     def setup_env(self, env_cfg: dict) -> None:
@@ -112,6 +117,7 @@ class DetRunner(CheckpointingRunner):
 
     def build_model(self, model: nn.Module | dict) -> nn.Module:
         """Build the model."""
+        check_texts(self.cfg, "model")
         with building(self.cfg, "model"):
             return super().build_model(model)
 
@@ -165,6 +171,31 @@ class DetRunner(CheckpointingRunner):
             check_metrics_are_apart(built.evaluator.metrics, "test_evaluator")
             return built
 
+    def build_evaluator(self, evaluator: Any) -> Any:
+        """Build the metrics of validation or of a test."""
+        with building(self.cfg, "val_evaluator", "test_evaluator"):
+            return super().build_evaluator(evaluator)
+
+    def _build_what_needs_no_data(self, *stages: str) -> None:
+        """Check the config of the stages, and build what needs no data, to find mistakes before data are read.
+
+        Args:
+            stages: 'train', 'val' or 'test'.
+        """
+        loops = {"train": EpochBasedTrainLoop, "val": ValLoop, "test": TestLoop}
+        for stage in stages:
+            defaults = {f"{stage}_cfg": loops[stage], f"{stage}_dataloader": DataLoader}
+            check_texts(self.cfg, *defaults, f"{stage}_evaluator", defaults=defaults)
+        if "train" in stages:
+            check_texts(self.cfg, "optim_wrapper", "param_scheduler")
+            self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
+            with building(self.cfg, "param_scheduler"):
+                for schedule in schedules_of(self.param_schedulers):
+                    PARAM_SCHEDULERS.get(schedule["type"])
+        for name in (f"_{stage}_evaluator" for stage in stages if stage != "train"):
+            if getattr(self, name) is not None:
+                setattr(self, name, self.build_evaluator(getattr(self, name)))
+
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
         """Build the optimizer and its wrapper."""
         with building(self.cfg, "optim_wrapper"):
@@ -173,7 +204,7 @@ class DetRunner(CheckpointingRunner):
     def build_param_scheduler(self, scheduler: Any) -> Any:
         """Build the schedules."""
         with building(self.cfg, "param_scheduler"):
-            for schedule in _schedules(scheduler):
+            for schedule in schedules_of(scheduler):
                 # mmengine ends a schedule without an end when training ends, and refuses one that ends before it
                 # begins. ``complete_config`` sees to those that count what the training loop counts.
                 begin = schedule.get("begin", 0)
@@ -195,12 +226,13 @@ class DetRunner(CheckpointingRunner):
         """Register mmengine's default hooks, this package's, and those of the config."""
         merged = {**copy.deepcopy(_DEFAULT_HOOKS), **(hooks or {})}
         # None removes any default hook. mmengine does that for its own hooks only.
+        check_texts(self.cfg, "default_hooks", "custom_hooks")
         ours = {name: hook for name, hook in merged.items() if hook is not None or name in _MMENGINE_HOOKS}
         super().register_default_hooks(ours)
 
     def train(self) -> nn.Module:
         """Train the model and return it. Training continues from a checkpoint if there is one to resume."""
-        with advice_for_training(self):
+        with advice_for_training(self), only_training_in(self.work_dir) if self.rank == 0 else nullcontext():
             return self._announcing_the_end(self._train)
 
     def _log_env(self, env_cfg: dict) -> None:
@@ -218,10 +250,21 @@ class DetRunner(CheckpointingRunner):
             )
         self.logger.info(f"Config:\n{self.cfg.pretty_text}")
 
+    def dump_config(self) -> None:
+        """Write the config to the work_dir, and warn of values that the copy cannot have."""
+        super().dump_config()
+        if lost := values_without_code(self.cfg.to_dict()):
+            self.logger.warning(
+                f"the copy of the config in the work_dir has a description in place of {', '.join(lost)}, which "
+                f"cannot be written as code. Keep {self.cfg.filename}"
+            )
+
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
+        self._build_what_needs_no_data("train", "val")
+        check_monitored(self)
         # A process trains on one device, so that a separate thread for the backward pass would only take time.
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), self.graphs_installed():
             try:
                 model = super().train()
             except Exception:
@@ -259,15 +302,16 @@ class DetRunner(CheckpointingRunner):
 
     def val(self) -> dict:
         """Validate and return the metrics."""
-        return self._announcing_the_end(functools.partial(self._evaluate, super().val))
+        return self._announcing_the_end(functools.partial(self._evaluate, "val", super().val))
 
     def test(self) -> dict:
         """Test and return the metrics."""
-        return self._announcing_the_end(functools.partial(self._evaluate, super().test))
+        return self._announcing_the_end(functools.partial(self._evaluate, "test", super().test))
 
-    def _evaluate(self, stage: Callable[[], dict]) -> dict:
+    def _evaluate(self, stage: str, evaluate: Callable[[], dict]) -> dict:
+        self._build_what_needs_no_data(stage)
         with self.graphs_installed():
-            metrics = stage()
+            metrics = evaluate()
         self._report_graphs()
         return metrics
 
@@ -289,19 +333,6 @@ class DetRunner(CheckpointingRunner):
             if getattr(self, "logger", None) is not None:
                 log_fatal_error(self.logger, error, self.logger.log_file)
             raise
-
-
-def _schedules(scheduler: Any) -> Iterator[dict]:
-    """Yield the configs of schedules, which are given as one, as a list, or as lists by the names of optimizers."""
-    if isinstance(scheduler, dict):
-        if "type" in scheduler:
-            yield scheduler
-        else:
-            for one in scheduler.values():
-                yield from _schedules(one)
-    elif isinstance(scheduler, Sequence):
-        for one in scheduler:
-            yield from _schedules(one)
 
 
 def _type_of(hook: Any) -> str:

@@ -125,6 +125,12 @@ class CocoMetric(BaseMetric):
         self._first_of_id: dict[Any, dict] = {}
 
     @property
+    def metric_names(self) -> list[str]:
+        """The names of the metrics without the prefix, where ``*`` is the name of a class."""
+        names = [f"bbox_{item}" for item in self.metric_items]
+        return [] if self.format_only else names + ["bbox_mAP/*"] * self.classwise
+
+    @property
     def dataset_meta(self) -> dict | None:
         """The meta information of the data set, in which ``classes`` names the labels."""
         return self._dataset_meta

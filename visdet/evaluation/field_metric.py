@@ -26,6 +26,7 @@ class FieldMetric(BaseMetric):
     """
 
     default_prefix = "field"
+    metric_names = ("mse", "psnr", "r2")
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Keep the sums of a batch."""

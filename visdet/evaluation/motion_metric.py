@@ -81,6 +81,7 @@ class MotionMetric(DrivingBoxMetric):
     """
 
     default_prefix = "Motion"
+    metric_names = tuple(f"*_{name}" for name in _NAMES)
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class NuScenesMetric(DrivingBoxMetric):
     """
 
     default_prefix = "NuScenes"
+    metric_names = ("mAP", "NDS", "NDS_no_attr", *_ERROR_NAMES.values(), "*_AP", "anchors_mAP")
 
     def __init__(
         self,

@@ -54,6 +54,7 @@ class PlanningMetric(DrivingMetric):
     """
 
     default_prefix = "Planning"
+    metric_names = ("num_frames", "truth_collision", "L2@*", "collision@*", "*uniad_*", "*vad_*")
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class TrackingMetric(DrivingBoxMetric):
     """
 
     default_prefix = "Tracking"
+    metric_names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS", "*_AMOTA")
 
     def __init__(
         self,

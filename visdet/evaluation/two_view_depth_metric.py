@@ -27,6 +27,7 @@ class TwoViewDepthMetric(BaseMetric):
     """
 
     default_prefix = "two_view"
+    metric_names = ("abs_rel", "inverse_error*", "within_10_percent*")
 
     def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
         """Keep the depths of a batch."""

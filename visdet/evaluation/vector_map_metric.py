@@ -47,6 +47,7 @@ class VectorMapMetric(DrivingMetric):
     """
 
     default_prefix = "VectorMap"
+    metric_names = ("mAP", "*_AP", "anchors_mAP")
 
     def __init__(
         self,

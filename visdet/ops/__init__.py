@@ -3,6 +3,7 @@
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms
 from .bbox_overlaps import bbox_overlaps
+from .box_iou_rotated import box_iou_quadri, box_iou_rotated
 from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
 from .corner_pool import CornerPool, corner_pool
@@ -21,15 +22,21 @@ from .deformable_aggregation import (
     feature_maps_format,
 )
 from .deformable_aggregation_fused import deformable_aggregation_fused, deformable_aggregation_fused_reference
+from .deformable_aggregation_with_depth import (
+    deformable_aggregation_with_depth,
+    deformable_aggregation_with_depth_reference,
+)
 from .explain import explain
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
 from .gaussian_field import gaussian_field, gaussian_field_reference
+from .iou3d import boxes_iou3d, boxes_overlap_bev, nms3d, nms3d_normal
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
 from .masked_conv2d import MaskedConv2d, masked_conv2d
 from .modulated_deform_conv2d import modulated_deform_conv2d
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
-from .nms import nms, nms_match, soft_nms
+from .nms import nms, nms_match
+from .nms_rotated import nms_quadri, nms_rotated
 from .point_sample import (
     SimpleRoIAlign,
     abs_img_point_to_rel_img_point,
@@ -46,6 +53,7 @@ from .roi_pool import RoIPool, roi_pool
 from .saconv import ConvAWS2d, SAConv2d
 from .sample_dot import sample_dot, sample_dot_reference
 from .sample_sum import sample_sum, sample_sum_reference
+from .soft_nms import soft_nms
 
 __all__ = [
     "CARAFE",
@@ -72,8 +80,12 @@ __all__ = [
     "batched_nms",
     "bbox_overlaps",
     "bilinear_grid_sample",
+    "box_iou_quadri",
+    "box_iou_rotated",
     "box_key_points",
     "box_key_points_reference",
+    "boxes_iou3d",
+    "boxes_overlap_bev",
     "build_info",
     "carafe",
     "carafe_naive",
@@ -85,6 +97,8 @@ __all__ = [
     "deformable_aggregation_fused",
     "deformable_aggregation_fused_reference",
     "deformable_aggregation_reference",
+    "deformable_aggregation_with_depth",
+    "deformable_aggregation_with_depth_reference",
     "denormalize",
     "explain",
     "feature_maps_format",
@@ -100,7 +114,11 @@ __all__ = [
     "ms_deform_attn_fused_reference",
     "ms_deform_attn_reference",
     "nms",
+    "nms3d",
+    "nms3d_normal",
     "nms_match",
+    "nms_quadri",
+    "nms_rotated",
     "normalize",
     "point_sample",
     "register_nms",

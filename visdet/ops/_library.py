@@ -28,6 +28,7 @@ __all__ = [
     "planning",
     "require_cpu",
     "require_cuda",
+    "serves",
 ]
 
 _FOLDER = Path(__file__).resolve().parent
@@ -119,6 +120,12 @@ def declares(operator: str) -> bool:
             f"source; {_HOW_TO_BUILD}."
         )
     return True
+
+
+def serves(tensor: Tensor) -> bool:
+    """Return whether a built library has the kernels for the device of a tensor, or shapes for one without data."""
+    device = kernel_device(tensor)
+    return device in ("cpu", "cuda", "meta") and is_loaded("cuda" if device == "cuda" else "cpu")
 
 
 def require_cpu() -> None:

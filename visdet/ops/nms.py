@@ -1,4 +1,4 @@
-"""Non-maximum suppression of one set of boxes, also with soft scores or with the groups that it forms."""
+"""Non-maximum suppression of boxes, also with the groups that it forms."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _library, _torchvision
+from ._classes import check_classes, class_by_class
 from ._renamed import renamed_arguments
+from .box_iou_rotated import box_iou_rotated_reference
 
-__all__ = ["nms", "nms_match", "soft_nms", "soft_nms_reference"]
-
-SOFT_METHODS = ("naive", "linear", "gaussian")
+__all__ = ["nms", "nms_match"]
 
 
 @renamed_arguments(iou_thr="iou_threshold")
@@ -21,18 +21,21 @@ def nms(
     offset: int = 0,
     score_threshold: float = 0,
     max_num: int = -1,
+    classes: Any = None,  # [N]
 ) -> tuple[Any, Any]:  # [M, 5] boxes and scores, [M] int64
     """Return the boxes that no better box overlaps by more than ``iou_threshold``, best score first, and their indices.
 
     Args:
         boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are compared in
             float32. Integers are converted to float32.
-        scores: [N]. The score of each box. Of equal scores the lower index comes first on the CPU. NaN scores come
-            first, as in ``torch.sort``.
-        iou_threshold: A box is suppressed if its IoU with a kept one is greater.
+        scores: [N]. The score of each box. Of equal scores the lower index comes first. NaN scores come first, as in
+            ``torch.sort``.
+        iou_threshold: A box is suppressed if its IoU with a kept one is greater, compared in float64.
         offset: 0, or 1 for widths and heights of x2 - x1 + 1, as pixels were counted in mmdet 1.
         score_threshold: Where it is positive, boxes with a score not above it are removed first.
         max_num: The largest number of boxes to keep; -1 or 0 keeps all.
+        classes: [N]. The class of each box, any numbers. Boxes of different classes do not suppress each other: the
+            result is that of every class alone. The default is one class for all.
 
     Returns:
         [M, 5] and [M]. The boxes with their scores, and int64 indices, as tensors or as NumPy arrays like the
@@ -40,121 +43,28 @@ def nms(
         is kept.
 
     The result [M, 5] is differentiable with respect to boxes and scores, because it is a selection. The indices are
-    not. torchvision serves it. If torchvision is missing, plain torch gives the same.
+    not. It is deterministic: the boxes, their order and the arithmetic are those of ``torchvision.ops.nms`` on the CPU,
+    on every device. On a GPU, the host waits once, for the number of boxes. Where the library is not built, torchvision
+    serves it, and without torchvision plain torch.
 
     Raises:
         ValueError: A shape or ``offset`` does not fit. The message names the argument.
 
-    Source: The signature is mmcv's.
+    Source: The signature is mmcv's, ``classes`` apart.
     """
     boxes, scores, is_numpy = as_tensors("nms", boxes, scores, offset)
-    if score_threshold > 0:
-        valid = (scores > score_threshold).nonzero().squeeze(1)
-        keep = valid[kept_indices(boxes[valid], scores[valid], float(iou_threshold), offset)]
+    classes = None if classes is None else check_classes("nms", "classes", classes, boxes)
+    is_candidate = scores > score_threshold if score_threshold > 0 else None
+    if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
+        wide = boxes.detach().to(widened(boxes))
+        compared = torch.cat([wide[:, :2], wide[:, 2:] + offset], 1)
     else:
-        keep = kept_indices(boxes, scores, float(iou_threshold), offset)
+        compared = boxes
+    keep = kept_indices(compared, scores, iou_threshold, classes, is_candidate)
     if max_num > 0:
         keep = keep[:max_num]
-    detections = torch.cat([boxes[keep], scores[keep, None]], 1)
+    detections = torch.cat([boxes.index_select(0, keep), scores.index_select(0, keep)[:, None]], 1)
     return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
-
-
-@renamed_arguments(iou_thr="iou_threshold")
-def soft_nms(
-    boxes: Any,  # [N, 4] (x1, y1, x2, y2)
-    scores: Any,  # [N]
-    iou_threshold: float = 0.3,
-    sigma: float = 0.5,
-    min_score: float = 1e-3,
-    method: str = "linear",
-    offset: int = 0,
-) -> tuple[Any, Any]:  # [M, 5] boxes and lowered scores, [M] int64
-    """Return the boxes with scores lowered by how much better boxes overlap them, best first, and their indices.
-
-    With o the IoU with a better box, a score is multiplied by 0 (``naive``) or 1 - o (``linear``) where
-    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``). A box whose score falls below ``min_score`` is
-    removed.
-
-    Args:
-        boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in
-            float32. Integers are converted to float32.
-        scores: [N]. The score of each box. NaN scores come last.
-        iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
-        sigma: The width of ``gaussian``, for which it must be positive.
-        min_score: The score below which a box is removed.
-        method: 'naive', 'linear' or 'gaussian'.
-        offset: 0, or 1 for widths and heights of x2 - x1 + 1.
-
-    Returns:
-        [M, 5] and [M]. The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the
-        arguments. A NaN overlap counts as 0.
-
-    It is not differentiable. It runs on the CPU whatever the device: each round needs the result of the one before, and
-    a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
-
-    Raises:
-        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit. The message names the argument.
-
-    Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
-    """
-    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
-    if method not in SOFT_METHODS:
-        raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
-    if method == "gaussian" and not sigma > 0:
-        raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
-    dtype = boxes.dtype if boxes.dtype in (torch.float32, torch.float64) else torch.float32
-    run = torch.ops.visdet.soft_nms if _library.is_loaded("cpu") else soft_nms_reference
-    detections, keep = run(
-        boxes.detach().to("cpu", dtype),
-        scores.detach().to("cpu", dtype),
-        float(iou_threshold),
-        float(sigma),
-        float(min_score),
-        SOFT_METHODS.index(method),
-        offset,
-    )
-    if is_numpy:
-        return detections.to(boxes.dtype).numpy(), keep.numpy()
-    return detections.to(boxes), keep.to(boxes.device)
-
-
-def soft_nms_reference(
-    boxes: Tensor,
-    scores: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Return what ``soft_nms`` returns of float32 or float64 tensors on the CPU; ``method`` counts SOFT_METHODS.
-
-    Each round takes the best box to the front, lowers the scores of the others and drops those below
-    ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
-    """
-    boxes, scores = boxes.clone(), scores.clone()
-    index = torch.arange(len(scores))
-    count, i = len(scores), 0
-    while i < count:
-        best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
-        swap = torch.tensor([i, best])
-        for column in (boxes, scores, index):
-            column[swap] = column[swap.flip(0)]
-        rest = slice(i + 1, count)
-        overlap = _overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
-        if SOFT_METHODS[method] == "gaussian":
-            scores[rest] *= torch.exp(-overlap.square() / sigma)
-        else:
-            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else torch.zeros_like(overlap)
-            scores[rest] *= torch.where(overlap >= iou_threshold, factor, torch.ones_like(overlap))
-        is_low = scores[rest] < min_score
-        survivors = i + 1 + int((~is_low).sum())
-        holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
-        fillers = (survivors + (~is_low[survivors - i - 1 :]).nonzero().squeeze(1)).flip(0)
-        for column in (boxes, scores, index):
-            column[holes] = column[fillers]
-        count, i = survivors, i + 1
-    return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
 
 
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
@@ -183,22 +93,42 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     order = table[:, 4].sort(descending=True, stable=True).indices
     groups = []
     while len(order):
-        overlap = _overlaps_with(table[order[0], :4], table[order[1:], :4], 0)
+        overlap = overlaps_with(table[order[0], :4], table[order[1:], :4], 0)
         joins = overlap >= iou_threshold
         groups.append(torch.cat([order[:1], order[1:][joins]]))
         order = order[1:][~joins]
     return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
 
 
-def kept_indices(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Return the indices of the boxes that stay, best score first."""
-    boxes, scores = boxes.detach(), scores.detach()
-    if boxes.dtype not in (torch.float32, torch.float64):
-        boxes, scores = boxes.float(), scores.float()
-    scores = scores.to(boxes.dtype)
-    if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
-        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
-    if _torchvision.serves(boxes.device.type):
+def widened(boxes: Tensor) -> torch.dtype:
+    """Return the type in which the overlaps of ``boxes`` are computed."""
+    return boxes.dtype if boxes.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def kept_indices(
+    boxes: Tensor,  # [N, 4], [N, 5] (x, y, w, h, angle) or [N, 8] four corners
+    scores: Tensor,  # [N]
+    iou_threshold: float,
+    classes: Tensor | None = None,  # [N] int64
+    is_candidate: Tensor | None = None,  # [N] bool
+) -> Tensor:
+    """Return the indices of the boxes that stay, best score first. Boxes that are no candidates do not take part."""
+    boxes = boxes.detach().to(widened(boxes))
+    scores = scores.detach().to(boxes.dtype)
+    if _library.serves(boxes):
+        return torch.ops.visdet.nms(boxes, scores, classes, is_candidate, float(iou_threshold))
+    if is_candidate is not None:
+        chosen = is_candidate.nonzero().squeeze(1)
+        classes = None if classes is None else classes[chosen]
+        return chosen[kept_indices(boxes[chosen], scores[chosen], iou_threshold, classes)]
+    if classes is not None:
+
+        def suppress(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+            keep = kept_indices(boxes, scores, iou_threshold)
+            return scores[keep, None], keep
+
+        return class_by_class(suppress, boxes, scores, classes)[1]
+    if boxes.shape[1] == 4 and _torchvision.serves(boxes.device.type):
         from torchvision.ops import nms as torchvision_nms
 
         return torchvision_nms(boxes, scores, iou_threshold)
@@ -210,9 +140,18 @@ def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> 
     order = scores.sort(descending=True, stable=True).indices.cpu()
     ordered = boxes.cpu()[order]
     is_alive = torch.ones(len(order), dtype=torch.bool)
+    if boxes.shape[1] == 4:  # torchvision compares in float64
+        threshold: Any = torch.tensor(iou_threshold, dtype=torch.float64)
+    else:
+        threshold = torch.tensor(iou_threshold, dtype=boxes.dtype)
     for i in range(len(order)):
         if is_alive[i]:
-            is_alive[i + 1 :] &= ~(_overlaps_with(ordered[i], ordered[i + 1 :], 0) > iou_threshold)
+            rest = ordered[i + 1 :]
+            if boxes.shape[1] == 4:
+                overlap = overlaps_with(ordered[i], rest, 0).double()
+            else:
+                overlap = box_iou_rotated_reference(ordered[i : i + 1], rest, 0, False)[0]
+            is_alive[i + 1 :] &= ~(overlap > threshold)
     return order[is_alive].to(boxes.device)
 
 
@@ -231,7 +170,7 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
     return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 
 
-def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
+def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     """Return the IoU of one box [4] with each of boxes [N, 4]. Widths are x2 - x1 + offset."""
     sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
         min=0
@@ -242,18 +181,16 @@ def _overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-def _fake_soft_nms(
+def _fake_nms(
     boxes: Tensor,
     scores: Tensor,
+    classes: Tensor | None,
+    is_candidate: Tensor | None,
     iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    count = torch.library.get_ctx().new_dynamic_size()
-    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
+) -> Tensor:
+    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
-if _library.declares("soft_nms"):
-    torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)
+if _library.declares("nms"):
+    torch.library.register_fake("visdet::nms", _fake_nms)
+    _library.explain_missing_cuda("nms")

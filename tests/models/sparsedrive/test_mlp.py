@@ -1,9 +1,11 @@
 """The multilayer perceptrons of SparseDrive."""
 
+import pytest
 import torch
 from torch import nn
 
 from visdet.models.sparsedrive.mlp import Scale, linear_relu_ln
+from visdet.models.sparsedrive.side_by_side import SideBySide
 
 
 def test_parameters_have_the_names_of_the_published_sequence():
@@ -17,3 +19,22 @@ def test_parameters_have_the_names_of_the_published_sequence():
     published.load_state_dict(module.state_dict())
     x = torch.randn(5, 8)
     torch.testing.assert_close(module(x), published(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_perceptrons_side_by_side(device):
+    torch.manual_seed(0)
+    widths, inputs = (16, 4, 4, 8), (3, 3, 2, 3)
+    modules = [
+        nn.Sequential(*linear_relu_ln(width, 1, 3, count)).to(device)
+        for width, count in zip(widths, inputs, strict=True)
+    ]
+    for parameter in (p for module in modules for p in module.parameters()):
+        nn.init.normal_(parameter)
+    assert SideBySide.serves(modules) and not SideBySide.serves([nn.Sequential(*linear_relu_ln(8, 2, 1))])
+    together = SideBySide(modules).to(device)
+    assert not together.state_dict()
+    parts = [torch.randn(2, 5, count, device=device) for count in inputs]
+    expected = [module(part) for module, part in zip(modules, parts, strict=True)]
+    found = together(modules, parts)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

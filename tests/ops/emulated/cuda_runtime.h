@@ -36,6 +36,9 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 namespace emulated {
 
@@ -62,6 +65,7 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barrier;
+  int votes = 0;
   ucontext_t scheduler;
   std::function<void()> body;
 };
@@ -89,7 +93,7 @@ inline void run_thread() {
 
 // Calls body() in each of `count` threads, whole warps. A block whose threads wait for each other in vain never ends.
 inline void run_block(int count, std::function<void()> body) {
-  Block of_call{std::vector<Thread>(count), std::vector<Warp>(count / 32), {}, {}, std::move(body)};
+  Block of_call{std::vector<Thread>(count), std::vector<Warp>(count / 32), {}, 0, {}, std::move(body)};
   block = &of_call, blockDim.x = count;
   while (stacks.size() < of_call.threads.size()) stacks.emplace_back(new char[kStackBytes]);
   for (int i = 0; i < count; ++i) {
@@ -140,6 +144,15 @@ void exchange(unsigned mask, T value, const Read& read) {
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::block->barrier.wait(static_cast<int>(emulated::block->threads.size())); }
+inline bool __syncthreads_and(bool holds) {
+  emulated::block->votes += holds;
+  __syncthreads();
+  const bool all = emulated::block->votes == static_cast<int>(emulated::block->threads.size());
+  __syncthreads();
+  emulated::block->votes = 0;
+  __syncthreads();
+  return all;
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulated::sync_warp(mask); }
 
 template <typename T>
@@ -161,6 +174,7 @@ inline unsigned __ballot_sync(unsigned mask, bool holds) {
   emulated::exchange(mask, holds, [&](int lane, bool other) { ballot |= static_cast<unsigned>(other) << lane; });
   return ballot;
 }
+inline bool __all_sync(unsigned mask, bool holds) { return __ballot_sync(mask, holds) == mask; }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value) {
   unsigned same = 0;
@@ -168,6 +182,14 @@ unsigned __match_any_sync(unsigned mask, T value) {
   return same;
 }
 
+// The CPU for which this is compiled has no fused operations.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline void __nanosleep(unsigned) {}
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(unsigned bits) { return bits == 0 ? 32 : __builtin_clz(bits); }

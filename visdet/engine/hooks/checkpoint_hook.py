@@ -11,7 +11,8 @@ from visdet.registry import HOOKS
 
 from ..accumulated_gradients import gather_gradients
 from ..checkpoint import LAST_CHECKPOINT, write_atomically
-from ..config import check_work_dir
+from ..errors import ConfigError
+from ..places import check_free_space, check_work_dir
 from ..random_state import gather_random_states
 from ..temporal_state import gather_temporal_states
 
@@ -41,7 +42,7 @@ class CheckpointHook(_CheckpointHook):
         If that run has another folder, its best checkpoint stays, even if a better one is found.
 
         Raises:
-            UserError: the folder cannot be written.
+            UserError: the folder cannot be written, or has no space for a checkpoint.
         """
         steps = runner.message_hub.get_info("keep_ckpt_ids")
         if steps and self.max_keep_ckpts > 0 and self.filename_tmpl is not None and not self._names_differ():
@@ -50,6 +51,7 @@ class CheckpointHook(_CheckpointHook):
         super().before_train(runner)
         if isinstance(self.file_backend, LocalBackend) and is_main_process():
             check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
+            check_free_space(self.out_dir, _size_of_checkpoint(runner), "a checkpoint")
         if self.save_best is not None:
             # Only the name counts, because the folder may have been moved or copied since.
             found = {key: path and self._existing(path) for key, path in self._best_paths().items()}
@@ -107,6 +109,12 @@ class CheckpointHook(_CheckpointHook):
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
             return
+        missing = [name for name in self.key_indicators if name != "auto" and name not in metrics]
+        if missing or not metrics:
+            raise ConfigError(
+                f"save_best of the checkpoint hook: validation returned no metric "
+                f"{missing[0] if missing else 'at all'}; there are {', '.join(metrics) or 'none'}"
+            )
         # mmengine would remove the previous best checkpoint before it writes the new one. The paths are hidden from
         # it, so that the file stays until then.
         previous = self._best_paths()
@@ -130,6 +138,13 @@ class CheckpointHook(_CheckpointHook):
             self.best_ckpt_path = paths[""]
         else:
             self.best_ckpt_path_dict = paths
+
+
+def _size_of_checkpoint(runner: Any) -> int:
+    """Return the bytes of the weights, and of an optimizer that keeps two numbers for each weight that it trains."""
+    weights = [*runner.model.parameters(), *runner.model.buffers()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    return sum(weight.nbytes for weight in [*weights, *trained, *trained])
 
 
 def _remove(path: str) -> None:

@@ -74,11 +74,15 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
             shifts = [shift.clone() for shift in shifts]
         scales = scale.view(-1, 1, 1, 1).split(sizes)
     layout = torch.channels_last if scale.is_cuda else torch.preserve_format
-    weights = [
-        (conv.weight * scale).to(dtype, memory_format=layout)
-        for conv, scale in zip(convs, scales, strict=True)
-    ]
+    weights = [_product(conv.weight, scale, dtype, layout) for conv, scale in zip(convs, scales, strict=True)]
     return dict(zip(convs, map(FoldedConv, convs, weights, shifts), strict=True))
+
+
+def _product(weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
+    """Return the product in a dtype and a layout, without gradients by one kernel."""
+    if torch.is_grad_enabled():
+        return (weight * scale).to(dtype, memory_format=layout)
+    return torch.mul(weight, scale, out=torch.empty_like(weight, dtype=dtype, memory_format=layout))
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:

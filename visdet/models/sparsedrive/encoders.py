@@ -12,6 +12,7 @@ from visdet.registry import MODELS
 from ..layers.precision import in_full_precision
 from .box3d import SIN_YAW, VX, W, X
 from .mlp import linear_relu_ln
+from .side_by_side import SideBySide
 
 __all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
 
@@ -59,16 +60,21 @@ class SparseBox3DEncoder(BaseModule):
         if vel_dims > 0:
             self.vel_fc = perceptron(vel_dims, widths[3])
         self.output_fc = perceptron(widths[-1], widths[-1]) if output_fc else None
+        perceptrons = self._perceptrons()
+        self._side_by_side = SideBySide(perceptrons) if SideBySide.serves(perceptrons) else None
+
+    def _perceptrons(self) -> list[nn.Sequential]:
+        return [self.pos_fc, self.size_fc, self.yaw_fc, *([self.vel_fc] if self.vel_dims > 0 else [])]
 
     def forward(self, box_3d: Tensor) -> Tensor:
         """Return the embeddings [..., C] of anchors [..., 8 + velocities]."""
-        parts = [
-            in_full_precision(self.pos_fc, box_3d[..., X:W]),
-            in_full_precision(self.size_fc, box_3d[..., W:SIN_YAW]),
-            in_full_precision(self.yaw_fc, box_3d[..., SIN_YAW:VX]),
-        ]
-        if self.vel_dims > 0:
-            parts.append(in_full_precision(self.vel_fc, box_3d[..., VX : VX + self.vel_dims]))
+        perceptrons = self._perceptrons()
+        columns = slice(X, W), slice(W, SIN_YAW), slice(SIN_YAW, VX), slice(VX, VX + self.vel_dims)
+        given = [box_3d[..., part] for _, part in zip(perceptrons, columns, strict=False)]
+        if self._side_by_side is not None and box_3d.is_cuda and not torch.is_grad_enabled():
+            parts = self._side_by_side(perceptrons, given)
+        else:
+            parts = [in_full_precision(*pair) for pair in zip(perceptrons, given, strict=True)]
         embedding = sum(parts[1:], parts[0]) if self.mode == "add" else torch.cat(parts, dim=-1)
         return embedding if self.output_fc is None else in_full_precision(self.output_fc, embedding)
 

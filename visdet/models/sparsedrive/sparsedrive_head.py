@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
-from visdet.structures.side_stream import in_parallel
+from visdet.structures.capture import in_parallel
 
 from .base_target import Assignment, PairCosts
 from .denoising import DenoisingQueries

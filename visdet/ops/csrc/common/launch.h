@@ -88,6 +88,9 @@ void launch(const Launch& at, void (*kernel)(Parameters...), typename launching:
 // Sets bytes of device memory, in the order of the stream.
 void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, int64_t bytes);
 
+// Waits for all work of the stream and returns a number in device memory; 0 in a plan.
+int64_t read_number(const char* op, const DeviceScope& scope, const int64_t* from);
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The number of blocks of a kernel that loops over its work: enough for `count` things if a block takes `each` of them,

@@ -250,6 +250,15 @@ void fill_bytes(const char* op, const DeviceScope& scope, void* to, int value, i
   check_cuda(op, cudaMemsetAsync(to, value, static_cast<size_t>(bytes), scope.stream()), "cudaMemsetAsync");
 }
 
+int64_t read_number(const char* op, const DeviceScope& scope, const int64_t* from) {
+  int64_t number = 0;
+  if (scope.is_plan()) return number;
+  check_cuda(op, cudaMemcpyAsync(&number, from, sizeof(number), cudaMemcpyDeviceToHost, scope.stream()),
+             "cudaMemcpyAsync");
+  check_cuda(op, cudaStreamSynchronize(scope.stream()), "cudaStreamSynchronize");
+  return number;
+}
+
 namespace {
 
 // multiprocessors, shared_block, shared_multiprocessor, threads_multiprocessor, l2_bytes, capability

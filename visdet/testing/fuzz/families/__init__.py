@@ -13,6 +13,7 @@ from . import (
     losses,
     normalizations,
     regions,
+    rotated_boxes,
 )
 
 __all__ = ["FAMILIES"]
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         gaussians,
         convolutions,
         regions,
+        rotated_boxes,
         losses,
         linear_layers,
         normalizations,

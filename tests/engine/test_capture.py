@@ -1,12 +1,17 @@
-"""Parts of a model on two streams of a GPU."""
+"""What a capture gives the code of a model: a second stream of a GPU, and tables that stay alive."""
+
+import threading
+import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from visdet.structures.side_stream import in_parallel, side_stream
+from visdet.structures.capture import captures, in_parallel, keeps_tables
 
 
-def test_without_a_side_stream_one_function_runs_after_the_other():
+def test_without_a_capture_one_function_runs_after_the_other():
     order = []
     results = in_parallel(lambda: order.append("first") or 1, lambda: order.append("second") or 2)
     assert results == (1, 2) and order == ["first", "second"]
@@ -16,7 +21,7 @@ def test_without_a_side_stream_one_function_runs_after_the_other():
 def test_the_second_function_runs_on_the_side_stream_after_all_work_before():
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()
     x = torch.randn(4096, 4096, device="cuda")
-    with side_stream(side):
+    with captures(side):
         product = x @ x @ x  # long enough that the side stream would read too early
         streams, values = zip(
             *in_parallel(
@@ -53,7 +58,7 @@ def test_a_graph_of_two_branches_gives_the_values_and_gradients_of_one():
 
     expected = step()
     stream, side = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(stream), side_stream(side), torch.autograd.set_multithreading_enabled(False):
+    with torch.cuda.stream(stream), captures(side), torch.autograd.set_multithreading_enabled(False):
         step()  # cuBLAS makes its plans
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -63,3 +68,37 @@ def test_a_graph_of_two_branches_gives_the_values_and_gradients_of_one():
         torch.cuda.synchronize()
         for found, true in zip(captured, expected, strict=True):
             torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5 * true.abs().max().item())
+
+
+def test_tables_are_kept_under_modes_that_compute():
+    makes = []
+    make = keeps_tables(max_sizes=2)(lambda size: makes.append(size) or torch.arange(size))
+    with FlopCounterMode(display=False):
+        assert make(3) is make(3)
+    with FakeTensorMode():
+        assert make(4) is not make(4)
+    assert makes == [3, 4, 4] and type(make(4)) is torch.Tensor
+
+
+def test_tables_live_as_long_as_the_capture_that_has_read_them():
+    class Table:
+        pass
+
+    make = keeps_tables(max_sizes=1)(lambda size: Table())
+    with captures(side=None) as capture:
+        first = weakref.ref(make(1))
+    second = weakref.ref(make(2))  # takes the place of the first
+    assert first() is capture.tables[0] and len(capture.tables) == 1 and make(2) is second()
+    del capture
+    assert first() is None
+    make(3)
+    assert second() is None
+
+
+def test_another_thread_takes_no_part_in_a_capture():
+    make = keeps_tables(max_sizes=1)(lambda size: [size])
+    with captures(side=None) as capture:
+        thread = threading.Thread(target=lambda: (make(1), in_parallel(lambda: 1, lambda: 2)))
+        thread.start()
+        thread.join()
+        assert capture.tables == []

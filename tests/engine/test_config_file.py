@@ -1,0 +1,239 @@
+"""Config files: bases, imports, placeholders, and files that cannot be read."""
+
+import os
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+from visdet.engine import ConfigError, load_config
+from visdet.engine.errors import explain
+from visdet.errors import hints_of
+
+READ_BASE = "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
+
+
+def written(tmp_path: Path, text: str | bytes, name: str = "a_config.py") -> str:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def value_of(tmp_path: Path, text: str, name: str = "a_config.py"):
+    return load_config(written(tmp_path, text, name))[0].r
+
+
+def test_a_missing_config_names_near_ones(tmp_path):
+    written(tmp_path, "model = dict()")
+    with pytest.raises(ConfigError, match=r"a_confg\.py does not exist; did you mean .*a_config\.py\?"):
+        load_config(str(tmp_path / "a_confg.py"))
+    with pytest.raises(
+        ConfigError, match=r"wrong/a_config\.py does not exist; did you mean .*a_config\.py\?"
+    ):
+        load_config(str(tmp_path / "wrong" / "a_config.py"))
+
+
+def test_a_missing_config_is_not_looked_for_on_the_whole_disk(tmp_path):
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=r"config /not_mounted/cfg\.py does not exist$"):
+        load_config("/not_mounted/cfg.py")
+    for number in range(3000):
+        (tmp_path / f"cf{number}.txt").touch()
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(str(tmp_path / "cfg.py"))
+    assert time.process_time() - begin < 2
+
+
+def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
+    (tmp_path / "family").mkdir()
+    written(tmp_path / "family", "model = dict()", "base.py")
+    path = written(tmp_path, "_base_ = ['configs/family/base.py']")
+    with pytest.raises(
+        ConfigError, match=r"a_config\.py.*configs/family/base\.py.*did you mean family/base\.py\?"
+    ):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = dict(", r"cannot be read: SyntaxError: .*line 1: model = dict\("),
+        ("model = dict(type=Missing)", "cannot be read: NameError"),
+        ("import no_such_package\n_base_ = []", "ModuleNotFoundError.*no_such_package"),
+        ("custom_imports = dict(imports=['no_such_module_anywhere'])", "no_such_module_anywhere"),
+        ("_base_ = './nowhere.py'", r"there is no base .*nowhere\.py"),
+        ("_base_ = '.'", "is a folder"),
+        ("_base_ = 'mmdet::a/b.py'", "write the base as a relative path|mmdet"),
+        ("_base_ = 'a_config.py'", "forms a circle"),
+        ("_base_ = 'circle.py'", r"circle\.py: _base_ forms a circle: a_config\.py"),
+        ("_base_ = ['one.py', 'two.py']", r"two bases set 'n': one\.py and two\.py"),
+        ("_base_ = 3", r"_base_ must be a path or a list of paths, got 3"),
+        ("root = 'x'\n_base_ = root + '/y.py'", "uses no names of the config: NameError"),
+        ("if True:\n    _base_ = 'one.py'", r"set once and at the top level \(line 2\)"),
+        ("_base_ = ['one.py']\n_base_ += ['three.py']", r"set once and at the top level \(line 2\)"),
+        ("_base_ = 'one.py'\nn = dict(a=1)", "does not fit its bases: n="),
+        ("_base_ = 'one.py'\nx = n + 1", r"NameError.*a_config\.py, line 2"),
+        ("filename = 1", "filename is reserved"),
+        ("r = '{{$A-B}}'", r"must be {{\$NAME}}"),
+        ("r = '{{$VISDET_UNSET}}'", "environment variable VISDET_UNSET, which is not set"),
+        (b"r = '\xe9'", "is not a text in UTF-8"),
+        ("r = 1".encode("utf-16"), "is not a text in UTF-8"),
+        (b"r = 1\0", "cannot be read: "),
+    ],
+)
+def test_a_config_that_cannot_be_read(tmp_path, text, message):
+    written(tmp_path, "_base_ = 'a_config.py'", "circle.py")
+    for name in ("one.py", "two.py", "three.py"):
+        written(tmp_path, "n = 1", name)
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_config(tmp_path):
+    for path, message in (
+        (str(tmp_path), "is a folder"),
+        (written(tmp_path, "x", "a.txt"), "must end in .py, .json, .yaml, .yml"),
+        (written(tmp_path, "[1]", "a.json"), "must hold a dict"),
+        (written(tmp_path, "{", "b.json"), "cannot be read"),
+        (written(tmp_path, "a: [", "a.yaml"), "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("model = dict(a=1)\nmodel['b']\n", 2), ("def size():\n    return 1 // 0\n\n\nx = size()\n", 2)],
+    ids=["module", "function"],
+)
+def test_an_error_in_a_config_names_the_line(tmp_path, text, line):
+    written(tmp_path, text, "base.py")
+    with pytest.raises(ConfigError, match=rf"base\.py, line {line}\)"):
+        load_config(written(tmp_path, "_base_ = ['base.py']"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["custom_imports = dict(imports=['{0}'])", "value = __import__('{0}').x", "_base_ = []\nimport {0}"],
+    ids=["custom_imports", "call", "import"],
+)
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("x = {}.nothing", AttributeError),
+        ("x = {}['nothing']", KeyError),
+        ("x = int('nothing')", ValueError),
+        ("import no_such_package", ModuleNotFoundError),
+    ],
+)
+def test_a_bug_in_a_users_module_keeps_its_traceback(tmp_path, monkeypatch, config, code, error):
+    name = f"module_with_{error.__name__}"
+    (tmp_path / f"{name}.py").write_text(f"\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = written(tmp_path, config.format(name))
+    with pytest.raises(error) as caught:
+        load_config(path)
+    assert explain(caught.value) is None and os.path.basename(path) in "".join(hints_of(caught.value))
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (Path(last.filename).name, last.lineno) == (f"{name}.py", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('import os\n_base_ = ["./base.py"]\nr = os.path.join("a", "b")', os.path.join("a", "b")),
+        ('_base_ = ["./base.py"]\nimport os\nr = os.path.join("a", "b")', os.path.join("a", "b")),
+        ("import os\nr = os.sep", os.sep),
+        ("from datetime import date\nr = date(2020, 1, 2).year", 2020),
+        ("import json as j\nr = j.loads('[1]')", [1]),
+        ("import numpy as np\n_base_ = []\nr = float(np.float32(2) ** 3)", 8.0),
+        ("_base_ = 'base.py'\nr = f'{__file__}'[-11:]", "a_config.py"),
+        ("import torch\nr = torch.pi", 3.141592653589793),
+    ],
+)
+def test_imports_in_a_config(tmp_path, text, value):
+    written(tmp_path, "x = dict(y=[1])", "base.py")
+    cfg, _ = load_config(written(tmp_path, text))
+    assert cfg.r == value
+    assert set(cfg.to_dict()) <= {"r", "x", "work_dir"}, "imported names are not values"
+
+
+def test_a_call_of_an_imported_name_says_how_to_write_it(tmp_path):
+    written(tmp_path, "x = 1", "base.py")
+    for text in (
+        "import torch\nr = torch.ones(2)",
+        f"{READ_BASE}import numpy\nr = numpy.ones(2)",
+    ):
+        with pytest.raises(ConfigError, match=r"an import gives its value only when .*_base_"):
+            load_config(written(tmp_path, text))
+
+
+def test_bases_merge(tmp_path):
+    written(tmp_path, "a = dict(x=1, y=[dict(z=1)])\nb = dict(c=2)\nn = 3", "one.py")
+    written(tmp_path, "t = dict(c=5)", "two.py")
+    text = (
+        "_base_ = ('one.py', 'two.py')\na = dict(x=2)\nlater = {{_base_.b}}\ntriple = _base_.n * 3\n"
+        "same = dict(_delete_=True, q=1)\nb = same\nt = same\nr = ['{{_base_.a.y.0.z}}', 'n={{_base_.n}}']"
+    )
+    cfg, _ = load_config(written(tmp_path, text))
+    assert cfg.a == {"x": 2, "y": [{"z": 1}]} and cfg.later == {"c": 2} and cfg.triple == 9
+    assert cfg.b == cfg.t == {"q": 1}, "a dict that is used twice deletes twice"
+    assert cfg.r == [1, "n=3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"{{$V_SET:x}}"', "v"),
+        ('"{{$V_SET}}"', "v"),
+        ('"{{ $V_NO : a b }}"', "a b"),
+        ('"{{$V_URL:http://h:80/x}}"', "http://h:80/x"),
+        ('"{{$V_EMPTY:x}}"', ""),
+        ('"{{$V_WIN}}"', "C:\\new\\1"),
+        ('"{{$V_QUOTES}}"', 'it\'s "x"'),
+        ('"/r/{{$V_SET:x}}/{{$V_NO:y}}"', "/r/v/y"),
+        ('f"{{$V_SET:x}}/{1 + 1}"', "v/2"),
+        ('["{{$V_SET}}", {"{{$V_SET}}": 1}]', ["v", {"v": 1}]),
+        ("{{'$V_NUMBER:80'}}", 7),
+        ("{{'$V_NO:[1, 2]'}}", [1, 2]),
+        ("{{'$V_NO:abc'}}", "abc"),
+        ("dict(n={{'$V_NUMBER'}} + 1)", {"n": 8}),
+        ('"{{fileBasenameNoExtension}}.{{ fileExtname }}"', "a.config..py"),
+        ('"{{ a template }} {{b}}"', "{{ a template }} {{b}}"),
+        ("{1, 2}", {1, 2}),
+    ],
+)
+def test_placeholders(tmp_path, monkeypatch, text, value):
+    for name, content in {
+        "SET": "v",
+        "EMPTY": "",
+        "WIN": "C:\\new\\1",
+        "QUOTES": 'it\'s "x"',
+        "NUMBER": "7",
+    }.items():
+        monkeypatch.setenv(f"V_{name}", content)
+    monkeypatch.delenv("V_NO", raising=False)
+    comment = '"""{{$V_NO}} in a docstring"""  # {{$V_NO}}\n'
+    assert value_of(tmp_path, f"{comment}r = {text}", "a.config.py") == value
+
+
+def test_placeholders_of_json_and_yaml(tmp_path, monkeypatch):
+    monkeypatch.setenv("V_QUOTES", 'C:\\new "x"')
+    written(tmp_path, '{"n": [1, {"m": 2}]}', "base.json")
+    text = '{"_base_": "base.json", "r": ["{{$V_QUOTES}}", {{\'$V_NO:80\'}}, {{_base_.n.1}}, {"k": "{{$V_NO:a b}}"}]}'
+    for name in ("a b.json", "a-b.yaml"):
+        assert value_of(tmp_path, text, name) == ['C:\\new "x"', 80, {"m": 2}, {"k": "a b"}]
+
+
+def test_placeholders_of_a_config_that_reads_its_bases_by_import(tmp_path, monkeypatch):
+    monkeypatch.setenv("V_SET", "v")
+    written(tmp_path, "x = 1", "base.py")
+    assert value_of(tmp_path, f"{READ_BASE}r = dict(a='{{{{$V_SET}}}}')") == {"a": "v"}
+
+
+def test_encodings(tmp_path):
+    for content in ("r = 'é'".encode("utf-8-sig"), "# coding: latin-1\nr = 'é'".encode("latin-1")):
+        assert load_config(written(tmp_path, content, "with space-and.dot.py"))[0].r == "é"

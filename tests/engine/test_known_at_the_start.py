@@ -1,0 +1,242 @@
+"""Mistakes in a config, and places that cannot be written, are one message before data are read."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from toy_detection import ToyBoxes
+from toy_run import toy_config
+
+from visdet.engine import UserError, build_runner, check_out_file, write_detections
+from visdet.engine.checkpoint import os as os_of_checkpoint
+from visdet.engine.errors import explain
+from visdet.engine.places import only_training_in
+from visdet.registry import METRICS
+
+PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
+MULTI_STEP = {"type": "MultiStepLR", "by_epoch": False}
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    def fail(self):
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr(ToyBoxes, "full_init", fail)
+
+
+def message_of(tmp_path, **options) -> str:
+    with pytest.raises(Exception) as caught:
+        build_runner(toy_config(tmp_path, **options)).train()
+    message = explain(caught.value)
+    assert message is not None, repr(caught.value)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "ToyDetector"}, "model must be a dict, got 'ToyDetector'"),
+        ({"model__type": None}, "model.type must be the name of a class, got None"),
+        ({"train_cfg": "IterBasedTrainLoop"}, "train_cfg must be a dict"),
+        ({"param_scheduler": "MultiStepLR"}, "param_scheduler must be a dict or a list"),
+        ({"param_scheduler": [3]}, "param_scheduler.0 must be a dict, got 3"),
+        ({"param_scheduler": [{"gamma": 0.1}]}, "each schedule must have a type"),
+        ({"default_hooks__checkpoint": "CheckpointHook"}, "default_hooks.checkpoint must be a dict"),
+        ({"default_hooks__timer": {"interval": 1}}, "default_hooks.timer.type must be the name of a class"),
+        ({"custom_hooks": "EMAHook"}, "custom_hooks must be a list"),
+        ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks must be a list"),
+        ({"custom_hooks": [1]}, "custom_hooks.0 must be a dict"),
+        ({"env_cfg": None}, "env_cfg must be a dict, got None"),
+        ({"randomness": 3}, "randomness must be a dict"),
+        ({"auto_scale_lr": True}, "auto_scale_lr must be a dict"),
+        ({"visualizer__vis_backends": "LocalVisBackend"}, "visualizer.vis_backends must be a list"),
+        ({"train_dataloader": [1]}, "train_dataloader must be a dict"),
+        ({"train_dataloader__sampler": None}, "train_dataloader.sampler is missing"),
+        ({"val_dataloader__dataset": {"_delete_": True}}, "val_dataloader.dataset.type must be"),
+        (
+            {"train_dataloader__batch_size": 0},
+            "train_dataloader.batch_size must be a whole number, 1 or more",
+        ),
+        ({"train_dataloader__batch_size": "4"}, "batch_size must be a whole number, 1 or more, got '4'"),
+        (
+            {"val_dataloader__num_workers": -1},
+            "val_dataloader.num_workers must be a whole number, 0 or more",
+        ),
+        ({"train_cfg__val_interval": 0}, "train_cfg.val_interval must be a whole number, 1 or more"),
+        (
+            {"train_cfg__max_iters": 0.5},
+            "train_cfg.max_iters must be a whole number, 0 or more, got 0.5",
+        ),
+        ({"optim_wrapper__optimizer": "AdamW"}, "optim_wrapper.optimizer must be a dict"),
+        (
+            {"optim_wrapper__optimizer__lr": "1e-3"},
+            "optim_wrapper.optimizer.lr must not be a text, got '1e-3'",
+        ),
+        ({"optim_wrapper__optimizer__betas": "0.9"}, "optim_wrapper.optimizer.betas must not be a text"),
+        (
+            {"optim_wrapper__optimizer__betas": ["0.9", "0.99"]},
+            "optim_wrapper.optimizer.betas must not be a text",
+        ),
+        (
+            {"optim_wrapper__optimizer__lr": -1.0},
+            "optim_wrapper cannot be built: Invalid learning rate",
+        ),
+        ({"optim_wrapper__optimizer__type": "AdamX"}, "'AdamX' is not in the visdet::optimizer registry"),
+        (
+            {"param_scheduler": [{**MULTI_STEP, "milestones": "5"}]},
+            "param_scheduler.0.milestones must not be a text",
+        ),
+        (
+            {"param_scheduler": [{**MULTI_STEP, "milestones": ["5"]}]},
+            "param_scheduler.0.milestones must not be a text",
+        ),
+        ({"param_scheduler": [{"type": "MultiStepLr", "by_epoch": False}]}, "'MultiStepLr' is not in"),
+        ({"param_scheduler": {"type": "ExponentialLR", "gamma": 0.9}}, r"(ExponentialLR) counts epochs"),
+        ({"param_scheduler__0__by_epoch": "False"}, "param_scheduler.0.by_epoch must not be a text"),
+        (
+            {"default_hooks__checkpoint__by_epoch": True},
+            "default_hooks.checkpoint (CheckpointHook) counts epochs",
+        ),
+        (
+            {"default_hooks__checkpoint__interval": "5"},
+            "default_hooks.checkpoint.interval must not be a text",
+        ),
+        ({"default_hooks__logger__interval": -5}, "default_hooks.logger.interval must be a whole number"),
+        ({"model__channels": "8"}, "model.channels must not be a text, got '8'"),
+        ({"train_dataloader__dataset__count": "many"}, "train_dataloader.dataset.count must not be a text"),
+        ({"val_evaluator__type": "ToyAcuracy"}, "'ToyAcuracy' is not in"),
+        (
+            {"val_evaluator": {"_delete_": True, "type": "CocoMetric", "backend": "coco"}},
+            "backend must be one of",
+        ),
+        (
+            {"default_hooks__checkpoint__save_best": "nonsense"},
+            "default_hooks.checkpoint cannot be built: ",
+        ),
+        ({"custom_hooks": [{"type": "EarlyStoppingHook", "monitor": "x"}]}, "Cannot infer the rule for x"),
+    ],
+)
+def test_a_mistake_is_found_before_data_are_read(tmp_path, no_data, options, message):
+    found = message_of(tmp_path, **options)
+    assert message in found and len(found.splitlines()[0]) < 300
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"default_hooks__checkpoint__save_best": "coco/bbox_mAPP"}, "save_best of the checkpoint hook"),
+        (
+            {"default_hooks__checkpoint__save_best": ["coco/bbox_mAP", "bbox_mAP"]},
+            "save_best of the checkpoint hook",
+        ),
+        (
+            {"custom_hooks": [{"type": "EarlyStoppingHook", "monitor": "coco/mAP"}]},
+            "monitor of EarlyStoppingHook",
+        ),
+        ({"param_scheduler": [{**PLATEAU, "monitor": "mAP"}]}, "monitor of ReduceOnPlateauLR"),
+        ({"param_scheduler": [PLATEAU]}, "monitor of ReduceOnPlateauLR"),
+    ],
+)
+def test_a_metric_that_validation_does_not_return(tmp_path, no_data, options, place):
+    metric = {"_delete_": True, "type": "CocoMetric"}
+    message = message_of(tmp_path, val_evaluator=metric, **options)
+    assert place in message and "validation returns no metric" in message and "coco/bbox_mAP" in message
+
+
+def test_a_metric_is_missing_where_nothing_validates(tmp_path, no_data):
+    nothing = dict.fromkeys(("val_dataloader", "val_cfg", "val_evaluator"))
+    message = message_of(tmp_path, default_hooks__checkpoint__save_best="coco/bbox_mAP", **nothing)
+    assert "no metric 'coco/bbox_mAP'; there are none" in message
+
+
+def test_a_metric_of_ones_own_that_is_missing_is_one_message(tmp_path):
+    message = message_of(tmp_path, default_hooks__checkpoint__save_best="toy/accuracyy")
+    assert "validation returned no metric toy/accuracyy; there are " in message
+    assert list(tmp_path.glob("*.pth")), "the checkpoint of this step was saved"
+
+
+def test_metrics_say_what_they_return():
+    names = {
+        name: METRICS.get(name) for name in ("CocoMetric", "FieldMetric", "NuScenesMetric", "VectorMapMetric")
+    }
+    others = ("MotionMetric", "PlanningMetric", "TrackingMetric", "TwoViewDepthMetric", "DumpDetections")
+    assert all(hasattr(metric, "metric_names") for metric in [*names.values(), *map(METRICS.get, others)])
+    coco = METRICS.build({"type": "CocoMetric", "classwise": True, "metric_items": ["mAP", "AR@100"]})
+    assert coco.metric_names == ["bbox_mAP", "bbox_AR@100", "bbox_mAP/*"]
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        ("default_hooks__checkpoint__out_dir", "default_hooks.checkpoint.out_dir"),
+        ("visualizer__save_dir", "visualizer.save_dir"),
+        ("work_dir", "--work-dir"),
+    ],
+)
+def test_a_place_that_cannot_be_written(tmp_path, no_data, key, option):
+    (tmp_path / "file").touch()
+    cfg = toy_config(tmp_path, **({} if key == "work_dir" else {key: str(tmp_path / "file" / "x")}))
+    if key == "work_dir":
+        cfg.work_dir = str(tmp_path / "file" / "x")
+    with pytest.raises(UserError, match=f"cannot be written: Not a directory.*{option}"):
+        build_runner(cfg)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "file").touch()
+    for path, reason in (("folder.json", "it is a folder"), ("file/x.json", "it is a file")):
+        with pytest.raises(UserError, match=reason):
+            write_detections(toy_config(tmp_path / "run"), str(tmp_path / path))
+    check_out_file(tmp_path / "new" / "x.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_disk_without_space_for_a_checkpoint(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    assert "a checkpoint takes about 0 MB" in message_of(tmp_path)
+
+
+def test_a_disk_that_becomes_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    replace, calls = os.replace, []
+
+    def full(source, target):
+        calls.append(target)
+        if str(target).endswith("iter_20.pth"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os_of_checkpoint, "replace", full)
+    message = message_of(tmp_path)
+    assert "iter_20.pth" in message and "No space left on device" in message
+    assert (tmp_path / "last_checkpoint").read_text().endswith("iter_10.pth")
+    assert (tmp_path / "iter_10.pth").is_file() and not list(tmp_path.glob(".*partial"))
+
+
+def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("visdet.engine.places._PATIENCE", 0.1)
+    code = (
+        "import time\nfrom visdet.engine.places import only_training_in\n"
+        f"with only_training_in({str(tmp_path)!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert "another training is running in" in message_of(tmp_path)
+        with only_training_in(tmp_path.parent):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()  # A killed run leaves no lock.
+    build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()

@@ -1,0 +1,338 @@
+"""Overlaps and suppression of rotated boxes, quadrilaterals and 3-D boxes, and the names in mmcv._ext."""
+
+import math
+
+import pytest
+import torch
+from detection_cases import DEVICES
+from torch.library import opcheck
+
+from visdet.compat import mmcv_ext
+from visdet.ops import (
+    _library,
+    box_iou_quadri,
+    box_iou_rotated,
+    boxes_iou3d,
+    boxes_overlap_bev,
+    nms3d,
+    nms3d_normal,
+    nms_quadri,
+    nms_rotated,
+)
+from visdet.ops.box_iou_rotated import MODES, box_iou_rotated_reference
+
+needs_library = pytest.mark.skipif(not _library.is_loaded("cpu"), reason="the library is not built")
+PI = math.pi
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def backend(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    elif not _library.is_loaded("cpu"):
+        pytest.skip("the library is not built")
+
+
+def rotated_boxes(N, seed=0, side=6.0):
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.tensor([side, side, 4, 2, 2 * PI], dtype=torch.float64)
+    return torch.rand(N, 5, generator=generator, dtype=torch.float64) * scale
+
+
+def corners_of(boxes):
+    """Return the corners [N, 8] by the rotation matrix of mmcv's documentation."""
+    corners = []
+    for x, y, w, h, angle in boxes.tolist():
+        c, s = math.cos(angle), math.sin(angle)
+        for dx, dy in ((-w / 2, -h / 2), (w / 2, -h / 2), (w / 2, h / 2), (-w / 2, h / 2)):
+            corners += [x + c * dx - s * dy, y + s * dx + c * dy]
+    return torch.tensor(corners, dtype=torch.float64).reshape(-1, 8)
+
+
+OCTAGON = 2 * (math.sqrt(2) - 1)  # what a unit square shares with itself turned by 45 degrees
+PAIRS = {
+    "the same": ([3, 4, 2, 1, 0.3], [3, 4, 2, 1, 0.3], 2.0),
+    "half a turn": ([3, 4, 2, 1, 0.3], [3, 4, 2, 1, 0.3 + PI], 2.0),
+    "a quarter, sides exchanged": ([3, 4, 2, 1, 0.3], [3, 4, 1, 2, 0.3 - PI / 2], 2.0),
+    "moved along": ([0, 0, 2, 1, 0.5], [math.cos(0.5), math.sin(0.5), 2, 1, 0.5], 1.0),
+    "a cross": ([0, 0, 4, 1, 0.2], [0, 0, 4, 1, 0.2 + PI / 2], 1.0),
+    "an octagon": ([0, 0, 1, 1, 0], [0, 0, 1, 1, PI / 4], OCTAGON),
+    "within": ([0, 0, 9, 9, 0.1], [1, 1, 1, 2, 1.4], 2.0),
+    "a common edge": ([0, 0, 2, 2, 0], [2, 0, 2, 2, 0], 0.0),
+    "a common corner": ([0, 0, 2, 2, 0], [2, 2, 2, 2, PI], 0.0),
+    "apart": ([0, 0, 1, 1, 0.4], [5, 5, 1, 1, 0.4], 0.0),
+    "no width": ([0, 0, 0, 2, 0], [0, 0, 2, 2, 0], 0.0),
+    "a point twice": ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0], 0.0),
+    "a negative side": ([0, 0, -2, 2, 0], [0, 0, 2, 2, 0], 0.0),
+    "tiny": ([1, 1, 1e-8, 1e-8, 0.2], [1, 1, 1e-8, 1e-8, 0.2], 1e-16),
+    "thin": ([500, 400, 1000, 0.01, 0.7], [500, 400, 1000, 0.01, 0.7], 10.0),
+    "far": ([1e6, -1e6, 4, 2, 0.7], [1e6, -1e6, 4, 2, 0.7 + PI], 8.0),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_areas_by_hand(name, backend):
+    first, second, shared = PAIRS[name]
+    boxes = torch.tensor([first, second], dtype=torch.float64)
+    areas = boxes[:, 2].clamp(min=0) * boxes[:, 3].clamp(min=0)
+    for one, other in ((0, 1), (1, 0)):
+        pair = boxes[[one]], boxes[[other]]
+        union = areas.sum() - shared
+        expected = {
+            "area": shared,
+            "iou": shared / union if shared else 0,
+            "iof": shared / areas[one] if shared else 0,
+        }
+        for mode, value in expected.items():
+            found = {
+                "rotated": box_iou_rotated(*pair, mode).item(),
+                "quadri": box_iou_quadri(corners_of(pair[0]), corners_of(pair[1]), mode, True).item(),
+            }
+            if name == "a negative side":
+                del found["quadri"]
+            assert found == pytest.approx(
+                dict.fromkeys(found, float(value)), rel=1e-6, abs=1e-22 if name == "tiny" else 1e-9
+            )
+
+
+def test_quadrilaterals_need_not_be_rectangles(backend):
+    square, triangle = (
+        [0, 0, 2, 0, 2, 2, 0, 2],
+        [0, 0, 2, 0, 1, 1, 0, 2],
+    )  # the corner (1, 1) is on the hypotenuse
+    concave = [0, 0, 4, 0, 1, 1, 0, 4]
+    boxes = torch.tensor([square, triangle, concave], dtype=torch.float64)
+    for one in (boxes, torch.cat([boxes[:, i : i + 2] for i in (6, 4, 2, 0)], 1)):  # either way round
+        shared = box_iou_quadri(one, boxes, "area")
+        # Within the square, the concave one lacks the corner behind the lines from (1, 1) to (2, 2/3) and to (2/3, 2).
+        expected = torch.tensor([[4, 2, 8 / 3], [2, 2, 2], [8 / 3, 2, 4]], dtype=torch.float64)
+        torch.testing.assert_close(shared, expected)
+
+
+def test_shapely_agrees(backend):
+    polygon = pytest.importorskip("shapely.geometry").Polygon
+    boxes = rotated_boxes(40)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.rand(60, 8, generator=generator, dtype=torch.float64) * 5
+    quadri = torch.stack([one for one in drawn if polygon(one.view(4, 2).tolist()).is_valid])
+    for found, given in ((box_iou_rotated, boxes), (box_iou_quadri, quadri)):
+        corners = corners_of(given) if given.shape[1] == 5 else given
+        polygons = [polygon(one.view(4, 2).tolist()) for one in corners]
+        shared = torch.tensor(
+            [[p.intersection(q).area for q in polygons] for p in polygons], dtype=torch.float64
+        )
+        areas = torch.tensor([p.area for p in polygons], dtype=torch.float64)
+        torch.testing.assert_close(found(given, given, "area"), shared, rtol=0, atol=1e-12)
+        iou = shared / (areas[:, None] + areas - shared)
+        torch.testing.assert_close(found(given, given), iou, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found(given, given, "iof"), shared / areas[:, None], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found(given, given.flip(0), aligned=True), iou.flip(1).diagonal(), rtol=0, atol=1e-12
+        )
+
+
+@needs_library
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("M, N", [(0, 3), (3, 0), (1, 1), (37, 150), (130, 5)])
+def test_the_kernels_are_the_reference(M, N, dtype, device):
+    for columns, function in ((5, box_iou_rotated), (8, box_iou_quadri)):
+        first, second = rotated_boxes(M, 1).to(dtype), rotated_boxes(N, 2).to(dtype)
+        if columns == 8:
+            first, second = corners_of(first).to(dtype), corners_of(second).to(dtype)
+        for number, mode in enumerate(MODES):
+            found = function(first.to(device), second.to(device), mode)
+            expected = box_iou_rotated_reference(first.double(), second.double(), number, False)
+            assert found.dtype == dtype and found.shape == (M, N)
+            torch.testing.assert_close(
+                found.cpu().double(),
+                expected.to(dtype).double(),
+                rtol=1e-2 if dtype.itemsize == 2 else 1e-6,
+                atol=1e-7,
+            )
+        rows = min(M, N)
+        aligned = function(first[:rows].to(device), second[:rows].to(device), aligned=True)
+        assert torch.equal(aligned, function(first[:rows].to(device), second[:rows].to(device)).diagonal())
+
+
+def test_what_is_no_number_overlaps_nothing(backend):
+    boxes = torch.tensor([[0.0, 0, 2, 2, 0]]).repeat(7, 1)
+    for i, value in enumerate((math.nan, -math.inf, math.inf, math.nan, math.inf)):
+        boxes[i + 1, i] = value
+    overlaps = box_iou_rotated(boxes, boxes)
+    is_sound = torch.tensor([True, False, False, False, False, False, True])
+    assert (overlaps[is_sound][:, is_sound] == 1).all() and overlaps[~is_sound].isnan().all()
+    keep = nms_rotated(boxes, torch.arange(7, 0, -1).float(), 0.5)[1]
+    assert keep.tolist() == [0, 1, 2, 3, 4, 5]
+    corners = torch.tensor([[0.0, 0, 2, 0, 2, 2, 0, 2]]).repeat(3, 1)
+    corners[1, 5] = math.nan
+    assert nms_quadri(corners, torch.ones(3), 0.5)[1].tolist() == [0, 1]
+
+
+def test_angles_turn_either_way(backend):
+    boxes, other = torch.tensor([[0.0, 0, 4, 1, 0.5]]), torch.tensor([[1.0, 1, 4, 1, 0.5]])
+    turned, turned_other = boxes * torch.tensor([1, 1, 1, 1, -1]), other * torch.tensor([1, 1, 1, 1, -1])
+    mirrored = box_iou_rotated(turned, turned_other)
+    assert torch.equal(box_iou_rotated(boxes, other, clockwise=False), mirrored)
+    assert abs(mirrored - box_iou_rotated(boxes, other)) > 0.1
+    both, scores = torch.cat([boxes, other]), torch.tensor([0.9, 0.8])
+    threshold = (mirrored.item() + box_iou_rotated(boxes, other).item()) / 2
+    lengths = {
+        clockwise: len(nms_rotated(both, scores, threshold, clockwise=clockwise)[1])
+        for clockwise in (True, False)
+    }
+    assert sorted(lengths.values()) == [1, 2]
+
+
+def kept_by_definition(overlaps, scores, threshold, labels):
+    kept = []
+    for i in scores.sort(descending=True, stable=True).indices.tolist():
+        if all(labels[k] != labels[i] or not overlaps[k, i] > threshold for k in kept):
+            kept.append(i)
+    return kept
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_suppression_is_its_definition(device):
+    boxes, labels = rotated_boxes(150, side=15).float().to(device), torch.arange(150, device=device) % 3
+    scores = (torch.rand(150, generator=torch.Generator().manual_seed(0)) * 20).round().to(device)
+    none = torch.zeros_like(labels)
+    corners = corners_of(boxes.cpu()).float().to(device)
+    for given_labels, compared in ((None, none), (labels, labels)):
+        for suppress, given, overlaps in (
+            (nms_rotated, boxes, box_iou_rotated(boxes, boxes)),
+            (nms_quadri, corners, box_iou_quadri(corners, corners)),
+        ):
+            dets, keep = suppress(given, scores, 0.2, given_labels)
+            assert keep.tolist() == kept_by_definition(overlaps, scores, 0.2, compared)
+            assert torch.equal(dets, torch.cat([given, scores[:, None]], 1)[keep])
+    no_boxes, no_keep = nms_rotated(boxes[:0], scores[:0], 0.2)
+    assert no_boxes.shape == (0, 6) and no_keep.shape == (0,) and no_keep.dtype == torch.int64
+
+
+def test_an_overlap_equal_to_the_threshold_is_not_more(backend):
+    boxes = torch.tensor([[1.0, 1, 2, 2, 0], [2, 1, 2, 2, 0]])  # 1/3
+    assert len(nms_rotated(boxes, torch.ones(2), 1 / 3)[1]) == 2
+    assert len(nms_rotated(boxes, torch.ones(2), 0.333)[1]) == 1
+
+
+BOXES_3D = torch.tensor(
+    [
+        [0.0, 0, 0, 4, 2, 2, 0],
+        [1, 0, 1, 4, 2, 2, 0],
+        [0, 0, 0, 4, 2, 2, PI / 2],
+        [9, 9, 0, 1, 1, 1, 0],
+        [0, 0, 0, 4, 2, 0, 0],
+    ]
+)
+
+
+def test_boxes_in_space_by_hand(backend):
+    area = boxes_overlap_bev(BOXES_3D[:1], BOXES_3D)
+    torch.testing.assert_close(area, torch.tensor([[8.0, 6, 4, 0, 8]]))
+    iou = boxes_iou3d(BOXES_3D[:1], BOXES_3D)
+    torch.testing.assert_close(iou, torch.tensor([[1, 6 / 26, 8 / 24, 0, 0]]))
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5])
+    assert nms3d(BOXES_3D, scores, 0.5).tolist() == [0, 2, 3]
+    assert nms3d(BOXES_3D, scores, 0.7).tolist() == [0, 1, 2, 3]
+    assert nms3d_normal(BOXES_3D, scores, 0.7).tolist() == [0, 1, 3]
+    assert (
+        nms3d(BOXES_3D[:0], scores[:0], 0.5).shape
+        == nms3d_normal(BOXES_3D[:0], scores[:0], 0.5).shape
+        == (0,)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_entries_of_mmcv(device):
+    boxes, scores = rotated_boxes(40).float().to(device), torch.arange(40, 0, -1, device=device) % 17 / 17
+    labels, order = torch.arange(40, device=device) % 2, scores.sort(0, descending=True)[1]
+    for columns, name, given in (
+        (5, "rotated", boxes),
+        (8, "quadri", corners_of(boxes.cpu()).float().to(device)),
+    ):
+        function = {5: box_iou_rotated, 8: box_iou_quadri}[columns]
+        ious = given.new_zeros(40 * 40)
+        getattr(mmcv_ext, f"box_iou_{name}")(given, given, ious, mode_flag=1, aligned=False)
+        assert torch.equal(ious.view(40, 40), function(given, given, "iof"))
+        getattr(mmcv_ext, f"box_iou_{name}")(given, given.flip(0), ious[:40], mode_flag=0, aligned=True)
+        assert torch.equal(ious[:40], function(given, given.flip(0), aligned=True))
+        suppress, entry = {5: nms_rotated, 8: nms_quadri}[columns], getattr(mmcv_ext, f"nms_{name}")
+        none = scores.new_empty(0, dtype=torch.int)
+        assert torch.equal(
+            entry(given, scores, order, given[order], none, 0.2, False), suppress(given, scores, 0.2)[1]
+        )
+        labelled = torch.cat([given, labels[:, None]], 1)
+        kept = entry(labelled, scores, order, labelled[order], labels, 0.2, True)
+        assert torch.equal(kept, suppress(given, scores, 0.2, labels)[1])
+    boxes = torch.cat([boxes[:, :2], boxes[:, :1], boxes[:, 2:4], boxes[:, :1], boxes[:, 4:]], 1)
+    overlap = boxes.new_zeros(40, 3)
+    mmcv_ext.iou3d_boxes_overlap_bev_forward(boxes, boxes[:3], overlap)
+    assert torch.equal(overlap, boxes_overlap_bev(boxes, boxes[:3]))
+    for entry, suppress in (("iou3d_nms3d_forward", nms3d), ("iou3d_nms3d_normal_forward", nms3d_normal)):
+        keep, count = (
+            torch.zeros(40, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+        getattr(mmcv_ext, entry)(boxes, keep, count, nms_overlap_thresh=0.2)
+        assert torch.equal(keep[:count], suppress(boxes, boxes.new_zeros(40), 0.2)) and 3 < count < 40
+        with pytest.raises(ValueError, match=rf"mmcv\._ext\.{entry}: keep must be \[40\], got \[3\]"):
+            getattr(mmcv_ext, entry)(boxes, keep[:3], count, nms_overlap_thresh=0.2)
+
+
+@needs_library
+def test_registration():
+    boxes = rotated_boxes(6)
+    for mode, aligned in ((0, False), (2, True)):
+        opcheck(torch.ops.visdet.box_iou_rotated.default, (boxes, boxes.flip(0), mode, aligned))
+    compiled = torch.compile(lambda a, b: boxes_iou3d(a, b), fullgraph=True, dynamic=True, backend="eager")
+    for M, N in ((2, 3), (0, 2), (1, 1), (5, 0)):
+        given = BOXES_3D[:M], BOXES_3D[:N]
+        assert torch.equal(compiled(*given), boxes_iou3d(*given))
+
+
+R5, R8, R7, S = torch.zeros(3, 5), torch.zeros(3, 8), torch.zeros(3, 7), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: box_iou_rotated(R7, R5), r"box_iou_rotated: bboxes1 must be \[N, 5\], got \[3, 7\]"),
+        (lambda: box_iou_rotated(R5, S), r"box_iou_rotated: bboxes2 must be \[N, 5\], got \[3\]"),
+        (lambda: box_iou_rotated(R5, R5, "giou"), "box_iou_rotated: mode must be one of .* got 'giou'"),
+        (
+            lambda: box_iou_quadri(R8, R8[:2], aligned=True),
+            r"bboxes2 must be \[3, 8\] as bboxes1 .* got \[2, 8\]",
+        ),
+        (lambda: box_iou_quadri(R5, R8), r"box_iou_quadri: bboxes1 must be \[N, 8\], got \[3, 5\]"),
+        (lambda: nms_rotated(R8, S, 0.5), r"nms_rotated: dets must be \[N, 5\], got \[3, 8\]"),
+        (lambda: nms_rotated(R5, S[:2], 0.5), r"nms_rotated: scores must be \[3\], got \[2\]"),
+        (lambda: nms_quadri(R5, S, 0.5), r"nms_quadri: dets must be \[N, 8\], got \[3, 5\]"),
+        (lambda: nms3d(R5, S, 0.5), r"nms3d: boxes must be \[N, 7\], got \[3, 5\]"),
+        (lambda: nms3d_normal(R7, S[:1], 0.5), r"nms3d_normal: scores must be \[3\], got \[1\]"),
+        (lambda: boxes_overlap_bev(R7, R5), r"boxes_overlap_bev: boxes_b must be \[N, 7\], got \[3, 5\]"),
+        (lambda: boxes_iou3d(R5, R7), r"boxes_iou3d: boxes_a must be \[N, 7\], got \[3, 5\]"),
+        (
+            lambda: mmcv_ext.box_iou_rotated(R5, R5, S, 0, False),
+            r"box_iou_rotated: ious must be \[9\], got \[3\]",
+        ),
+        (
+            lambda: mmcv_ext.box_iou_quadri(R8, R8, S, 2, True),
+            "box_iou_quadri: mode_flag must be one of .* got 2",
+        ),
+    ],
+)
+def test_rejections(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@needs_library
+def test_rejections_of_the_operator():
+    operator = torch.ops.visdet.box_iou_rotated
+    with pytest.raises(RuntimeError, match="box_iou_rotated: boxes1 must have 5 or 8 columns, got 7"):
+        operator(R7, R7, 0, False)
+    with pytest.raises(RuntimeError, match="box_iou_rotated: mode must be 0, 1 or 2, got 3"):
+        operator(R5, R5, 3, False)
+    with pytest.raises(RuntimeError, match="boxes2 must be Float, the type of boxes1, got Double"):
+        operator(R5, R5.double(), 0, False)

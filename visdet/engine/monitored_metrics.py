@@ -1,0 +1,53 @@
+"""The check that hooks and schedules wait for metrics that the evaluator returns."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook
+
+from visdet.errors import ConfigError
+
+from .config_checks import schedules_of
+from .errors import nearest_names
+
+__all__ = ["check_monitored"]
+
+
+def check_monitored(runner: Any) -> None:
+    """Check, before training, that validation returns the metrics that hooks and schedules of a run wait for.
+
+    A metric says by ``metric_names`` what it returns, where ``*`` stands for any text. If one of the evaluator does not
+    say so, there is no check.
+
+    Raises:
+        ConfigError: a metric is missing. The message names the place in the config and the metrics that there are.
+    """
+    evaluator = runner._val_evaluator
+    metrics = getattr(evaluator, "metrics", [])
+    if any(not hasattr(metric, "metric_names") for metric in metrics):
+        return
+    known = [
+        f"{metric.prefix}/{name}" if metric.prefix else name
+        for metric in metrics
+        for name in metric.metric_names
+    ]
+    for place, wanted in _monitored(runner):
+        if not any(fnmatchcase(wanted, name) for name in known):
+            near = nearest_names(wanted, known, count=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
+            raise ConfigError(f"{place}: validation returns no metric {wanted!r}; {hint}")
+
+
+def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
+    """Yield the places in a config that name a metric of validation, and the names."""
+    for hook in runner.hooks:
+        if isinstance(hook, CheckpointHook) and hook.save_best is not None:
+            for name in hook.key_indicators:
+                if name != "auto":
+                    yield "save_best of the checkpoint hook", name
+        elif isinstance(hook, EarlyStoppingHook):
+            yield "monitor of EarlyStoppingHook", hook.monitor
+    for schedule in schedules_of(runner.param_schedulers):
+        if "ReduceOnPlateau" in str(schedule.get("type")):
+            yield f"param_scheduler: monitor of {schedule['type']}", schedule.get("monitor", "loss")

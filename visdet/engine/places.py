@@ -1,0 +1,101 @@
+"""The places that a run or a tool writes to, which are checked before the work."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import UserError
+
+__all__ = ["check_free_space", "check_out_file", "check_work_dir", "only_training_in"]
+
+_LOCK = ".training.lock"
+_PATIENCE = (
+    8.0  # Data workers of a run that was killed end within five seconds, and hold its lock until then.
+)
+
+
+def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
+    """Create ``work_dir`` and write a temporary file in it, so that a run fails early and not at its first checkpoint.
+
+    Args:
+        work_dir: the folder.
+        option: the option of the command line by which the user chooses the folder, for the message.
+
+    Raises:
+        UserError: the folder cannot be written. The message names the folder and the reason.
+    """
+    try:
+        os.makedirs(work_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=work_dir) as file:
+            file.write(b"\0")
+    except (OSError, ValueError) as error:
+        reason = (
+            "it is a file"
+            if isinstance(error, FileExistsError)
+            else getattr(error, "strerror", None) or error
+        )
+        raise UserError(
+            f"folder {work_dir} cannot be written: {reason}; choose another one with {option}"
+        ) from error
+
+
+def check_out_file(path: str | Path, option: str = "--out") -> None:
+    """Create the folder of a file and check that the file can be written.
+
+    Raises:
+        UserError: it cannot. The message names the file or its folder and the reason.
+    """
+    path = Path(path)
+    check_work_dir(path.parent, option)
+    if path.is_dir():
+        raise UserError(f"file {path} cannot be written: it is a folder; choose another name with {option}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(
+            f"file {path} cannot be written: Permission denied; choose another name with {option}"
+        )
+
+
+def check_free_space(folder: str | Path, num_bytes: int, what: str) -> None:
+    """Check that ``num_bytes`` fit on the disk of a folder.
+
+    Raises:
+        UserError: they do not fit. The message begins with ``what``, which takes the space.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise UserError(
+            f"{what} takes about {num_bytes / 1e6:.0f} MB, but the disk of {folder} has {free / 1e6:.0f} MB left"
+        )
+
+
+@contextmanager
+def only_training_in(work_dir: str | Path) -> Iterator[None]:
+    """Keep other trainings out of ``work_dir`` while the block runs. The system ends this when the process ends.
+
+    File systems without locks are left as they are.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    lock = FileLock(os.path.join(work_dir, _LOCK))
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except (
+        Timeout,
+        RuntimeError,
+    ) as error:  # Some versions raise the latter if this process has the lock itself.
+        raise UserError(
+            f"another training is running in {work_dir}, and would overwrite the checkpoints of this one. Wait for its "
+            "end, or choose another folder with --work-dir"
+        ) from error
+    except (OSError, NotImplementedError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()

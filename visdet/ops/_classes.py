@@ -1,0 +1,56 @@
+"""Boxes of several classes, of which only those of one class suppress each other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tracing import is_traced
+
+__all__ = ["check_classes", "class_by_class", "highest_first"]
+
+
+def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
+    """Return the class of each box, a tensor of any type or a NumPy array, as int64 on the device of ``boxes``.
+
+    Equal classes are equal numbers afterwards, and different ones differ, those with a fraction, too.
+
+    Raises:
+        ValueError: the argument ``name`` does not have one number for each box.
+    """
+    classes = classes if isinstance(classes, Tensor) else torch.as_tensor(classes)
+    if not is_traced() and classes.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
+        raise ValueError(f"{op}: {name} must be [{boxes.shape[0]}], got {list(classes.shape)}")
+    classes = classes.detach().to(boxes.device)
+    if classes.is_floating_point():
+        return (classes.double() + 0.0).view(torch.int64)  # -0 + 0 is 0
+    return classes.long()
+
+
+def highest_first(keep: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Return ``keep`` and the columns in descending order of the last column, then in ascending order of ``keep``."""
+    lowest_first = keep.argsort()
+    order = lowest_first[columns[-1][lowest_first].sort(descending=True, stable=True).indices]
+    return keep[order], *(column[order] for column in columns)
+
+
+def class_by_class(
+    suppress: Callable[..., tuple[Tensor, Tensor]],
+    boxes: Tensor,
+    scores: Tensor,
+    classes: Tensor,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the detections and the indices of ``suppress(boxes, scores, **arguments)`` of each class, best first."""
+    by_class, members = classes.sort(stable=True)
+    counts = by_class.unique_consecutive(return_counts=True)[1].tolist()
+    if not counts:
+        return suppress(boxes, scores, **arguments)
+    results = []
+    for of_class in members.split(counts):
+        detections, keep = suppress(boxes[of_class], scores[of_class], **arguments)
+        results.append((of_class[keep], detections))
+    keep, detections = (torch.cat(parts) for parts in zip(*results, strict=True))
+    keep, detections, _ = highest_first(keep, detections, detections[:, -1])
+    return detections, keep

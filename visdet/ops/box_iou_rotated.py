@@ -1,0 +1,173 @@
+"""Overlaps of rotated boxes and of quadrilaterals."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
+
+MODES = ("iou", "iof", "area")
+
+
+def box_iou_rotated(
+    bboxes1: Tensor,  # [M, 5] (x, y, w, h, angle)
+    bboxes2: Tensor,  # [N, 5]
+    mode: str = "iou",
+    aligned: bool = False,
+    clockwise: bool = True,
+) -> Tensor:  # [M, N], or [M] if aligned
+    """Return the overlap of each rotated box of ``bboxes1`` with each of ``bboxes2``, or pair by pair.
+
+    Args:
+        bboxes1: [M, 5] (x, y, w, h, angle). The centre, the sides, and the angle of the side w with the x axis in
+            radians. A negative side counts as 0.
+        bboxes2: [N, 5]. Boxes of the same kind.
+        mode: 'iou' divides the intersection by the union, 'iof' by the area of the box of ``bboxes1``. 'area' is the
+            intersection itself.
+        aligned: Whether each row is compared with the same row only. M must then equal N.
+        clockwise: Whether angles turn from the x axis towards the y axis, which is clockwise in an image, whose y axis
+            points down.
+
+    Returns:
+        [M, N], or [M] if aligned. The overlaps in the type of ``bboxes1``, or in float32 for integers. They are
+        computed in float64 and rounded. That of a box without area is 0, and that of a box with a NaN or an infinite
+        number is NaN.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or ``mode`` does not fit. The message names the argument.
+
+    Source: The signature is mmcv's, without the mode 'area'. mmcv computes in float32 and counts areas below 1e-14 as
+    0.
+    """
+    return overlaps("box_iou_rotated", bboxes1, bboxes2, 5, mode, aligned, clockwise)
+
+
+def box_iou_quadri(
+    bboxes1: Tensor,  # [M, 8] (x1, y1, ..., x4, y4)
+    bboxes2: Tensor,  # [N, 8]
+    mode: str = "iou",
+    aligned: bool = False,
+) -> Tensor:  # [M, N], or [M] if aligned
+    """Return the overlap of each quadrilateral of ``bboxes1`` with each of ``bboxes2``, or pair by pair.
+
+    Args:
+        bboxes1: [M, 8] (x1, y1, ..., x4, y4). The four corners in order, either way round. A quadrilateral may be
+            concave, but the result for one that crosses itself has no meaning.
+        bboxes2: [N, 8]. Quadrilaterals of the same kind.
+        mode: As of ``box_iou_rotated``.
+        aligned: As of ``box_iou_rotated``.
+
+    Returns:
+        [M, N], or [M] if aligned, as from ``box_iou_rotated``.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or ``mode`` does not fit. The message names the argument.
+
+    Source: The signature is mmcv's. mmcv finds corners inside of a quadrilateral as if that were a rectangle.
+    """
+    return overlaps("box_iou_quadri", bboxes1, bboxes2, 8, mode, aligned)
+
+
+def overlaps(
+    op: str, bboxes1: Tensor, bboxes2: Tensor, columns: int, mode: str, aligned: bool, clockwise: bool = True
+) -> Tensor:
+    """Return the overlaps of boxes with 5 or 8 columns, whose names are those of arguments of ``op``."""
+    if mode not in MODES:
+        raise ValueError(f"{op}: mode must be one of {MODES}, got {mode!r}")
+    for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
+        if boxes.dim() != 2 or boxes.shape[1] != columns:
+            raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(boxes.shape)}")
+    if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
+        M, N = bboxes1.shape[0], bboxes2.shape[0]
+        raise ValueError(
+            f"{op}: bboxes2 must be [{M}, {columns}] as bboxes1 where aligned, got [{N}, {columns}]"
+        )
+    given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32
+    wide = torch.float64 if torch.float64 in (bboxes1.dtype, bboxes2.dtype) else torch.float32
+    first, second = (boxes.detach().to(wide) for boxes in (bboxes1, bboxes2))
+    if not clockwise:
+        first, second = turned_back(first), turned_back(second)
+    run: Any = torch.ops.visdet.box_iou_rotated if _library.serves(first) else box_iou_rotated_reference
+    return run(first, second, MODES.index(mode), aligned).to(given)
+
+
+def turned_back(boxes: Tensor) -> Tensor:
+    """Return rotated boxes [N, 5] with angles of the opposite sign."""
+    return torch.cat([boxes[:, :4], -boxes[:, 4:]], 1)
+
+
+def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_aligned: bool) -> Tensor:
+    """Return the overlaps of boxes [N, 5] or [N, 8] by plain torch; ``mode`` counts MODES.
+
+    The area that two polygons share is an integral around the first one (Green's theorem). The second one, or each of
+    the two triangles of which a quadrilateral consists, is mapped to the unit square or triangle. Every edge adds the
+    integral over v of how far that cell reaches to its left, max(u, 0) - max(u - width(v), 0).
+    """
+    p, q = (_corners(boxes.double()) for boxes in (boxes1, boxes2))
+    if not is_aligned:
+        p, q = p[:, None], q[None]
+    area1, area2 = _area(p), _area(q)
+    parts = [((1, 3), 0.0)] if boxes1.shape[1] == 5 else [((1, 2), 1.0), ((2, 3), 1.0)]
+    shared: Any = 0.0
+    for (j, k), slant in parts:
+        a, b, to_corner = q[..., j, :] - q[..., 0, :], q[..., k, :] - q[..., 0, :], p - q[..., :1, :]
+        cross = _cross(a, b)
+        u, v = _cross(to_corner, b[..., None, :]), _cross(a[..., None, :], to_corner)
+        u, v = (mapped / torch.where(cross == 0, 1.0, cross)[..., None] for mapped in (u, v))
+        next_u, next_v = u.roll(-1, -1), v.roll(-1, -1)
+        start, end = v.clamp(0, 1), next_v.clamp(0, 1)
+        slope = (next_u - u) / torch.where(next_v == v, 1.0, next_v - v)
+        u, next_u = u + slope * (start - v), next_u + slope * (end - next_v)
+        reach = _positive_part(u, next_u)
+        reach = reach - _positive_part(u - 1 + slant * start, next_u - 1 + slant * end)
+        shared = shared + cross.abs() * ((end - start) * reach).sum(-1)
+    shared = torch.minimum(shared.abs(), torch.minimum(area1, area2)).nan_to_num(0.0)
+    whole = area1 if MODES[mode] == "iof" else area1 + area2 - shared
+    result = shared if MODES[mode] == "area" else torch.where(shared > 0, shared / whole, 0.0)
+    return torch.where((area1 + area2).isfinite(), result, torch.nan).to(boxes1.dtype)
+
+
+def _corners(boxes: Tensor) -> Tensor:
+    """Return the corners [N, 4, 2] of boxes [N, 5] or [N, 8]."""
+    if boxes.shape[1] == 8:
+        return boxes.reshape(-1, 4, 2)
+    center, sides, angle = boxes[:, :2], boxes[:, 2:4].clamp(min=0) / 2, boxes[:, 4:]
+    along = torch.cat([angle.cos(), angle.sin()], 1) * sides[:, :1]
+    across = torch.cat([-angle.sin(), angle.cos()], 1) * sides[:, 1:]
+    return torch.stack(
+        [center - along - across, center + along - across, center + along + across, center - along + across],
+        1,
+    )
+
+
+def _area(corners: Tensor) -> Tensor:
+    diagonals = corners[..., 2, :] - corners[..., 0, :], corners[..., 3, :] - corners[..., 1, :]
+    return _cross(*diagonals).abs() / 2 + 0 * corners.sum((-2, -1))  # NaN where a corner is not finite
+
+
+def _cross(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+
+
+def _positive_part(start: Tensor, end: Tensor) -> Tensor:
+    """Return the integral from 0 to 1 of the positive part of a line from ``start`` to ``end``."""
+    most, least = torch.maximum(start, end), torch.minimum(start, end)
+    crossing = most.square() / (2 * torch.where(most == least, 1.0, most - least))
+    return torch.where(most > 0, torch.where(least >= 0, (least + most) / 2, crossing), 0.0)
+
+
+def _fake(boxes1: Tensor, boxes2: Tensor, mode: int, is_aligned: bool) -> Tensor:
+    shape = (boxes1.shape[0],) if is_aligned else (boxes1.shape[0], boxes2.shape[0])
+    return boxes1.new_empty(shape)
+
+
+if _library.declares("box_iou_rotated"):
+    torch.library.register_fake("visdet::box_iou_rotated", _fake)
+    _library.explain_missing_cuda("box_iou_rotated")

@@ -1,0 +1,58 @@
+// box_iou_rotated: the contract, its schema, and its function for CPU tensors.
+//
+// boxes1 [M, D] and boxes2 [N, D], both float32 or both float64. D = 5: (x, y, w, h, angle); D = 8: (x1, y1, ..., x4,
+// y4); see common/box_overlap.h. mode: 0 the IoU, 1 the intersection over the area of the box of boxes1, 2 the area of
+// the intersection. Returns [M, N], or with is_aligned, where M = N, the overlaps [M] of the boxes of equal index.
+#include "box_iou_rotated.h"
+
+#include <vector>
+
+#include "cpu/dispatch.h"
+
+namespace visdet {
+namespace {
+
+constexpr int64_t kPairsOfThread = 4096;  // fewer do not repay a thread
+
+template <typename A, bool ROTATED>
+std::vector<Quadrilateral> quadrilaterals_of(const Tensor& boxes) {
+  const A* box = data_of<A>(boxes);
+  std::vector<Quadrilateral> all;
+  for (int64_t n = 0; n < boxes.size(0); ++n, box += boxes.size(1)) {
+    all.push_back(ROTATED ? rotated_box(box) : quadrilateral(box));
+  }
+  return all;
+}
+
+template <typename A, bool ROTATED>
+void write_overlaps(const Tensor& boxes1, const Tensor& boxes2, OverlapMode mode, bool is_aligned, A* to) {
+  const auto all1 = quadrilaterals_of<A, ROTATED>(boxes1), all2 = quadrilaterals_of<A, ROTATED>(boxes2);
+  const int64_t M = boxes1.size(0), N = is_aligned ? 1 : boxes2.size(0);
+  torch::stable::parallel_for(0, M, ceil_of(kPairsOfThread, N), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const Quadrilateral* others = all2.data() + (is_aligned ? m : 0);
+      for (int64_t n = 0; n < N; ++n) to[m * N + n] = overlap_of<A, ROTATED>(all1[m], others[n], mode);
+    }
+  });
+}
+
+Tensor box_iou_rotated(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, bool is_aligned) {
+  Tensor overlaps = check_box_iou_rotated(boxes1_in, boxes2_in, mode, is_aligned);
+  if (overlaps.numel() == 0) return overlaps;
+  const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
+  dispatch_sum_type(boxes1.scalar_type(), [&](auto tag) {
+    using A = decltype(tag);
+    const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
+    write(boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, mutable_data_of<A>(overlaps));
+  });
+  return overlaps;
+}
+
+}  // namespace
+}  // namespace visdet
+
+STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
+  m.def("box_iou_rotated(Tensor boxes1, Tensor boxes2, int mode, bool is_aligned) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) { m.impl("box_iou_rotated", TORCH_BOX(&visdet::box_iou_rotated)); }

@@ -1,0 +1,133 @@
+"""Overlaps and suppression of 3-D boxes, seen from above (bird's eye view) or as volumes."""
+
+import torch
+from torch import Tensor
+
+from .box_iou_rotated import overlaps
+from .nms import kept_indices, widened
+from .nms_rotated import check_boxes
+
+__all__ = ["boxes_iou3d", "boxes_overlap_bev", "nms3d", "nms3d_normal"]
+
+
+def boxes_overlap_bev(
+    boxes_a: Tensor,  # [M, 7] (x, y, z, dx, dy, dz, heading)
+    boxes_b: Tensor,  # [N, 7]
+) -> Tensor:  # [M, N]
+    """Return the area that each box of ``boxes_a`` and each of ``boxes_b`` share, seen from above.
+
+    Args:
+        boxes_a: [M, 7] (x, y, z, dx, dy, dz, heading). The centre and the sides in metres, and the angle of the side dx
+            with the x axis, towards the y axis, in radians.
+        boxes_b: [N, 7]. Boxes of the same kind.
+
+    Returns:
+        [M, N]. The areas in the unit of the boxes, squared. They are computed in float64 and rounded. Those of a box
+        with a NaN or an infinite number (z and dz apart) are NaN.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    _check("boxes_overlap_bev", boxes_a, boxes_b)
+    return overlaps("boxes_overlap_bev", _from_above(boxes_a), _from_above(boxes_b), 5, "area", False)
+
+
+def boxes_iou3d(
+    boxes_a: Tensor,  # [M, 7] (x, y, z, dx, dy, dz, heading)
+    boxes_b: Tensor,  # [N, 7]
+) -> Tensor:  # [M, N]
+    """Return the IoU of the volumes of each box of ``boxes_a`` and each of ``boxes_b``.
+
+    Args:
+        boxes_a: [M, 7]. As of ``boxes_overlap_bev``, with z the height of the centre.
+        boxes_b: [N, 7]. Boxes of the same kind.
+
+    Returns:
+        [M, N]. The overlaps in the type of ``boxes_a``, or in float32 for integers. That of a box without volume is 0,
+        and that of a box with a NaN or an infinite number is NaN.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    _check("boxes_iou3d", boxes_a, boxes_b)
+    a, b = boxes_a.detach().double(), boxes_b.detach().double()
+    area = overlaps("boxes_iou3d", _from_above(a), _from_above(b), 5, "area", False)
+    top = torch.minimum((a[:, 2] + a[:, 5] / 2)[:, None], b[:, 2] + b[:, 5] / 2)
+    bottom = torch.maximum((a[:, 2] - a[:, 5] / 2)[:, None], b[:, 2] - b[:, 5] / 2)
+    shared = area * (top - bottom).clamp(min=0)
+    union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
+    iou = torch.where(shared == 0, 0.0 * union, shared / union)
+    return iou.to(boxes_a.dtype if boxes_a.is_floating_point() else torch.float32)
+
+
+def nms3d(
+    boxes: Tensor,  # [N, 7] (x, y, z, dx, dy, dz, heading)
+    scores: Tensor,  # [N]
+    iou_threshold: float,
+) -> Tensor:  # [M] int64
+    """Return the indices of the boxes that no better one overlaps, seen from above, by more than ``iou_threshold``.
+
+    Args:
+        boxes: [N, 7]. As of ``boxes_overlap_bev``. z and dz do not count.
+        scores: [N]. The score of each box. Of equal scores the lower index comes first. NaN scores come first.
+        iou_threshold: A box is suppressed if its IoU with a kept one is greater.
+
+    Returns:
+        [M]. The indices, best score first. A box with a NaN or infinite number suppresses no other and is kept.
+
+    It is not differentiable. It is deterministic. On a GPU, the host waits once, for the number of boxes.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    check_boxes("nms3d", "boxes", boxes, scores, 7)
+    return kept_indices(_from_above(boxes), scores, iou_threshold)
+
+
+def nms3d_normal(
+    boxes: Tensor,  # [N, 7] (x, y, z, dx, dy, dz, heading)
+    scores: Tensor,  # [N]
+    iou_threshold: float,
+) -> Tensor:  # [M] int64
+    """Return what ``nms3d`` returns of the boxes with a heading of 0.
+
+    Args:
+        boxes: [N, 7]. As of ``nms3d``. The heading does not count.
+        scores: [N]. As of ``nms3d``.
+        iou_threshold: As of ``nms3d``.
+
+    Returns:
+        [M]. As from ``nms3d``. The overlaps are computed in the type of the boxes, those of 16 bits in float32.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    check_boxes("nms3d_normal", "boxes", boxes, scores, 7)
+    wide = boxes.detach().to(widened(boxes))
+    half = wide[:, 3:5] / 2
+    return kept_indices(torch.cat([wide[:, :2] - half, wide[:, :2] + half], 1), scores, iou_threshold)
+
+
+def _check(op: str, boxes_a: Tensor, boxes_b: Tensor) -> None:
+    for name, boxes in (("boxes_a", boxes_a), ("boxes_b", boxes_b)):
+        if boxes.dim() != 2 or boxes.shape[1] != 7:
+            raise ValueError(f"{op}: {name} must be [N, 7], got {list(boxes.shape)}")
+
+
+def _from_above(boxes: Tensor) -> Tensor:
+    """Return (x, y, dx, dy, heading) of boxes [N, 7]."""
+    return torch.cat([boxes[:, :2], boxes[:, 3:5], boxes[:, 6:]], 1)

@@ -1,0 +1,139 @@
+"""Suppression that lowers the scores of overlapping boxes instead of removing them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._classes import check_classes, class_by_class, highest_first
+from ._renamed import renamed_arguments
+from .nms import as_tensors, overlaps_with, widened
+
+__all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
+
+SOFT_METHODS = ("naive", "linear", "gaussian")
+
+
+@renamed_arguments(iou_thr="iou_threshold")
+def soft_nms(
+    boxes: Any,  # [N, 4] (x1, y1, x2, y2)
+    scores: Any,  # [N]
+    iou_threshold: float = 0.3,
+    sigma: float = 0.5,
+    min_score: float = 1e-3,
+    method: str = "linear",
+    offset: int = 0,
+    classes: Any = None,  # [N]
+) -> tuple[Any, Any]:  # [M, 5] boxes and lowered scores, [M] int64
+    """Return the boxes with scores lowered by how much better boxes overlap them, best first, and their indices.
+
+    With o the IoU with a better box, a score is multiplied by 0 (``naive``) or 1 - o (``linear``) where
+    o >= ``iou_threshold``, or by exp(-o² / ``sigma``) (``gaussian``). A box whose score falls below ``min_score`` is
+    removed.
+
+    Args:
+        boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in
+            float32. Integers are converted to float32.
+        scores: [N]. The score of each box. NaN scores come last.
+        iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
+        sigma: The width of ``gaussian``, for which it must be positive.
+        min_score: The score below which a box is removed.
+        method: 'naive', 'linear' or 'gaussian'.
+        offset: 0, or 1 for widths and heights of x2 - x1 + 1.
+        classes: [N]. The class of each box, any numbers. Boxes of different classes do not lower each other's scores.
+            The default is one class for all.
+
+    Returns:
+        [M, 5] and [M]. The boxes with their lowered scores, and int64 indices, as tensors or as NumPy arrays like the
+        arguments. A NaN overlap counts as 0.
+
+    It is not differentiable. It runs on the CPU whatever the device: each round needs the result of the one before, and
+    a thousand rounds cost less there, copies included, than as many synchronisations of a GPU's blocks.
+
+    Raises:
+        ValueError: A shape, ``offset``, ``method`` or ``sigma`` does not fit. The message names the argument.
+
+    Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
+    """
+    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
+    if method not in SOFT_METHODS:
+        raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
+    if method == "gaussian" and not sigma > 0:
+        raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
+    on_host = boxes.detach().to("cpu", widened(boxes))
+    host_scores = scores.detach().to("cpu", widened(boxes))
+    classes = None if classes is None else check_classes("soft_nms", "classes", classes, on_host)
+    settings = (float(iou_threshold), float(sigma), float(min_score), SOFT_METHODS.index(method), offset)
+
+    def run_reference(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return soft_nms_reference(boxes, scores, *settings)
+
+    if _library.is_loaded("cpu"):
+        detections, keep = torch.ops.visdet.soft_nms(on_host, host_scores, classes, *settings)
+        if classes is not None:
+            keep, detections, _ = highest_first(keep, detections, detections[:, -1])
+    elif classes is None:
+        detections, keep = run_reference(on_host, host_scores)
+    else:
+        detections, keep = class_by_class(run_reference, on_host, host_scores, classes)
+    if is_numpy:
+        return detections.to(boxes.dtype).numpy(), keep.numpy()
+    return detections.to(boxes), keep.to(boxes.device)
+
+
+def soft_nms_reference(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what ``soft_nms`` returns of float32 or float64 tensors on the CPU; ``method`` counts SOFT_METHODS.
+
+    Each round takes the best box to the front, lowers the scores of the others and drops those below
+    ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
+    """
+    boxes, scores = boxes.clone(), scores.clone()
+    index = torch.arange(len(scores))
+    count, i = len(scores), 0
+    while i < count:
+        best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
+        swap = torch.tensor([i, best])
+        for column in (boxes, scores, index):
+            column[swap] = column[swap.flip(0)]
+        rest = slice(i + 1, count)
+        overlap = overlaps_with(boxes[i], boxes[rest], offset).nan_to_num(nan=0)  # two boxes without area
+        if SOFT_METHODS[method] == "gaussian":
+            scores[rest] *= torch.exp(-overlap.square() / sigma)
+        else:
+            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else torch.zeros_like(overlap)
+            scores[rest] *= torch.where(overlap >= iou_threshold, factor, torch.ones_like(overlap))
+        is_low = scores[rest] < min_score
+        survivors = i + 1 + int((~is_low).sum())
+        holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
+        fillers = (survivors + (~is_low[survivors - i - 1 :]).nonzero().squeeze(1)).flip(0)
+        for column in (boxes, scores, index):
+            column[holes] = column[fillers]
+        count, i = survivors, i + 1
+    return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
+
+
+def _fake_soft_nms(
+    boxes: Tensor,
+    scores: Tensor,
+    classes: Tensor | None,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    count = torch.library.get_ctx().new_dynamic_size()
+    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
+
+
+if _library.declares("soft_nms"):
+    torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)

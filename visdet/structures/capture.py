@@ -1,0 +1,109 @@
+"""What a CUDA graph needs of the code of a model while it is captured: a second stream, and tables that stay alive."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from .tensor_tree import tensors_of
+
+__all__ = ["Capture", "captures", "in_parallel", "keeps_tables"]
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+_MODES = torch._C._TorchDispatchModeKey
+_STAND_INS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)  # modes whose tensors have no numbers
+
+
+@dataclass
+class Capture:
+    """A capture, or a trial run before it.
+
+    Attributes:
+        side: a stream beside the current one, for ``in_parallel``.
+        tables: the results of functions with ``keeps_tables`` that were used. A graph reads them at the addresses that
+            they had at its capture, so that it must hold this list.
+    """
+
+    side: torch.cuda.Stream
+    tables: list[Any] = field(default_factory=list)
+
+
+_current: ContextVar[Capture | None] = ContextVar("visdet_capture", default=None)  # Each thread has its own.
+
+
+@contextmanager
+def captures(side: torch.cuda.Stream) -> Iterator[Capture]:
+    """Run the block as a capture of a graph, which may have branches on a second stream. The engine alone does this."""
+    capture = Capture(side)
+    token = _current.set(capture)
+    try:
+        yield capture
+    finally:
+        _current.reset(token)
+
+
+def in_parallel(first: Callable[[], A], second: Callable[[], B], reads: Any = ()) -> tuple[A, B]:
+    """Return the results of two functions that do not read each other's results.
+
+    In a graph, the second one and its backward pass become a branch, so that the small kernels of both fill the GPU
+    together. Eager work gains nothing by a second stream, because the host cannot launch such kernels fast enough for
+    one. Random numbers are drawn in the same order everywhere.
+
+    Args:
+        first, second: the functions.
+        reads: the tensors, in lists, dicts or data classes, that the second function reads and that do not live longer
+            than both backward passes.
+    """
+    capture = _current.get()
+    if capture is None:
+        return first(), second()
+    main, side = torch.cuda.current_stream(), capture.side
+    side.wait_stream(main)
+    result = first()
+    with torch.cuda.stream(side):
+        side_result = second()
+    main.wait_stream(side)
+    # The memory of a tensor goes back to the stream that it was made on. The other stream may not have read it by then.
+    for tree, stream in ((reads, side), (side_result, main)):
+        for tensor in tensors_of(tree):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+    return result, side_result
+
+
+def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that keeps the results of a function for its ``max_sizes`` most recent arguments.
+
+    It is for tables on a device that follow from sizes alone. What is made while torch traces or transforms a call is
+    not kept, because it may be a stand-in without numbers.
+    """
+
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        kept = functools.lru_cache(maxsize=max_sizes)(make)
+
+        @functools.wraps(make)
+        def tables_of(*arguments: Any) -> Any:
+            if _is_transformed():
+                return make(*arguments)
+            tables = kept(*arguments)
+            if (capture := _current.get()) is not None:
+                capture.tables.append(tables)
+            return tables
+
+        return tables_of
+
+    return decorate
+
+
+def _is_transformed() -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or any(torch._C._get_dispatch_mode(kind) is not None for kind in _STAND_INS)
+    )
