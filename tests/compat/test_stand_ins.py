@@ -88,7 +88,6 @@ def test_errors_of_numba(make_package):
     from numba.errors import NumbaPerformanceWarning
 
     assert NumbaPerformanceWarning is today
-    sys.modules.pop("visdet.compat.numba_errors")
 
 
 def test_names_of_torch_1(make_package):

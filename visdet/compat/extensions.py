@@ -39,7 +39,7 @@ _PROVIDERS = {
     "flash_attn": "flash_attention",
     "flash_attn.flash_attn_interface": "flash_attention",
     "flash_attn.bert_padding": "flash_padding",
-    "numba.errors": "numba_errors",
+    "numba.errors": "numba.core.errors",
     "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
 }
@@ -144,9 +144,10 @@ class _Loader(Loader):
         if self.provider is None:
             module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
             return
-        source = importlib.import_module(f"visdet.compat.{self.provider}")
+        name = self.provider if "." in self.provider else f"visdet.compat.{self.provider}"
+        source = importlib.import_module(name)
         module.__doc__ = source.__doc__
-        for name in source.__all__:
+        for name in getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")]):
             setattr(module, name, getattr(source, name))
         if "__getattr__" in vars(source):
             module.__getattr__ = source.__getattr__  # type: ignore[method-assign]

@@ -3,9 +3,7 @@
 import importlib.metadata
 import importlib.util
 from pathlib import Path
-
-from packaging.version import Version
-from packaging.version import parse as parse_version
+from typing import Any
 
 __all__ = [
     "DistributionNotFound",
@@ -34,8 +32,15 @@ class _Distribution:
         self.version = importlib.metadata.version(name)
 
     @property
-    def parsed_version(self) -> Version:
+    def parsed_version(self) -> Any:
         return parse_version(self.version)
+
+
+def parse_version(version: str) -> Any:
+    """Return an object that is compared by the rules for the versions of packages."""
+    from packaging.version import parse
+
+    return parse(version)
 
 
 def get_distribution(name: str) -> _Distribution:
