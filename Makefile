@@ -3,6 +3,7 @@
 # make test   set up, then lint, compile every .cu file, and run the tests
 # make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
+# make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
 # make abi-check  the operators' tests under the oldest supported torch, on libraries built with the newest
@@ -145,6 +146,16 @@ clean:
 # PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
 check-mmdet:
 	$(PYTHON) tools/check_mmdet_configs.py
+
+# mmcv 1.x under visdet.compat, in an environment of its own; nothing is skipped there. Its setup needs an old setuptools.
+MMCV1 ?= mmcv==1.7.2
+.PHONY: check-mmcv1
+check-mmcv1: setup
+	$(PYTHON) -m venv $(VENV)-mmcv1
+	$(VENV)-mmcv1/bin/python -m pip install --quiet $(TORCH) "setuptools<81" wheel pytest pytest-timeout
+	$(VENV)-mmcv1/bin/python -m pip install --quiet --no-build-isolation $(MMCV1)
+	VISDET_CHECK=check-mmcv1 PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(VENV)-mmcv1/bin/python -m pytest \
+		tests/compat/test_mmcv_1.py
 
 # nuScenes' metrics and the converter against the devkit, in an environment of their own; nothing is skipped there.
 # The devkit is installed without its own requirements: it asks for numpy below 2.

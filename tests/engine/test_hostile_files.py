@@ -13,10 +13,10 @@ import pytest
 import torch
 from mmengine.logging import HistoryBuffer
 
+from visdet import restricted_pickle
 from visdet.datasets import load_infos
 from visdet.engine import CheckpointError, read_checkpoint
 from visdet.engine.errors import DamagedCheckpointError
-from visdet.structures import restricted_pickle
 
 
 def text(value: str) -> bytes:

@@ -1,0 +1,122 @@
+"""Modules that are importable in place of missing ones, as research repositories import them."""
+
+import importlib
+import sys
+
+import pytest
+
+from visdet.compat import extensions
+
+MMDET3D = {  # the compiled modules of mmdet3d 0.17.1, each with a function of it
+    "ball_query.ball_query_ext": "ball_query_wrapper",
+    "furthest_point_sample.furthest_point_sample_ext": "furthest_point_sampling_wrapper",
+    "gather_points.gather_points_ext": "gather_points_wrapper",
+    "group_points.group_points_ext": "forward",
+    "interpolate.interpolate_ext": "three_nn_wrapper",
+    "iou3d.iou3d_cuda": "nms_gpu",
+    "knn.knn_ext": "knn_wrapper",
+    "paconv.assign_score_withk_ext": "assign_score_withk_forward_wrapper",
+    "roiaware_pool3d.roiaware_pool3d_ext": "points_in_boxes_cpu",
+    "spconv.sparse_conv_ext": "indice_conv_fp32",
+    "voxel.voxel_layer": "hard_voxelize",
+}
+
+
+@pytest.fixture
+def make_package(tmp_path, monkeypatch):
+    """Return a function that writes a package, makes it importable and forgets it after the test."""
+    made = []
+
+    def make(name, **files):
+        folder = tmp_path.joinpath(*name.split("."))
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in [folder, *folder.parents][: len(name.split("."))]:
+            (parent / "__init__.py").touch()
+        for file, content in files.items():
+            (folder / f"{file}.py").write_text(content)
+        made.append(name.split(".")[0])
+        for key in [key for key in sys.modules if key.split(".")[0] == made[-1]]:
+            monkeypatch.delitem(sys.modules, key)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with extensions.installed():
+        yield make
+    for key in [key for key in sys.modules if key.split(".")[0] in made]:
+        del sys.modules[key]
+
+
+@pytest.mark.parametrize("package", ["mmdet3d", "vendored.mmdet3d"])
+@pytest.mark.parametrize("name, function", MMDET3D.items(), ids=MMDET3D)
+def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_package):
+    folder, module = name.split(".")
+    make_package(f"{package}.ops.{folder}", wrapper=f"from . import {module} as ext\ncall = ext.{function}\n")
+    wrapper = importlib.import_module(f"{package}.ops.{folder}.wrapper")
+    with pytest.raises(
+        NotImplementedError, match=rf"{package}.ops.{name}.{function}: visdet does not provide"
+    ):
+        wrapper.call()
+    assert not hasattr(wrapper.ext, "__file__")
+
+
+def test_a_module_that_is_there_is_kept(make_package):
+    make_package("mmdet3d.ops.voxel", voxel_layer="hard_voxelize = 'own'\n")
+    assert importlib.import_module("mmdet3d.ops.voxel.voxel_layer").hard_voxelize == "own"
+
+
+def test_other_modules_are_still_missing(make_package):
+    make_package("mmdet3d.ops.voxel")
+    for name in ("mmdet3d.ops.voxel.other_ext", "mmdet3d.voxel_layer", "flash_attn_2", "numba.error"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def test_detectron2_without_its_compiled_part(make_package):
+    make_package("detectron2")
+    from detectron2 import _C
+
+    assert "visdet" in _C.get_compiler_version() and _C.get_cuda_version() and not _C.has_cuda()
+    with pytest.raises(
+        NotImplementedError, match=r"detectron2\._C\.COCOevalAccumulate: .*sources of detectron2"
+    ):
+        _C.COCOevalAccumulate()
+
+
+def test_errors_of_numba(make_package):
+    make_package("numba.core", errors="class NumbaPerformanceWarning(Warning):\n    pass\n")
+    from numba.core.errors import NumbaPerformanceWarning as today
+    from numba.errors import NumbaPerformanceWarning
+
+    assert NumbaPerformanceWarning is today
+
+
+def test_names_of_torch_1(make_package):
+    from torch._six import container_abcs, inf, string_classes
+
+    assert isinstance("a", string_classes) and isinstance([], container_abcs.Sequence) and inf > 0
+
+
+def test_resources_of_setuptools(make_package, monkeypatch):
+    if importlib.util.find_spec("pkg_resources").origin != "visdet":
+        pytest.skip("this setuptools has pkg_resources")
+    make_package("zoo", model="")
+    resources = importlib.import_module("pkg_resources")
+    assert resources.resource_filename("zoo", "model.py").endswith("zoo/model.py")
+    assert resources.resource_exists("zoo", "model.py") and not resources.resource_exists("zoo", "other.py")
+    assert resources.get_distribution("torch").parsed_version > resources.parse_version("2.0")
+    with pytest.raises(resources.DistributionNotFound):
+        resources.get_distribution("not-a-distribution")
+    with pytest.raises(ModuleNotFoundError, match="not_a_package"):
+        resources.resource_filename("not_a_package", "a")
+    with pytest.raises(ImportError, match=r"pkg_resources\.declare_namespace"):
+        resources.declare_namespace("zoo")
+
+
+def test_the_program_command_provides_mmcv_without_a_variable(make_package, tmp_path, monkeypatch):
+    make_package("mmcv")
+    from mmcv import _ext
+
+    assert _ext.nms and _ext.knn_forward and "mmcv._ext" in extensions.provided()
+    extensions.uninstall()
+    with pytest.raises(ImportError):
+        importlib.import_module("mmcv._ext")
