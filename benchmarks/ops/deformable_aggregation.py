@@ -1,4 +1,4 @@
-"""Cases of deformable_aggregation, with the sizes of SparseDrive's detection and map heads at batch sizes 1 and 6."""
+"""Cases of deformable_aggregation, with the sizes of SparseDrive's heads and of SparseDriveV2's paths."""
 
 from functools import partial
 from typing import Any
@@ -113,6 +113,23 @@ def _load_torch() -> Any:
     return lambda *arguments: Call(grid_sample_path, arguments, (0, 3, 4))
 
 
+def _every_point(
+    features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Return the result by way of the samples of every point [B, Q * P, C], as SparseDriveV2 does."""
+    Q, P = locations.shape[1:3]
+    points = (one.flatten(1, 2).unsqueeze(2) for one in (locations, weights))
+    return deformable_aggregation(features, level_shapes, level_starts, *points).unflatten(1, (Q, P)).sum(2)
+
+
+def _load_every_point() -> Any:
+    return lambda *arguments: Call(_every_point, arguments, (0, 3, 4))
+
+
+TORCH = Peer("torch", _load_torch, _torch_memory)
+EVERY_POINT = Peer("every_point", _load_every_point)
+
+
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:
     value = VALUE_TOLERANCE[dtype]
     return {
@@ -130,6 +147,7 @@ def _case(
     P: int = 13,
     visible: float = 0.2,
     levels: Levels = LEVELS,
+    peers: tuple[Peer, ...] = (TORCH,),
     **others: Any,
 ) -> Case:
     numbers = dict(B=B, Q=Q, P=P, levels=levels, visible=visible)
@@ -143,7 +161,7 @@ def _case(
         differentiable={"features": 0, "locations": 3, "weights": 4},
         work=partial(work_of, **numbers),
         tolerance=_tolerance,
-        peers=(Peer("torch", _load_torch, _torch_memory),),
+        peers=peers,
         batched=(0, 3, 4),
         checked_batches=(0,) if B == 1 else (B - 1,),
         **others,
@@ -165,4 +183,5 @@ CASES = [
     _case("map-b1", Q=100, P=300, heavy=True, **_goals(90, 400)),
     _case("map-b1-visible", Q=100, P=300, visible=1.0, heavy=True, **_goals(360, 2000)),
     _case("map-b6", B=6, Q=100, P=300, heavy=True, **_goals(520, 2200)),
+    _case("paths", Q=1024, P=500, heavy=True, peers=(EVERY_POINT,)),  # SparseDriveV2's candidates on NAVSIM
 ]

@@ -29,6 +29,7 @@ FOREIGN = 6e4  # what lies around a tensor in its storage; float16 holds it
 
 # Regions of no image of two, and with NaN.
 MISSING = [[-1, 0, 0, 3, 3], [1e9, 0, 0, 3, 3], [-1e9, 0, 0, 3, 3], [2, 0, 0, 3, 3], [NAN, 0, 0, 3, 3]]
+MISSING += [[0.5, 0, 0, 3, 3], [1.5, 0, 0, 3, 3], [-0.5, 0, 0, 3, 3], [1e-9, 0, 0, 3, 3]]
 MISSING += [[INF, 0, 0, 3, 3], [0, NAN, 0, 3, 3], [0, 0, NAN, 3, 3], [1, 0, 0, NAN, 3], [1, 0, 0, 3, NAN]]
 # Regions far outside, without end, huge, or turned inside out.
 STRANGE = [[0, 0, 0, INF, INF], [1, -INF, 0, 3, 3], [0, -INF, -INF, INF, INF], [1, 0, 0, 1e5, 1e5]]

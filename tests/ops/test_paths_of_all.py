@@ -45,6 +45,15 @@ def deformable_aggregation(draw):
 
 
 @st.composite
+def deformable_aggregation_with_depth(draw):
+    arguments = draw(deformable_aggregation())
+    features, locations = arguments.pop("features"), arguments.pop("locations")
+    depth_probs = empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
+    locations = empty(*locations.shape[:-1], 3, dtype=locations.dtype)
+    return {"features": features, "depth_probs": depth_probs, **arguments, "locations": locations}
+
+
+@st.composite
 def sample_sum(draw):
     B, C, H, W = draw(st.integers(0, 3)), draw(channels), draw(side), draw(side)
     Q, D, G, dtype = draw(count), draw(count), draw(st.integers(0, 9)), draw(value_types)
@@ -136,6 +145,7 @@ FAMILIES = {
         box_key_points,
         deform_conv2d,
         deformable_aggregation,
+        deformable_aggregation_with_depth,
         gaussian_field,
         mahalanobis_distance,
         roi_pool,

@@ -17,7 +17,8 @@ _REPLACED = {
     "rfdetr": "MSDeformAttn",
     "groundingdino": "multi_scale_deformable_attn_pytorch; groundingdino._C where it is missing",
     "libreyolo": "the kernel slot ms_deform_attn",
-    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext",
+    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext, "
+    "deformable_aggregation_with_depth_ext",
 }
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
        python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program with them

@@ -5,7 +5,8 @@ After ``install()``, visdet provides these modules. An extension that is install
 * ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
 * ``groundingdino._C`` (GroundingDINO from its repository)
 * ``detrex._C`` (detrex)
-* ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D)
+* ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
+  ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
 """
 
 import importlib
@@ -24,7 +25,9 @@ _PROVIDERS = {
     "groundingdino._C": "msda_ext",
     "detrex._C": "msda_ext",
     "deformable_aggregation_ext": "aggregation_ext",
+    "deformable_aggregation_with_depth_ext": "aggregation_ext",
 }
+_WITHIN_PACKAGES = ("deformable_aggregation_ext", "deformable_aggregation_with_depth_ext")
 
 
 def install() -> None:
@@ -91,8 +94,9 @@ class _Extensions:
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
-        if provider is None and name.endswith(".deformable_aggregation_ext"):
-            provider = "aggregation_ext"
+        child = name.rpartition(".")[2]
+        if provider is None and child in _WITHIN_PACKAGES:
+            provider = _PROVIDERS[child]
         return None if provider is None else ModuleSpec(name, _Loader(provider), origin="visdet")
 
 

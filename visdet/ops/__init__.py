@@ -21,6 +21,10 @@ from .deformable_aggregation import (
     feature_maps_format,
 )
 from .deformable_aggregation_fused import deformable_aggregation_fused, deformable_aggregation_fused_reference
+from .deformable_aggregation_with_depth import (
+    deformable_aggregation_with_depth,
+    deformable_aggregation_with_depth_reference,
+)
 from .explain import explain
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
 from .gaussian_field import gaussian_field, gaussian_field_reference
@@ -85,6 +89,8 @@ __all__ = [
     "deformable_aggregation_fused",
     "deformable_aggregation_fused_reference",
     "deformable_aggregation_reference",
+    "deformable_aggregation_with_depth",
+    "deformable_aggregation_with_depth_reference",
     "denormalize",
     "explain",
     "feature_maps_format",

@@ -1,11 +1,13 @@
 """Bilinear sampling of feature maps inside regions in plain torch, with the border rule of RoIAlign."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .tracing import recorded_as_one
 
 __all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
 
@@ -61,6 +63,11 @@ def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
+def is_image(index: Tensor, B: int) -> Tensor:
+    """Return whether each batch index is one of the whole numbers 0 to B - 1."""
+    return (index >= 0) & (index < B) & (index == index.floor())
+
+
 @torch.no_grad()
 def bounded_rois(
     rois: Tensor,  # [N, 5]
@@ -71,10 +78,10 @@ def bounded_rois(
 ) -> Tensor:  # [N, 5] in dtype
     """Return the regions after invalid and huge numbers have been replaced, by tensor arithmetic alone.
 
-    A region whose batch index is not within 0..B-1, or one that has a NaN, is moved off the map, where all samples are
-    0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels outside the map. If the
-    number of samples grows with the region, they are cut closer to it. A negative extent, which has no samples, then
-    becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
+    A region whose batch index is not one of the whole numbers 0..B-1, or one that has a NaN, is moved off the map,
+    where all samples are 0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels
+    outside the map. If the number of samples grows with the region, they are cut closer to it. A negative extent, which
+    has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
     side = _larger(input.shape[2], input.shape[3])
@@ -86,7 +93,7 @@ def bounded_rois(
     low = -_smaller(reach / spatial_scale, most)
     bounded = converted.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
-    is_missing = (index.clamp(0, input.shape[0] - 1) != index)[:, None]
+    is_missing = ~is_image(index, input.shape[0])[:, None]
     bounded[:, :1].masked_fill_(is_missing, 0)
     bounded[:, 1:].masked_fill_(is_missing, low)
     if sampling_ratio <= 0:
@@ -123,15 +130,15 @@ def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         yield int(count[0]), int(count[1]), (grid == count).all(1).nonzero().squeeze(1)
 
 
-def pool_samples(
+def _pool_samples(
     input: Tensor,  # [B, C, H, W]
-    batch: Tensor,  # [N] int64
     origin: Tensor,  # [N, 2, PH, PW] (y, x) of each bin's corner, in pixels
+    batch: Tensor,  # [N] int64
     bin_size: Tensor,  # [N, 2]
     grid: Tensor,  # [N, 2] int64: samples down and across a bin
-    reduce: Callable[[Tensor], Tensor],  # [n, PH * PW, samples, C] to [n, PH * PW, C]
+    takes_maximum: bool,
 ) -> Tensor:  # [N, C, PH, PW]
-    """Return the result of ``reduce`` for the samples of each bin. A bin without samples gives 0."""
+    """Return the mean, or the maximum, of the samples of each bin. A bin without samples gives 0."""
     B, C, H, W = input.shape
     N, _, PH, PW = origin.shape
     output = input.new_zeros(N, PH * PW, C)
@@ -154,10 +161,19 @@ def pool_samples(
             y = (corner[:, 0, :, None, None] + inside_y[:, None, :, None]).expand(shape).flatten(1)
             x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
             samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
-            parts.append(reduce(samples.view(len(members), PH * PW, down * across, C)))
+            samples = samples.view(len(members), PH * PW, down * across, C)
+            parts.append(samples.max(2).values if takes_maximum else samples.mean(2))
             members_of_parts.append(members)
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))
     else:
         output = output + empty_sum
     return output.transpose(1, 2).reshape(N, C, PH, PW)
+
+
+pool_samples = recorded_as_one(
+    _pool_samples,
+    "Tensor input, Tensor origin, Tensor batch, Tensor bin_size, Tensor grid, bool takes_maximum",
+    leaves=2,
+    fake=lambda input, origin, *_: input.new_empty(origin.shape[0], input.shape[1], *origin.shape[2:]),
+)

@@ -39,9 +39,9 @@ def bbox_overlaps(
     if offset not in (0, 1):
         raise ValueError(f"bbox_overlaps: offset must be 0 or 1, got {offset!r}")
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
-        if boxes.dim() == 0 or (len(boxes) and (boxes.dim() != 2 or boxes.shape[1] != 4)):
+        if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
-    M, N = len(bboxes1), len(bboxes2)
+    M, N = bboxes1.shape[0], bboxes2.shape[0]
     if aligned and M != N:
         raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")
     given = bboxes1.dtype if bboxes1.is_floating_point() else torch.float32

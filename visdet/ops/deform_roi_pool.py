@@ -46,7 +46,7 @@ def deform_roi_pool(
     PH, PW = pair(output_size)
     check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
     check_sampling_ratio("deform_roi_pool", sampling_ratio, (PH, PW))
-    N = len(rois)
+    N = rois.shape[0]
     fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
     if not fits and offset is not None and offset.numel() > 0:
         raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
@@ -62,9 +62,7 @@ def deform_roi_pool(
     origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
     if fits and offset is not None:  # An offset of no regions gets a gradient, too.
         origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
-    pooled = pool_samples(
-        input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, lambda samples: samples.mean(2)
-    )
+    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, False)
     return pooled.to(input.dtype)
 
 

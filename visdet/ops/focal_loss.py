@@ -138,15 +138,15 @@ def _reduce(loss: Tensor, reduction: str) -> Tensor:
     """Return the reduced loss. ``mean`` divides by the number of rows and not by the number of elements."""
     if reduction == "none":
         return loss
-    return loss.sum() / len(loss) if reduction == "mean" else loss.sum()
+    return loss.sum() / loss.shape[0] if reduction == "mean" else loss.sum()
 
 
 def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     """Return weight[target], or 1 for a target that is no class."""
-    if len(weight) == 0:
+    if weight.shape[0] == 0:
         return weight.new_ones(target.shape)
-    is_class = (target >= 0) & (target < len(weight))
-    return torch.where(is_class, weight[target.clamp(0, len(weight) - 1)], 1.0)
+    is_class = (target >= 0) & (target < weight.shape[0])
+    return torch.where(is_class, weight[target.clamp(0, weight.shape[0] - 1)], 1.0)
 
 
 def _fake(input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import _library
 from .mahalanobis_distance import in_computation_type, mahalanobis_distance_reference
+from .tracing import recorded_as_one
 
 __all__ = ["gaussian_field", "gaussian_field_reference"]
 
@@ -37,7 +38,8 @@ def gaussian_field(
 
     Returns:
         [B]. The field, summed in float32 (float64 for float64 points), in the type of ``points``. A NaN point has a NaN
-        value.
+        value. A term whose distance is infinite, such as that of a Gaussian with an infinite mean, is 0 and has no
+        gradient.
 
     It is differentiable once with respect to everything but ``tolerance``, all six entries of each factor included
     (zero above the diagonal). It is deterministic, forward and backward.
@@ -58,8 +60,8 @@ def gaussian_field(
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)
     # On CUDA only the kernels of float32 leave out pairs. Those of the CPU take the points as they come.
     on_cpu = points.device.type == "cpu"
-    has_pairs = all(one.dim() == 2 and one.shape[1] == 3 and len(one) > 0 for one in (points, means))
-    if tolerance > 0 and has_pairs and (on_cpu or points.dtype == torch.float32):
+    are_positions = all(one.dim() == 2 and one.shape[1] == 3 for one in (points, means))
+    if tolerance > 0 and are_positions and (on_cpu or points.dtype == torch.float32):
         gaussian_order = _space_order(means.detach())
         if not on_cpu:
             point_order = _space_order(points.detach())
@@ -72,8 +74,11 @@ def gaussian_field_reference(points: Tensor, means: Tensor, cholesky: Tensor, we
     return torch.exp(-0.5 * mahalanobis_distance_reference(points, means, cholesky)) @ weights
 
 
-def _space_order(positions: Tensor) -> Tensor:
+def _order_in_space(positions: Tensor) -> Tensor:
     """Return the permutation of positions [M, 3] along a Z-order curve through their box."""
+    if positions.shape[0] == 0:
+        return torch.empty(0, dtype=torch.int64, device=positions.device)
+    positions = positions.nan_to_num(0.0, 0.0, 0.0)
     low, high = positions.amin(0), positions.amax(0)
     cells = (positions - low) / (high - low).clamp(min=1e-30) * (2**_ORDER_BITS - 1)
     cells = cells.nan_to_num(0.0).clamp(0, 2**_ORDER_BITS - 1).to(torch.int64)
@@ -82,6 +87,14 @@ def _space_order(positions: Tensor) -> Tensor:
         for axis in range(3):
             code |= (cells[:, axis] >> bit & 1) << (3 * bit + axis)
     return code.argsort(stable=True)
+
+
+_space_order = recorded_as_one(
+    _order_in_space,
+    "Tensor positions",
+    leaves=0,
+    fake=lambda positions: positions.new_empty(positions.shape[0], dtype=torch.int64),
+)
 
 
 def _fake(

@@ -28,7 +28,8 @@ def mahalanobis_distance(
 
     Returns:
         [B, N]. The distances, computed in float32 (float64 for float64 points), in the type of ``points``. Distances of
-        a NaN point, or of a Gaussian with a NaN, are NaN.
+        a NaN point, or of a Gaussian with a NaN, are NaN. A distance is infinite, and has no gradient, where the point
+        or the mean is infinite, or the arithmetic overflows.
 
     It is differentiable once with respect to everything, all six entries of each factor included (zero above the
     diagonal). It is deterministic.
@@ -47,9 +48,24 @@ def mahalanobis_distance(
 
 def mahalanobis_distance_reference(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:
     """Return what ``mahalanobis_distance`` returns, in plain torch: the definition kernels are tested against."""
-    difference = (points[:, None] - means).permute(1, 2, 0)  # [N, 3, B]
-    v = torch.linalg.solve_triangular(cholesky.tril(), difference, upper=False)
-    return v.square().sum(1).t()
+    difference = points[:, None] - means  # [B, N, 3]
+    with torch.no_grad():
+        distance = _solved(difference, cholesky).square().sum(-1)
+        holds_nan = points.isnan().any(-1)[:, None] | (means + cholesky.tril().sum(-1)).isnan().any(-1)
+        is_far = ~distance.isfinite() & ~holds_nan
+    # Other numbers take the place of these pairs, because infinity would have a gradient of NaN.
+    factors = torch.where(is_far[..., None, None], torch.eye(3).to(cholesky), cholesky)  # [B, N, 3, 3]
+    square = _solved(torch.where(is_far[..., None], 0, difference), factors).square().sum(-1)
+    return torch.where(is_far, torch.inf, square)
+
+
+def _solved(difference: Tensor, cholesky: Tensor) -> Tensor:
+    """Return v [B, N, 3] with cholesky @ v = difference, by forward substitution."""
+    diagonal = cholesky.diagonal(dim1=-2, dim2=-1)
+    rows, (x, y, z) = cholesky.tril(-1) / diagonal[..., None], (difference / diagonal).unbind(-1)
+    y = y - rows[..., 1, 0] * x
+    z = z - rows[..., 2, 0] * x - rows[..., 2, 1] * y
+    return torch.stack([x, y, z], -1)
 
 
 def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ._arguments import computation_dtype, pair
 from ._roi_sampling import check_rois
-from .tracing import is_traced
+from .tracing import is_traced, recorded_as_one
 
 __all__ = [
     "SimpleRoIAlign",
@@ -55,9 +55,13 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
     if is_widened:
         im, grid = im.float(), grid.float()
     grid = grid.nan_to_num(nan=-_FURTHEST).clamp(-_FURTHEST, _FURTHEST)
-    # cuDNN's gradients differ from run to run without an error. torch's own kernel raises an error.
-    uses_cudnn = torch.backends.cudnn.enabled and not torch.are_deterministic_algorithms_enabled()
-    with torch.backends.cudnn.flags(enabled=uses_cudnn):
+    is_plain = kwargs.get("mode", "bilinear") == "bilinear" and kwargs.get("padding_mode", "zeros") == "zeros"
+    may_use_cudnn = align_corners and is_plain and im.dim() == grid.dim() == 4
+    if may_use_cudnn and torch.are_deterministic_algorithms_enabled():
+        # cuDNN's gradients differ from run to run without an error. torch's own kernel raises an error.
+        common = torch.promote_types(im.dtype, grid.dtype)
+        samples = torch.grid_sampler_2d(im.to(common), grid.to(common), 0, 0, True)
+    else:
         samples = F.grid_sample(im, grid, align_corners=align_corners, **kwargs)
     return samples.to(dtype) if is_widened else samples
 
@@ -194,6 +198,33 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
     return samples.squeeze(3) if points.dim() == 3 else samples
 
 
+def _sample_regions(
+    features: Tensor,  # [B, C, H, W]
+    points: Tensor,  # [N, P, 2] (x, y) in 0..1
+    batch: Tensor,  # [N]
+    align_corners: bool,
+) -> Tensor:  # [N, C, P]
+    """Return samples of the image that each region belongs to. A region of no image gives 0."""
+    # The sum of no numbers makes a result without samples differentiable, too.
+    output = features.new_zeros(len(points), features.shape[1], points.shape[1]) + features[:0].sum()
+    for image in range(len(features)):
+        members = (batch == image).nonzero().squeeze(1)
+        if len(members):
+            sampled = point_sample(
+                features[image : image + 1], points[members][None], align_corners=align_corners
+            )
+            output = output.index_copy(0, members, sampled[0].transpose(0, 1))
+    return output
+
+
+_samples_of_regions = recorded_as_one(
+    _sample_regions,
+    "Tensor features, Tensor points, Tensor batch, bool align_corners",
+    leaves=1,
+    fake=lambda features, points, *_: features.new_empty(points.shape[0], features.shape[1], points.shape[1]),
+)
+
+
 class SimpleRoIAlign(nn.Module):
     """Takes one sample at the centre of each bin, as PointRend's cheap RoIAlign does.
 
@@ -216,22 +247,10 @@ class SimpleRoIAlign(nn.Module):
         check_rois("SimpleRoIAlign", features, rois, self.output_size, self.spatial_scale)
         dtype = features.dtype
         features = features.to(computation_dtype(features))  # 16 bits do not hold a position in a map
-        N, C = len(rois), features.shape[1]
-        cells = generate_grid(N, self.output_size, rois.device)
-        # The sum of no numbers makes a result without samples differentiable, too.
-        output = features.new_zeros(N, C, *self.output_size) + features[:0].sum()
-        for image in range(len(features)):
-            members = (rois[:, 0].long() == image).nonzero().squeeze(1)
-            if len(members):
-                of_image = features[image : image + 1]
-                points = rel_roi_point_to_rel_img_point(
-                    rois[members], cells[members], of_image, self.spatial_scale
-                )
-                sampled = point_sample(
-                    of_image, points[None].to(features.dtype), align_corners=not self.aligned
-                )
-                sampled = sampled[0].transpose(0, 1).reshape(len(members), C, *self.output_size)
-                output = output.index_copy(0, members, sampled)
+        cells = generate_grid(rois.shape[0], self.output_size, rois.device)
+        points = rel_roi_point_to_rel_img_point(rois, cells, features, self.spatial_scale).to(features.dtype)
+        output = _samples_of_regions(features, points, rois[:, 0], not self.aligned)
+        output = output.view(*output.shape[:2], *self.output_size)
         return output.to(dtype)
 
     def extra_repr(self) -> str:

@@ -40,10 +40,10 @@ def roi_align(
         [N, C, PH, PW]. The bins in the type of ``input``. A sample beyond one pixel outside the map is 0; others are
         clamped to it. No regions give [0, C, PH, PW].
 
-    A region whose batch index is not within 0..B-1, or with NaN among its numbers, gives 0 and has no gradient, on
-    every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples grows with the
-    region, a region is cut where it ends further outside the map than the map's longer side (at least 128 pixels).
-    With a given ``sampling_ratio`` it is cut 2^24 pixels outside. Infinite corners are cut likewise.
+    A region whose batch index is not one of the whole numbers 0..B-1, or with NaN among its numbers, gives 0 and has no
+    gradient, on every device and without synchronising one. With ``sampling_ratio=0``, where the number of samples
+    grows with the region, a region is cut where it ends further outside the map than the map's longer side (at least
+    128 pixels). With a given ``sampling_ratio`` it is cut 2^24 pixels outside. Infinite corners are cut likewise.
 
     It is differentiable once with respect to ``input``. A kernel of visdet's serves 'avg' on the CPU for all four value
     types, with sums in float32 (float64 for float64) and the same bits for any number of threads. torchvision serves
@@ -118,10 +118,8 @@ def roi_align_reference(
     bins_x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
     origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
 
-    def reduce(samples: Tensor) -> Tensor:
-        return samples.mean(2) if pool_mode == "avg" else samples.max(2).values
-
-    return pool_samples(input.to(dtype), rois[:, 0].long(), origin, bin_size, grid, reduce).to(input.dtype)
+    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, pool_mode == "max")
+    return pooled.to(input.dtype)
 
 
 def _fake(

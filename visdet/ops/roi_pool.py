@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import _library
 from ._arguments import computation_dtype, pair
-from ._roi_sampling import check_rois
+from ._roi_sampling import check_rois, is_image
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
@@ -31,7 +31,8 @@ def roi_pool(
 
     Returns:
         [N, C, PH, PW]. The maxima in the type of ``input``. A bin without pixels gives 0 and has no gradient, and so
-        does a region without area, of no image of the batch, or with a corner that is NaN or infinite.
+        does a region without area, with a batch index that is not one of the whole numbers 0..B-1, or with a corner
+        that is NaN or infinite.
 
     It is differentiable once with respect to ``input``: the gradient goes to the maximum, the first in reading order of
     equal ones. The regions and the position of each maximum are saved for the backward; finding a maximum again would
@@ -64,13 +65,13 @@ def roi_pool_reference(
     B, C, H, W = input.shape
     x1, y1 = rois[:, 1] * spatial_scale, rois[:, 2] * spatial_scale
     x2, y2 = (rois[:, 3] + 1) * spatial_scale, (rois[:, 4] + 1) * spatial_scale
-    is_region = (x2 > x1) & (y2 > y1) & (rois[:, 0] >= 0) & (rois[:, 0] < B)
+    is_region = (x2 > x1) & (y2 > y1) & is_image(rois[:, 0], B)
     in_row = _bins(y1, y2, PH, H) & is_region[:, None, None]  # [N, PH, H]
     in_column = _bins(x1, x2, PW, W) & is_region[:, None, None]  # [N, PW, W]
     image = torch.where(is_region, rois[:, 0], 0).long()
     lowest = -float("inf")
     values = input.detach().to(rois.dtype).nan_to_num(nan=lowest, posinf=float("inf"), neginf=lowest)
-    argmax = torch.full((len(rois), C, PH, PW), -1, dtype=torch.int64, device=input.device)
+    argmax = torch.full((rois.shape[0], C, PH, PW), -1, dtype=torch.int64, device=input.device)
     if input.numel() == 0 or argmax.numel() == 0:
         return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
     row_of, column_of = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
@@ -143,11 +144,11 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
     grad = rois.new_zeros(B * C * H * W)
     if grad.numel() == 0:
         return grad.view(B, C, H, W)
-    is_image = (rois[:, 0] >= 0) & (rois[:, 0] < B)
-    image = torch.where(is_image, rois[:, 0], 0).long()
+    is_of_batch = is_image(rois[:, 0], B)
+    image = torch.where(is_of_batch, rois[:, 0], 0).long()
     first = image[:, None] * C + torch.arange(C, device=rois.device)  # [N, C]
     index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
-    counted = torch.where((argmax >= 0) & (argmax < H * W) & is_image[:, None, None, None], grad_output, 0)
+    counted = torch.where((argmax >= 0) & (argmax < H * W) & is_of_batch[:, None, None, None], grad_output, 0)
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 

@@ -1,8 +1,12 @@
-"""A function that tells whether a call is eager."""
+"""Whether a call is recorded rather than eager, and functions that are recorded as one operator."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["is_traced"]
+__all__ = ["is_traced", "recorded_as_one"]
 
 
 def is_traced() -> bool:
@@ -13,3 +17,57 @@ def is_traced() -> bool:
     return (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
     )
+
+
+def recorded_as_one(
+    function: Callable[..., Tensor], schema: str, leaves: int, fake: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return ``function``, which ``torch.compile`` and exports record as one operator instead of looking inside.
+
+    They cannot record plain torch whose shapes or loops depend on what tensors hold.
+
+    Args:
+        schema: The types and names of the arguments, as torch writes them. They are passed by position.
+        leaves: How many of the first arguments have gradients, which the backward computes by calling ``function``
+            again.
+        fake: A function that returns a result of the right shape and type, given the arguments.
+    """
+    name = f"visdet::{function.__name__.lstrip('_')}"
+
+    def backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+        # Unlike torch.autograd.grad, this also differentiates within an operator, where torch records nothing.
+        _, gradients_of = torch.func.vjp(
+            lambda *tensors: function(*tensors, *arguments[leaves:]), *arguments[:leaves]
+        )
+        return [grad.contiguous() for grad in gradients_of(grad_output)]
+
+    def fake_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+        return [tensor.new_empty(tensor.shape) for tensor in arguments[:leaves]]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*(one for one in inputs if isinstance(one, Tensor)))
+        ctx.others = [None if isinstance(one, Tensor) else one for one in inputs]
+
+    def gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if one is None else one for one in ctx.others]
+        return (*backward_operator(grad_output, *arguments), *[None] * (len(arguments) - leaves))
+
+    operator = torch.library.custom_op(
+        name,
+        lambda *arguments: function(*arguments).contiguous(),
+        mutates_args=(),
+        schema=f"({schema}) -> Tensor",
+    )
+    backward_operator = torch.library.custom_op(
+        f"{name}_backward", backward, mutates_args=(), schema=f"(Tensor grad_output, {schema}) -> Tensor[]"
+    )
+    operator.register_fake(fake)
+    operator.register_autograd(gradients, setup_context=setup_context)
+    backward_operator.register_fake(fake_backward)
+
+    def call(*arguments: Any) -> Tensor:
+        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        return (operator if is_recorded else function)(*arguments)
+
+    return call

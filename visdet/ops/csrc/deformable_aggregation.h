@@ -15,6 +15,18 @@
 // A (point, camera) pair counts iff 0 < x < 1 and 0 < y < 1, strictly; NaN does not. A pair that does not count adds
 // nothing, whatever its weight, and has zero gradients. One that counts is sampled in every level at
 // (x * W - 0.5, y * H - 0.5), border rule of common/bilinear.h. Every sum is taken in the type of locations.
+//
+// deformable_aggregation_with_depth multiplies each corner of a sample by a number of the corner's texel, interpolated
+// between two of its D depths: with n = floor(d) and f = d - n, (1 - f) * depth_probs[n] + f * depth_probs[n + 1],
+// where an index outside 0..D - 1 counts as zero.
+//
+// clang-format off
+// features     [B, S, C]           rows may be any distance apart, so that both may share a tensor
+// depth_probs  [B, S, D]           the type of features, rows likewise
+// locations    [B, Q, P, V, 3]     (x, y, d); d in 0..D - 1
+// clang-format on
+//
+// A pair then counts iff also -1 < d < D.
 #pragma once
 
 #include <algorithm>
@@ -27,17 +39,19 @@ namespace visdet {
 
 struct DeformableAggregationProblem {
   int64_t B, S, C, V, L, Q, P, G;
+  int64_t D = 0;  // without depths
 };
 
 inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& features, const Tensor& level_shapes,
                                                                  const Tensor& level_starts, const Tensor& locations,
-                                                                 const Tensor& weights) {
-  constexpr const char* op = "deformable_aggregation";
+                                                                 const Tensor& weights,
+                                                                 const char* op = "deformable_aggregation",
+                                                                 int64_t coordinates = 2) {
   check_values(op, "features", features, {"B", "S", "C"});
   check_shape(op, "level_shapes", level_shapes, {"V", "L", 2}, " (height, width)");
   const int64_t B = features.size(0), C = features.size(2), V = level_shapes.size(0), L = level_shapes.size(1);
   check_shape(op, "level_starts", level_starts, {{"V", V}, {"L", L}});
-  check_beside(op, "locations", locations, {{"B", B}, "Q", "P", {"V", V}, 2}, "features", features);
+  check_beside(op, "locations", locations, {{"B", B}, "Q", "P", {"V", V}, coordinates}, "features", features);
   const int64_t Q = locations.size(1), P = locations.size(2);
   check_beside(op, "weights", weights, {{"B", B}, {"Q", Q}, {"P", P}, {"V", V}, {"L", L}, "G"}, "features", features,
                true);
@@ -51,10 +65,28 @@ inline DeformableAggregationProblem check_deformable_aggregation(const Tensor& f
   return {B, features.size(1), C, V, L, Q, P, G};
 }
 
+inline DeformableAggregationProblem check_aggregation_with_depth(const Tensor& features, const Tensor& depths,
+                                                                 const Tensor& level_shapes, const Tensor& level_starts,
+                                                                 const Tensor& locations, const Tensor& weights) {
+  constexpr const char* op = "deformable_aggregation_with_depth";
+  auto problem = check_deformable_aggregation(features, level_shapes, level_starts, locations, weights, op, 3);
+  check_like(op, "depth_probs", depths, {{"B", problem.B}, {"S", problem.S}, "D"}, "features", features);
+  problem.D = depths.size(2);
+  return problem;
+}
+
 inline void check_deformable_aggregation_grad(const DeformableAggregationProblem& problem, const Tensor& grad_output,
-                                              const Tensor& features) {
-  check_like("deformable_aggregation_backward", "grad_output", grad_output,
-             {{"B", problem.B}, {"Q", problem.Q}, {"C", problem.C}}, "features", features);
+                                              const Tensor& features,
+                                              const char* op = "deformable_aggregation_backward") {
+  check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"Q", problem.Q}, {"C", problem.C}}, "features",
+             features);
+}
+
+// A tensor [B, S, C] whose rows are equally far apart, or a contiguous copy.
+inline Tensor rows_of(const Tensor& tensor) {
+  const bool has_rows = tensor.stride(2) == 1 && tensor.stride(1) >= tensor.size(2) &&
+                        tensor.stride(0) == tensor.size(1) * tensor.stride(1);
+  return has_rows ? tensor : dense(tensor);
 }
 
 // Calls f(T{}, TW{}, A{}) for the types of features, of weights and of sums. The caller has included a

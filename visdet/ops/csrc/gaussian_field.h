@@ -6,6 +6,10 @@
 // points [B, 3], means [N, 3], cholesky [N, 3, 3] (the lower triangle L_n is read, its diagonal must be positive),
 // weights [N]: all float64 or all float32.
 //
+// A distance is infinite where a sum overflows, or where the point, the mean or a number below the diagonal of L_n is
+// infinite. Such a pair adds nothing and has no gradient. A NaN makes distances NaN. Rows of L_n are divided by their
+// diagonal first, so that large factors do not overflow.
+//
 // With u = L_n^-T v and s = d loss / d distance:
 //   d point += 2 s u,  d mean -= 2 s u,  d L -= 2 s tril(u v^T)
 // so that sums over b of s u and s u v^T are L_n^-T times those of s v and s v v^T, ten numbers a Gaussian with s.

@@ -109,9 +109,8 @@ RegionsOfBatch<A> weigh_regions(const RoIAlignProblem& p, const A* boxes) {
     for (int64_t n = begin; n < end; ++n) {
       const A* box = boxes + 5 * n;
       AxisTaps<A>&rows = batch.axes[2 * n], &columns = batch.axes[2 * n + 1];
-      const bool is_of_image = box[0] >= 0 && box[0] < static_cast<A>(p.B);
       const bool is_finite = std::all_of(box, box + 5, [](A number) { return std::isfinite(number); });
-      if (is_of_image && is_finite && p.H > 0 && p.W > 0) {
+      if (is_image(box[0], p.B) && is_finite && p.H > 0 && p.W > 0) {
         weigh(p, box[2], box[4], p.PH, p.H, slots.data(), rows);
         weigh(p, box[1], box[3], p.PW, p.W, slots.data(), columns);
         batch.images[n] = static_cast<int64_t>(box[0]);

@@ -12,7 +12,7 @@
 // weighted sums over columns.
 //
 // Regions are those that bounded_rois in visdet/ops/_roi_sampling.py returns. Others break nothing: a region of no
-// image of the batch, with NaN or an infinity among its numbers, or with 2^31 samples or more along an axis gives 0.
+// image of the batch (a whole number 0 to B - 1), with NaN or an infinity among its numbers, or with 2^31 samples or more along an axis gives 0.
 #pragma once
 
 #include "common/rois.h"

@@ -50,8 +50,8 @@ std::vector<RoIPoolImage> sort_regions(const RoIPoolProblem& p, const A* boxes, 
   std::vector<RoIPoolImage> images(std::max<int64_t>(p.B, 1));
   for (int64_t n = 0; n < p.N; ++n, boxes += 5, intervals += 2 * (p.PH + p.PW)) {
     int32_t *rows = intervals, *columns = rows + 2 * p.PH;
-    const bool is_image = boxes[0] >= 0 && boxes[0] < static_cast<A>(p.B);
-    const bool is_region = is_image && write_bins<A>(boxes[2] * scale, (boxes[4] + 1) * scale, p.PH, p.H, rows) &&
+    const bool is_region = is_image(boxes[0], p.B) &&
+                           write_bins<A>(boxes[2] * scale, (boxes[4] + 1) * scale, p.PH, p.H, rows) &&
                            write_bins<A>(boxes[1] * scale, (boxes[3] + 1) * scale, p.PW, p.W, columns);
     if (!is_region) std::fill(rows, rows + 2 * (p.PH + p.PW), 0);
     RoIPoolRegion region{n, rows, columns, {}};

@@ -1,9 +1,17 @@
 // What operators that pool regions of interest check alike.
 #pragma once
 
+#include "common/bilinear.h"
 #include "common/checks.h"
 
 namespace visdet {
+
+// Returns whether a region's batch index, a float, is one of the whole numbers 0 to B - 1.
+template <typename A>
+VISDET_HOST_DEVICE bool is_image(A index, int64_t B) {
+  return index >= 0 && index < A(int64_t{1} << 62) && static_cast<int64_t>(index) < B &&
+         static_cast<A>(static_cast<int64_t>(index)) == index;
+}
 
 // values: input, or a gradient of its type.
 inline void check_rois(const char* op, const Tensor& rois, const Tensor& values) {

@@ -25,12 +25,6 @@ __device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int
   stop = static_cast<int>(last > 0 ? (last < most ? min(static_cast<int64_t>(last), size) : size) : 0);
 }
 
-// Whether a region's batch index, a float, is that of an image.
-template <typename A>
-__device__ __forceinline__ bool is_image(A b, int64_t B) {
-  return b >= 0 && b < A(int64_t{1} << 62) && static_cast<int64_t>(b) < B;
-}
-
 // A thread computes an element of the output. Pixels that lie in two neighbouring bins are read twice.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kThreads)

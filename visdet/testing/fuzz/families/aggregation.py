@@ -1,5 +1,6 @@
-"""Problems of deformable_aggregation and deformable_aggregation_fused."""
+"""Problems of deformable_aggregation, alone, with depth and fused."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from visdet.ops import (
     deformable_aggregation_fused,
     deformable_aggregation_fused_reference,
     deformable_aggregation_reference,
+    deformable_aggregation_with_depth,
+    deformable_aggregation_with_depth_reference,
 )
 
 from ..problem import Draw, Family, Problem
@@ -107,6 +110,45 @@ def _draw(draw: Draw) -> Problem:
         skip={"locations": near},
         may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
     )
+
+
+def _draw_with_depth(draw: Draw) -> Problem:
+    problem = _draw(draw)
+    given, D = problem.arguments, draw.pick(1 if draw.has_bad_numbers else 0, 1, 2, 3, 8, 64)
+    features, locations = given["features"], given["locations"]
+    depths = draw.uniform(-2, D + 1, *locations.shape[:-1], 1)
+    if draw.chance(0.2):
+        depths = depths.round()
+    depths = depths.to(locations)
+    near = near_whole(depths.to(problem.wide).double().cpu() + 0.5, torch.ones(1))
+    draw.leave_out(depths, near)
+    joined = torch.cat([locations.detach(), depths], -1)
+    order = ("features", "depth_probs", "level_shapes", "level_starts", "locations", "weights")
+    depth_probs = draw.place(draw.uniform(0, 1, *features.shape[:2], D), features.dtype)
+    arguments = {
+        **given,
+        "depth_probs": depth_probs,
+        "locations": draw.place(joined, joined.dtype, can_expand=False),
+    }
+    return replace(
+        problem,
+        arguments={name: arguments[name] for name in order},
+        differentiable=("features", "depth_probs", "locations", "weights"),
+        error_factor=4 * problem.error_factor,
+        skip={"locations": torch.cat([problem.skip["locations"], near], -1)},
+    )
+
+
+def _depth_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    _bounds(problem, bounds)
+    if "depth_probs" in bounds:
+        given = problem.arguments
+        channels = max(1, given["features"].shape[2])
+        bounds["depth_probs"] = (
+            channels * largest(given["features"]) * largest(given["weights"]) * gradient_sum(bounds)
+        )
+        if "locations" in bounds:
+            bounds["locations"] *= max(1.0, channels)
 
 
 def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
@@ -265,6 +307,22 @@ FAMILIES = (
             "weights": ("rank", "device", 0, 1, 2, 3, 4),
             "level_shapes": ("rank", 2),
         },
+    ),
+    Family(
+        "deformable_aggregation_with_depth",
+        deformable_aggregation_with_depth,
+        _draw_with_depth,
+        deformable_aggregation_with_depth_reference,
+        _depth_bounds,
+        reads_beside=("features", "depth_probs"),
+        spoiled={
+            "features": ("rank", "type", 0),
+            "depth_probs": ("rank", "type", 0, 1),
+            "locations": ("rank", "device", 0, 1, 2, 3, 4),
+            "weights": ("rank", "device", 0, 1, 2, 3, 4),
+            "level_shapes": ("rank", 2),
+        },
+        aliases=("deformable_aggregation",),
     ),
     Family(
         "deformable_aggregation_fused",

@@ -1,9 +1,10 @@
-// deformable_aggregation and deformable_aggregation_fused on CUDA. The contracts are in deformable_aggregation.h and
-// deformable_aggregation_fused.h; how the work is laid out, above each kernel.
+// deformable_aggregation, its form with depth and its fused form on CUDA. The contracts are in deformable_aggregation.h
+// and deformable_aggregation_fused.h; how the work is laid out, above each kernel.
 #include <tuple>
 
 #include "common/launch.h"
 #include "common/paths.h"
+#include "cuda/deformable_aggregation/depth.cuh"
 #include "cuda/deformable_aggregation/forward.cuh"
 #include "cuda/deformable_aggregation/fused.cuh"
 #include "cuda/deformable_aggregation/pairs.cuh"
@@ -112,6 +113,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
 VISDET_CUDA_OPERATORS(deformable_aggregation, m) {
   m.impl("deformable_aggregation", TORCH_BOX(&visdet::deformable_aggregation::forward));
   m.impl("deformable_aggregation_backward", TORCH_BOX(&visdet::deformable_aggregation::backward));
+  m.impl("deformable_aggregation_with_depth", TORCH_BOX(&visdet::deformable_aggregation::forward_with_depth));
+  m.impl("deformable_aggregation_with_depth_backward", TORCH_BOX(&visdet::deformable_aggregation::backward_with_depth));
   m.impl("deformable_aggregation_fused", TORCH_BOX(&visdet::deformable_aggregation_fused::forward));
   m.impl("deformable_aggregation_fused_backward", TORCH_BOX(&visdet::deformable_aggregation_fused::backward));
 }

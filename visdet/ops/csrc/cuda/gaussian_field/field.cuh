@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
   const int part = blockIdx.x / owners;
   const int64_t first_b = static_cast<int64_t>(blockIdx.x % owners) * (kThreads * kFieldPoints) + threadIdx.x;
   float x[kFieldPoints], y[kFieldPoints], z[kFieldPoints], sums[kFieldPoints] = {};
+  bool has_wild = false;  // this thread's points
 #pragma unroll
   for (int r = 0; r < kFieldPoints; ++r) {
     const int64_t b = first_b + r * kThreads;
@@ -45,23 +46,29 @@ __global__ void __launch_bounds__(kThreads, kFieldBlocks)
     x[r] = exists ? point[0] : 0;
     y[r] = exists ? point[1] : 0;
     z[r] = exists ? point[2] : 0;
+    has_wild |= is_wild(x[r], y[r], z[r]);
   }
   float e = 0;
   const int64_t end = parts.first[part + 1];
   for (int64_t first = parts.first[part]; first < end; first += kThreads) {
     const int count = static_cast<int>(min(end - first, int64_t{kThreads}));
-    if (threadIdx.x < count) tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponential<float>::kScale);
-    __syncthreads();
-#pragma unroll 8
-    for (int k = 0; k < count; ++k) {
-      const Gaussian<float> g = tile[k];
-#pragma unroll
-      for (int r = 0; r < kFieldPoints; ++r) {
-        float v[3];
-        exponential_in_turn(whiten(g, x[r], y[r], z[r], v), always, e);
-        sums[r] += g.weight * e;
-      }
+    bool reads_wild = has_wild;
+    if (threadIdx.x < count) {
+      tile[threadIdx.x] = read_gaussian(in, first + threadIdx.x, Exponential<float>::kScale);
+      reads_wild |= is_wild(tile[threadIdx.x]);
     }
+    for_tile(reads_wild, [&](auto wild) {
+#pragma unroll(decltype(wild)::value ? 1 : 8)
+      for (int k = 0; k < count; ++k) {
+        const Gaussian<float> g = tile[k];
+#pragma unroll
+        for (int r = 0; r < kFieldPoints; ++r) {
+          float v[3];
+          exponential_in_turn(whiten<decltype(wild)::value>(g, x[r], y[r], z[r], v), always, e);
+          sums[r] += g.weight * e;
+        }
+      }
+    });
     __syncthreads();  // the tile has been read
   }
 #pragma unroll

@@ -2,6 +2,8 @@
 // the inner loops want, and its two triangular systems.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.h"
 #include "common/values.cuh"
 #include "gaussian_field.h"
@@ -58,51 +60,98 @@ struct Exponential<double> {
 template <typename A>
 constexpr A kThinnest = sizeof(A) == 4 ? A(1e-18) : A(1e-150);
 
-// A Gaussian in the form that the inner loops want: the factor L divided by the scale of the exponential, its diagonal
-// inverted. A diagonal that is not positive makes everything NaN.
+template <typename A>
+constexpr A kGreatest = sizeof(A) == 4 ? A(3.4028234663852886e38) : A(1.7976931348623157e308);
+// The scaled square beyond which Exponential is 0 or below any normal number.
+template <typename A>
+constexpr A kFarthestTerm = sizeof(A) == 4 ? A(126) : A(1416);
+
+// A Gaussian in the form that the inner loops want. The factor is divided by the scale of the exponential; there are
+// the reciprocals of its diagonal, and the rest divided by the diagonal of its row, which does not overflow where
+// factors are large. Distances are infinite where their square is above `farthest`, and `nan`, 0 or NaN, is added to
+// them. A diagonal that is not positive is NaN.
 template <typename A>
 struct alignas(16) Gaussian {
   A x, y, z, weight;
-  A i00, l10, i11, l20;
-  A l21, i22, reserved, reserved_too;
+  A i00, r10, i11, r20;
+  A r21, i22, farthest, nan;
 };
 
 template <typename A>
 __device__ __forceinline__ Gaussian<A> read_gaussian(const Inputs<A>& in, int64_t n, A scale) {
   const A *mean = in.means + 3 * n, *l = in.cholesky + 9 * n;
-  const bool is_valid = l[0] > 0 && l[4] > 0 && l[8] > 0;
-  const A nan = quiet_nan<A>();
-  const A thinnest = in.weights ? kThinnest<A> : A(0);  // a thin Gaussian has distances, too
-  return {mean[0],
-          mean[1],
-          is_valid ? mean[2] : nan,
-          in.weights ? in.weights[n] : A(0),
-          scale / max(l[0], thinnest),
-          l[3] / scale,
-          scale / max(l[4], thinnest),
-          l[6] / scale,
-          l[7] / scale,
-          scale / max(l[8], thinnest),
-          A(0),
-          A(0)};
+  // A thin Gaussian has distances, too.
+  const A thinnest = in.weights ? kThinnest<A> : A(0), greatest = kGreatest<A>;
+  const auto inverse = [&](A diagonal) { return min(1 / max(diagonal, thinnest), greatest); };
+  const A i11 = inverse(l[4]), i22 = inverse(l[8]);
+  Gaussian<A> g{mean[0],
+                mean[1],
+                mean[2],
+                in.weights ? in.weights[n] : A(0),
+                inverse(l[0]) * scale,
+                l[3] * i11,
+                i11 * scale,
+                l[6] * i22,
+                l[7] * i22,
+                i22 * scale,
+                in.weights ? kFarthestTerm<A> : greatest,
+                A(0)};
+  bool is_nan = !(l[0] > 0 && l[4] > 0 && l[8] > 0) || isnan(l[3]) || isnan(l[6]) || isnan(l[7]);
+  for (int d = 0; d < 3; ++d) is_nan |= isnan(mean[d]);
+  if (is_nan) g.nan = quiet_nan<A>();
+  // A Gaussian with infinite numbers off the diagonal is infinitely far from every point.
+  if (!(abs(g.r10) <= greatest && abs(g.r20) <= greatest && abs(g.r21) <= greatest)) {
+    g.x = A(__builtin_huge_val()), g.r10 = g.r20 = g.r21 = 0;
+  }
+  return g;
 }
 
-// Solves L v = point - mean and returns |v|^2.
+// Points and Gaussians within these limits have finite sums: with coordinates to 10^9, reciprocals to 10^6 and numbers
+// off the diagonal to 10^4, the largest, 2 * 10^9 * 10^12 * (1 + 10^4)^4, is below 10^38. Any others are wild.
 template <typename A>
+__device__ __forceinline__ bool is_wild(A x, A y, A z) {
+  return !(abs(x) <= A(1e9) && abs(y) <= A(1e9) && abs(z) <= A(1e9));
+}
+template <typename A>
+__device__ __forceinline__ bool is_wild(const Gaussian<A>& g) {
+  return is_wild(g.x, g.y, g.z) || !(max(max(g.i00, g.i11), g.i22) <= A(1e6)) ||
+         !(max(max(abs(g.r10), abs(g.r20)), abs(g.r21)) <= A(1e4)) || isnan(g.nan);
+}
+
+// Solves L v = point - mean and returns |v|^2. With WILD, where that is too far, v is 0 and the result infinite; it is
+// NaN for a point or a Gaussian with a NaN. Without WILD, neither the point nor the Gaussian is wild.
+template <bool WILD, typename A>
 __device__ __forceinline__ A whiten(const Gaussian<A>& g, A x, A y, A z, A (&v)[3]) {
   const A dx = x - g.x, dy = y - g.y, dz = z - g.z;
   v[0] = dx * g.i00;
-  v[1] = (dy - g.l10 * v[0]) * g.i11;
-  v[2] = (dz - g.l20 * v[0] - g.l21 * v[1]) * g.i22;
-  return v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
+  v[1] = dy * g.i11 - g.r10 * v[0];
+  v[2] = dz * g.i22 - g.r20 * v[0] - g.r21 * v[1];
+  A square = v[0] * v[0] + v[1] * v[1] + v[2] * v[2];
+  if constexpr (WILD) {
+    if (!(square <= g.farthest)) square = A(__builtin_huge_val()), v[0] = v[1] = v[2] = 0;
+    square += isnan(x) || isnan(y) || isnan(z) ? quiet_nan<A>() : g.nan;
+  }
+  return square;
+}
+
+// Calls add(std::bool_constant<WILD>) for a tile, with WILD if a thread of the block has something wild. All threads
+// call it. What they wrote to the tile before is complete.
+template <typename F>
+__device__ __forceinline__ void for_tile(bool has_wild, const F& add) {
+  if (__syncthreads_or(has_wild)) {
+    add(std::true_type());
+  } else {
+    add(std::false_type());
+  }
 }
 
 // Solves L^T u = v.
 template <typename A>
 __device__ __forceinline__ void whiten_back(const Gaussian<A>& g, const A (&v)[3], A (&u)[3]) {
+  const A w1 = v[1] - g.r21 * v[2];
+  u[0] = (v[0] - g.r10 * w1 - g.r20 * v[2]) * g.i00;
+  u[1] = w1 * g.i11;
   u[2] = v[2] * g.i22;
-  u[1] = (v[1] - g.l21 * u[2]) * g.i11;
-  u[0] = (v[0] - g.l10 * u[1] - g.l20 * u[2]) * g.i00;
 }
 
 template <typename A>

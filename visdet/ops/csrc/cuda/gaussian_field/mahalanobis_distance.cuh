@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) distance_kernel(const Inputs<A> in, 
 #pragma unroll 4
   for (int64_t b = begin; b < end; ++b) {
     A v[3];
-    output[b * in.N + n] = whiten(g, in.points[3 * b], in.points[3 * b + 1], in.points[3 * b + 2], v);
+    output[b * in.N + n] = whiten<true>(g, in.points[3 * b], in.points[3 * b + 1], in.points[3 * b + 2], v);
   }
 }
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t n = lane; n < in.N; n += 32) {
     const Gaussian<A> g = read_gaussian(in, n, A(1));
     A v[3], u[3];
-    whiten(g, x, y, z, v);
+    whiten<true>(g, x, y, z, v);
     whiten_back(g, v, u);
     const A s = grad_output[b * in.N + n];
 #pragma unroll

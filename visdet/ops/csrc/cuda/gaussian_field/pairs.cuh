@@ -41,8 +41,10 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
   const int64_t b = i < in.B ? (CULL ? in_order(in.point_order, i, in.B) : i) : -1;
   A x = 0, y = 0, z = 0, sums[kSums] = {};
   Box box = empty_box();
+  bool has_wild = false;  // this thread's point
   if (b >= 0) {
     x = in.points[3 * b], y = in.points[3 * b + 1], z = in.points[3 * b + 2];
+    has_wild = is_wild(x, y, z);
     if constexpr (CULL) box = box_of_point(x, y, z);
   }
   if constexpr (CULL) box = box_of_block(box);
@@ -50,29 +52,35 @@ __device__ __forceinline__ void point_block(const Inputs<A>& in, int64_t owner, 
   for_tiles<CULL>(begin, end, box, in.gaussian_groups, [&](int64_t first_n, int64_t end_n) {
     const int64_t n = first_n + threadIdx.x;
     int count = static_cast<int>(end_n - first_n);
+    bool reads_wild = has_wild;
+    const auto read = [&](int position, int64_t m) {
+      tile[position] = read_gaussian(in, m, kScale);
+      reads_wild |= is_wild(tile[position]);
+    };
     if constexpr (CULL) {
       count = compact_block<kThreads>(
           1, [&](int) { return n < end_n && !are_apart(box, in.boxes[n]); },
-          [&](int, int position) { tile[position] = read_gaussian(in, in_order(in.gaussian_order, n, in.N), kScale); });
+          [&](int, int position) { read(position, in_order(in.gaussian_order, n, in.N)); });
     } else {
-      if (n < end_n) tile[threadIdx.x] = read_gaussian(in, n, kScale);
-      __syncthreads();
+      if (n < end_n) read(threadIdx.x, n);
     }
+    for_tile(reads_wild, [&](auto wild) {
 #pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-      const Gaussian<A> g = tile[k];
-      A v[3];
-      const A e = Exponential<A>::of(whiten(g, x, y, z, v));
-      if constexpr (GRAD) {
-        A u[3];
-        const A s = g.weight * e;
-        whiten_back(g, v, u);
+      for (int k = 0; k < count; ++k) {
+        const Gaussian<A> g = tile[k];
+        A v[3];
+        const A e = Exponential<A>::of(whiten<decltype(wild)::value>(g, x, y, z, v));
+        if constexpr (GRAD) {
+          A u[3];
+          const A s = g.weight * e;
+          whiten_back(g, v, u);
 #pragma unroll
-        for (int d = 0; d < 3; ++d) sums[d] += s * u[d];
-      } else {
-        sums[0] += g.weight * e;
+          for (int d = 0; d < 3; ++d) sums[d] += s * u[d];
+        } else {
+          sums[0] += g.weight * e;
+        }
       }
-    }
+    });
     __syncthreads();  // the tile has been read
   });
   if (b < 0) return;
@@ -98,6 +106,7 @@ __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owne
     if constexpr (CULL) box = in.boxes[i];
   }
   if constexpr (CULL) box = box_of_block(box);
+  const bool has_wild = !IS_FIELD || is_wild(g);  // distances are also compared with the largest number
   A sum = 0, sum_v[3] = {}, sum_vv[6] = {};
   const int64_t begin = part * in.part, end = min(begin + in.part, in.B);
   for_tiles<CULL>(begin, end, box, in.point_groups, [&](int64_t first_b, int64_t end_b) {
@@ -108,34 +117,36 @@ __device__ __forceinline__ void gaussian_block(const Inputs<A>& in, int64_t owne
       for (int d = 0; d < 3; ++d) point.at[d] = in.points[3 * b + d];
       if (IS_FIELD) point.at[3] = grad_output[b];
     }
+    const bool reads_wild = has_wild || is_wild(point.at[0], point.at[1], point.at[2]);
     if constexpr (CULL) {
       count = compact_block<kThreads>(
           1, [&](int) { return b >= 0 && !are_apart(box, box_of_point(point.at[0], point.at[1], point.at[2])); },
           [&](int, int position) { tile[position] = point; });
     } else {
       if (b >= 0) tile[threadIdx.x] = point;
-      __syncthreads();
     }
+    for_tile(reads_wild, [&](auto wild) {
 #pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-      const Pack<A, 4> p = tile[k];
-      A v[3];
-      const A square = whiten(g, p.at[0], p.at[1], p.at[2], v);
-      A s;
-      if constexpr (IS_FIELD) {
-        s = p.at[3] * Exponential<A>::of(square);
-      } else {
-        s = n >= 0 ? grad_output[(first_b + k) * in.N + n] : A(0);
-      }
-      sum += s;
+      for (int k = 0; k < count; ++k) {
+        const Pack<A, 4> p = tile[k];
+        A v[3];
+        const A square = whiten<decltype(wild)::value>(g, p.at[0], p.at[1], p.at[2], v);
+        A s;
+        if constexpr (IS_FIELD) {
+          s = p.at[3] * Exponential<A>::of(square);
+        } else {
+          s = n >= 0 ? grad_output[(first_b + k) * in.N + n] : A(0);
+        }
+        sum += s;
 #pragma unroll
-      for (int d = 0, m = 0; d < 3; ++d) {
-        const A sv = s * v[d];
-        sum_v[d] += sv;
+        for (int d = 0, m = 0; d < 3; ++d) {
+          const A sv = s * v[d];
+          sum_v[d] += sv;
 #pragma unroll
-        for (int e = 0; e <= d; ++e, ++m) sum_vv[m] += sv * v[e];
+          for (int e = 0; e <= d; ++e, ++m) sum_vv[m] += sv * v[e];
+        }
       }
-    }
+    });
     __syncthreads();  // the tile has been read
   });
   if (n < 0) return;

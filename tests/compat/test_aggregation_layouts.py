@@ -1,0 +1,185 @@
+"""The extensions of deformable aggregation in both layouts, with and without depth, and sums over their points."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from visdet import ops
+from visdet.compat import aggregation_ext, extensions, summed_points
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+B, V, Q, P, C, D, G = 2, 3, 4, 5, 8, 6, 2
+SHAPES = [[4, 5], [2, 3]]
+ROWS = 28  # of a camera, of which 26 belong to maps
+
+
+def arguments(device="cpu", dtype=torch.float32, has_depth=False):
+    """Return the arguments of an extension with each camera apart, with tables of int32 on the device."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(B, V, ROWS, C + (D if has_depth else 0), generator=generator).to(dtype)
+    locations = torch.rand(B, Q * P, V, 2, generator=generator) * 1.4 - 0.2
+    if has_depth:
+        depths = torch.rand(B, Q * P, V, 1, generator=generator) * (D + 3) - 2
+        locations = torch.cat([locations, depths], -1)
+    weights = torch.rand(B, Q * P, V, 2, G, generator=generator)
+    tables = (torch.tensor(SHAPES, dtype=torch.int32), torch.tensor([1, 21], dtype=torch.int32))
+    return [tensor.to(device) for tensor in (features, *tables, locations, weights)]
+
+
+def by_definition(features, shapes, starts, locations, weights, points=1):
+    """Return the result in float64, and the leaves that its gradients belong to."""
+    leaves = [tensor.detach().double().cpu().requires_grad_() for tensor in (features, locations, weights)]
+    tables = (shapes.cpu().expand(V, -1, -1), starts.cpu() + ROWS * torch.arange(V)[:, None])
+    flat, location, weight = leaves[0].flatten(1, 2), *(one.unflatten(1, (-1, points)) for one in leaves[1:])
+    if location.shape[-1] == 2:
+        return ops.deformable_aggregation_reference(flat, *tables, location, weight), leaves
+    columns = flat.split([C, D], -1)
+    return ops.deformable_aggregation_with_depth_reference(*columns, *tables, location, weight), leaves
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_depth", [False, True], ids=["plain", "depth"])
+@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "one-run"])
+def test_both_layouts_and_their_gradients(device, dtype, has_depth, is_apart):
+    features, shapes, starts, locations, weights = arguments(device, dtype, has_depth)
+    points = 1 if is_apart else P
+    wanted, leaves = by_definition(features, shapes, starts, locations, weights, points)
+    wanted_grads = torch.autograd.grad(wanted.sum(), leaves)
+    if not is_apart:
+        shapes, starts = aggregation_ext.tables_of_cameras(features, shapes, starts)
+        features = features.flatten(1, 2)
+        locations, weights = locations.unflatten(1, (Q, P)), weights.unflatten(1, (Q, P))
+    call = (features, shapes, starts, locations, weights, *([D] if has_depth else []))
+    name = "deformable_aggregation_with_depth" if has_depth else "deformable_aggregation"
+    out = getattr(aggregation_ext, f"{name}_forward")(*call)
+    grads = [torch.ones_like(tensor) for tensor in (features, locations, weights)]
+    assert getattr(aggregation_ext, f"{name}_backward")(*call, torch.ones_like(out), *grads) is None
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(out.cpu().double(), wanted.detach(), rtol=tolerance, atol=tolerance)
+    for found, grad in zip(grads, wanted_grads, strict=True):
+        scale = tolerance * float(grad.abs().max())
+        found = found.cpu().double().view(grad.shape)
+        torch.testing.assert_close(found, grad + 1, rtol=tolerance, atol=scale)
+
+
+def test_features_are_not_copied(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "deformable_aggregation_with_depth", lambda *tensors: seen.extend(tensors))
+    features, *others = arguments(has_depth=True)
+    aggregation_ext.deformable_aggregation_with_depth_forward(features, *others, D)
+    assert seen[0].data_ptr() == features.data_ptr() and seen[1].data_ptr() == features[..., C:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape", "message"),
+    [
+        (0, (B, C), r"mc_ms_feat must be \[B, S, C\] \(all cameras in one run\) or \[B, V, S, C\]"),
+        (1, (V, 2, 2), r"spatial_shape must be \[L, 2\], got \[3, 2, 2\] \(mc_ms_feat .* each camera apart"),
+        (2, (V, 2), r"scale_start_index must be \[L\], got \[3, 2\]"),
+        (3, (B, Q, P, V, 2), r"sampling_location must be \[B, N, V, 2\], got .* each camera apart"),
+        (4, (B, Q * P, V, 2), r"weights must be \[B, N, V, L, G\]"),
+        (3, (B, 7, V, 2), r"weights must be .* each camera apart"),
+    ],
+)
+def test_errors_say_which_layout_was_understood(changed, shape, message):
+    call = arguments()
+    call[changed] = torch.ones(shape, dtype=call[changed].dtype)
+    with pytest.raises(RuntimeError, match=message):
+        aggregation_ext.deformable_aggregation_forward(*call)
+
+
+def test_depths_must_be_columns_of_the_features():
+    with pytest.raises(RuntimeError, match="num_depths must be 0 to the 14 columns of mc_ms_feat, got 15"):
+        aggregation_ext.deformable_aggregation_with_depth_forward(*arguments(has_depth=True), 15)
+    with pytest.raises(RuntimeError, match=r"sampling_location must be \[B, N, V, 3\]"):
+        aggregation_ext.deformable_aggregation_with_depth_forward(
+            *(one[0] if i == 3 else one for i, one in enumerate(arguments(has_depth=True))), D
+        )
+
+
+@pytest.mark.parametrize("package", ["", "some.ops."])
+def test_the_extension_with_depth_is_importable(package, monkeypatch):
+    for parent in ("some", "some.ops"):
+        folder = types.ModuleType(parent)
+        folder.__path__ = []
+        monkeypatch.setitem(sys.modules, parent, folder)
+    with extensions.installed():
+        module = importlib.import_module(f"{package}deformable_aggregation_with_depth_ext")
+        assert module.deformable_aggregation_with_depth_forward(*arguments(has_depth=True), D).shape == (
+            B,
+            Q * P,
+            C,
+        )
+
+
+PROJECT = """
+import torch
+from torch import nn
+from visdet.compat import aggregation_ext
+
+
+def deformable_aggregation_func(
+    mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights, depth_prob=None, depth=None
+):
+    raise AssertionError("every point would be written")
+
+DAF = deformable_aggregation_func
+
+
+class Aggregation(nn.Module):
+    use = staticmethod(lambda features: features.sum(dim=2))
+
+    def forward(self, *tensors):
+        return self.use(DAF(*tensors).reshape(2, 4, 5, 8))
+"""
+
+
+@pytest.fixture
+def project(monkeypatch):
+    module = types.ModuleType("project_of_points")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(PROJECT, vars(module))
+    yield module
+    summed_points.uninstall()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_depth", [False, True], ids=["plain", "depth"])
+def test_points_are_summed_within_the_operator(project, has_depth, device, monkeypatch):
+    names = summed_points.install(nn.Sequential(project.Aggregation()))
+    assert names == ["project_of_points.deformable_aggregation_func", "project_of_points.DAF"]
+    assert summed_points.install(project.Aggregation()) == names
+    features, shapes, starts, locations, weights = arguments(device, has_depth=has_depth)
+    wanted, leaves = by_definition(features, shapes, starts, locations, weights, P)
+    call = (features[..., :C], shapes, starts, locations[..., :2], weights)
+    call += (features[..., C:], locations[..., 2:]) if has_depth else ()
+    inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in call]
+    found = project.Aggregation()(*inputs)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
+    grads = torch.autograd.grad(found.sum(), [one for one in inputs if one.requires_grad])
+    expected = torch.autograd.grad(wanted.sum(), leaves)
+    torch.testing.assert_close(grads[0].cpu().double(), expected[0][..., :C], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(grads[2].cpu().double(), expected[2], rtol=1e-4, atol=1e-4)
+    for use in (
+        lambda x: x.flatten(1).sum(1),
+        lambda x: torch.cat([x, x], 2).sum(2) / 2,
+        lambda x: (x * 2)[0].sum(1),
+    ):
+        monkeypatch.setattr(project.Aggregation, "use", staticmethod(use))
+        every = by_definition(features, shapes, starts, locations, weights)[0].reshape(B, Q, P, C)
+        torch.testing.assert_close(
+            project.Aggregation()(*call).cpu().double(), use(every), rtol=1e-4, atol=1e-3
+        )
+    summed_points.uninstall()
+    with pytest.raises(AssertionError, match="every point"):
+        project.Aggregation()(*call)
+
+
+def test_a_model_without_the_function_is_named():
+    with pytest.raises(ValueError, match=r"no module of Linear has a function of \(mc_ms_feat, "):
+        summed_points.install(nn.Linear(2, 2))

@@ -1,0 +1,194 @@
+"""Every operator and module compiles whole and exports with sizes that change, down to two rows, one and none."""
+
+import pytest
+import torch
+from torch import nn
+
+from visdet import ops
+
+SIZES = (5, 2, 1, 0)  # what is traced first, then what else must work
+EYES = torch.eye(4).repeat(1, 2, 1, 1)
+TABLES = [[(3, 4)], [(2, 3)]], [[0], [12]]  # two cameras, 18 rows
+
+
+def rand(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def boxes(n):
+    corners = rand(n, 2) * 5
+    return torch.cat([corners, corners + 3], 1)
+
+
+def rois(n, B=2):
+    return torch.cat([torch.arange(n)[:, None] % B * 1.0, boxes(n)], 1)
+
+
+class Function(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, function, *options):
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, *inputs):
+        return self.function(*inputs, *self.options)
+
+
+def fused_attention(value, reference, offsets, logits):
+    return ops.ms_deform_attn_fused(value, [(3, 4), (2, 2)], None, reference, offsets, logits, 2)
+
+
+def fused_aggregation(features, points, projection, logits):
+    return ops.deformable_aggregation_fused(features, *TABLES, points, projection.detach(), None, logits)
+
+
+def field(points, means, factors, weights, tolerance):
+    return ops.gaussian_field(points, means, factors * torch.eye(3), weights, tolerance)
+
+
+MASKED = ops.MaskedConv2d(3, 4, 3, padding=1).eval()
+
+
+def masked_convolution(x, mask):
+    return ops.masked_conv2d(x, mask, MASKED.weight, MASKED.bias, 1)
+
+
+def cases():
+    """Yield (name, module, function of a size that returns the inputs)."""
+    torch.manual_seed(0)
+    x = rand(2, 3, 8, 9)
+    for mode, ratio in (("avg", 0), ("avg", 2), ("max", 0), ("max", 2)):
+        layer = ops.RoIAlign((2, 3), 0.5, ratio, mode)
+        yield f"roi_align-{mode}-{ratio}", layer, lambda n: (x, rois(n))
+    yield "roi_align-images", ops.RoIAlign(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
+    yield "roi_pool", ops.RoIPool(2, 0.5), lambda n: (x, rois(n))
+    yield "roi_pool-images", ops.RoIPool(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
+    for ratio in (0, 2):
+        layer = ops.DeformRoIPool((2, 3), sampling_ratio=ratio)
+        yield f"deform_roi_pool-{ratio}", layer, lambda n: (x, rois(n), rand(n, 2, 2, 3))
+    yield "deform_roi_pool-modulated", ops.ModulatedDeformRoIPoolPack(2, 3, 8), lambda n: (x, rois(n))
+    yield "simple_roi_align", ops.SimpleRoIAlign(2, 1.0), lambda n: (x, rois(n))
+    yield "simple_roi_align-corners", ops.SimpleRoIAlign(2, 1.0, False), lambda n: (x, rois(n))
+    yield "point_sample", Function(ops.point_sample), lambda n: (x, rand(2, n, 2))
+    yield "point_sample-corners", Function(ops.point_sample, True), lambda n: (x, rand(2, n, 2))
+    yield "point_sample-images", Function(ops.point_sample), lambda n: (rand(n, 3, 5, 6), rand(n, 4, 2))
+    yield "point_sample-bfloat16", Function(ops.point_sample), lambda n: (x.bfloat16(), rand(2, n, 2))
+    yield "grid_sample", Function(ops.bilinear_grid_sample), lambda n: (x, rand(2, n, 3, 2))
+    layer = Function(ops.rel_roi_point_to_rel_img_point, (5, 6))
+    yield "rel_roi_point", layer, lambda n: (rois(n), rand(n, 4, 2))
+    yield (
+        "masked_conv2d",
+        Function(masked_convolution),
+        lambda n: (rand(1, 3, n + 3, 5), rand(1, n + 3, 5).round()),
+    )
+    for mode in ("top", "left"):
+        yield f"corner_pool-{mode}", ops.CornerPool(mode), lambda n: (rand(1, 2, n, 5),)
+    yield "carafe", ops.CARAFE(3, 1, 2), lambda n: (rand(n, 4, 4, 5), rand(n, 9, 8, 10))
+    yield "carafe-pack", ops.CARAFEPack(4, 2), lambda n: (rand(2, 4, n + 3, 5),)
+    for mode, is_aligned in (("iou", False), ("iou", True), ("iof", False), ("iof", True)):
+        layer = Function(ops.bbox_overlaps, mode, is_aligned)
+        yield (
+            f"bbox_overlaps-{mode}-{is_aligned}",
+            layer,
+            lambda n, m=is_aligned: (boxes(n), boxes(n if m else 3)),
+        )
+    for reduction in ("none", "mean", "sum"):
+        for function in (ops.sigmoid_focal_loss, ops.softmax_focal_loss):
+            layer = Function(lambda s, t, w, f=function, r=reduction: f(s, t, weight=w, reduction=r))
+            yield (
+                f"{function.__name__}-{reduction}",
+                layer,
+                lambda n: (rand(n, 4), torch.arange(n) % 4, rand(4)),
+            )
+    layer = ops.DeformConv2d(4, 2, 3, padding=1)
+    yield "deform_conv2d", layer, lambda n: (rand(n, 4, 6, 7), rand(n, 18, 6, 7))
+    for pack in (ops.DeformConv2dPack, ops.ModulatedDeformConv2dPack, ops.SAConv2d, ops.ConvAWS2d):
+        yield pack.__name__, pack(4, 2, 3, padding=1), lambda n: (rand(n, 4, 6, 7),)
+    layer = Function(lambda v, l, w: ops.ms_deform_attn(v, [(3, 4)], None, l, w))
+    yield "ms_deform_attn", layer, lambda n: (rand(2, 12, 2, 4), rand(2, n, 2, 1, 2, 2), rand(2, n, 2, 1, 2))
+    yield (
+        "ms_deform_attn-images",
+        layer,
+        lambda n: (rand(n, 12, 2, 4), rand(n, 3, 2, 1, 2, 2), rand(n, 3, 2, 1, 2)),
+    )
+    shapes = rand(2, 16, 2, 4), lambda n: (rand(2, n, 1, 4), rand(2, n, 2, 4, 2), rand(2, n, 2, 4))
+    yield "ms_deform_attn_fused", Function(fused_attention), lambda n: (shapes[0], *shapes[1](n))
+    layer = Function(lambda f, l, w: ops.deformable_aggregation(f, *TABLES, l, w))
+    yield (
+        "deformable_aggregation",
+        layer,
+        lambda n: (rand(2, 18, 4), rand(2, n, 3, 2, 2), rand(2, n, 3, 2, 1, 2)),
+    )
+    layer = Function(lambda f, d, l, w: ops.deformable_aggregation_with_depth(f, d, *TABLES, l, w))
+    yield (
+        "deformable_aggregation_with_depth",
+        layer,
+        lambda n: (*(rand(n, 18, 4), rand(n, 18, 3), rand(n, 5, 3, 2, 3), rand(n, 5, 3, 2, 1, 2)),),
+    )
+    layer = Function(fused_aggregation)
+    yield (
+        "deformable_aggregation_fused",
+        layer,
+        lambda n: (*(rand(n, 18, 4), rand(n, 5, 3, 3), EYES.repeat(n, 1, 1, 1), rand(n, 5, 2, 1, 3, 2)),),
+    )
+    yield (
+        "box_key_points",
+        Function(lambda anchors, fixed, logits: ops.box_key_points(anchors, fixed.detach(), logits)),
+        lambda n: (rand(2, n, 11), rand(3, 3), rand(2, n, 6)),
+    )
+    for tolerance in (0.0, 0.01):
+        layer = Function(field, tolerance)
+        yield (
+            f"gaussian_field-points-{tolerance}",
+            layer,
+            lambda n: (rand(n, 3), rand(4, 3), rand(4, 3, 3), rand(4)),
+        )
+        yield f"gaussian_field-{tolerance}", layer, lambda n: (rand(4, 3), rand(n, 3), rand(n, 3, 3), rand(n))
+    layer = Function(lambda p, m, l: ops.mahalanobis_distance(p, m, l * torch.eye(3)))
+    yield "mahalanobis_distance", layer, lambda n: (rand(4, 3), rand(n, 3), rand(n, 3, 3))
+    yield (
+        "sample_sum",
+        Function(ops.sample_sum),
+        lambda n: (rand(2, 4, 5, 6), rand(2, n, 3, 2), rand(2, 2, n, 3)),
+    )
+    layer = Function(ops.sample_dot, 1)
+    yield "sample_dot", layer, lambda n: (rand(2, 4, 5, 6), rand(2, n, 3, 2), rand(2, 2, n, 2), rand(2, n, 3))
+
+
+SLOW = ("deform_roi_pool-modulated",)
+CASES = [
+    pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name, *case in cases()
+]
+
+
+@pytest.mark.parametrize(("layer", "inputs_of"), CASES)
+def test_compiles_whole_for_any_size(layer, inputs_of):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in SIZES:
+        inputs = [one.requires_grad_(one.is_floating_point()) for one in inputs_of(size)]
+        expected, found = layer(*inputs), compiled(*inputs)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        if expected.requires_grad:
+            leaves = [one for one in inputs if one.requires_grad]
+            grads = [
+                torch.autograd.grad(out.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+                for out in (found, expected)
+            ]
+            torch.testing.assert_close(*grads, equal_nan=True)
+
+
+@pytest.mark.parametrize(("layer", "inputs_of"), CASES)
+def test_exports_with_a_size_that_changes(layer, inputs_of):
+    first, second = inputs_of(SIZES[0]), inputs_of(SIZES[1])
+    changes = tuple(
+        {axis: torch.export.Dim.DYNAMIC for axis in range(one.dim()) if one.shape[axis] != other.shape[axis]}
+        for one, other in zip(first, second, strict=True)
+    )
+    program = torch.export.export(
+        layer, first, dynamic_shapes=(changes,) if isinstance(layer, Function) else changes
+    ).module()
+    for size in SIZES:
+        inputs = inputs_of(size)
+        torch.testing.assert_close(program(*inputs), layer(*inputs), equal_nan=True)

@@ -1,0 +1,187 @@
+"""deformable_aggregation_with_depth: by hand, and against the plain-torch definition."""
+
+import math
+
+import pytest
+import torch
+from aggregation_cases import DEVICES, TOLERANCE, make_case, relative_error
+
+from visdet.ops import (
+    deformable_aggregation,
+    deformable_aggregation_with_depth,
+    deformable_aggregation_with_depth_reference,
+)
+
+CASES = {  # B, Q, P, G, C, D
+    "B2-Q13-P4-G2-C20-D6": (2, 13, 4, 2, 20, 6),
+    "B1-Q5-P3-G1-C30-D1": (1, 5, 3, 1, 30, 1),
+    "B2-Q3-P13-G8-C256-D64": (2, 3, 13, 8, 256, 64),
+    "B2-Q3-P2-G71-C71-D4": (2, 3, 2, 71, 71, 4),
+    "B1-Q2-P20-G1-C1-D3": (1, 2, 20, 1, 1, 3),
+}
+
+
+def make(B, Q, P, G, C, D, dtype=torch.float64, device="cpu"):
+    """Return the operator's arguments; depths lie between whole numbers, a part of them outside."""
+    features, shapes, starts, locations, weights = make_case(B, Q, P, G, C, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(1)
+    depths = torch.rand(*locations.shape[:-1], 1, generator=generator, dtype=torch.float64) * (D + 3) - 2
+    depth_probs = torch.rand(*features.shape[:2], D, generator=generator, dtype=torch.float64)
+    locations = torch.cat([locations, depths.to(locations)], -1)
+    return features, depth_probs.to(features), shapes, starts, locations, weights
+
+
+def gradients(function, case, grad_output):
+    features, depth_probs, shapes, starts, locations, weights = case
+    leaves = [one.detach().clone().requires_grad_() for one in (features, depth_probs, locations, weights)]
+    output = function(*leaves[:2], shapes, starts, *leaves[2:])
+    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
+
+
+def by_hand(location, device="cpu"):
+    """Return result and gradients of a sample of a map of two texels with values 1 and 10 and three depths."""
+    features = torch.tensor([1.0, 10.0], device=device).view(1, 2, 1)
+    depth_probs = torch.tensor([[[0.5, 0.25, 0.125], [0.1, 0.2, 0.3]]], device=device)
+    locations = torch.tensor(location, device=device).view(1, 1, 1, 1, 3)
+    case = (features, depth_probs, [[(1, 2)]], [[0]], locations, torch.full((1,) * 6, 2.0, device=device))
+    return gradients(deformable_aggregation_with_depth, case, torch.ones(1, 1, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_pair_by_hand(device):
+    # At x = 0.4 the corners weigh 0.7 and 0.3, and at depth 1.25 the first texel has 0.21875, the second one 0.225.
+    output, grads = by_hand((0.4, 0.5, 1.25), device)
+    assert output.item() == pytest.approx(2 * (0.7 * 0.21875 + 0.3 * 10 * 0.225))
+    assert grads[0].flatten().tolist() == pytest.approx([2 * 0.7 * 0.21875, 2 * 0.3 * 0.225])
+    of_texels = [2 * 0.7, 2 * 0.3 * 10]
+    expected = [0, 0.75 * of_texels[0], 0.25 * of_texels[0], 0, 0.75 * of_texels[1], 0.25 * of_texels[1]]
+    assert grads[1].flatten().tolist() == pytest.approx(expected)
+    of_depth = -0.125 * of_texels[0] + 0.1 * of_texels[1]
+    assert grads[2].flatten().tolist()[::2] == pytest.approx([2 * 2 * (2.25 - 0.21875), of_depth])
+    assert grads[3].item() == pytest.approx(output.item() / 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("depth", "share"), [(-0.25, 0.75 * 0.5), (0.0, 0.5), (2.0, 0.125), (2.75, 0.25 * 0.125)], ids=str
+)
+def test_depths_outside_count_as_zero(depth, share, device):
+    assert by_hand((0.25, 0.5, depth), device)[0].item() == pytest.approx(2 * share)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [-1.0, 3.0, -1e30, 1e30, math.nan, math.inf, -math.inf])
+def test_a_pair_beyond_the_depths_has_no_part(depth, device):
+    output, grads = by_hand((0.4, 0.5, depth), device)
+    assert output.item() == 0 and not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference(name, dtype, deterministic, device):
+    case = make(*CASES[name], dtype=dtype, device=device)
+    exact = [one.double().cpu() if one.is_floating_point() else one for one in case]
+    B, Q, _, _, C, _ = CASES[name]
+    grad_output = torch.randn(B, Q, C, generator=torch.Generator().manual_seed(2)).to(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        output, grads = gradients(deformable_aggregation_with_depth, case, grad_output)
+        again = gradients(deformable_aggregation_with_depth, case, grad_output)[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected, expected_grads = gradients(
+        deformable_aggregation_with_depth_reference, exact, grad_output.double()
+    )
+    assert output.dtype == dtype and relative_error(output, expected) < TOLERANCE[dtype]
+    if deterministic or device == "cpu":
+        assert all(torch.equal(*pair) for pair in zip(grads, again, strict=True))
+    fine = 1e-12 if dtype == torch.float64 else 2e-5
+    for grad, wanted, tolerance in zip(
+        grads, expected_grads, (TOLERANCE[dtype],) * 2 + (fine,) * 2, strict=True
+    ):
+        assert relative_error(grad, wanted) < tolerance
+    assert [grad.dtype for grad in grads] == [case[i].dtype for i in (0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_certain_depths_are_no_depths(device):
+    features, depth_probs, *tables, locations, weights = make(2, 5, 3, 2, 8, 4, torch.float32, device)
+    locations[..., 2] = locations[..., 2].clamp(0, 3)
+    plain = deformable_aggregation(features, *tables, locations[..., :2], weights)
+    ones = torch.ones_like(depth_probs)
+    found = deformable_aggregation_with_depth(features, ones, *tables, locations, weights)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradcheck_and_parts_of_one_tensor(device):
+    features, depth_probs, shapes, starts, locations, weights = make(2, 3, 2, 2, 4, 3, device=device)
+    both = torch.cat([features, depth_probs], -1).requires_grad_()
+
+    def function(both, locations, weights):
+        columns = both.split([4, 3], -1)
+        return deformable_aggregation_with_depth(*columns, shapes, starts, locations, weights)
+
+    leaves = (both, locations.requires_grad_(), weights.requires_grad_())
+    assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12)
+    dense = deformable_aggregation_with_depth(features, depth_probs, shapes, starts, locations, weights)
+    assert torch.equal(function(*leaves), dense)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", range(6))
+def test_empty_sizes(axis, device):
+    sizes = [2, 5, 3, 2, 4, 3]
+    sizes[axis] = 0
+    if axis == 3:
+        sizes[4] = 0  # no groups of no channels
+    case = make(*sizes, dtype=torch.float32, device=device)
+    output, grads = gradients(
+        deformable_aggregation_with_depth, case, torch.ones(sizes[0], sizes[1], sizes[4])
+    )
+    assert output.shape == (sizes[0], sizes[1], sizes[4]) and not output.any()
+    assert [grad.shape for grad in grads] == [case[i].shape for i in (0, 1, 4, 5)]
+    assert not any(grad.any() for grad in grads)
+
+
+def test_registration():
+    case = make(2, 3, 2, 2, 4, 3)
+    leaves = [one.requires_grad_() if one.is_floating_point() else one for one in case]
+    torch.library.opcheck(torch.ops.visdet.deformable_aggregation_with_depth.default, leaves)
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "message"),
+    [
+        (1, torch.ones(2, 7, 3), r"depth_probs must be \[B, S, D\] = \[2, \d+, D\], got \[2, 7, 3\]"),
+        (1, torch.ones(2, 133, 3, dtype=torch.float64), "depth_probs must .* float32"),
+        (4, torch.ones(2, 3, 2, 3, 2), r"locations must be \[B, Q, P, V, 3\].*got \[2, 3, 2, 3, 2\]"),
+        (5, torch.ones(2, 3, 2, 3, 2, 3), "groups G of weights must divide the channels C = 4"),
+        (4, torch.ones(2, 3, 2, 3, 3, device="meta"), "locations must be on features' device"),
+    ],
+)
+def test_rejections(changed, value, message):
+    case = list(make(2, 3, 2, 2, 4, 3, torch.float32))
+    case[changed] = value
+    with pytest.raises(RuntimeError, match=f"deformable_aggregation_with_depth: .*{message}"):
+        deformable_aggregation_with_depth(*case)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_more_than_two_to_the_31_numbers():
+    """The last image of a batch whose weights have 1.1 * 2^31 numbers."""
+    Q, P, V, L, G, B = 1024, 500, 3, 4, 8, 48
+    shapes = torch.tensor([[(4, 4)] * L] * V)
+    starts = torch.arange(V * L).view(V, L) * 16
+    case = (
+        torch.rand(1, V * L * 16, G, device="cuda").expand(B, -1, -1),
+        torch.rand(1, V * L * 16, 4, device="cuda").expand(B, -1, -1),
+        *(shapes, starts),
+        torch.rand(1, Q, P, V, 3, device="cuda").expand(B, -1, -1, -1, -1),
+        torch.rand(1, Q, P, V, L, G, device="cuda").expand(B, -1, -1, -1, -1, -1),
+    )
+    output = deformable_aggregation_with_depth(*case)
+    assert torch.equal(output[0], output[-1]) and output[0].any()
