@@ -1,0 +1,116 @@
+"""Models of driving repositories that are built on mmcv 1.x and mmdet 2.x, on the package's driving scenes."""
+
+import importlib
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visdet.datasets import make_driving_scenes
+from visdet.datasets.info_files import load_infos
+
+ANCHORS = {  # by a part of the file's name: the shape, and the size of the region in metres
+    "det": ((900, 11), 40.0),
+    "kmeans900": ((900, 11), 40.0),
+    "map": ((100, 40), 15.0),
+    "motion_6": ((10, 6, 12, 2), 10.0),
+    "plan_6": ((3, 6, 6, 2), 10.0),
+}
+
+
+@dataclass
+class Driving:
+    """One model of one repository."""
+
+    config: str
+    plugin: str = "projects.mmdet3d_plugin"
+    missing: dict[str, str] = field(default_factory=dict)
+    anchors: dict[str, tuple] = field(default_factory=dict)
+
+    def imports(self) -> None:
+        for name, stand_in in self.missing.items():
+            import sys
+
+            sys.modules[name] = importlib.import_module(stand_in)
+        importlib.import_module(self.plugin)
+
+    def build(self, work: Path, device: str) -> Any:
+        """Return the model without pretrained weights and with random anchors."""
+        from mmcv import Config
+        from mmcv.runner import build_optimizer, wrap_fp16_model
+        from mmdet.models import build_detector
+
+        self.settings = Config.fromfile(self.config)
+        without_files(self.settings.model, work, ANCHORS | self.anchors)
+        model = build_detector(self.settings.model, test_cfg=self.settings.get("test_cfg"))
+        model.init_weights()
+        if self.settings.get("fp16") and device != "cpu":
+            wrap_fp16_model(model)
+        self.optimizer = build_optimizer(model, self.settings.optimizer)
+        return model.to(device)
+
+    def batches(self, work: Path, training: bool) -> Iterator[dict]:
+        """Yield the batches of one sample of consecutive frames, by the repository's own data set and pipeline."""
+        from mmcv.parallel import collate
+        from mmdet.datasets import build_dataset
+
+        settings = self.settings.data["train" if training else "val"]
+        settings.ann_file = str(write_infos(work))
+        settings.data_root = str(work)
+        dataset = build_dataset(settings)
+        for index in range(2):
+            yield collate([dataset[index]], samples_per_gpu=1)
+
+    def parallel(self, model: Any, device: str) -> Any:
+        from mmcv.parallel import MMDataParallel
+
+        return MMDataParallel(model, device_ids=[-1 if device == "cpu" else 0])
+
+    def train_step(self, model: Any, batch: dict) -> torch.Tensor:
+        return model.train_step(batch, self.optimizer)["loss"]
+
+    def predict(self, model: Any, batch: dict) -> Any:
+        return model(return_loss=False, rescale=True, **batch)
+
+
+def without_files(settings: Any, work: Path, anchors: dict) -> None:
+    """Take pretrained weights out of a config, and replace files of anchors by random ones."""
+    for key, value in list(settings.items() if isinstance(settings, dict) else enumerate(settings)):
+        if isinstance(value, (dict, list)):
+            without_files(value, work, anchors)
+        if key == "pretrained" or (key == "init_cfg" and (value or {}).get("type") == "Pretrained"):
+            settings[key] = None
+        elif isinstance(value, str) and value.endswith(".npy"):
+            shape, extent = next(
+                (entry for part, entry in anchors.items() if part in Path(value).name), (None, 0)
+            )
+            if shape is None:
+                raise KeyError(f"no shape is known for the anchors {value}")
+            path = work / Path(value).name
+            drawn = np.random.default_rng(0).uniform(-extent, extent, shape).astype(np.float32)
+            if shape[-1] == 11:
+                drawn[:, 3:6] = np.log([4.5, 1.9, 1.6])  # length, width, height
+                drawn[:, [2, 8, 9, 10]] = 0
+                drawn[:, 6:8] = drawn[:, 6:8] / np.linalg.norm(drawn[:, 6:8], axis=1, keepdims=True)
+            np.save(path, drawn)
+            settings[key] = str(path)
+
+
+def write_infos(work: Path) -> Path:
+    """Draw driving scenes in nuScenes' form, and return the path of an info file with absolute paths in it."""
+    scenes = work / "scenes"
+    make_driving_scenes(scenes, 1, 1, 1, num_frames=4, image_size=(900, 1600))
+    infos = list(load_infos(scenes / "driving_infos_train.npz")[0])
+    for info in infos:
+        points = np.fromfile(scenes / info["lidar_path"], np.float32).reshape(-1, 3)
+        info["lidar_path"] = str(work / Path(info["lidar_path"]).name)
+        np.pad(points, ((0, 0), (0, 2))).tofile(info["lidar_path"])  # x, y, z, intensity and ring
+        for camera in info["cams"].values():
+            camera["data_path"] = str(scenes / camera["data_path"])
+    path = work / "infos.pkl"
+    path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
+    return path
