@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
+from visdet.ops.fused import batch_norm_add_relu
 
 __all__ = ["calls", "main"]
 

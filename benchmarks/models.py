@@ -29,7 +29,6 @@ from torch.autograd import DeviceType
 
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
 from visdet.engine.loops import living_objects_not_collected
-from visdet.structures.constant_weights import weights_are_constant
 
 from .case import dtype_name
 from .environment import describe
@@ -146,9 +145,6 @@ def _steps_of(
             as_in_the_runner.enter_context(graphed(model).installed())
         if case.trains:
             as_in_the_runner.enter_context(living_objects_not_collected())
-        else:
-            as_in_the_runner.enter_context(new_autocast())
-            as_in_the_runner.enter_context(weights_are_constant())
         as_in_the_runner.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield [partial(step, batch, autocast) for batch in prepared]
 

@@ -33,6 +33,11 @@ def parse_args() -> argparse.Namespace:
         "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
     )
     parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay predictions as CUDA graphs on a GPU (default: the config's graph, True)",
+    )
+    parser.add_argument(
         "--cfg-options", nargs="+", action=CfgOptions, metavar="KEY=VALUE", help="change values of the config"
     )
     return parser.parse_args()
@@ -54,13 +59,16 @@ def main() -> None:
 
     with tool_session():
         cfg, _ = load_config(args.config, args.cfg_options)
+        if args.graph is not None:
+            cfg.graph = args.graph
         images, left_out = find_images(args.images, args.out_dir)
         check_work_dir(args.out_dir, "--out-dir")
         detector = Detector(cfg, args.checkpoint, args.device)
         drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
-        found, failures = detect_files(
-            detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr
-        )
+        with detector.graphs_installed():
+            found, failures = detect_files(
+                detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr
+            )
         total = sum(len(image["detections"]) for image in found)
         say(
             f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "

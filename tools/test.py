@@ -25,7 +25,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        help="replay predictions as CUDA graphs on a GPU (default: the config's graph)",
+        help="replay predictions as CUDA graphs on a GPU (default: the config's graph, True)",
     )
     parser.add_argument(
         "--launcher",

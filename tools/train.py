@@ -26,7 +26,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        help="replay training steps and predictions as CUDA graphs on a GPU (default: the config's graph)",
+        help="replay training steps and predictions as CUDA graphs on a GPU (default: the config's graph, True)",
     )
     parser.add_argument(
         "--auto-scale-lr",

@@ -125,10 +125,13 @@ def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
     from visdet.engine.weights import load_weights, weights_of
     from visdet.registry import MODELS
 
-    trust = bool(cfg.get("trust_checkpoint", False))
-    register_checkpoint_readers(trust)
+    trust, allow_nonfinite = (
+        bool(cfg.get(key, False)) for key in ("trust_checkpoint", "allow_nonfinite_weights")
+    )
+    register_checkpoint_readers(trust, allow_nonfinite)
     model = MODELS.build(cfg.model)
-    load_weights(model, weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint), checkpoint, True)
+    weights = weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint)
+    load_weights(model, weights, checkpoint, allow_nonfinite=allow_nonfinite)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from visdet.argument_types import converted_arguments
 from visdet.errors import UnknownNameError, build_step
 from visdet.train_extra import require_train_extra
 
@@ -78,11 +79,27 @@ class Registry(_MMEngineRegistry):
         self._variable = variable or name.upper()
 
     def build(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the object that a config dict describes; see mmengine's ``Registry.build``."""
+        """Build the object that a config dict describes; see mmengine's ``Registry.build``.
+
+        Raises:
+            UserError: an argument of a class of visdet does not fit; see :func:`converted_arguments`.
+        """
         kind = cfg.get("type") if isinstance(cfg, dict) else None
         name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
         with build_step(str(name)):
+            if kind is not None:
+                cfg = self._checked(cfg, kwargs.get("default_args") or {})
             return super().build(cfg, *args, **kwargs)
+
+    def _checked(self, cfg: dict, default_args: dict) -> dict:
+        """Return a copy of a config whose arguments fit the annotations of its class."""
+        with self.switch_scope_and_registry(cfg.get("_scope_")) as registry:
+            target = registry.get(cfg["type"]) if isinstance(cfg["type"], str) else cfg["type"]
+        given = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
+        converted = converted_arguments(target, {**default_args, **given})
+        cfg = cfg.copy()
+        cfg.update({key: converted[key] for key, value in given.items() if converted[key] is not value})
+        return cfg
 
     def get(self, key: str) -> Any:
         """Return the object of the name ``key`` in this registry or its parents.

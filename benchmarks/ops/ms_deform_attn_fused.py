@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
-from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
+from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
 from ..case import Call, Case, Peer, Work, dtype_name
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of

@@ -18,9 +18,9 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# With graph=True, training steps and predictions are replayed as CUDA graphs. Each size of a batch has its own graphs.
-# With model.data_preprocessor.pad_size_divisor=128 there are few sizes.
-graph = False
+# On a GPU, training steps and predictions are replayed as CUDA graphs. Each size of a batch has its own graphs. With
+# model.data_preprocessor.pad_size_divisor=128 there are few sizes. With graph=False, the model runs eagerly.
+graph = True
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
 visualizer = dict(type="DetLocalVisualizer", vis_backends=vis_backends, name="visualizer")

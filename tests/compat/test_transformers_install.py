@@ -21,7 +21,7 @@ from transformers_checks import (
     tensors_of,
 )
 
-from visdet.compat import _fused_attention, _projection
+from visdet.compat import _fused_attention
 from visdet.compat import transformers as bridge
 
 
@@ -227,9 +227,7 @@ def test_compiled_models_have_visdets_operator_without_a_graph_break(name):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(use_reentrant, device, monkeypatch):
-    monkeypatch.setattr(_projection, "_MIN_ROWS_ON_CUDA", 1)
-
+def test_gradient_checkpointing(use_reentrant, device):
     def gradients(checkpointed):
         model, inputs, _ = tiny_transformers.build("deformable_detr")
         model.to(device).train()
@@ -251,9 +249,7 @@ def test_gradient_checkpointing(use_reentrant, device, monkeypatch):
 
     bridge.install()
     expected = gradients(False)
-    with Recorder() as recorder:
-        found = gradients(True)
-    assert ("dropout_add_layer_norm" in recorder.calls) == (device == "cuda")
+    found = gradients(True)
     if device == "cpu":
         assert_gradients_close(found, expected)
         return

@@ -116,7 +116,7 @@ def test_categories_beyond_the_default_classes_are_refused(tmp_path):
 
 
 def test_a_file_without_any_of_the_classes(tmp_path):
-    write_coco(tmp_path, [], names=("Cat", "Dogs"))
+    write_coco(tmp_path, [], names=("Cats", "Dogs"))
     with pytest.raises(ValueError, match=r"ann\.json: none of its 2 categories .*did you mean 'Dogs'"):
         build(tmp_path)
 
@@ -167,6 +167,38 @@ def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
         (lambda c: c["annotations"][1].update(ignore="0"), "ignore must be 0 or 1"),
         (lambda c: c["annotations"][1].update(id=1), "id 1 occurs twice in 'annotations'"),
         (lambda c: c["images"][1].update(id=1), "id 1 occurs twice in 'images'"),
+        (lambda c: c["images"][1].update(id=1.0), "id 1 occurs twice in 'images'"),
+        (lambda c: c["images"][0].update(id=[1]), r"id of images\[0\] must be .* text, got \[1\] \(list\)"),
+        (lambda c: c["images"][0].update(id=True), r"id of images\[0\] must be .*, got True \(bool\)"),
+        (
+            lambda c: c["images"][0].update(id=float("nan")),
+            r"id of images\[0\] must be .*, got nan \(float\)",
+        ),
+        (lambda c: c["images"][0].update(id=2.0**60), r"id of images\[0\] must be a whole number"),
+        (lambda c: c["annotations"][1].update(id={}), r"id of annotations\[1\] must be .*, got {} \(dict\)"),
+        (
+            lambda c: c["annotations"][1].update(image_id=None),
+            r"image_id of annotations\[1\] must .* got None",
+        ),
+        (lambda c: c["annotations"][1].update(category_id=[10]), r"category_id of annotations\[1\] must be"),
+        (lambda c: c["categories"][1].update(id=0.5), r"id of categories\[1\] must be .* got 0.5"),
+        (
+            lambda c: c["annotations"][1].update(image_id="1"),
+            r"image_id of annotations\[1\] is '1' \(a text\), but the id is 1 \(a number\)",
+        ),
+        (
+            lambda c: c["annotations"][1].update(category_id="10.0"),
+            r"category_id of annotations\[1\] is '10.0' \(a text\), but the id is 10 \(a number\)",
+        ),
+        (
+            lambda c: c["images"][0].update(id="1"),
+            r"image_id of annotations\[1\] is 1 \(a number\), but the id is '1' \(a text\)",
+        ),
+        (lambda c: c["images"][0].update(width=40.5), "width and height must be whole numbers"),
+        (lambda c: c["images"][0].update(width="40"), "width and height must be positive numbers"),
+        (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, 10**400]), "bbox must be four finite numbers"),
+        (lambda c: c["annotations"][1].update(bbox=[True, 2, 3, 4]), "bbox must be four finite numbers"),
+        (lambda c: c["annotations"][1].update(bbox=dict(x=1)), "bbox must be four finite numbers"),
         (lambda c: c["categories"][1].update(name="cat"), "several categories are named cat"),
     ],
 )
@@ -187,6 +219,71 @@ def test_a_file_that_is_no_json_or_missing(tmp_path):
         build(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"annotation file .*absent\.json does not exist"):
         build(tmp_path, ann_file="absent.json")
+
+
+def test_ids_of_any_type(tmp_path):
+    """Numbers beyond 64 bits, texts, and whole numbers that a table of floats has written."""
+    content = write_coco(
+        tmp_path, [annotation(1.0, 2.0**40, [5, 6, 10, 12], 10.0), annotation("1", "b7", [1, 1, 9, 9])]
+    )
+    content["images"][0]["id"], content["images"][1]["id"] = 2**40, "b7"
+    content["annotations"].append(annotation(2**70, "b7", [1, 1, 9, 9]))
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    dataset = build(tmp_path)
+    found = [
+        (dataset.get_data_info(i)["img_id"], len(dataset.get_data_info(i)["instances"])) for i in range(2)
+    ]
+    assert found == [(2**40, 1), ("b7", 2)]
+
+
+@pytest.mark.parametrize(
+    "name, other, message",
+    [
+        ("Cat", "cat", "category 'Cat' differs from 'cat' only in case"),
+        (
+            "cafe\u0301",
+            "caf\u00e9",
+            r"only in its Unicode form \(NFC or NFD\): 'cafe\\u0301', 'caf\\xe9'",
+        ),
+        ("STRASSE", "stra\u00dfe", "only in case, spaces, hyphens or Unicode form"),
+        ("traffic_light ", "traffic light", "only in case, spaces, hyphens or Unicode form"),
+    ],
+)
+def test_categories_that_look_like_a_class(tmp_path, name, other, message):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], names=(name, "dog"))
+    for arguments in ({}, {"allow_absent_classes": True}, {"test_mode": True}):
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path, metainfo=dict(classes=(other, "dog")), **arguments)
+
+
+def test_categories_that_differ_by_case_alone(tmp_path, warnings_logged):
+    write_coco(
+        tmp_path,
+        [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 1, [5, 6, 9, 12], 20)],
+        names=("cat", "Cat"),
+    )
+    assert build(tmp_path, metainfo=dict(classes=("cat", "Cat"))).get_cat_ids(0) == [0, 1]
+    build(tmp_path, metainfo=dict(classes=("cat",)))
+    assert "Cat (1). Class 'cat' differs from 'Cat' only in case" in warnings_logged[0]
+
+
+@pytest.mark.parametrize(
+    "named, stored, message",
+    [
+        ("caf\u00e9.png", "cafe\u0301.png", "On the disk, .* differs from .* only in its Unicode form"),
+        ("cafe\u0301.png", "caf\u00e9.png", "On the disk, .* differs from .* only in its Unicode form"),
+        ("a.JPG", "a.jpg", "On the disk, 'a.jpg' differs from 'a.JPG' only in case"),
+        ("Part/1.png", "part/1.png", "On the disk, 'part' differs from 'Part' only in case"),
+    ],
+)
+def test_files_that_look_like_a_missing_one(tmp_path, named, stored, message):
+    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
+    (tmp_path / "images/part").mkdir()
+    (tmp_path / "images/1.png").rename(tmp_path / "images" / stored)
+    content["images"][0]["file_name"] = named
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    with pytest.raises(FileNotFoundError, match=f"1 of the 2 images .*{message}"):
+        build(tmp_path)
 
 
 def test_fields_that_may_be_null(tmp_path):

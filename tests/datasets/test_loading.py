@@ -117,6 +117,23 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
         load(tmp_path / "gone.jpg")
 
 
+def test_the_limit_of_pixels(tmp_path, monkeypatch):
+    """Pillow's limit, which belongs to the whole process, is not asked and does not change."""
+    Image.fromarray(RGB).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    assert load(tmp_path / "large.png")["img"].shape[1:] == RGB.shape[:2]
+    height, width = RGB.shape[:2]
+    with pytest.raises(
+        ValueError, match=rf"large\.png .*{width}x{height} pixels are more than max_pixels=5; set"
+    ):
+        load(tmp_path / "large.png", max_pixels=5)
+    assert load(tmp_path / "large.png", max_pixels=height * width)["img"].shape[2] == width
+    assert load(tmp_path / "large.png", max_pixels=None)["img"].shape[2] == width
+    assert Image.MAX_IMAGE_PIXELS == 1
+    with pytest.raises(ValueError, match="max_pixels must be positive or None, got 0"):
+        LoadImageFromFile(max_pixels=0)
+
+
 @pytest.mark.parametrize(
     "arguments", [dict(color_type="grey"), dict(channel_order="gbr"), dict(imdecode_backend="cv2")]
 )

@@ -18,8 +18,10 @@ from visdet.engine import (
     enable_auto_scale_lr,
     loops,
 )
+from visdet.engine.loops import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.engine.resumable_batches import ResumableBatches
+from visdet.registry import METRICS
 
 
 def batches(endless: bool, sampler=DefaultSampler, workers: int = 0) -> tuple[ResumableBatches, DataLoader]:
@@ -206,6 +208,36 @@ def test_scenes_are_played_one_frame_at_a_time(tmp_path, loader):
         (runner.train if loader == "val_dataloader" else runner.test)()
     one = toy_runner(tmp_path, **{**options, f"{loader}__batch_size": 1})
     (one.train if loader == "val_dataloader" else one.test)()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"outfile_prefix": "a"}, {"outfile_prefix": "./a", "prefix": "b"}, "outfile_prefix='/"),
+        ({}, {}, "prefix='coco'"),
+        ({"prefix": "a", "metric_items": ["mAP"]}, {"prefix": "a"}, "prefix='a'"),
+        (
+            {"type": "DumpDetections", "out_file": "a"},
+            {"type": "DumpDetections", "out_file": "a"},
+            "out_file='/",
+        ),
+    ],
+)
+def test_metrics_of_an_evaluator_stay_apart(first, second, message):
+    built = [METRICS.build({"type": "CocoMetric"} | cfg) for cfg in (first, second)]
+    with pytest.raises(ConfigError, match=rf"val_evaluator: two metrics, .* have {message}"):
+        check_metrics_are_apart(built, "val_evaluator")
+    others = [{"prefix": "b"}, {"metric_items": ["AR@100"]}, {"outfile_prefix": "c", "format_only": True}]
+    check_metrics_are_apart([METRICS.build({"type": "CocoMetric"} | cfg) for cfg in ({}, *others[:1])], "")
+    items = [{"metric_items": ["mAP"]}, *others[1:]]
+    check_metrics_are_apart([METRICS.build({"type": "CocoMetric"} | cfg) for cfg in items], "")
+
+
+def test_a_test_refuses_metrics_that_share_a_file(tmp_path):
+    same = {"type": "CocoMetric", "outfile_prefix": str(tmp_path / "run")}
+    runner = toy_runner(tmp_path, test_evaluator=[same, {**same, "prefix": "b"}])
+    with pytest.raises(ConfigError, match=r"test_evaluator: two metrics, .* have outfile_prefix="):
+        runner.test()
 
 
 def test_a_schedule_of_iterations_may_begin_after_a_short_run_of_epochs(tmp_path):

@@ -55,6 +55,29 @@ def test_depth_and_field():
         record_of(FieldDataSample(gt_field=torch.zeros(2)).to_dict(), {})
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_predictions_that_are_not_finite(bad):
+    sample = driving_sample().to_dict()
+    for part, key in (
+        ("pred_instances_3d", "boxes_3d"),
+        ("pred_map", "scores"),
+        ("pred_plan", "final_planning"),
+    ):
+        spoiled = sample | {part: dict(sample[part].items()) | {key: sample[part][key] * bad}}
+        with pytest.raises(ValueError, match=rf"predictions for token t0: {key} must be finite, got \d+ NaN"):
+            record_of(spoiled, META)
+    spoiled = sample | {
+        "pred_map": dict(sample["pred_map"].items()) | {"vectors": [np.array([[bad, 0], [1, 2]])]}
+    }
+    with pytest.raises(ValueError, match=r"vectors\[0\] must be finite"):
+        record_of(spoiled, META)
+    with pytest.raises(ValueError, match="predictions for pair 3: pred_depth must be finite"):
+        record_of({"pair": 3, "pred_depth": torch.full((2, 3), bad)}, {})
+    image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([bad]), "labels": torch.tensor([0])}
+    with pytest.raises(ValueError, match=r"image a\.jpg: scores must be finite"):
+        record_of({"img_path": "a.jpg", "ori_shape": (4, 5), "pred_instances": image}, META)
+
+
 def test_a_file_of_them(tmp_path):
     metric = DumpDetections(str(tmp_path / "frames.json"))
     metric.dataset_meta = META

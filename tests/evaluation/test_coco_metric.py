@@ -223,19 +223,83 @@ def test_data_sets_that_use_the_same_ids():
     assert [row["num_boxes"] for row in metric.classwise_results] == [0, 4]
 
 
-def test_ids_of_images_may_be_texts(tmp_path, backend):
+@pytest.mark.parametrize(
+    "ids", [("image 0", "image 1"), (7, "b7"), (1, "1"), (2**70, -5), (2.0, 2**63)], ids=repr
+)
+def test_ids_of_images(tmp_path, backend, ids):
+    """Ids are numbers of any size and texts, also in one file. The results are written with the same ids."""
     ann_file = Path(
         truth(tmp_path / "a.json", [(0, 1, [10, 20, 30, 5], 0), (1, 1, [10, 20, 30, 5], 0)], num_images=2)
     )
     content = json.loads(ann_file.read_text())
     for image in content["images"]:
-        image["id"] = f"image {image['id']}"
+        image["id"] = ids[image["id"]]
     for annotation in content["annotations"]:
-        annotation["image_id"] = f"image {annotation['image_id']}"
+        annotation["image_id"] = ids[annotation["image_id"]]
     ann_file.write_text(json.dumps(content))
     box = (1, [10, 20, 40, 25], 0.75)
-    metrics, _ = evaluate(str(ann_file), {"image 0": [box], "image 1": []}, backend=backend)
+    prefix = f"{tmp_path}/run"
+    metrics, _ = evaluate(str(ann_file), {ids[0]: [box], ids[1]: []}, backend=backend, outfile_prefix=prefix)
     assert metrics["coco/bbox_mAP"] == pytest.approx(51 / 101, abs=1e-6)
+    assert [row["image_id"] for row in json.loads(Path(f"{prefix}.bbox.json").read_text())] == [ids[0]]
+
+
+def test_an_id_of_another_type(tmp_path):
+    ann_file = truth(tmp_path / "a.json", [])
+    with pytest.raises(
+        ValueError, match=r"ids '0'\. .*; an image is '0' \(a text\), but the id is 0 \(a number\)"
+    ):
+        evaluate(ann_file, {"0": []})
+
+
+@pytest.mark.parametrize("field", ["bboxes", "scores"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_detections_that_are_not_finite(tmp_path, backend, field, value):
+    metric = METRICS.build(dict(type="CocoMetric", ann_file=truth(tmp_path / "a.json", []), backend=backend))
+    item = sample(0, [(0, [0, 0, 9, 9], 0.5)] * 300)
+    item["pred_instances"][field][123] = value
+    with pytest.raises(
+        ValueError, match=rf"image 0: predicted {field} must be finite, got . NaN .* first at \[123"
+    ):
+        metric.process({}, [item])
+    del item["pred_instances"]
+    item["pred_instances"] = dict(
+        bboxes=torch.full((1, 4), 9.0), scores=torch.tensor([7e4]).half(), labels=torch.tensor([0])
+    )
+    with pytest.raises(
+        ValueError, match="predicted scores must be finite, got 1 NaN"
+    ):  # float16 ends at 65504
+        metric.process({}, [item])
+
+
+def test_no_samples_at_all(tmp_path, backend):
+    for ann_file in (truth(tmp_path / "a.json", [(0, 0, [0, 0, 9, 9], 0)]), None):
+        assert set(evaluate(ann_file, {}, backend=backend)[0].values()) == {-1.0}
+
+
+def concatenated(*items, **arguments):
+    """Evaluate images of several data sets, which are (id, path, label of the true box)."""
+    metric = METRICS.build(dict(type="CocoMetric", **arguments))
+    metric.dataset_meta = dict(classes=CLASSES)
+    for image_id, path, label in items:
+        item = sample(image_id, [(1, [10, 10, 60, 60], 0.9)]) | ({"img_path": path} if path else {})
+        item["gt_instances"] = dict(bboxes=torch.tensor([[10.0, 10, 60, 60]]), labels=torch.tensor([label]))
+        metric.process({}, [item])
+    return metric.evaluate(len(items))["coco/bbox_mAP_50"]
+
+
+def test_images_of_several_data_sets_that_share_ids(tmp_path):
+    ann_file = truth(tmp_path / "a.json", [(0, 1, [10, 10, 50, 50], 0)])
+    repeated = [(0, "a/0.jpg", 1), (0, "a/0.jpg", 1)]
+    assert concatenated(*repeated, ann_file=ann_file) == pytest.approx(1)
+    message = "images a/0.jpg and b/0.jpg have the same id 0"
+    for arguments in (dict(ann_file=ann_file), dict(outfile_prefix=f"{tmp_path}/run")):
+        with pytest.raises(ValueError, match=message):
+            concatenated((0, "a/0.jpg", 1), (0, "b/0.jpg", 1), **arguments)
+    # One image with the true boxes of two files, and images without paths, cannot be told apart.
+    for path in ("a/0.jpg", None):
+        with pytest.raises(ValueError, match="have the same id 0 and differ in their paths or true boxes"):
+            concatenated((0, path, 1), (0, path, 0))
 
 
 def test_writing_detections(tmp_path):

@@ -197,10 +197,6 @@ def test_incomplete_frames_are_left_out():
     assert values["num_frames"] == 0 and np.isnan(values["vad_L2"]) and np.isnan(values["truth_collision"])
 
 
-def test_a_plan_of_nan_is_seen():
-    assert np.isnan(evaluate([truth(straight(1.0))], [np.full((6, 2), np.nan)])["vad_L2"])
-
-
 def test_refusals():
     sample = truth(straight(1.0))
     with pytest.raises(ValueError, match=r"frame 0: final_planning must be \[6, 2\], got \[4, 2\]"):

@@ -20,7 +20,6 @@ from visdet.engine.parameter_leaves import leaves_in_place_of, with_leaves
 from visdet.models.layers import linear
 from visdet.structures import DetDataSample
 from visdet.structures.kept_tables import keeps_tables, tables_read
-from visdet.structures.replayed_launches import are_launches_replayed
 from visdet.structures.tensor_tree import map_tensors
 
 STEPS = 12
@@ -81,8 +80,7 @@ def _step(model, wrapper, data):
 )
 def test_replayed_steps_are_eager_steps(variant, wrapper, options, least_rows, tolerance, monkeypatch):
     if least_rows is not None:  # as the many rows of real images, which ``autocast_linear`` computes
-        for name in ("_MIN_ROWS", "_MIN_ROWS_OF_AN_EAGER_STEP"):
-            monkeypatch.setattr(linear, name, least_rows)
+        monkeypatch.setattr(linear, "_MIN_ROWS", least_rows)
     eager, graphed = model_with_dropout(variant), model_with_dropout(variant)
     expected = train(eager, wrapper, **options)
     graphs = GraphedLoss(graphed)
@@ -247,19 +245,6 @@ def test_without_a_gpu_steps_are_eager_and_counted():
     assert all(torch.equal(losses[name], expected[name]) for name in losses)
     assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
     assert "loss" not in vars(model)
-
-
-def test_launches_are_replayed_while_graphs_of_the_loss_are_installed():
-    model = build("base")
-    graphs = GraphedLoss(model)
-    with graphs.installed():
-        assert are_launches_replayed()
-        graphs._has_failed = True
-        assert not are_launches_replayed()
-    assert not are_launches_replayed()
-    for others in (GraphedPrediction(model), GraphedLoss(torch.nn.Linear(1, 1))):
-        with others.installed():
-            assert not are_launches_replayed()
 
 
 def images_without_boxes(index, device="cpu"):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 
-from visdet.models.layers import linear
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -451,27 +450,3 @@ def test_an_export_leaves_no_tables_without_numbers():
         assert type(other) is torch.Tensor
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert all(loss.isfinite() for loss in model.train()(images, samples, mode="loss").values())
-
-
-@pytest.mark.parametrize("recomputed", [-1, 1])
-def test_layers_cast_their_weights_together(monkeypatch, recomputed):
-    """The gradients are those of weights that autocast casts one by one, to the bit."""
-    model = build()
-    model.encoder.num_cp = recomputed
-    model.train()
-    images, samples = batch()
-    original, calls, found = linear._Casts.apply, [], []
-    monkeypatch.setattr(linear._Casts, "apply", lambda *args: calls.append(1) or original(*args))
-    for casts in (True, False):
-        if not casts:
-            monkeypatch.setattr(linear, "_has_casts", lambda: False)
-        calls.clear()
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = model.parse_losses(model(images, samples, mode="loss"))
-        loss.backward()
-        assert (len(calls) > 0) == casts
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)

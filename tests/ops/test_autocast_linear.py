@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from visdet.ops.autocast_linear import autocast_linear, suits_autocast_linear
+from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 HALVES = [torch.float16, torch.bfloat16]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
+from visdet.ops.fused import batch_norm_add_relu
 
-module = importlib.import_module("visdet.ops.batch_norm_add_relu")
+module = importlib.import_module("visdet.ops.fused.batch_norm_add_relu")
 
 HALVES = [torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from visdet.ops.fused import dropout_add_layer_norm, relu_dropout
 
 HALVES = [torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from visdet.ops import _gpu_rows
+from visdet.ops.fused import _gpu_rows
 
 
 def test_subclasses_have_no_kernel(monkeypatch):

@@ -24,12 +24,8 @@ from visdet.ops import (
     sample_sum,
     sigmoid_focal_loss,
 )
-from visdet.ops.autocast_linear import autocast_linear
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
-from visdet.ops.frozen_batch_norm import frozen_batch_norm
+from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 from visdet.ops.ms_deform_attn import level_starts_of
-from visdet.ops.perceptrons import PerceptronLayer, perceptrons
 
 LEVELS = [(4, 5)]
 SHAPES = torch.tensor(LEVELS)
@@ -145,14 +141,8 @@ NODES = {
     "batch_norm_add_relu": lambda x: batch_norm_add_relu(
         x.view(3, 8, 1, 1), None, channels(8, x.device), channels(8, x.device)
     ),
-    "frozen_batch_norm": lambda x: frozen_batch_norm(
-        x.bfloat16().view(1, 8, 3, 1), *(channels(8, x.device) for _ in range(4))
-    ),
     "autocast_linear": lambda x: autocast_linear(
         x, torch.rand(8, 8, device=x.device), channels(8, x.device), torch.bfloat16
-    ),
-    "perceptrons": lambda x: perceptrons(
-        x, [[PerceptronLayer(torch.rand(4, 8, device=x.device), channels(4, x.device))]]
     ),
 }
 
@@ -163,12 +153,8 @@ ON_CPU = ("autocast_linear",)
 @pytest.mark.parametrize(
     ("name", "device"),
     [(name, "cpu") for name in ON_CPU]
-    # The gradients of these two do not depend on their inputs, or only on where those are positive.
-    + [
-        pytest.param(name, "cuda", marks=pytest.mark.cuda)
-        for name in NODES
-        if name not in ("relu_dropout", "frozen_batch_norm")
-    ],
+    # The gradient of relu_dropout depends only on where its input is positive.
+    + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NODES if name != "relu_dropout"],
 )
 def test_nodes_are_not_differentiated_twice_either(name, device):
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from emulation import compiled
 
-from visdet.ops.linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+from visdet.ops.fused import linear_sum_assignment, solves_assignments_on
 
 scipy_optimize = pytest.importorskip("scipy.optimize")
 

@@ -26,12 +26,24 @@ CHOICES = {
     "decoder-Q900-L4": (dict(Q=900), "L4", "decoder", "direct"),
     "decoder-Q900-T4": (dict(Q=900), "T4", "decoder", "direct"),
     "decoder-Q900-5090": (dict(Q=900), "RTX 5090", "decoder", "direct"),
-    "decoder-P3-H200": (dict(Q=300, P=3), "H200", "few_rows", "strips"),
-    "d-fine-n-H200": (dict(Q=300, B=1, C=16, P=6, shapes=[(40, 40), (20, 20)]), "H200", "few_rows", "strips"),
-    "rf-detr-H200": (dict(Q=300, B=1, G=16, C=16, P=2, shapes=[(40, 40)]), "H200", "few_rows", "strips"),
+    "decoder-P3-H200": (dict(Q=300, P=3), "H200", "rows", "strips"),
+    "d-fine-n-H200": (dict(Q=300, B=1, C=16, P=6, shapes=[(40, 40), (20, 20)]), "H200", "rows", "direct"),
+    "rf-detr-H200": (dict(Q=300, B=1, G=16, C=16, P=2, shapes=[(40, 40)]), "H200", "rows", "direct"),
+    "rf-detr-bf16-H200": (
+        dict(Q=300, B=1, G=16, C=16, P=2, shapes=[(40, 40)], dtype=torch.bfloat16),
+        "H200",
+        "rows",
+        "strips",
+    ),
     "queries-60000-H200": (dict(Q=60000, B=1), "H200", "rows", "sorted"),
     "one-head-bf16-H200": (dict(Q=15422, B=48, G=1, P=8, dtype=torch.bfloat16), "H200", "rows", "sorted"),
     "one-level-H200": (dict(Q=None, shapes=[(50, 67)]), "H200", "encoder", "encoder"),
+    "one-level-bf16-H200": (
+        dict(Q=None, shapes=[(50, 67)], dtype=torch.bfloat16),
+        "H200",
+        "rows",
+        "encoder",
+    ),
     "channels-30-A100": (dict(Q=None, B=1, C=30), "A100", "encoder", "encoder"),
 }
 
@@ -90,16 +102,12 @@ def test_the_gradients_of_fused_aggregation_are_explained():
 LONG, SINGLE = "a row of value has more than 64 channels", "rows of value cannot be read 16 bytes at a time"
 UNEVEN, DOUBLE = "the samples of a row on each level are no multiple of 4", "the values are float64"
 DECLINED = {
-    "decoder-P3": (dict(Q=300, P=3), "decoder", UNEVEN, "few_rows"),
+    "decoder-P3": (dict(Q=300, P=3), "decoder", UNEVEN, "rows"),
     "decoder-C128": (dict(Q=300, C=128), "decoder", LONG, "rows"),
     "decoder-C64-bf16": (dict(Q=300, C=64, dtype=torch.bfloat16), None, None, "decoder"),
     "decoder-C72-bf16": (dict(Q=300, C=72, dtype=torch.bfloat16), "decoder", LONG, "rows"),
     "decoder-C31": (dict(Q=300, C=31), "decoder", SINGLE, "rows"),
     "decoder-float64": (dict(Q=300, dtype=torch.float64), "decoder", DOUBLE, "rows"),
-    "few_rows-C32-bf16": (dict(Q=300, C=32, P=3, dtype=torch.bfloat16), None, None, "few_rows"),
-    "few_rows-C64": (dict(Q=300, C=64, P=3), "few_rows", "a row of value has more than 32 channels", "rows"),
-    "few_rows-C128": (dict(Q=300, C=128, P=3), "few_rows", LONG, "rows"),
-    "few_rows-float64": (dict(Q=300, P=3, dtype=torch.float64), "few_rows", DOUBLE, "rows"),
     "encoder-P3": (dict(Q=None, P=3), "encoder", UNEVEN, "rows"),
     "encoder-C64": (dict(Q=None, B=1, C=64), None, None, "encoder"),
     "encoder-C128": (dict(Q=None, B=1, C=128), "encoder", LONG, "rows"),

@@ -46,7 +46,6 @@ def assert_matches(function, given, dtype, seed=0):
 SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
 PATH_CASES = {
     "decoder": dict(Q=77, G=8, C=32),
-    "few_rows": dict(Q=77, G=2, C=24, P=3),
     "encoder": dict(Q=None, G=8, C=32),
     "rows": dict(Q=301, G=4, C=40),
 }
@@ -93,11 +92,6 @@ FORMS = {
     "decoder-K20-Q1500": ("decoder", dict(Q=1500, shapes=FIVE_LEVELS)),
     "decoder-K32": ("decoder", dict(Q=77, P=8)),
     "decoder-tables": ("decoder", dict(Q=77, tables=True)),
-    "few_rows-C16": ("few_rows", dict(Q=77, C=16, P=3)),
-    "few_rows-C16-Q600": ("few_rows", dict(Q=600, C=16, P=3)),
-    "few_rows-C16-Q1100": ("few_rows", dict(Q=1100, C=16, P=3)),
-    "few_rows-C32": ("few_rows", dict(Q=77, P=3)),
-    "few_rows-C32-Q600": ("few_rows", dict(Q=600, P=3)),
     "encoder-K16": ("encoder", dict(Q=None)),
     "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
     "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),

@@ -19,7 +19,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from visdet import ops
 
 from ._attention import level_tables, takes
-from ._projection import is_untouched, project, project_masked
 from ._requests import is_asked, is_read
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
@@ -35,6 +34,7 @@ class Form:
         points: the attribute with the number of points, which is one number for all levels or one number per level.
         is_projected: whether the module has ``value_proj`` and ``output_proj``.
         mask_is_padding: whether True in the mask marks padding. Otherwise, False marks padding.
+        keeps_operator: whether the constructor keeps the operator in an attribute of the module.
         method: the attribute with the sampling method, or None if there is none. The fused operator serves the method
             "default" with ``offset_scale`` 0.5 and with boxes [B, Q, 1, 4] as references.
     """
@@ -43,35 +43,29 @@ class Form:
     is_projected: bool = True
     mask_is_padding: bool = False
     method: str | None = None
+    keeps_operator: bool = False
 
 
 _FORMS = (
     Form("n_points"),  # Deformable DETR
     Form("n_points", mask_is_padding=True),  # Mask2Former
     Form("n_points_list", method="method"),  # RT-DETRv2
-    Form("num_points_list", is_projected=False, method="decoder_method"),  # D-FINE
+    Form("num_points_list", is_projected=False, method="decoder_method", keeps_operator=True),  # D-FINE
 )
 
 
 def attention_classes(module: ModuleType) -> list[type[nn.Module]]:
-    """Return the classes that a module defines and whose forward uses ``sampling_offsets`` and known arguments."""
-    found = []
-    for owner in vars(module).values():
-        if isinstance(owner, type) and issubclass(owner, nn.Module) and owner.__module__ == module.__name__:
-            forward = vars(owner).get("forward")
-            code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
-            if (
-                forward
-                and code is not None
-                and "sampling_offsets" in code.co_names
-                and _takes_known_arguments(forward)
-            ):
-                found.append(owner)
-    return found
-
-
-def _takes_known_arguments(forward: Callable[..., Any]) -> bool:
-    return set(inspect.signature(forward).parameters) >= _ARGUMENTS
+    """Return the classes ``...DeformableAttention`` that a module defines and whose forward has known arguments."""
+    return [
+        owner
+        for owner in vars(module).values()
+        if isinstance(owner, type)
+        and issubclass(owner, nn.Module)
+        and owner.__module__ == module.__name__
+        and owner.__name__.endswith("DeformableAttention")
+        and "forward" in vars(owner)
+        and set(inspect.signature(vars(owner)["forward"]).parameters) >= _ARGUMENTS
+    ]
 
 
 def find_form(owner: type[nn.Module], module: ModuleType) -> Form | None:
@@ -156,12 +150,14 @@ def attend_fused(
         is_projected: whether the module projects the memory and the output.
         wants_logits: whether to return the logits. Otherwise, the second result is None.
     """
-    value = project_masked(module.value_proj, memory, mask) if is_projected else memory
-    offsets = project(module.sampling_offsets, query).unflatten(-1, (module.n_heads, -1, 2))
-    logits = project(module.attention_weights, query).unflatten(-1, (module.n_heads, -1))
+    value = module.value_proj(memory) if is_projected else memory
+    if mask is not None:
+        value = torch.where(mask[..., None], 0.0, value)  # masked_fill would copy the values first
+    offsets = module.sampling_offsets(query).unflatten(-1, (module.n_heads, -1, 2))
+    logits = module.attention_weights(query).unflatten(-1, (module.n_heads, -1))
     value = value.unflatten(-1, (module.n_heads, -1))
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
-    return project(module.output_proj, output) if is_projected else output, logits if wants_logits else None
+    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(
@@ -187,8 +183,15 @@ def _fits(
         is_standard = getattr(module, form.method) == "default" and module.offset_scale == 0.5
         return is_standard and references.shape[2:] == (1, 4)
     core = vars(module)["_modules"].get("attn")
-    is_own = core is None or is_untouched(core)
+    is_own = core is None or _is_untouched(core)
     return is_own and references.shape[2] in (1, levels) and references.shape[3] in (2, 4)
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Return whether calling a module runs its class's forward and, apart from global hooks, nothing else."""
+    own = vars(module)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" not in own and not any(own[name] for name in hooks)
 
 
 def _wants_weights(module: nn.Module) -> bool:

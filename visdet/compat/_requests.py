@@ -7,15 +7,14 @@ wrapped, so that they note whether attentions were asked for.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["asking", "asking_models", "is_asked", "is_read", "noting_forward", "source_of"]
+__all__ = ["asking_models", "is_asked", "is_read", "noting_forward", "source_of"]
 
 _OPTION = "output_attentions"
 _noted: ContextVar[bool | None] = ContextVar("visdet_output_attentions", default=None)
@@ -38,7 +37,10 @@ def asking_models(module: ModuleType) -> list[type]:
 
 
 def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that notes, while it runs, whether it or an enclosing model was asked for attentions."""
+    """Return a forward that notes, while it runs, whether it or an enclosing model was asked for attentions.
+
+    A hook of any part of the model asks for them, too, because the layers return them.
+    """
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -47,7 +49,8 @@ def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         option = dict(zip(names, args, strict=False)).get(_OPTION, kwargs.get(_OPTION))
         asked = bool(getattr(self.config, _OPTION, False) if option is None else option)
-        token = _noted.set(asked or bool(_noted.get()))
+        asked = asked or any(map(is_read, self.modules())) if _noted.get() is None else asked or _noted.get()
+        token = _noted.set(bool(asked))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -72,16 +75,6 @@ def source_of(function: Any) -> str:
     """Return the name of the module in which a function was written. A wrapper's is not that of what it wraps."""
     written_in = getattr(function, "__globals__", {}).get("__name__")
     return written_in or getattr(function, "__module__", None) or ""
-
-
-@contextmanager
-def asking() -> Iterator[None]:
-    """Let attention weights be returned within the block."""
-    token = _noted.set(True)
-    try:
-        yield
-    finally:
-        _noted.reset(token)
 
 
 def is_asked() -> bool:

@@ -1,22 +1,30 @@
-"""The bridge to research repositories, which provides the compiled extensions that their unmodified sources import.
+"""The bridge to research repositories, which provides the modules that their unmodified sources import.
 
-After ``install()``, visdet provides these modules. An extension that is installed is not replaced.
+After ``install()``, visdet provides these modules. A module that is installed is not replaced.
 
 * ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
 * ``groundingdino._C`` (GroundingDINO from its repository)
 * ``detrex._C`` (detrex)
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
+* ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
+* ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
+* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18, whose functions raise an error when they
+  are called
+* ``numba.errors`` and ``torch._six``, which newer versions of numba and torch have dropped
 """
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from ._deferred import deferred
 
 __all__ = ["install", "installed", "provided", "uninstall"]
 
@@ -26,8 +34,21 @@ _PROVIDERS = {
     "detrex._C": "msda_ext",
     "deformable_aggregation_ext": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
+    "mmcv._ext": "mmcv_ext",
+    "detectron2._C": "detectron2_ext",
+    "flash_attn": "flash_attention",
+    "flash_attn.flash_attn_interface": "flash_attention",
+    "flash_attn.bert_padding": "flash_padding",
+    "numba.errors": "numba_errors",
+    "torch._six": "torch_six",
 }
+_PACKAGES = ("flash_attn",)
 _WITHIN_PACKAGES = ("deformable_aggregation_ext", "deformable_aggregation_with_depth_ext")
+# The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
+_DEFERRED = re.compile(
+    r"(?:.*\.)?ops\.(?:.*\.)?(?:(?:ball_query|group_points|interpolate|knn|furthest_point_sample|gather_points"
+    r"|roiaware_pool3d|sparse_conv|assign_score_withk)_ext|iou3d_cuda|voxel_layer)"
+)
 
 
 def install() -> None:
@@ -74,12 +95,19 @@ def _loader_of(module: ModuleType | None) -> object:
     return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
-class _Extensions:
-    """A finder at the end of ``sys.meta_path``, which is asked only for modules that no other finder finds."""
+class Extensions:
+    """A finder at the end of ``sys.meta_path``, which is asked only for modules that no other finder finds.
+
+    Args:
+        only: the name of the only module that it provides. The default is all of them.
+    """
 
     name, package = "extensions", None
     install, uninstall = staticmethod(install), staticmethod(uninstall)
     is_present = True
+
+    def __init__(self, only: str | None = None) -> None:
+        self.only = only
 
     @property
     def is_installed(self) -> bool:
@@ -97,23 +125,30 @@ class _Extensions:
         child = name.rpartition(".")[2]
         if provider is None and child in _WITHIN_PACKAGES:
             provider = _PROVIDERS[child]
-        return None if provider is None else ModuleSpec(name, _Loader(provider), origin="visdet")
+        if self.only not in (None, name) or (provider is None and not _DEFERRED.fullmatch(name)):
+            return None
+        return ModuleSpec(name, _Loader(provider), origin="visdet", is_package=name in _PACKAGES)
 
 
 class _Loader(Loader):
-    """Fills a module with the functions of a module of this package."""
+    """Fills a module with the functions of a module of this package, or with functions that raise an error."""
 
-    def __init__(self, provider: str) -> None:
+    def __init__(self, provider: str | None) -> None:
         self.provider = provider
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        if self.provider is None:
+            module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
+            return
         source = importlib.import_module(f"visdet.compat.{self.provider}")
         module.__doc__ = source.__doc__
         for name in source.__all__:
             setattr(module, name, getattr(source, name))
+        if "__getattr__" in vars(source):
+            module.__getattr__ = source.__getattr__  # type: ignore[method-assign]
 
 
-bridge = _Extensions()
+bridge = Extensions()

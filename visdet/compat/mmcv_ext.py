@@ -1,44 +1,25 @@
 """The functions of ``mmcv._ext``, under mmcv's names and with mmcv's arguments.
 
 Like mmcv's compiled functions, they write into the tensors that mmcv's wrappers allocate. A backward function runs
-visdet's operator again on the inputs that the wrapper has saved, and differentiates it.
+visdet's operator again on the inputs that the wrapper has saved, and differentiates it. Any other name is that of a
+function that raises a NotImplementedError when it is called, because ``mmcv.ops`` looks up all its functions at its
+import.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from . import _ext_losses, _ext_maps, _ext_regions
+from ._deferred import deferred
+from ._ext_losses import *  # noqa: F403
+from ._ext_maps import *  # noqa: F403
+from ._ext_regions import *  # noqa: F403
+from .msda_ext import get_compiler_version
+from .msda_ext import get_cuda_version as get_compiling_cuda_version
 
-_PARTS = (_ext_losses, _ext_maps, _ext_regions)
+__all__ = [
+    "get_compiler_version",
+    "get_compiling_cuda_version",
+    *_ext_losses.__all__,
+    *_ext_maps.__all__,
+    *_ext_regions.__all__,
+]
 
-
-def __getattr__(name: str) -> Callable:
-    """Return a function of ``mmcv._ext`` by its name.
-
-    If visdet does not provide it, the result is a function that raises a NotImplementedError when it is called, because
-    ``mmcv.ops`` looks up all its functions at its import.
-    """
-    if name.startswith("__"):
-        raise AttributeError(name)
-    for part in _PARTS:
-        if name in part.__all__:
-            return getattr(part, name)
-
-    def not_provided(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            f"mmcv._ext.{name}: visdet provides the operators of mmdet, and this is not one of them. Install "
-            "mmcv with its compiled operators instead of mmcv-lite: pip uninstall mmcv-lite; pip install mmcv"
-        )
-
-    not_provided.__name__ = name
-    return not_provided
-
-
-def get_compiler_version() -> str:
-    return "none: operators by visdet"
-
-
-def get_compiling_cuda_version() -> str:
-    return torch.version.cuda or "not available"
+__getattr__ = deferred("mmcv._ext")

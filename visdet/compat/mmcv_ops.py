@@ -1,22 +1,20 @@
 """A replacement of ``mmcv._ext`` by visdet's operators, with which mmdet runs on mmcv-lite without a compiler.
 
-``python -m visdet.compat.mmcv_ops tools/train.py CONFIG`` runs a script with this replacement. A program calls
-``install()`` before it imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1`` in the environment, importing visdet or any
+``python -m visdet.compat run tools/train.py CONFIG`` runs a script with this replacement and all bridges, and
+``python -m visdet.compat.mmcv_ops`` in place of it with this replacement alone. A program calls ``install()`` before it
+imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1`` in the environment, importing visdet or any
 part of it calls ``install()``.
 """
 
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from visdet.errors import MissingPackageError
 
-from . import mmcv_ext
-from ._bridge import Bridge
 from ._run import run_program
+from .extensions import Extensions, provided
 
 __all__ = ["install", "main"]
 
@@ -36,9 +34,8 @@ def install() -> bool:
     Raises:
         MissingPackageError: mmcv is not installed. This is an ImportError, too.
     """
-    present = sys.modules.get("mmcv._ext")
-    if present is not None:
-        return getattr(present, "__name__", "") == mmcv_ext.__name__
+    if "mmcv._ext" in sys.modules:
+        return "mmcv._ext" in provided()
     spec = importlib.util.find_spec("mmcv")
     if spec is None or spec.submodule_search_locations is None:
         raise MissingPackageError(
@@ -49,19 +46,11 @@ def install() -> bool:
         suffixes = (*importlib.machinery.EXTENSION_SUFFIXES, ".py")
         if any((Path(folder) / f"_ext{suffix}").exists() for suffix in suffixes):
             return False
-    provided: ModuleType = mmcv_ext
-    sys.modules["mmcv._ext"] = provided
-    if "mmcv" in sys.modules:
-        sys.modules["mmcv"]._ext = provided  # type: ignore[attr-defined]
-    else:
-        Bridge("mmcv_ops", "mmcv", "mmcv".__eq__, _attach).watch()
+    _finder.watch()
     return True
 
 
-def _attach(mmcv: ModuleType, bridge: Bridge) -> Iterator[str]:
-    """Give mmcv the attribute that Python sets only for a module that it has imported itself."""
-    mmcv._ext = mmcv_ext  # type: ignore[attr-defined]
-    yield "_ext"
+_finder = Extensions("mmcv._ext")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,8 +3,7 @@
 ``install()`` replaces the operator in every family of models whose ``modeling_*.py`` defines it. The definition is a
 class ``MultiScaleDeformableAttention``, or a function ``multi_scale_deformable_attention`` or
 ``multi_scale_deformable_attention_v2``. Before a definition is replaced, it is compared with visdet's operator on a
-small example. The frozen norms of backbones, and the norms and linear layers around the attention, are computed faster,
-too. All of this also serves models that were built before ``install()``. Parameters and state dicts do not change.
+small example. This also serves models that were built before ``install()``. Parameters and state dicts do not change.
 Traces, exports and ``method="discrete"`` keep the package's own implementation.
 """
 
@@ -51,7 +50,7 @@ _PARAMETERS = {
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if not any(hasattr(module, name) for name in _PARAMETERS):
         return
-    from . import _frozen_norm, _fused_attention, _layers, _operators, _requests
+    from . import _fused_attention, _operators, _requests
 
     forms = {
         owner: _fused_attention.find_form(owner, module)
@@ -76,7 +75,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         if not _is_known(module, name, original, replacement_of):
             return
         replacement = replacement_of(original)
-        binding = [owner for owner in forms if name == _RAGGED and _binds(owner)]
+        binding = [owner for owner, form in forms.items() if name == _RAGGED and form and form.keeps_operator]
         placed: list[tuple[Any, str, Any]] = [
             (owner, _BOUND, _operators.BoundFunction(_BOUND, original, replacement)) for owner in binding
         ]
@@ -107,16 +106,8 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form, uses_visdet)
         )
         yield f"{owner.__name__}.forward, fused"
-    asking = _requests.asking_models(module)
-    for owner in _layers.layer_classes(module):
-        if owner not in forms:
-            _layers.view_layers(owner, bridge, bool(asking))
-            yield f"{owner.__name__}.forward, on a view"
-    for owner in _frozen_norm.norm_classes(module):
-        bridge.replace(owner, "forward", _frozen_norm.frozen_forward(vars(owner)["forward"]))
-        yield f"{owner.__name__}.forward"
     if any(form is not None for form in forms.values()):
-        for model in asking:
+        for model in _requests.asking_models(module):
             bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))
 
 
@@ -187,12 +178,6 @@ def _as_function(forward: Callable[..., Any]) -> Callable[..., Any]:
     The forward does not use its instance, so that None takes its place.
     """
     return lambda value, shapes, *rest: forward(None, value, shapes, shapes.tolist(), None, *rest, 64)
-
-
-def _binds(owner: type) -> bool:
-    """Return whether the constructor of a class keeps the operator in an attribute of its instances."""
-    code = getattr(inspect.unwrap(vars(owner).get("__init__", _binds)), "__code__", None)
-    return code is not None and {_BOUND, _RAGGED} <= set(code.co_names)
 
 
 bridge = Bridge(

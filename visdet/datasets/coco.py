@@ -14,6 +14,7 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 from visdet.structures.palette import class_palette
+from visdet.structures.similar_names import look_alike
 
 __all__ = ["COCO_CLASSES", "CocoDataset"]
 
@@ -200,7 +201,7 @@ class CocoDataset(BaseDataset):
             )
         return records
 
-    def _match_categories(self, content: dict) -> dict[int, int]:
+    def _match_categories(self, content: dict) -> dict[int | str, int]:
         """Return {category id: label}, and report classes without a category and categories without a class."""
         classes = self.metainfo["classes"]
         categories = content["categories"]
@@ -218,9 +219,11 @@ class CocoDataset(BaseDataset):
                 "the model's num_classes"
             )
         if left_out:
+            alike = [hint for name in left_out if (hint := look_alike(name, classes))]
             self._warn(
                 f"{sum(left_out.values())} of its boxes are left out, because their categories are not in "
                 f"metainfo['classes']: {listed([f'{name} ({count})' for name, count in left_out.items()])}"
+                + (f". Class {listed(alike, 3)}" if alike else "")
             )
         absent = [name for label, name in enumerate(classes) if label not in set(matched.values())]
         if absent:
@@ -298,9 +301,11 @@ class CocoDataset(BaseDataset):
             present = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()
             missing += [os.path.join(folder, name) for name in names if name not in present]
         if missing:
+            alike = {hint: None for path in missing[:100] if (hint := _look_alike_on_disk(path))}
             raise MissingFileError(
                 f"{type(self).__name__}: {len(missing)} of the {len(self.data_list)} images of "
                 f"{self.ann_file} are missing: {listed(missing, 3)} (the folder is data_prefix['img'])"
+                + (f". On the disk, {listed(alike, 3)}" if alike else "")
             )
 
     def get_cat_ids(self, idx: int) -> list[int]:
@@ -313,6 +318,14 @@ class CocoDataset(BaseDataset):
 
     def _warn(self, message: str) -> None:
         print_log(f"annotation file {self.ann_file}: {message}", logger="current", level=logging.WARNING)
+
+
+def _look_alike_on_disk(path: str) -> str | None:
+    """Return which file or folder looks like the first part of a path that does not exist, and how it differs."""
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return _look_alike_on_disk(folder) if folder != path else None
+    return look_alike(name, os.listdir(folder or "."))
 
 
 def _clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:

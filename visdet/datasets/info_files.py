@@ -18,7 +18,7 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError
-from visdet.structures.numpy_pickle import NUMPY_GLOBALS
+from visdet.structures.restricted_pickle import load_numpy_pickle
 
 from .frame_records import value_of
 
@@ -230,7 +230,7 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
         if not str(path).endswith((".pkl", ".pickle")):
             raise InvalidInputError(f"info file {path} must end with .npz or .pkl")
         try:
-            loaded = _NumpyUnpickler(file).load()
+            loaded = load_numpy_pickle(file)
         except pickle.UnpicklingError as error:
             raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
     return _infos_and_metadata(loaded, path)
@@ -265,10 +265,3 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
-
-
-class _NumpyUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in NUMPY_GLOBALS:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of numpy's array types")
-        return NUMPY_GLOBALS[module, name]

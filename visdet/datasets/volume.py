@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
 from visdet.structures import FieldDataSample
+from visdet.structures.finite import check_finite
 
 __all__ = ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"]
 
@@ -168,7 +169,7 @@ class PointSampleDataset(FieldDataset):
         checked, value_scale = _checked_values(values, name, normalize)
         super().__init__(checked, test_mode)
         points = np.asarray(points, np.float64)
-        _check_finite(points, f"{name}: points")
+        check_finite(name, points=points)
         low, side = points.min(0), float(np.ptp(points, axis=0).max())
         if side == 0:
             raise InvalidInputError(f"{name}: all points are at one place")
@@ -229,15 +230,6 @@ def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
         return [loaded[key] for key in keys]
 
 
-def _check_finite(array: np.ndarray, name: str) -> None:
-    is_finite = np.isfinite(array)
-    if not is_finite.all():
-        first = np.argwhere(~is_finite)[0].tolist()
-        raise InvalidInputError(
-            f"{name} must be finite, got {(~is_finite).sum()} NaN or infinite numbers, the first at {first}"
-        )
-
-
 def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:
     """Return the values in float32, divided by a scale, and that scale."""
     if array.size == 0:
@@ -245,7 +237,7 @@ def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tens
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(f"{name} must hold real numbers, got {array.dtype}")
     values = np.asarray(array, np.float64)
-    _check_finite(values, name)
+    check_finite(name, values=values)
     if values.min() == values.max():
         raise InvalidInputError(
             f"{name} has one value everywhere, {values.flat[0]:g}: there is nothing to fit"

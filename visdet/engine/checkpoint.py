@@ -5,17 +5,22 @@ import io
 import os
 import pickle
 import re
+import threading
 import zipfile
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlparse
 
 import torch
+from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
 
-from .allowed_pickle import AllowedPickle, DisallowedGlobalError
+from visdet.structures.restricted_pickle import NUMPY_GLOBALS, Unfinished, finished, start_of_other_file
+
 from .errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -24,6 +29,7 @@ from .errors import (
     nearest_names,
 )
 from .plain_state import to_plain
+from .weights import check_finite, weights_of
 
 __all__ = ["read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
 
@@ -31,6 +37,7 @@ LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
+_REFUSED = re.compile(r"GLOBAL (\S+)")  # in an error of torch.load
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -76,23 +83,21 @@ def write_atomically(path: str | Path, content: bytes | memoryview) -> None:
         os.close(folder)
 
 
-def read_checkpoint(
-    path: str | Path, map_location: Any = "cpu", trust: bool = False, verify: bool = False
-) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = False) -> dict[str, Any]:
     """Return the content of a checkpoint file or URL.
 
-    Tensors and plain types are always read. The few other types that checkpoints of mmengine and mmdet contain
-    are on an explicit list of allowed types. Any other type is refused, because reading it could run code.
+    Tensors and plain types are always read, as are numpy's arrays and scalars, mmengine's history buffers,
+    ``argparse.Namespace``, paths, and the types of ``torch.serialization.add_safe_globals``. Any other type is refused,
+    because reading it could run code. The content of the file is compared with its checksums.
 
     Args:
         path: a file, or an http(s) address, whose file is kept in the cache of ``torch.hub``.
         map_location: the device of the tensors, in any form that ``torch.load`` accepts.
         trust: whether to read every type. Code that the file contains is run then.
-        verify: whether to compare the content with the checksums in the file, which ``torch.load`` ignores.
 
     Raises:
         MissingCheckpointError: the file does not exist, or cannot be downloaded.
-        DamagedCheckpointError: the file is truncated, altered, or not a checkpoint.
+        DamagedCheckpointError: the file is truncated, altered, or not a checkpoint, which is a dict.
         CheckpointError: the file holds a type that is not on the list and ``trust`` is False, or the storage
             reports an error.
     """
@@ -104,25 +109,29 @@ def read_checkpoint(
         raise _not_now(source, error) from error
     try:
         with io.BufferedReader(disk) as file:
-            return _read(file, map_location, trust, verify)
-    except DisallowedGlobalError as error:
-        raise CheckpointError(
-            f"checkpoint {source} holds a {error}, which is neither a tensor nor a plain type. If you trust its "
-            "origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the file."
-        ) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError) as error:
+            content = _read(file, map_location, trust)
+    except Exception as error:  # torch.load raises errors of every type for a file that is not a checkpoint.
         if disk.failure is not None:
             raise _not_now(source, disk.failure) from error
+        reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        if refused := _REFUSED.search(reason):
+            raise CheckpointError(
+                f"checkpoint {source} holds a {refused[1]}, which is neither a tensor nor a plain type. If you trust "
+                "its origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the file."
+            ) from error
         # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
         reason = (
-            "the file ends too early"
-            if isinstance(error, OSError)
-            else str(error).strip().split("\n")[0][:160]
+            "the file ends too early" if isinstance(error, OSError) else reason.strip().split("\n")[0][:160]
         )
         raise DamagedCheckpointError(
             f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read. It is damaged, cut short or not a "
-            f"checkpoint: {reason}"
+            f"checkpoint: {reason or type(error).__name__}"
         ) from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(
+            f"checkpoint {source} holds a {type(content).__name__}, but a checkpoint is a dict of weights"
+        )
+    return content
 
 
 class _DiskFile(io.FileIO):
@@ -162,46 +171,89 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     raise MissingCheckpointError(_missing_message(path))
 
 
-def register_checkpoint_readers(trust: bool = False) -> None:
+def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = False) -> None:
     """Make mmengine read local and http(s) checkpoints, including those of ``init_cfg``, by :func:`read_checkpoint`.
 
     Args:
         trust: the config's ``trust_checkpoint``; see :func:`read_checkpoint`.
+        allow_nonfinite: the config's ``allow_nonfinite_weights``; see :func:`visdet.engine.weights.check_finite`.
     """
 
     def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:
-        return read_checkpoint(os.path.expanduser(filename), map_location=map_location, trust=trust)
+        content = read_checkpoint(os.path.expanduser(filename), map_location=map_location, trust=trust)
+        check_finite(weights_of(content, filename), filename, allow_nonfinite)
+        return content
 
     for prefix in ("", *_URL_SCHEMES):
         CheckpointLoader.register_scheme(prefix, load_from_file_or_url, force=True)
 
 
-def _read(file: BinaryIO, map_location: Any, trust: bool, verify: bool) -> dict[str, Any]:
-    if verify:
-        _verify(file)
+def _read(file: BinaryIO, map_location: Any, trust: bool) -> Any:
+    if zipfile.is_zipfile(file):
+        _check_archive(file)
+    else:
+        file.seek(0)
+        start = file.read(64)
+        if start.startswith(b"PK"):
+            raise zipfile.BadZipFile("its end is missing")
+        if reason := start_of_other_file(start):
+            raise zipfile.BadZipFile(f"it {reason}")
+    file.seek(0)
     if trust:
         return torch.load(file, map_location=map_location, weights_only=False)
-    if _holds_plain_types(file):
-        return torch.load(file, map_location=map_location, weights_only=True)
-    return torch.load(file, map_location=map_location, pickle_module=AllowedPickle, weights_only=False)
+    with _safe_globals():
+        return finished(torch.load(file, map_location=map_location, weights_only=True))
 
 
-def _verify(file: BinaryIO) -> None:
+def _check_archive(file: BinaryIO) -> None:
+    """Compare the parts of an archive with their checksums, which ``torch.load`` ignores."""
+    size = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
+        # torch.save does not compress.
+        if sum(part.file_size for part in archive.infolist()) > size:
+            raise zipfile.BadZipFile("its parts say that they are larger than the file")
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-    file.seek(0)
 
 
-def _holds_plain_types(file: BinaryIO) -> bool:
-    """Return whether ``torch.load(weights_only=True)`` accepts every type in the file. This reads no tensors."""
-    is_zip = zipfile.is_zipfile(file)
-    file.seek(0)
-    if not is_zip:
-        return False
-    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    file.seek(0)
-    return not unknown
+class _History(Unfinished):
+    def __setstate__(self, state: dict) -> None:
+        self.state = state
+
+    def finish(self) -> HistoryBuffer:
+        values, counts = (finished(self.state[name]) for name in ("_log_history", "_count_history"))
+        return HistoryBuffer(values, counts)
+
+
+_SAFE_GLOBALS: dict[str, Any] = {
+    **NUMPY_GLOBALS,
+    "argparse.Namespace": Namespace,
+    "mmengine.logging.history_buffer.HistoryBuffer": _History,
+    "builtins.getattr": lambda *_names: None,  # A history buffer names its methods by it.
+    "collections.defaultdict": lambda *_factory: {},
+    "pathlib.PosixPath": lambda *parts: PurePosixPath(*parts),
+    "pathlib._local.PosixPath": lambda *parts: PurePosixPath(*parts),
+}
+_loading = threading.Lock()
+
+
+@contextmanager
+def _safe_globals() -> Iterator[None]:
+    """Let ``torch.load`` read our names, and no others of the same name that the process has registered."""
+    with _loading:
+        registered = set(torch.serialization.get_safe_globals())
+        hidden = {known for known in registered if _name(known) in _SAFE_GLOBALS}
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([*(registered - hidden)])
+        try:
+            with torch.serialization.safe_globals([(value, name) for name, value in _SAFE_GLOBALS.items()]):
+                yield
+        finally:
+            torch.serialization.add_safe_globals([*hidden])
+
+
+def _name(known: Any) -> str:
+    return known[1] if isinstance(known, tuple) else f"{known.__module__}.{known.__qualname__}"
 
 
 def _downloaded(path: str) -> str:

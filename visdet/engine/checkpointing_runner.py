@@ -14,6 +14,8 @@ from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
+from visdet.structures.state_dicts import nonfinite_names
+
 from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .console import say
@@ -23,7 +25,7 @@ from .plain_state import restore_message_hub, to_plain
 from .random_state import set_random_state
 from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
 from .temporal_state import restore_temporal_state
-from .weights import load_weights, revised, weights_of
+from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 __all__ = ["CheckpointingRunner"]
 
@@ -40,7 +42,7 @@ class CheckpointingRunner(Runner):
 
     def setup_env(self, env_cfg: dict) -> None:
         """Set up the environment by ``env_cfg``, and let no checkpoint run code that the config does not trust."""
-        register_checkpoint_readers(trust=self._trusts_checkpoints)
+        register_checkpoint_readers(self._trusts_checkpoints, self._allows_nonfinite)
         self._random_state: dict[str, Any] | None = None
         self._checkpoint: tuple[str, dict] | None = None
         super().setup_env(env_cfg)
@@ -66,7 +68,9 @@ class CheckpointingRunner(Runner):
             return
         self._load_from = found
         checkpoint = read_on_every_process(found, self._trusts_checkpoints)
-        lacking = [key for key in ("optimizer", "message_hub", "meta") if key not in checkpoint]
+        lacking = [
+            key for key in ("optimizer", "message_hub", "meta") if not isinstance(checkpoint.get(key), dict)
+        ]
         if lacking:
             raise CheckpointError(
                 f"checkpoint {self._load_from} cannot be resumed: it has no {', '.join(lacking)}. To start training "
@@ -81,6 +85,10 @@ class CheckpointingRunner(Runner):
     @property
     def _trusts_checkpoints(self) -> bool:
         return bool(self.cfg.get("trust_checkpoint", False))
+
+    @property
+    def _allows_nonfinite(self) -> bool:
+        return bool(self.cfg.get("allow_nonfinite_weights", False))
 
     def load_checkpoint(
         self,
@@ -114,7 +122,7 @@ class CheckpointingRunner(Runner):
             checkpoint["message_hub"] = restore_message_hub(checkpoint["message_hub"])
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         model = self.model.module if is_model_wrapper(self.model) else self.model
-        load_weights(model, checkpoint["state_dict"], filename, strict, ())
+        load_weights(model, checkpoint["state_dict"], filename, strict, (), self._allows_nonfinite)
         self._has_loaded = True
         self.logger.info(f"weights loaded from {filename}")
         return checkpoint
@@ -141,6 +149,11 @@ class CheckpointingRunner(Runner):
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
         meta = self._checkpoint[1]["meta"]
+        meta.pop("config", None)  # mmengine would run it as a config.
+        masks = tuple(nonfinite_names(self.model.state_dict()))
+        parts = {key: self._checkpoint[1].get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+        state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+        check_finite(state, filename, self._allows_nonfinite)
         states = meta.pop("random_states", None)
         if states is not None and len(states) == self.world_size:
             self._random_state = states[self.rank]

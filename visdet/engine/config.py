@@ -58,6 +58,7 @@ _RUNNER_KEYS = {
 # These keys are not arguments of mmengine's Runner. It reads some of them from the config, and this package the others.
 _OTHER_KEYS = {
     "activation_checkpointing",
+    "allow_nonfinite_weights",
     "compile",
     "custom_imports",
     "efficient_conv_bn_eval",

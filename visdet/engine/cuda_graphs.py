@@ -16,7 +16,6 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from visdet.structures.replayed_launches import launches_are_replayed
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
 from .graph_memory import GraphMemory
@@ -29,7 +28,7 @@ _living: "WeakSet[GraphedMethod]" = WeakSet()
 
 
 def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> "list[GraphedMethod]":
-    """Return the methods of a model that CUDA graphs replay. The list is empty without ``graph=True`` or without a GPU.
+    """Return the methods of a model that CUDA graphs replay. There are none without a GPU or with ``graph=False``.
 
     In a run of several processes, each process replays its own graphs. The processes exchange gradients outside the
     graphs, as ``DistributedDataParallel`` does. With another wrapper of models or ``SyncBatchNorm``, training is eager.
@@ -37,12 +36,9 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
     Args:
         config: the config of the run.
         model: the model or its wrapper.
-        logger: the logger that gets a warning if something cannot be replayed.
+        logger: the logger that gets a line about each capture, and about what cannot be replayed.
     """
-    if not config.get("graph", False):
-        return []
-    if not torch.cuda.is_available():
-        logger.warning("graph: CUDA graphs need a GPU, so that the model runs eagerly")
+    if not config.get("graph", True) or not torch.cuda.is_available():
         return []
     obstacle = ""
     if is_model_wrapper(model):
@@ -50,12 +46,14 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
             obstacle = f"graphs need the whole model in each process, but {type(model).__name__} may split it"
         elif any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
-    module = model.module if is_model_wrapper(model) else model
-    prediction = GraphedPrediction(module, say=logger.info)
-    if obstacle:
-        logger.warning(f"graph: training steps run eagerly, because {obstacle}")
-        return [prediction]
-    return [GraphedLoss(module, say=logger.info), prediction]
+    module: Any = model.module if is_model_wrapper(model) else model
+    kinds: list[type[GraphedMethod]] = [
+        kind for kind in (GraphedLoss, GraphedPrediction) if kind.is_method_of(module)
+    ]
+    if obstacle and GraphedLoss in kinds:
+        logger.info(f"graph: training steps run eagerly, because {obstacle}")
+        kinds.remove(GraphedLoss)
+    return [kind(module, say=logger.info) for kind in kinds]
 
 
 class GraphedMethod(ABC):
@@ -92,13 +90,25 @@ class GraphedMethod(ABC):
         self.counts: Counter[str] = Counter()
         _living.add(self)
 
+    @classmethod
+    def is_method_of(cls, model: nn.Module) -> bool:
+        """Return whether the stages compute what the method does.
+
+        They may not if a subclass of the model that defines them, or the model itself, has a method of its own.
+        """
+        order = type(model).__mro__
+        names = (cls.method, *cls.stages)
+        places = [next((i for i, owner in enumerate(order) if name in vars(owner)), None) for name in names]
+        found = [place for place in places if place is not None]
+        return len(found) == len(names) and found[0] == max(found) and cls.method not in vars(model)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the method that this object replaces, of the copy of the model. A copy of a model runs eagerly."""
         return MethodType(getattr(type(self.model), self.method), copy.deepcopy(self.model, memo))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
+        """Replace the method of the model by this object within the block."""
         setattr(self.model, self.method, self)
         try:
             yield
@@ -236,13 +246,6 @@ class GraphedLoss(GraphedMethod):
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
     # Deformable DETR's multi-scale pipeline mostly makes batches of so many shapes with pad_size_divisor=128.
     default_max_shapes = 24
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the method of the model by this object within the block, which holds the backward passes, too."""
-        has_stages = all(hasattr(self.model, name) for name in self.stages)
-        with launches_are_replayed(lambda: has_stages and not self._has_failed), super().installed():
-            yield
 
     def _serves(self) -> bool:
         return torch.is_grad_enabled()

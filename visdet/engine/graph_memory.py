@@ -12,10 +12,10 @@ __all__ = ["GraphMemory"]
 
 
 class GraphMemory:
-    """What the graphs of all shapes share: a pool, two streams to capture on, gradients, and 16-bit weights.
+    """What the graphs of all shapes share: a pool, two streams to capture on, and gradients.
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
-    next. Gradients are copied out of it. Each graph that reads 16-bit weights begins by writing them.
+    next. Gradients are copied out of it.
 
     Attributes:
         replays: how many replays have begun that overwrite the activations of the ones before.
@@ -27,7 +27,6 @@ class GraphMemory:
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self._copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
 
     @contextmanager
     def captures(self) -> Iterator[None]:
@@ -52,15 +51,8 @@ class GraphMemory:
             self.gradients[parameter] = torch.empty_like(parameter)
         return self.gradients[parameter]
 
-    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor to which graphs write a weight in another dtype."""
-        if (weight, dtype) not in self._copies:
-            with torch.inference_mode(False):
-                self._copies[weight, dtype] = torch.empty_like(weight, dtype=dtype)
-        return self._copies[weight, dtype]
-
     def reserved_bytes(self) -> int:
-        """Return the size of the pool, the gradients, and the 16-bit weights."""
+        """Return the size of the pool and the gradients."""
         segments = torch.cuda.memory_snapshot()
         pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)
-        return pool + sum(held.nbytes for held in (*self.gradients.values(), *self._copies.values()))
+        return pool + sum(held.nbytes for held in self.gradients.values())

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visdet.structures.constant_weights import weights_may_change
 from visdet.structures.kept_tables import tables_read
 from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
 
 from .graph_memory import GraphMemory
 from .parameter_leaves import leaves_in_place_of, with_leaves
-from .weight_casts import WeightCasts
 
 __all__ = ["GraphedDetections", "GraphedFeatures", "GraphedStep"]
 
@@ -38,33 +36,22 @@ class GraphedStep:
             lambda shape: torch.ones_like(shape, device=memory.stream.device), example
         )
         self.leaves = leaves_in_place_of(model)
-        parameter_of = {leaf: parameter for parameter, leaf in self.leaves.items()}
-        self.casts = WeightCasts(
-            parameter_of, "cuda", lambda leaf, dtype: memory.copy_of(parameter_of[leaf], dtype)
-        )
+        learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
             predictions, _ = model.predictions_and_costs(self.batch)
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
             with _no_autocast():
-                return losses, torch.autograd.grad(total, self._learning(), allow_unused=True)
+                return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
-        with memory.captures(), _casts_of_its_own(), _nothing_changes(model), self.casts:
+        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
             losses, gradients = with_leaves(model, self.leaves, run)
         self.names = list(losses)
-        parameter_of |= {copy: parameter_of[leaf] for leaf, copy in self.casts.copies.items()}
-        self.used_leaves = [
-            leaf for leaf, grad in zip(self._learning(), gradients, strict=True) if grad is not None
-        ]
-        self.parameters_of_leaves = [parameter_of[leaf] for leaf in self.used_leaves]
-        self.parameters = list(dict.fromkeys(self.parameters_of_leaves))
+        used = {leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None}
+        self.parameters = [parameter for parameter, leaf in self.leaves.items() if leaf in used]
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
-
-    def _learning(self) -> list[Tensor]:
-        """Return the leaves that get gradients: those in place of parameters, and 16-bit copies of weights."""
-        return [leaf for leaf in (*self.leaves.values(), *self.casts.copies.values()) if leaf.requires_grad]
 
     def capture(self) -> None:
         """Record the three graphs.
@@ -73,7 +60,7 @@ class GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
-        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, self.casts:
+        with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables:
             with_leaves(self.model, self.leaves, self._capture)
 
     def _capture(self) -> None:
@@ -82,29 +69,15 @@ class GraphedStep:
             for graph in self.graphs
         )
         with forward:
-            self.casts.write()
             predictions, self.costs = self.model.predictions_and_costs(self.batch)
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
         with _no_autocast(), backward:
-            gradients = torch.autograd.grad(values, self.used_leaves, self.grad_of_losses)
-            self._write_gradients(gradients)
+            leaves = [self.leaves[parameter] for parameter in self.parameters]
+            gradients = torch.autograd.grad(values, leaves, self.grad_of_losses)
+            _copy(self.static_gradients, gradients)
         self.values = values.detach()
-
-    def _write_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the sum of the gradients of each parameter's leaves. All tensors of a dtype are one operation."""
-        first: dict[torch.dtype, dict[Tensor, Tensor]] = {}
-        added: dict[torch.dtype, dict[Tensor, Tensor]] = {}
-        seen = set()
-        for parameter, gradient in zip(self.parameters_of_leaves, gradients, strict=True):
-            groups = added if parameter in seen else first
-            groups.setdefault(gradient.dtype, {})[self.memory.gradient_of(parameter)] = gradient
-            seen.add(parameter)
-        for pairs in first.values():
-            torch._foreach_copy_(list(pairs), list(pairs.values()))
-        for pairs in added.values():
-            torch._foreach_add_(list(pairs), list(pairs.values()))
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch of this shape, by name."""
@@ -221,11 +194,10 @@ class _Recorded:
         self.model = model
         self.kept = [weight.detach() for weight in weights]
         self.memory = memory
-        self.casts = WeightCasts(model.parameters(), "cuda", memory.copy_of)
 
     def try_out(self, function: Callable[[], Any]) -> Any:
-        """Return the result of the function without a graph, and find the weights that it casts."""
-        with self.memory.captures(), _casts_of_its_own(), _nothing_changes(self.model), self.casts:
+        """Return the result of the function without a graph."""
+        with self.memory.captures(), _casts_of_its_own(), _nothing_changes(self.model):
             return function()
 
     def capture(self, function: Callable[[], Any]) -> Any:
@@ -235,9 +207,7 @@ class _Recorded:
             self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
         )
         with self.memory.captures(), _casts_of_its_own(), tables_read() as self.tables, capture:
-            self.casts.write()
-            with self.casts:
-                return function()
+            return function()
 
 
 class _Replay(torch.autograd.Function):
@@ -267,14 +237,11 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _casts_of_its_own() -> Iterator[None]:
-    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights.
-
-    Nothing else that was computed of weights is shared either, because a graph has to read the weights in each replay.
-    """
+    """Run the block under the current autocast with an empty cache, so that it shares no casts of weights."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.clear_autocast_cache()
     try:
-        with torch.autocast("cuda", dtype=dtype, enabled=enabled), weights_may_change():
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
             yield
     finally:
         torch.clear_autocast_cache()

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from torch import nn
 
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
+from visdet.structures.finite import DIVERGED, check_finite
 
 from .checkpoint import read_checkpoint, register_checkpoint_readers
 from .config import complete_config
+from .cuda_graphs import graphs_for
 from .errors import ConfigError, UserError
 from .image_files import pictures_folder
 from .picture_paths import PicturePaths
@@ -52,15 +57,23 @@ class Detector:
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
-        register_checkpoint_readers(trust)
+        allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
+        register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         content = read_checkpoint(checkpoint, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
         _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
-        load_weights(self.model, weights_of(content, checkpoint), checkpoint, cfg.get("strict_load", True))
+        load_weights(
+            self.model,
+            weights_of(content, checkpoint),
+            checkpoint,
+            cfg.get("strict_load", True),
+            allow_nonfinite=allow_nonfinite,
+        )
         self.model.to(self.device).eval()
         self._pipeline = Compose(_test_pipeline(cfg))
+        self._graphs = graphs_for(cfg, self.model, logging.getLogger(__name__))
 
     @torch.no_grad()
     def __call__(self, path: str | Path) -> DetDataSample:
@@ -73,6 +86,17 @@ class Detector:
         item = self._pipeline({"img_path": str(path), "img_id": 0})
         model: Any = self.model
         return model.test_step(pseudo_collate([item]))[0].to("cpu")
+
+    @contextmanager
+    def graphs_installed(self) -> Iterator[None]:
+        """Let the model run with CUDA graphs inside the block, unless the config says ``graph=False``.
+
+        Only one thread at a time may call a detector within the block.
+        """
+        with ExitStack() as stack:
+            for graphs in self._graphs:
+                stack.enter_context(graphs.installed())
+            yield
 
 
 def _check_takes_images(model: nn.Module) -> None:
@@ -160,6 +184,9 @@ def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0)
     """
     fields = sample.to_dict() if isinstance(sample, DetDataSample) else sample
     predicted = fields["pred_instances"]
+    check_finite(
+        f"image {fields.get('img_path')}", DIVERGED, scores=predicted["scores"], bboxes=predicted["bboxes"]
+    )
     height, width = (int(size) for size in fields["ori_shape"][:2])
     order = torch.argsort(predicted["scores"], descending=True, stable=True)
     return {

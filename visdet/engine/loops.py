@@ -1,13 +1,12 @@
 """mmengine's two training loops, which can be resumed at any iteration without reading data again."""
 
 import gc
-from collections.abc import Callable, Iterator, Sized
+import os
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from mmengine.dataset import InfiniteSampler
-from mmengine.device import get_device
 from mmengine.dist import all_gather_object
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
@@ -18,13 +17,12 @@ from torch.utils.data import DataLoader
 
 from visdet.errors import InvalidInputError
 from visdet.registry import LOOPS
-from visdet.structures.constant_weights import weights_are_constant
 
 from .errors import ConfigError
 from .random_state import preserved_random_state
 from .resumable_batches import ResumableBatches, new_loader
 
-__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "living_objects_not_collected", "weights_cast_once"]
+__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "living_objects_not_collected"]
 
 _VALIDATED = "validated_at_iter"
 
@@ -304,6 +302,29 @@ def check_there_are_samples(dataset: Any, loader: str) -> None:
         )
 
 
+def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:
+    """Refuse metrics of an evaluator that write to one file, or whose values have the same names.
+
+    Raises:
+        ConfigError: two metrics have the same ``outfile_prefix`` or ``out_file``, or are of one class with the same
+            ``prefix`` and ``metric_items``.
+    """
+    seen: set[tuple] = set()
+    for metric in metrics:
+        paths = {key: getattr(metric, key, None) for key in ("outfile_prefix", "out_file")}
+        claims: set[tuple] = {(key, os.path.abspath(path), "") for key, path in paths.items() if path}
+        if not (getattr(metric, "format_only", False) or paths["out_file"]):
+            items = getattr(metric, "metric_items", [""])
+            claims |= {("prefix", metric.prefix, f"{type(metric).__name__} {item}") for item in items}
+        if clash := seen & claims:
+            key, value, _ = min(clash)
+            raise ConfigError(
+                f"{section}: two metrics, of which one is a {type(metric).__name__}, have {key}={value!r}, so that "
+                f"the results of one would replace those of the other. Give each a {key} of its own"
+            )
+        seen |= claims
+
+
 def check_frames_come_one_by_one(dataloader: Any, loader: str) -> None:
     """Refuse batches of several frames of a sampler that plays one scene after another.
 
@@ -327,21 +348,8 @@ def _validate(runner: Any) -> None:
     if runner.val_loop is not None:
         # This is noted before the validation, because a hook may write a checkpoint as soon as it knows the metrics.
         runner.message_hub.update_info(_VALIDATED, runner.iter)
-        with preserved_random_state(), _graphs_installed(runner), weights_cast_once():
+        with preserved_random_state(), _graphs_installed(runner):
             runner.val_loop.run()
-
-
-@contextmanager
-def weights_cast_once() -> Iterator[None]:
-    """Let the block compute once what follows from weights alone. Weights must not change after they were used in it.
-
-    Autocast keeps its casts of weights until its outermost context ends. In an evaluation, that would be the end of
-    each batch. Models keep what they compute; see ``computed_once``.
-    """
-    kind = get_device()
-    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-    with autocast, weights_are_constant():
-        yield
 
 
 @contextmanager

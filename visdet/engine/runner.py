@@ -31,7 +31,7 @@ from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .loops import check_frames_come_one_by_one, check_there_are_samples, weights_cast_once
+from .loops import check_frames_come_one_by_one, check_metrics_are_apart, check_there_are_samples
 from .run_config import RunConfig
 
 __all__ = ["DetRunner"]
@@ -59,11 +59,12 @@ class DetRunner(CheckpointingRunner):
     * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
       workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
       a path, or True as in mmengine.
-    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``.
+    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``. Weights with NaN
+      or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * The backward pass runs in the training thread, on GPUs, too.
-    * ``graph=True`` in the config replays training steps and predictions as CUDA graphs; see :class:`GraphedLoss` and
-      :class:`GraphedPrediction`.
+    * On a GPU, training steps and predictions are replayed as CUDA graphs, unless the config says ``graph=False``; see
+      :class:`GraphedLoss` and :class:`GraphedPrediction`.
     * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
       file.
 
@@ -151,6 +152,7 @@ class DetRunner(CheckpointingRunner):
             built = super().build_val_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "val_dataloader")
             check_frames_come_one_by_one(built.dataloader, "val_dataloader")
+            check_metrics_are_apart(built.evaluator.metrics, "val_evaluator")
             return built
 
     def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
@@ -160,6 +162,7 @@ class DetRunner(CheckpointingRunner):
             built = super().build_test_loop(loop)
             check_there_are_samples(built.dataloader.dataset, "test_dataloader")
             check_frames_come_one_by_one(built.dataloader, "test_dataloader")
+            check_metrics_are_apart(built.evaluator.metrics, "test_evaluator")
             return built
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
@@ -217,9 +220,7 @@ class DetRunner(CheckpointingRunner):
 
     def _train(self) -> nn.Module:
         self._find_checkpoint_to_resume()
-        # A process trains on one device, so that a separate thread for the backward pass gains nothing, and eager steps
-        # take longer with it: on an H200's host 65 ms instead of 46 (Deformable DETR, 2 images), and 180 instead of 128
-        # (SparseDrive, 4 frames). docs/training_speed.md has the conditions.
+        # A process trains on one device, so that a separate thread for the backward pass would only take time.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 model = super().train()
@@ -245,7 +246,7 @@ class DetRunner(CheckpointingRunner):
 
     @contextmanager
     def graphs_installed(self) -> Iterator[None]:
-        """Let the model run with CUDA graphs inside the block if the config asks for them."""
+        """Let the model run with CUDA graphs inside the block, unless the config says otherwise."""
         with ExitStack() as stack:
             for graphs in self.graphs:
                 stack.enter_context(graphs.installed())
@@ -265,7 +266,7 @@ class DetRunner(CheckpointingRunner):
         return self._announcing_the_end(functools.partial(self._evaluate, super().test))
 
     def _evaluate(self, stage: Callable[[], dict]) -> dict:
-        with self.graphs_installed(), weights_cast_once():
+        with self.graphs_installed():
             metrics = stage()
         self._report_graphs()
         return metrics

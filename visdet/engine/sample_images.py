@@ -38,7 +38,8 @@ def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
 def image_file_of(sample: DetDataSample) -> np.ndarray:
     """Return the image file of a sample, [H, W, 3] uint8 RGB, as the pipeline reads it before any resizing."""
     height, width = sample.metainfo.get("ori_shape", (None, None))[:2]
-    read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
+    # The pipeline has accepted the number of pixels.
+    read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb", "max_pixels": None})
     image = read({"img_path": sample.img_path, "height": height, "width": width})["img"]
     return image.permute(1, 2, 0).contiguous().numpy()
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from visdet.structures.driving_data_sample import predictions_of
+from visdet.structures.finite import DIVERGED, check_finite
 
 from .errors import ConfigError
 from .inference import detections_of
@@ -36,12 +37,17 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     """
     if "pred_instances" in sample:
         return detections_of(sample, dataset_meta["classes"])
+    found = predictions_of(sample)
+    name = next((f"{key} {sample[key]}" for key in ("token", "pair") if key in sample), "a field")
+    numbers = found | {key: sample[key] for key in ("pred_depth", "pred_field") if key in sample}
+    lines = {f"vectors[{number}]": line for number, line in enumerate(numbers.pop("vectors", ()))}
+    check_finite(f"the predictions for {name}", DIVERGED, **numbers, **lines)
     if "pred_depth" in sample:
         return {"pair": sample.get("pair"), "depth": _rounded(sample["pred_depth"])}
     if "pred_field" in sample:
         field = sample["pred_field"]
         return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
-    if predictions_of(sample):
+    if found:
         return _driving_record(sample, dataset_meta)
     raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
 

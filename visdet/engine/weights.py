@@ -1,19 +1,20 @@
 """Loading of weights into a model, with a report if they do not fit."""
 
+import logging
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from visdet.structures.state_dicts import common_prefix, is_dense, named, nonfinite_names
+
 from .errors import CheckpointError
 
-__all__ = ["load_weights", "revised", "weights_of"]
-
-_SHOWN = 4
+__all__ = ["check_finite", "load_weights", "revised", "tensors_of", "weights_of"]
 
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
@@ -30,17 +31,48 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """
     found = checkpoint
     for key in ("state_dict", "model"):
-        if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
+        if isinstance(checkpoint.get(key), dict):
             found = checkpoint[key]
             break
-    if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
-        kind = (
-            f"the keys {', '.join(map(str, list(found)[:6]))}"
-            if isinstance(found, dict)
-            else f"a {type(found).__name__}"
-        )
-        raise CheckpointError(f"checkpoint {source} holds no weights; it holds {kind}")
+    if not any(isinstance(value, Tensor) for value in found.values()) or not all(
+        isinstance(key, str) for key in found
+    ):
+        held = f"the keys {named([str(key) for key in found], 6)}" if found else "an empty dict"
+        raise CheckpointError(f"checkpoint {source} holds no weights; it holds {held}")
     return found
+
+
+def tensors_of(state: Any, name: str) -> dict[str, Tensor]:
+    """Return the tensors in nested dicts and lists, by their places, such as ``optimizer.state.0.exp_avg``."""
+    if isinstance(state, Tensor):
+        return {name: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {
+        place: tensor
+        for key, item in items
+        for place, tensor in tensors_of(item, f"{name}.{key}".lstrip(".")).items()
+    }
+
+
+def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -> None:
+    """Refuse weights that hold NaN or an infinite number, as a run that has diverged writes them.
+
+    Args:
+        weights: the weights by their keys.
+        source: the path or the address of the checkpoint, for messages.
+        allow: whether to warn only.
+
+    Raises:
+        CheckpointError: a weight is not finite, and ``allow`` is False.
+    """
+    if not (names := nonfinite_names(weights)):
+        return
+    report = f"checkpoint {source} has NaN or infinite numbers in {len(names)} tensors ({named(names)})"
+    if not allow:
+        raise CheckpointError(
+            f"{report}. Use another checkpoint, or load this one by `--cfg-options allow_nonfinite_weights=True`."
+        )
+    print_log(report, logger="current", level=logging.WARNING)
 
 
 def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
@@ -59,6 +91,7 @@ def load_weights(
     source: str,
     strict: bool = True,
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    allow_nonfinite: bool = False,
 ) -> None:
     """Load ``state_dict`` into ``model``. If the weights are refused, the model stays as it was.
 
@@ -71,6 +104,7 @@ def load_weights(
         strict: whether to refuse weights that do not all fit. If False, those that fit are loaded, and a warning in
             the log names the others.
         revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
+        allow_nonfinite: see :func:`check_finite`, which is called for the weights that fit.
 
     Raises:
         CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
@@ -79,21 +113,26 @@ def load_weights(
     weights = revised(state_dict, revise_keys)
     expected = model.state_dict()
     differing = {
-        key: f"{key} {list(value.shape)} for {list(expected[key].shape)}"
+        key: _difference(key, value, expected[key])
         for key, value in weights.items()
-        if key in expected and value.shape != expected[key].shape
+        if isinstance(expected.get(key), Tensor)
+        and not (is_dense(value) and value.shape == expected[key].shape)
     }
     fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
-    if hasattr(weights, "_metadata"):
+    metadata = getattr(weights, "_metadata", None)
+    if isinstance(metadata, dict) and all(isinstance(item, dict) for item in metadata.values()):
         # The metadata has the versions by which modules migrate old weights.
-        fitting._metadata = weights._metadata
+        fitting._metadata = metadata
+    masks = nonfinite_names(expected)  # such as buffers of minus infinity, which the model itself has made
+    used = {key: value for key, value in fitting.items() if key in expected and key not in masks}
+    check_finite(used, source, allow_nonfinite)
     before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or differing):
         return
     report = f"checkpoint {source} does not fit {type(model).__name__}: " + "; ".join(
-        _counted(what, keys)
+        f"{len(keys)} {what} ({named(keys)})"
         for what, keys in (
             ("missing", missing),
             ("unexpected", list(unexpected)),
@@ -101,17 +140,23 @@ def load_weights(
         )
         if keys
     )
-    if strict or len(unexpected) == len(fitting):
+    none_fits = len(unexpected) == len(fitting)
+    if strict or none_fits:
         with torch.no_grad():
             for key, value in model.state_dict().items():
                 if key in before:
                     value.copy_(before[key])
-        raise CheckpointError(
-            f"{report}.\nTo load only the weights that fit, use `--cfg-options strict_load=False`."
-        )
-    print_log(f"{report}. The other weights were loaded", logger="current", level=30)
+        if prefix := common_prefix(weights, expected):
+            report = (
+                f"checkpoint {source} does not fit {type(model).__name__}: its keys begin with {prefix!r}. Save a copy "
+                "of its weights under keys without this prefix"
+            )
+        elif not none_fits:
+            report += ".\nTo load only the weights that fit, use `--cfg-options strict_load=False`"
+        raise CheckpointError(f"{report}.")
+    print_log(f"{report}. The other weights were loaded", logger="current", level=logging.WARNING)
 
 
-def _counted(what: str, keys: list[str]) -> str:
-    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"{len(keys)} {what} ({', '.join(keys[:_SHOWN])}{more})"
+def _difference(key: str, value: Any, expected: Tensor) -> str:
+    kind = list(value.shape) if is_dense(value) else type(value).__name__
+    return f"{key} {kind} for {list(expected.shape)}"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from visdet.errors import InvalidInputError, MissingPackageError
+from visdet.structures.coco_json import id_order
 
 __all__ = ["AREAS", "BoxEvaluation", "evaluate_boxes", "import_backend"]
 
@@ -87,8 +88,14 @@ def _mean_of_defined(values: np.ndarray) -> float:
     return float(defined.mean()) if defined.size else -1.0
 
 
+def _numbered(rows: Iterable[dict], order: dict[Any, int]) -> list[dict]:
+    """Return the rows of the images in ``order`` with ids from 1 on, and numbers as ids of the images."""
+    known = (row for row in rows if row["image_id"] in order)
+    return [{**row, "id": i, "image_id": order[row["image_id"]]} for i, row in enumerate(known, start=1)]
+
+
 def evaluate_boxes(
-    truth: dict,
+    truth: Iterable[dict],
     detections: Sequence[dict],
     image_ids: Iterable[Any],
     num_classes: int,
@@ -99,40 +106,34 @@ def evaluate_boxes(
     """Match detections to ground truth as COCO does.
 
     Args:
-        truth: ``images`` (``id``) and ``annotations`` (``id`` from 1 on, ``image_id``, ``category_id`` below
-            num_classes, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``) in COCO's form.
+        truth: the annotations (``image_id``, ``category_id`` below num_classes, ``bbox`` [x, y, width, height],
+            ``area``, ``iscrowd``) in COCO's form.
         detections: ``image_id``, ``category_id``, ``bbox`` and ``score`` in COCO's form.
-        image_ids: the ids of the images to evaluate.
+        image_ids: the ids of the images to evaluate, which are numbers or texts.
         num_classes: number of categories.
         iou_thrs: the IoU thresholds.
         max_dets: the numbers of detections per image to evaluate. 100 is always added.
         backend: the result of :func:`import_backend`.
     """
-    order = {image_id: number for number, image_id in enumerate(sorted(image_ids))}
-    if not all(isinstance(image_id, int) for image_id in order):  # The libraries take numbers alone.
-        images, annotations = (
-            [{**row, key: order[row[key]]} for row in rows if row[key] in order]
-            for rows, key in ((truth["images"], "id"), (truth["annotations"], "image_id"))
-        )
-        truth = {"images": images, "annotations": annotations}
-        detections = [{**row, "image_id": order[row["image_id"]]} for row in detections]
-        image_ids = order.values()
+    # The libraries take numbers of 64 bits alone, and a match with annotation 0 is no match for them.
+    order = {image_id: number for number, image_id in enumerate(sorted(image_ids, key=id_order))}
+    images = [{"id": number} for number in order.values()]
+    annotations = _numbered(truth, order)
     boxes = [
-        {**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
-        for i, row in enumerate(detections, start=1)
+        {**row, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0} for row in _numbered(detections, order)
     ]
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
     index_class, evaluator_class = backend
     max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
-        for annotations in (truth["annotations"], boxes):
+        for rows in (annotations, boxes):
             index = index_class()
-            index.dataset = {"images": truth["images"], "annotations": annotations, "categories": categories}
+            index.dataset = {"images": images, "annotations": rows, "categories": categories}
             index.createIndex()
             indexes.append(index)
         evaluator = evaluator_class(*indexes, "bbox")
-        evaluator.params.imgIds = sorted(image_ids)
+        evaluator.params.imgIds = list(order.values())
         evaluator.params.catIds = list(range(num_classes))
         evaluator.params.iouThrs = np.asarray(iou_thrs)
         evaluator.params.maxDets = max_dets

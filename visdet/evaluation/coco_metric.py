@@ -14,7 +14,14 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.coco_json import listed, load_coco_json, match_categories
+from visdet.structures.coco_json import (
+    id_order,
+    listed,
+    load_coco_json,
+    match_categories,
+    written_otherwise,
+)
+from visdet.structures.finite import DIVERGED, check_finite
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .tables import table_text
@@ -114,7 +121,8 @@ class CocoMetric(BaseMetric):
         self._content: Any = None
         if ann_file is not None and is_main_process():
             self._content = load_coco_json(ann_file, backend_args, not format_only)
-        self._label_of_category: dict[int, int] = {}
+        self._label_of_category: dict[int | str, int] = {}
+        self._first_of_id: dict[Any, dict] = {}
 
     @property
     def dataset_meta(self) -> dict | None:
@@ -139,15 +147,34 @@ class CocoMetric(BaseMetric):
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
+            name = f"CocoMetric: image {sample.get('img_path') or sample['img_id']!r}"
+            given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
+            check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})
             result = {
                 "img_id": sample["img_id"],
-                "bboxes": _numpy(predicted["bboxes"]).reshape(-1, 4),
-                "scores": _numpy(predicted["scores"]),
-                "labels": _numpy(predicted["labels"]).astype(int),
+                "img_path": sample.get("img_path"),
+                "bboxes": _numpy(given["bboxes"]).reshape(-1, 4),
+                "scores": _numpy(given["scores"]),
+                "labels": _numpy(given["labels"]).astype(int),
             }
             if self._ann_file is None:
-                result["truth"], result["img_path"] = _truth_of_sample(sample), sample.get("img_path")
+                result["truth"] = _truth_of_sample(sample)
+                check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
+            self._check_id(result, self._first_of_id)
             self.results.append(result)
+
+    def _check_id(self, result: dict, first_of_id: dict[Any, dict]) -> None:
+        """Raise an error if another image has the same id, unless their paths tell them apart."""
+        needs_ids = self._ann_file is not None or self.outfile_prefix is not None
+        key = result["img_id"] if needs_ids else (result["img_id"], result.get("img_path"))
+        first = first_of_id.setdefault(key, result)
+        if all(first.get(part) == result.get(part) for part in ("img_path", "truth")):
+            return
+        raise InvalidInputError(
+            f"CocoMetric: the images {first.get('img_path')} and {result.get('img_path')} have the same id "
+            f"{result['img_id']!r} and differ in their paths or true boxes. Give every image an id of its own. Images "
+            "of several data sets may share ids if neither ann_file nor outfile_prefix is set"
+        )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the values of ``metric_items`` by name, without the prefix."""
@@ -157,6 +184,10 @@ class CocoMetric(BaseMetric):
             )
         classes = self._dataset_meta["classes"]
         self.classwise_results = []
+        self._first_of_id = {}
+        first_of_id: dict[Any, dict] = {}  # of the results of all processes
+        for result in results:
+            self._check_id(result, first_of_id)
         results = _without_repetitions(results)
         if self.outfile_prefix is not None:
             self._write(_detections(results))
@@ -164,9 +195,12 @@ class CocoMetric(BaseMetric):
         detections = _detections(results)
         if self.format_only:
             return {}
-        truth = _truth_of_results(results) if self._ann_file is None else self._truth_of_file()
         image_ids = {result["img_id"] for result in results}
-        self._check_images(image_ids, {image["id"] for image in truth["images"]})
+        if self._ann_file is None:
+            truth = [annotation for result in results for annotation in result["truth"]]
+        else:
+            truth = self._truth_of_file()
+            self._check_images(image_ids, {image["id"] for image in self._content["images"]})
         evaluation = evaluate_boxes(
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
         )
@@ -177,8 +211,8 @@ class CocoMetric(BaseMetric):
             print_log("\n" + _as_table(self.classwise_results), logger="current")
         return metrics
 
-    def _truth_of_file(self) -> dict:
-        """Return the images and the annotations of the file, with labels instead of category ids."""
+    def _truth_of_file(self) -> list[dict]:
+        """Return the annotations of the file, with labels instead of category ids."""
         annotations = []
         for annotation in self._content["annotations"]:
             label = self._label_of_category.get(annotation["category_id"])
@@ -190,14 +224,16 @@ class CocoMetric(BaseMetric):
                 annotations.append(
                     _annotation(annotation["image_id"], label, annotation["bbox"], area, iscrowd)
                 )
-        return {"images": self._content["images"], "annotations": _numbered(annotations)}
+        return annotations
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
-        unknown = sorted(evaluated - in_file)
+        unknown = sorted(evaluated - in_file, key=id_order)
         if unknown:
+            hint = written_otherwise(unknown[0], in_file)
             raise InvalidInputError(
                 f"CocoMetric: ann_file {self._ann_file} does not have {len(unknown)} of the {len(evaluated)} "
-                f"evaluated images: ids {listed(unknown, 5)}. Evaluator and data set must name the same file."
+                f"evaluated images: ids {listed(map(repr, unknown), 5)}. Evaluator and data set must name the same "
+                f"file" + (f"; an image is {hint}" if hint else "")
             )
         if evaluated != in_file:
             print_log(
@@ -226,7 +262,7 @@ def _without_repetitions(results: list[dict]) -> list[dict]:
 
 
 def _with_ids_of_their_own(results: list[dict]) -> list[dict]:
-    """Return the results with new ids if several data sets, which have no ``ann_file``, use the same ones."""
+    """Return the results with new ids if several data sets use the same ones, which needs no ``ann_file``."""
     if len({result["img_id"] for result in results}) == len(results):
         return results
     return [
@@ -239,7 +275,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def _annotation(image_id: int, label: int, xywh: Sequence[float], area: float, iscrowd: int) -> dict:
+def _annotation(image_id: int | str, label: int, xywh: Sequence[float], area: float, iscrowd: int) -> dict:
     return {
         "image_id": image_id,
         "category_id": label,
@@ -247,11 +283,6 @@ def _annotation(image_id: int, label: int, xywh: Sequence[float], area: float, i
         "area": area,
         "iscrowd": int(iscrowd),
     }
-
-
-def _numbered(annotations: list[dict]) -> list[dict]:
-    """Return the annotations with ids from 1 on, because COCO's code takes a match with id 0 for no match."""
-    return [{**annotation, "id": i} for i, annotation in enumerate(annotations, start=1)]
 
 
 def _xywh(xyxy: Sequence[float]) -> list[float]:
@@ -284,11 +315,6 @@ def _truth_of_sample(sample: dict) -> list[dict]:
     return annotations
 
 
-def _truth_of_results(results: list[dict]) -> dict:
-    annotations = [annotation for result in results for annotation in result["truth"]]
-    return {"images": [{"id": result["img_id"]} for result in results], "annotations": _numbered(annotations)}
-
-
 def _value_of(evaluation: BoxEvaluation, item: str) -> float:
     if item in _PRECISIONS:
         return evaluation.average_precision(**_PRECISIONS[item])
@@ -296,9 +322,11 @@ def _value_of(evaluation: BoxEvaluation, item: str) -> float:
     return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
 
 
-def _classwise(evaluation: BoxEvaluation, truth: dict, image_ids: set, classes: Sequence[str]) -> list[dict]:
+def _classwise(
+    evaluation: BoxEvaluation, truth: list[dict], image_ids: set, classes: Sequence[str]
+) -> list[dict]:
     counts = np.zeros(len(classes), dtype=int)
-    for annotation in truth["annotations"]:
+    for annotation in truth:
         counts[annotation["category_id"]] += annotation["image_id"] in image_ids and not annotation["iscrowd"]
     return [
         {"name": name, "num_boxes": int(counts[label])}

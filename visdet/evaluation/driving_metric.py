@@ -12,8 +12,10 @@ from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
+from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = [
+    "PREDICTED",
     "DrivingBoxMetric",
     "DrivingMetric",
     "as_array",
@@ -23,18 +25,42 @@ __all__ = [
     "within",
 ]
 
+# The predictions for boxes that metrics read.
+PREDICTED = ("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d")
+
 
 class DrivingMetric(BaseMetric):
     """A metric over frames that have a ``token``.
 
-    Each process keeps one dict with a ``token`` per frame. At the end, the frames of all processes are gathered, and
-    every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of frames.
+    Each process keeps one dict per frame, which :meth:`keep` completes. At the end, the frames of all processes are
+    gathered, and every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of
+    frames. Different frames must have different tokens.
     """
+
+    def keep(self, sample: Mapping[str, Any], frame: dict[str, Any]) -> None:
+        """Add what is kept of a frame to the results, with the ``token`` and the ``place`` of its sample."""
+        place = {
+            "scene_token": sample.get("scene_token"),
+            "timestamp": None if sample.get("timestamp") is None else float(sample["timestamp"]),
+            "T_global": None if sample.get("T_global") is None else as_array(sample["T_global"]).tolist(),
+        }
+        self.results.append({"token": sample["token"], "place": place, **frame})
+
+    def check_predicted(self, sample: Mapping[str, Any], **values: Any) -> None:
+        """Raise an error if predicted values are NaN or infinite."""
+        name = f"{type(self).__name__}: frame {sample['token']}"
+        check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in values.items()})
+
+    def check_true(self, sample: Mapping[str, Any], **values: Any) -> None:
+        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite."""
+        name = f"{type(self).__name__}: frame {sample['token']}"
+        poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
+        check_finite(name, **{f"true {key}": value for key, value in {**poses, **values}.items()})
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
         gathered = [frame for part in all_gather_object(self.results) for frame in part]
-        frames = list({frame["token"]: frame for frame in gathered}.values())
+        frames = _by_token(gathered, type(self).__name__)
         if not frames:
             print_log(f"{type(self).__name__}: no frame was evaluated", logger="current")
         metrics = self.compute_metrics(frames)
@@ -44,6 +70,33 @@ class DrivingMetric(BaseMetric):
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the metrics of these frames."""
+
+
+def _by_token(gathered: list[dict], name: str) -> list[dict]:
+    """Return one frame of each token.
+
+    Raises:
+        ValueError: different frames have the same token, or two frames of a scene have the same time.
+    """
+    frames: dict[Any, dict] = {}
+    moments: dict[tuple, Any] = {}
+    for frame in gathered:
+        place = frame.get("place", {})
+        other = frames.setdefault(frame["token"], frame).get("place", {})
+        different = [key for key in place if place[key] != other.get(key)]
+        if different:
+            key = different[0]
+            raise InvalidInputError(
+                f"{name}: two frames have the token {frame['token']!r}, but their {key} is {other.get(key)} and "
+                f"{place[key]}. Frames of several data sets need tokens of their own"
+            )
+        moment = (place.get("scene_token"), place.get("timestamp"))
+        if None not in moment and moments.setdefault(moment, frame["token"]) != frame["token"]:
+            raise InvalidInputError(
+                f"{name}: the frames {moments[moment]!r} and {frame['token']!r} of scene {moment[0]!r} have the same "
+                f"time {moment[1]}. Scenes of several data sets need tokens of their own"
+            )
+    return list(frames.values())
 
 
 class DrivingBoxMetric(DrivingMetric):
@@ -110,5 +163,13 @@ def within(places: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
 
 
 def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
-    """Return anchors, which are given as an array or as the path of a .npy file."""
-    return np.load(anchors, allow_pickle=False) if isinstance(anchors, (str, Path)) else np.asarray(anchors)
+    """Return anchors, which are given as an array or as the path of a .npy file.
+
+    Raises:
+        ValueError: they are NaN or infinite.
+    """
+    name = "the metric"
+    if isinstance(anchors, (str, Path)):
+        name, anchors = str(anchors), np.load(anchors, allow_pickle=False)
+    check_finite(name, anchors=anchors)
+    return np.asarray(anchors)

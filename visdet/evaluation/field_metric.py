@@ -10,6 +10,7 @@ from mmengine.evaluator import BaseMetric
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = ["FieldMetric"]
 
@@ -31,8 +32,14 @@ class FieldMetric(BaseMetric):
         for sample in data_samples:
             target = torch.as_tensor(sample["gt_field"]).double().flatten()
             prediction = torch.as_tensor(sample["pred_field"]).double().flatten()
+            if target.shape != prediction.shape:
+                raise InvalidInputError(
+                    f"FieldMetric: pred_field must have {len(target)} values like gt_field, got {len(prediction)}"
+                )
             if len(target) == 0:
                 continue
+            check_finite("FieldMetric", DIVERGED, pred_field=prediction)
+            check_finite("FieldMetric", gt_field=target)
             centre = target.mean()
             sums = (
                 (prediction - target).square().sum(),

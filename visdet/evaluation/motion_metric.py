@@ -11,6 +11,7 @@ from visdet.structures.driving_data_sample import predictions_of
 
 from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
 from .driving_metric import (
+    PREDICTED,
     DrivingBoxMetric,
     as_array,
     places_in_world,
@@ -108,6 +109,7 @@ class MotionMetric(DrivingBoxMetric):
                     raise InvalidInputError(f"{name} has no {key}; the test pipeline must keep it")
             if "trajs_3d" not in prediction:
                 raise InvalidInputError(f"{name}: the prediction has no trajs_3d")
+            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
             pose = np.asarray(sample["T_global"], dtype=np.float64)
             paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
             boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
@@ -118,13 +120,14 @@ class MotionMetric(DrivingBoxMetric):
                 )
             steps = steps.reshape(len(gt_boxes), num_steps, 2)
             known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
+            self.check_true(sample, gt_bboxes_3d=gt_boxes[:, :7], gt_agent_fut_trajs=steps[known])
             scores = as_array(prediction["scores_3d"])
             kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
             confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
             kept = kept[confidence[kept] >= self.score_threshold]
-            self.results.append(
+            self.keep(
+                sample,
                 {
-                    "token": sample["token"],
                     "vehicle": vehicle_in_world(sample, pose),
                     "gt_places": places_in_world(gt_boxes, pose),
                     "gt_labels": as_array(sample["gt_labels_3d"]),
@@ -135,7 +138,7 @@ class MotionMetric(DrivingBoxMetric):
                     "scores": scores[kept],
                     "paths": paths[kept],
                     "constant": self._constant_velocity(boxes[kept], num_steps),
-                }
+                },
             )
 
     def _constant_velocity(self, boxes: np.ndarray, num_steps: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from visdet.structures.driving_data_sample import predictions_of
 
 from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
 from .driving_metric import (
+    PREDICTED,
     DrivingBoxMetric,
     as_array,
     read_anchors,
@@ -97,11 +98,13 @@ class NuScenesMetric(DrivingBoxMetric):
                 raise InvalidInputError(
                     f"NuScenesMetric: frame {sample['token']} has no gt_bboxes_3d; the test pipeline drops them"
                 )
+            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
+            self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
             pose = np.asarray(sample["T_global"], dtype=np.float64)
             best = np.argsort(-as_array(prediction["scores_3d"]), kind="stable")[:_MAX_BOXES]
-            self.results.append(
+            self.keep(
+                sample,
                 {
-                    "token": sample["token"],
                     "pose": pose,
                     "vehicle": vehicle_in_world(sample, pose),
                     "gt_boxes": _in_world(sample["gt_bboxes_3d"], pose),
@@ -110,7 +113,7 @@ class NuScenesMetric(DrivingBoxMetric):
                     "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
                     "scores": as_array(prediction["scores_3d"])[best],
                     "labels": as_array(prediction["labels_3d"])[best],
-                }
+                },
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:

@@ -87,12 +87,16 @@ class PlanningMetric(DrivingMetric):
                     f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}"
                 )
             boxes = sample["fut_boxes"]
+            self.check_predicted(sample, final_planning=plan)
             complete = bool(as_array(sample["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
-            frame = {"token": sample["token"], "complete": complete, "steps": len(path)}
+            frame = {"complete": complete, "steps": len(path)}
             if complete:
                 status = as_array(sample["ego_status"]) if "ego_status" in sample else None
-                frame |= self._measure(plan, path, [as_array(step) for step in boxes], status)
-            self.results.append(frame)
+                future = [as_array(step) for step in boxes]
+                steps = {f"fut_boxes[{number}]": step for number, step in enumerate(future)}
+                self.check_true(sample, gt_ego_fut_trajs=path, ego_status=status, **steps)
+                frame |= self._measure(plan, path, future, status)
+            self.keep(sample, frame)
 
     def _measure(
         self, plan: np.ndarray, path: np.ndarray, boxes: list[np.ndarray], status: np.ndarray | None

@@ -12,6 +12,7 @@ from visdet.structures.driving_data_sample import predictions_of
 
 from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import (
+    PREDICTED,
     DrivingBoxMetric,
     as_array,
     places_in_world,
@@ -75,6 +76,13 @@ class TrackingMetric(DrivingBoxMetric):
                 raise InvalidInputError(
                     f"TrackingMetric: the prediction of frame {sample['token']} has no instance_ids"
                 )
+            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
+            self.check_true(
+                sample,
+                gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7],
+                instance_id=sample["instance_id"],
+                timestamp=sample["timestamp"],
+            )
             pose = np.asarray(sample["T_global"], dtype=np.float64)
             true_ids = as_array(sample["instance_id"]).reshape(-1)
             is_tracked = true_ids >= 0
@@ -82,9 +90,9 @@ class TrackingMetric(DrivingBoxMetric):
             confidence = as_array(prediction.get("cls_scores", prediction["scores_3d"])).reshape(-1)
             kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
             kept = kept[(confidence[kept] >= self.score_threshold) & (ids[kept] >= 0)]
-            self.results.append(
+            self.keep(
+                sample,
                 {
-                    "token": sample["token"],
                     "scene": sample["scene_token"],
                     "time": float(sample["timestamp"]),
                     "vehicle": vehicle_in_world(sample, pose),
@@ -95,7 +103,7 @@ class TrackingMetric(DrivingBoxMetric):
                     "places": places_in_world(prediction["boxes_3d"], pose)[kept],
                     "labels": as_array(prediction["labels_3d"])[kept],
                     "scores": scores[kept],
-                }
+                },
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:

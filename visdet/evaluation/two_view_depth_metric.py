@@ -7,6 +7,7 @@ from mmengine.evaluator import BaseMetric
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = ["TwoViewDepthMetric"]
 
@@ -36,13 +37,14 @@ class TwoViewDepthMetric(BaseMetric):
                 raise InvalidInputError(
                     f"TwoViewDepthMetric: pred_depth must have gt_depth's shape {truth.shape}, got {predicted.shape}"
                 )
+            check_finite(f"TwoViewDepthMetric: pair {sample.get('pair')}", DIVERGED, pred_depth=predicted)
             known = np.isfinite(truth) & (truth > 0)
             self.results.append((predicted[known], truth[known]))
 
     def compute_metrics(self, results: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
         """Return the metrics of all pairs."""
-        predicted = np.concatenate([pair[0] for pair in results])
-        truth = np.concatenate([pair[1] for pair in results])
+        predicted = np.concatenate([np.zeros(0), *(pair[0] for pair in results)])
+        truth = np.concatenate([np.zeros(0), *(pair[1] for pair in results)])
         if not truth.size:
             raise InvalidInputError("TwoViewDepthMetric: no pixel has a positive, finite true depth")
         constant = 1 / np.median(1 / truth)

@@ -71,17 +71,22 @@ class VectorMapMetric(DrivingMetric):
                 raise InvalidInputError(
                     f"VectorMapMetric: frame {sample['token']} has no vectors; the test pipeline must make them"
                 )
+            vectors = {f"vectors[{number}]": line for number, line in enumerate(prediction["vectors"])}
+            self.check_predicted(sample, scores=prediction["scores"], labels=prediction["labels"], **vectors)
+            self.check_true(
+                sample, **{f"vectors[{number}]": line for number, line in enumerate(sample["vectors"])}
+            )
             lines, usable = _longer_than_a_point(prediction["vectors"])
             truth, is_line = _longer_than_a_point(sample["vectors"])
-            self.results.append(
+            self.keep(
+                sample,
                 {
-                    "token": sample["token"],
                     "gt_lines": truth,
                     "gt_labels": as_array(sample["vector_labels"]).reshape(-1)[is_line],
                     "lines": lines,
                     "scores": as_array(prediction["scores"]).reshape(-1)[usable],
                     "labels": as_array(prediction["labels"]).reshape(-1)[usable],
-                }
+                },
             )
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from mmengine.fileio import get_text
 
 from visdet.errors import InvalidInputError, MissingFileError
 
-__all__ = ["listed", "load_coco_json", "match_categories"]
+from .similar_names import look_alike
+
+__all__ = ["id_order", "listed", "load_coco_json", "match_categories", "written_otherwise"]
 
 _REQUIRED_KEYS = {
     "images": ("id", "file_name", "height", "width"),
@@ -21,6 +24,9 @@ _REQUIRED_KEYS = {
 def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
     """Return the content of a COCO annotation file, after its keys have been checked.
 
+    Ids are numbers or texts, also mixed, and equal only if their types are: 1 is not "1". A number such as 7.0, which
+    tables of floats give, is returned as 7.
+
     Args:
         path: a local path, or a URL that one of mmengine's file backends reads.
         backend_args: the choice of the backend, as in ``mmengine.fileio``.
@@ -29,8 +35,8 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not JSON, a key is missing, a value has another type than COCO's, or ids repeat. The
-            message names the file and the mistake.
+        ValueError: the file is not JSON, a key is missing, a value has another type than COCO's, ids repeat, or an id
+            that an annotation refers to is written as another type. The message names the file and the mistake.
 
     Source: the format is https://cocodataset.org/#format-data.
     """
@@ -38,7 +44,7 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
         content = json.loads(get_text(path, backend_args=backend_args))
     except FileNotFoundError as error:
         raise MissingFileError(f"annotation file {path} does not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidInputError(
@@ -53,13 +59,15 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
                 f"annotation file {path} needs a list under the key {section!r}; its keys are {found}"
             )
         _check_records(content[section], section, keys, path)
+    for key, section in (("image_id", "images"), ("category_id", "categories")):
+        _check_references(content["annotations"], key, {record["id"] for record in content[section]}, path)
     for image in content["images"]:
-        if (
-            not _are_numbers([image["width"], image["height"]], 2)
-            or min(image["width"], image["height"]) <= 0
-        ):
+        sides = [image["width"], image["height"]]
+        is_positive = _are_numbers(sides, 2) and min(sides) > 0
+        if not is_positive or any(side % 1 for side in sides):
             raise InvalidInputError(
-                f"annotation file {path}: width and height must be positive numbers: {image!r:.200}"
+                f"annotation file {path}: width and height must be {'whole' if is_positive else 'positive'} numbers: "
+                f"{image!r:.200}"
             )
         if not isinstance(image["file_name"], str):
             raise InvalidInputError(f"annotation file {path}: file_name must be a text: {image!r:.200}")
@@ -83,11 +91,14 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 
 
 def _are_numbers(values: object, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
-    )
+    return isinstance(values, list) and len(values) == count and all(map(_is_finite_number, values))
+
+
+def _is_finite_number(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def _check_records(records: list, section: str, keys: Sequence[str], path: str) -> None:
@@ -96,6 +107,10 @@ def _check_records(records: list, section: str, keys: Sequence[str], path: str) 
             if not isinstance(record, dict) or key not in record:
                 raise InvalidInputError(
                     f"annotation file {path}: {section}[{position}] has no key {key!r}: {record!r:.200}"
+                )
+            if key.endswith("id"):
+                record[key] = _checked_id(
+                    record[key], f"annotation file {path}: {key} of {section}[{position}]"
                 )
     seen = set()
     for record in records:
@@ -106,7 +121,46 @@ def _check_records(records: list, section: str, keys: Sequence[str], path: str) 
         seen.add(record["id"])
 
 
-def match_categories(categories: Sequence[dict], classes: Sequence[str], path: str) -> dict[int, int]:
+def _checked_id(value: Any, what: str) -> int | str:
+    """Return an id, as a whole number or a text. A float such as 7.0 becomes 7."""
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
+        return value
+    # Above 2 ** 53, several whole numbers are the same float.
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    raise InvalidInputError(
+        f"{what} must be a whole number or a text, got {value!r:.100} ({type(value).__name__})"
+    )
+
+
+def _check_references(annotations: list[dict], key: str, ids: set, path: str) -> None:
+    """Raise an error if an annotation refers to an id that the other section writes as another type."""
+    unknown = {annotation[key]: position for position, annotation in enumerate(annotations)}
+    for value, position in unknown.items():
+        if value not in ids and (hint := written_otherwise(value, ids)):
+            raise InvalidInputError(f"annotation file {path}: {key} of annotations[{position}] is {hint}")
+
+
+def written_otherwise(value: int | str, ids: Collection[int | str]) -> str | None:
+    """Return a phrase that says that ``ids`` has the id ``value`` as the other type, or None if it does not."""
+    other: int | str = str(value)
+    if isinstance(value, str):
+        try:
+            other = int(float(value)) if value.strip().endswith(".0") else int(value)
+        except (ValueError, OverflowError):
+            other = value.strip()
+    if other == value or other not in ids:
+        return None
+    types = ["a text" if isinstance(one, str) else "a number" for one in (value, other)]
+    return f"{value!r} ({types[0]}), but the id is {other!r} ({types[1]}); write both alike"
+
+
+def id_order(value: int | str) -> tuple[bool, int | str]:
+    """Return the key that sorts ids: numbers by their values, and then texts."""
+    return isinstance(value, str), value
+
+
+def match_categories(categories: Sequence[dict], classes: Sequence[str], path: str) -> dict[int | str, int]:
     """Return {category id of the file: label}.
 
     The label is the position of the category's name in ``classes``. The order and the ids in the file do not matter.
@@ -117,7 +171,8 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         path: the file, for messages.
 
     Raises:
-        ValueError: two categories have the same name of ``classes``, or none of the classes is in the file.
+        ValueError: two categories have the same name of ``classes``, a class that the file lacks looks like one of its
+            categories (see :func:`look_alike`), or none of the classes is in the file.
     """
     label_of = {name: label for label, name in enumerate(classes)}
     names = [category["name"] for category in categories]
@@ -127,9 +182,16 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
     matched = {
         category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
     }
+    spare = [name for name in names if name not in label_of]
+    alike = [hint for name in classes if name not in names and (hint := look_alike(name, spare))]
+    if alike:
+        raise InvalidInputError(
+            f"annotation file {path}: names of categories and classes are compared exactly, but category "
+            f"{listed(alike, 3)}. Write the class as in the file: metainfo=dict(classes=(...))"
+        )
     if not matched:
         by_lower_case = {name.lower(): name for name in names}
-        hint = [
+        near_misses = [
             f"{name!r} (did you mean {by_lower_case[near[0]]!r}?)"
             for name in classes
             if (near := get_close_matches(name.lower(), by_lower_case, n=1))
@@ -137,7 +199,7 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
         raise InvalidInputError(
             f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
             f"{len(classes)} classes ({listed(classes)}). "
-            + (f"Near misses: {listed(hint)}. " if hint else "")
+            + (f"Near misses: {listed(near_misses)}. " if near_misses else "")
             + "Name the file's categories in the config: metainfo=dict(classes=(...))."
         )
     return matched

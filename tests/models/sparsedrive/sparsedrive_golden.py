@@ -8,6 +8,8 @@ import torch
 from driving_samples import samples_of
 from golden import golden, golden_state, under
 
+from visdet.models.sparsedrive.base_target import assigned_instances
+from visdet.models.sparsedrive.box3d_decoder import of_samples
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS, TASK_UTILS
 
@@ -94,6 +96,14 @@ def part(values, name):
     return values
 
 
+def matches_of(index, counts):
+    """Return (predictions, instances), two index tensors of each sample, given an assignment [B, Q]."""
+    return [
+        ((row < count).nonzero().flatten(), row[row < count])
+        for row, count in zip(index, counts, strict=True)
+    ]
+
+
 @torch.no_grad()
 def evaluate(model, arrays):
     """Run both frames; yield what each returns: {det, map, motion, planning, decoded}, with banks in det and map."""
@@ -102,7 +112,7 @@ def evaluate(model, arrays):
     for index in range(2):
         images, samples = frame_of(arrays, index)
         outs = model(images, samples, mode="tensor")
-        results = [dict(result) for result in model.head.post_process(outs, batch_of(samples))]
+        results = of_samples(model.head.select(outs, batch_of(samples)), model.head.of_sample)
         for result in results:
             result["cls_scores_aligned"] = result.get("cls_scores")
             if "vectors" in result:
@@ -111,8 +121,8 @@ def evaluate(model, arrays):
             name: out if out is None else dict(out)
             for name, out in zip(("det", "map", "motion", "planning"), outs, strict=True)
         }
-        for name, head in (("det", model.head.det_head), ("map", model.head.map_head)):
-            bank = head.instance_bank
+        for name in ("det", "map"):
+            bank = model.temporal_state.head[name].bank
             values[name]["bank"] = {
                 "cached_anchor": bank.cached_anchor,
                 "confidence": bank.confidence,
@@ -153,7 +163,7 @@ def train(model, arrays):
         model.zero_grad()
         seen = {}
         handle = model.head.register_forward_hook(
-            lambda module, args, outs, seen=seen: seen.update(outs=outs)
+            lambda module, args, result, seen=seen: seen.update(outs=result[0])
         )
         losses = dict(model(images, samples, mode="loss"))
         handle.remove()
@@ -163,7 +173,9 @@ def train(model, arrays):
             name: {key: out[key][-1] for key in ("classification", "prediction")}
             for name, out in zip(("det", "map"), seen["outs"], strict=False)
         }
-        matches = model.head.det_head.get_targets(seen["outs"][0], batch_of(samples), only_last=True).matches
+        truth = model.head.ground_truth(batch_of(samples))
+        costs = model.head.pair_costs(seen["outs"], truth)
+        matches = matches_of(assigned_instances(costs, truth)["det"].index[-1], truth["det"].counts)
         outs["det"]["pred_index"], outs["det"]["gt_index"] = zip(*matches, strict=True)
         norms = {
             name: float(parameter.grad.norm())

@@ -6,7 +6,6 @@ import pytest
 import torch
 from sparsedrive_golden import built, close
 
-from visdet.models.sparsedrive.deformable_feature_aggregation import camera_embeddings
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 
@@ -229,7 +228,7 @@ def test_rejections():
     with pytest.raises(ValueError, match="num_learnable_pts of at least 1, got 0"):
         MODELS.build({"type": "SparsePoint3DKeyPointsGenerator"})(torch.zeros(1, 2, 40), None)
     with pytest.raises(ValueError, match="fix_scale must hold triples"):
-        MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [0.0, 1.0]})
+        MODELS.build({"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [[0.0, 1.0]]})
     with pytest.warns(UserWarning, match="temporal_fusion_module is never called"):
         make_module(temporal_fusion_module={"type": "anything"})
     inputs = list(make_inputs())
@@ -237,35 +236,3 @@ def test_rejections():
         make_module(num_cams=3)(*inputs)
     with pytest.raises(ValueError, match=r"must be of 2 cameras and 3 levels, got \[2, 2\]"):
         make_module(num_levels=3)(*inputs)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_cameras_of_all_layers_are_embedded_at_once(device):
-    first, second = (make_module(use_camera_embed=True).to(device) for _ in range(2))
-    torch.nn.init.normal_(second.camera_encoder[0].weight)
-    plain = make_module()
-    features, anchor, embed, maps, metas = make_inputs()
-    features, anchor, embed = (x.to(device) for x in (features, anchor, embed))
-    maps, metas = [x.to(device) for x in maps], {name: x.to(device) for name, x in metas.items()}
-    cameras = camera_embeddings([first, torch.nn.Identity(), plain, second], metas["projection_mat"])
-    assert [*cameras] == [first, second]
-    parameters = [x for x in (*first.parameters(), *second.parameters()) if x.requires_grad]
-    alone = [layer(features, anchor, embed, maps, metas) for layer in (first, second)]
-    joint = [
-        layer(features, anchor, embed, maps, metas, camera_embed=cameras[layer]) for layer in (first, second)
-    ]
-    for found, expected in zip(joint, alone, strict=True):
-        torch.testing.assert_close(found, expected)
-    expected = torch.autograd.grad(sum(x.square().sum() for x in alone), parameters, allow_unused=True)
-    found = torch.autograd.grad(sum(x.square().sum() for x in joint), parameters, allow_unused=True)
-    for grad, of_alone in zip(found, expected, strict=True):
-        assert (grad is None) == (of_alone is None)
-        if grad is not None:
-            torch.testing.assert_close(grad, of_alone, atol=1e-4, rtol=1e-4)
-
-
-def test_there_may_be_no_cameras_to_embed():
-    layer, projection = make_module(use_camera_embed=True), make_inputs()[-1]["projection_mat"]
-    assert camera_embeddings([layer], None) == {}
-    assert camera_embeddings([make_module()], projection) == {}
-    assert camera_embeddings([layer], projection.clone().requires_grad_()) == {}

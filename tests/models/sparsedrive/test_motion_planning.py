@@ -10,10 +10,12 @@ from sparsedrive_golden import built, close, module_case
 from visdet.models.sparsedrive import (
     HierarchicalPlanningDecoder,
     InstanceQueue,
+    InstanceQueueState,
     MotionTarget,
     PlanningTarget,
     SparseBox3DKeyPointsGenerator,
 )
+from visdet.models.sparsedrive.frame_clock import FrameClock
 from visdet.models.sparsedrive.motion_planning_head import MotionPlanningHead
 from visdet.models.sparsedrive.sine_embedding import gen_sineembed_for_position
 
@@ -158,49 +160,50 @@ def queue_frame(ids, time, seed, scene="a"):
     return det, maps, {"img_metas": [meta]}
 
 
-def run_queue(queue, frames):
-    """Return the outputs of each (frame, continues)."""
-    outs = []
+def run_queue(queue, frames, before=None):
+    """Return the outputs of each (frame, continues), and the state and the clock after the last one."""
+    outs, (state, clock) = [], before or (InstanceQueueState(), None)
     for (det, maps, metas), continues in frames:
-        got = queue.get(det, maps, metas, 1, torch.tensor([continues]), SparseBox3DKeyPointsGenerator)
-        queue.cache(det, torch.zeros(1, 1, 8), torch.full((1, 1, 10), 4.0), metas)
+        now = FrameClock.of(metas)
+        state, clock = queue.enter(state, 1, now.since(clock)), now
+        *got, state = queue.get(state, det, maps, torch.tensor([continues]), SparseBox3DKeyPointsGenerator)
+        got.append(queue.ego_motion_embed(state))
+        state = queue.cache(state, det, torch.zeros(1, 1, 8), torch.full((1, 1, 10), 4.0))
         outs.append(got)
-    return outs
+    return outs, (state, clock)
 
 
 def test_queue_follows_ids():
     queue = make_queue()
     first, second = queue_frame([5, -1, 7], 0.0, 0), queue_frame([7, 5, -1], 0.5, 1)
-    _, (_, ego_anchor, features, _, is_absent) = run_queue(queue, [(first, True), (second, True)])
+    (_, (_, ego_anchor, features, _, is_absent, _)), (state, _) = run_queue(
+        queue, [(first, True), (second, True)]
+    )
     assert features.shape == (1, 4, 2, 8)
     torch.testing.assert_close(features[0, 0, 0], first[0]["instance_feature"][0, 2])
     torch.testing.assert_close(features[0, 1, 0], first[0]["instance_feature"][0, 0])
     assert is_absent[0].tolist() == [[False, False], [False, False], [True, False], [False, False]]
-    assert queue.state.period.tolist() == [[2, 2, 1]]
+    assert state.period.tolist() == [[2, 2, 1]]
     assert ego_anchor[0, 0, 9].item() == 4.0  # the speed predicted in the frame before
 
 
 def test_queue_starts_anew_with_a_new_sequence():
     frames = [queue_frame([1, 2], 0.0, 0), queue_frame([1, 2], 0.5, 1)]
-    queue = make_queue()
-    _, after = run_queue(queue, [(frames[0], True), (frames[1], False)])
-    assert queue.state.period.tolist() == [[1, 1]] and queue.state.ego_period.tolist() == [[1]]
+    (_, after), (state, _) = run_queue(make_queue(), [(frames[0], True), (frames[1], False)])
+    assert state.period.tolist() == [[1, 1]] and state.ego_period.tolist() == [[1]]
     assert after[4][0, :, 0].all() and not after[4][0, :, 1].any()
     assert after[1][0, 0, 9].item() == 0.0
 
 
-def test_queue_forgets_the_oldest_and_state_can_be_put_back():
+def test_queue_forgets_the_oldest_and_goes_on_from_any_state():
     frames = [(queue_frame([1, 2], 0.5 * i, i), True) for i in range(5)]
     queue = make_queue()
-    outs = run_queue(queue, frames[:4])
+    outs, kept = run_queue(queue, frames[:4])
     assert outs[-1][2].shape[2] == 3
-    state = queue.state
-    (expected,) = run_queue(queue, frames[4:])
-    queue.reset()
-    assert queue.state.period is None
-    queue.state = state
-    (again,) = run_queue(queue, frames[4:])
-    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+    (expected,), _ = run_queue(queue, frames[4:], kept)
+    run_queue(queue, frames[:2])
+    (again,), _ = run_queue(queue, frames[4:], kept)
+    assert all(torch.equal(*pair) for pair in zip(again[:5], expected[:5], strict=True))
 
 
 def moving_frame(time, place, yaw=0.0):
@@ -222,11 +225,11 @@ def test_the_ego_knows_its_motion_from_poses():
         moving_frame(1.0, (-2, 4), yaw=math.pi / 2),  # no time passed
         moving_frame(1.5, (5, 5)),
     ]
-    embeds, velocities = [], []
+    embeds, velocities, kept = [], [], None
     for frame, continues in zip(frames, [True, True, True, True, False], strict=True):
-        ((_, anchor, *_),) = run_queue(queue, [(frame, continues)])
+        ((_, anchor, *_, embed),), kept = run_queue(queue, [(frame, continues)], kept)
         velocities.append(anchor[0, 0, 8:10].tolist())
-        embeds.append(queue.ego_motion_embed())
+        embeds.append(embed)
     # The first frame, and one whose history was dropped, know nothing; the predicted 4 m/s is not taken.
     for velocity, expected in zip(velocities, [(0, 0), (0, 6), (0, 4), (0, 0), (0, 0)], strict=True):
         assert velocity == pytest.approx(expected, abs=1e-5)
@@ -235,7 +238,7 @@ def test_the_ego_knows_its_motion_from_poses():
     torch.testing.assert_close(unknown, dropped)
     for different in (known, other, standing):
         assert not torch.allclose(different, unknown, atol=1e-2)
-    assert make_queue().ego_motion_embed() is None
+    assert make_queue().ego_motion_embed(InstanceQueueState()) is None
     assert not any("motion" in name for name in make_queue().state_dict())
 
 
@@ -243,8 +246,7 @@ def test_the_change_of_velocity_counts_from_the_third_frame_on():
     def embed_after(places):
         queue = make_queue(ego_motion_from_poses=True)
         frames = [moving_frame(0.5 * i, (0, place)) for i, place in enumerate(places)]
-        run_queue(queue, [(frame, True) for frame in frames])
-        return queue.ego_motion_embed()
+        return run_queue(queue, [(frame, True) for frame in frames])[0][-1][-1]
 
     steady, braking = embed_after([0, 2, 4]), embed_after([0, 3, 5])  # 4 m/s, and down to it from 6 m/s
     assert not torch.allclose(steady, braking, atol=1e-2)
@@ -297,12 +299,12 @@ def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):
     assert len(said) == 2
     assert head.motion_anchor.shape == (5, 6, 12, 2) and head.plan_anchor.shape == (3, 6, 6, 2)
     with pytest.raises(FileNotFoundError, match=r"needs the motion_anchor file .*make_anchors\.py"):
-        head.train()({}, {}, [], {}, None, None, None)
+        head.train()({}, {}, [], None, None, None, None)
     with pytest.raises(ValueError, match="detection must give ids"):  # evaluation gets past the anchors
-        head.eval()({}, {}, [], {}, None, None, None)
+        head.eval()({}, {}, [], None, None, None, None)
 
     anchors = {"motion_anchor": np.ones((5, 6, 12, 2)), "plan_anchor": np.full((3, 6, 6, 2), 2.0)}
     head.load_state_dict(MotionPlanningHead(**head_parts(), **sizes, **anchors).state_dict())
     with pytest.raises(ValueError, match="detection must give ids"):
-        head.train()({}, {}, [], {}, None, None, None)
+        head.train()({}, {}, [], None, None, None, None)
     assert (head.motion_anchor == 1).all() and (head.plan_anchor == 2).all()

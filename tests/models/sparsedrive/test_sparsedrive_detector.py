@@ -45,7 +45,7 @@ def test_a_batch_of_two_sequences_equals_two_single_runs():
         poses[0][1, 3], poses[1][0, 3] = 2.0 * i, -1.0 * i
         images, data = frame(times, seed=[(i, 0), (i, 1)], scenes=pair, poses=poses)
         together = raw(both, images, data)
-        assert both.head.det_head.instance_bank.state.clock.scene == pair
+        assert both.temporal_state.clock.scene == pair
         for sample in range(2):
             alone_images, alone_data = frame(
                 times[sample : sample + 1],
@@ -75,21 +75,22 @@ def test_history_matters_and_can_be_put_back():
     assert torch.equal(outs[0]["prediction"][-1], again[0]["prediction"][-1])
     assert torch.equal(outs[0]["instance_id"], again[0]["instance_id"])
     assert not torch.allclose(outs[0]["prediction"][-1], without[0]["prediction"][-1])
-    assert model.temporal_state is not after and after["det"].bank.clock.timestamp == (0.5,)
+    assert model.temporal_state is None and after.clock.timestamp == (0.5,)
 
 
 def test_evaluation_starts_anew_and_training_goes_on():
     model = tiny_model().train()
     model(*frame([0.0], seed=0), mode="loss")
     state = model.temporal_state
-    assert state["det"].bank.cached_anchor is not None and state["det"].denoising is not None
+    assert state.head["det"].bank.cached_anchor is not None and state.head["det"].denoising is not None
     model.eval()
-    assert model.temporal_state["det"].bank.cached_anchor is None
+    assert model.temporal_state is None
     model(*frame([9.0], seed=5), mode="predict")
+    assert model.temporal_state.clock.timestamp == (9.0,)
     model.train()
-    assert model.temporal_state["det"].bank.cached_anchor is state["det"].bank.cached_anchor
+    assert model.temporal_state is state
     model.reset_temporal_state()
-    assert model.temporal_state["det"].bank.cached_anchor is None
+    assert model.temporal_state is None
 
 
 def test_state_is_no_part_of_the_weights_and_survives_a_copy():
@@ -99,7 +100,8 @@ def test_state_is_no_part_of_the_weights_and_survives_a_copy():
     assert set(model.state_dict()) == names
     again = copy.deepcopy(model)
     assert torch.equal(
-        again.temporal_state["det"].bank.cached_anchor, model.temporal_state["det"].bank.cached_anchor
+        again.temporal_state.head["det"].bank.cached_anchor,
+        model.temporal_state.head["det"].bank.cached_anchor,
     )
 
 
@@ -118,8 +120,22 @@ def test_the_state_survives_a_checkpoint(tmp_path):
     for name, loss in outcomes[0].items():
         assert torch.equal(loss, outcomes[1][name]), name
     assert len(outcomes[0]) > 20
+    assert_older_checkpoints_load(model)
     with pytest.raises(ValueError, match="unknown 'Elsewhere'"):
         other.load_temporal_state_dict({"kind": "Elsewhere"})
+
+
+def assert_older_checkpoints_load(model):
+    """Load the state in the form in which each bank had a clock of its own."""
+    plain = model.temporal_state_dict()
+    older = dict(plain["head"])
+    for name, part in older.items():
+        older[name] = {**part, "bank": {**part["bank"], "clock": plain["clock"], "frame": None}}
+    again = tiny_model().train()
+    again.load_temporal_state_dict(older)
+    assert again.temporal_state.clock.scene == model.temporal_state.clock.scene
+    anchors = [one.temporal_state.head["det"].bank.cached_anchor for one in (again, model)]
+    assert torch.equal(*anchors)
 
 
 def test_a_state_put_in_is_not_changed():
@@ -128,10 +144,11 @@ def test_a_state_put_in_is_not_changed():
     pose[0, 3] = 5.0
     model(*frame([0.0]), mode="loss")
     state = model.temporal_state
-    before = state["det"].denoising["dn_anchor"].clone(), state["det"].bank.cached_anchor.clone()
+    det = state.head["det"]
+    before = det.denoising["dn_anchor"].clone(), det.bank.cached_anchor.clone()
     model(*frame([0.5], seed=1, poses=[pose]), mode="loss")
-    assert torch.equal(state["det"].denoising["dn_anchor"], before[0])
-    assert torch.equal(state["det"].bank.cached_anchor, before[1])
+    assert torch.equal(det.denoising["dn_anchor"], before[0])
+    assert torch.equal(det.bank.cached_anchor, before[1])
 
 
 def test_every_parameter_gets_a_gradient_whatever_the_targets():
@@ -169,11 +186,10 @@ def test_no_depth_ground_truth():
 
 def test_denoising_over_frames_with_changing_numbers_of_boxes():
     model = tiny_model().train()
-    dn = model.head.det_head
     for i, count in enumerate((3, 1, 5, 0, 2)):
         losses = model(*frame([0.5 * i], seed=i, num_boxes=[count]), mode="loss")
         assert all(loss.isfinite() for loss in losses.values())
-        carried = dn.state.denoising
+        carried = model.temporal_state.head["det"].denoising
         assert (carried is None) == (count == 0)
         if carried is not None:
             assert carried["dn_anchor"].shape[:3] == (1, 2, 2 * count)
@@ -195,8 +211,9 @@ def test_losses_depend_on_the_state_alone_and_no_sampler_remembers_a_frame():
     alone, _ = losses_of(first, 1)
     losses_of(losses_of(first, 2)[1], 3)  # frames of another sequence between the two
     among_others, _ = losses_of(first, 1)
-    assert first["det"].denoising is not None and torch.equal(alone, among_others)
-    without, _ = losses_of({**first, "det": replace(first["det"], denoising=None)}, 1)
+    assert first.head["det"].denoising is not None and torch.equal(alone, among_others)
+    blind = {**first.head, "det": replace(first.head["det"], denoising=None)}
+    without, _ = losses_of(replace(first, head=blind), 1)
     assert not torch.equal(alone, without)  # The carried queries take part.
     assert [dict(vars(sampler)) for sampler in samplers] == settings
 
@@ -222,8 +239,7 @@ def test_denoising_queries_are_invisible_to_the_others():
     data = batch_of(samples)
     with torch.no_grad():
         queries = model.head.denoising_queries(data)
-        with_dn = model.head(model.extract_feat(images), data, queries)[0]
-        model.reset_temporal_state()
+        (with_dn, *_), _ = model.head(model.extract_feat(images), data, denoising=queries)
         without = model(images, samples, mode="tensor")[0]
     assert "dn_prediction" in with_dn and "dn_prediction" not in without
     assert with_dn["prediction"][-1].shape == (1, NUM_DET, 11)
@@ -273,7 +289,7 @@ def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
             losses = model(*frame([0.5 * time]), mode="loss")
         sum(losses.values()).backward()
         assert all(loss.isfinite() for loss in losses.values())
-    assert model.head.det_head.instance_bank.state.history == (True,)
+    assert model.temporal_state.head["det"].bank.history == (True,)
 
 
 @pytest.mark.parametrize("use_deformable_func", [True, False])

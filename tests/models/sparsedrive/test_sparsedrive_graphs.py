@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.cuda_graphs import GraphedLoss, GraphedPrediction
+from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.tensor_tree import layout_of, map_tensors
 
@@ -70,8 +71,8 @@ def test_the_state_after_a_step_is_a_copy_with_the_clock_of_its_frame():
     _, (outs, state) = model.predictions_and_costs(batch)
     samples[0].set_metainfo({"timestamp": 7.0})
     model.assign((outs, state), model.training_batch(images, samples))
-    kept = model.temporal_state["det"].bank
-    assert kept.clock.timestamp[0] == 7.0 and state["det"].bank.clock.timestamp[0] == 0.0
+    assert model.temporal_state.clock.timestamp[0] == 7.0 and batch.clock.timestamp[0] == 0.0
+    kept = model.temporal_state.head["det"].bank
     state["det"].bank.cached_anchor.zero_()
     assert kept.cached_anchor.abs().sum() > 0
 
@@ -81,7 +82,10 @@ def test_the_losses_of_the_head_in_one_call_are_those_of_the_stages():
     batch = model.training_batch(*frames("cpu")[0])
     predictions, costs_and_state = model.predictions_and_costs(batch)
     staged = model.losses(predictions, batch, model.assign(costs_and_state, batch))
-    at_once = model.head.loss(predictions[0], batch.data)
+    truth = model.head.ground_truth(batch.data)
+    costs = model.head.pair_costs(predictions[0], truth)
+    assigned = assigned_instances(costs, truth)
+    at_once = model.head.losses(predictions[0], batch.data, truth, costs, assigned)
     assert staged.keys() - at_once.keys() <= {"loss_dense_depth"} and len(at_once) > 10
     assert all(torch.equal(loss, staged[name]) for name, loss in at_once.items())
 
@@ -125,7 +129,7 @@ def test_training_by_graphs_gives_the_losses_and_gradients_of_eager_steps(dtype)
     torch.testing.assert_close(graphed_losses, losses, rtol=1e-6, atol=1e-6)
     assert (graphed_gradient - gradient).norm() < 1e-4 * gradient.norm()
     assert layout_of(graphed_state) == layout_of(state)
-    assert graphed_state["det"].bank.clock.timestamp == state["det"].bank.clock.timestamp
+    assert graphed_state.clock.timestamp == state.clock.timestamp
 
 
 def assert_same_predictions(found, expected):

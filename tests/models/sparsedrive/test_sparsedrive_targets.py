@@ -4,11 +4,26 @@ import math
 
 import pytest
 import torch
-from sparsedrive_golden import built, close
+from sparsedrive_golden import built, close, matches_of
 
 from visdet.models.matching.assignment import solve_assignment
 from visdet.models.sparsedrive import LinesL1Cost, SparseBox3DTarget, SparsePoint3DTarget
+from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.registry import TASK_UTILS
+
+
+def sample(sampler, cls, box, labels, boxes):
+    """Return (labels, values, weights, matches) for predictions [B, Q, ...] of one layer, or [L, B, Q, ...] of L.
+
+    The matches are those of the last layer; see ``matches_of``.
+    """
+    layers = (cls, box) if cls.dim() == 4 else (cls[None], box[None])
+    truth = sampler.ground_truth(labels, boxes, torch.device("cpu"))
+    pairs = sampler.pair_costs(*layers, truth)
+    index = assigned_instances({"": pairs}, {"": truth})[""].index
+    targets = sampler.targets_of(index, truth, pairs.ordering, cls.shape[-1])
+    targets = targets if cls.dim() == 4 else [values[0] for values in targets]
+    return *targets, matches_of(index[-1], truth.counts)
 
 
 def lists(values, name):
@@ -19,13 +34,13 @@ def lists(values, name):
 def test_box_target_matches_golden():
     sampler, given, expected = built("SparseBox3DTarget", registry=TASK_UTILS)
     boxes, labels = lists(given, "gt_boxes"), lists(given, "gt_labels")
-    out = sampler.sample(given["cls_pred"], given["box_pred"], labels, boxes)
+    out = sample(sampler, given["cls_pred"], given["box_pred"], labels, boxes)
     for actual, name in zip(out[:3], ("cls_target", "box_target", "reg_weights"), strict=True):
         close(actual, expected[name])
     for i in (0, 2):
-        close(out.matches[i][0], expected[f"pred_index/{i}"])
-        close(out.matches[i][1], expected[f"gt_index/{i}"])
-    assert len(out.matches[1][0]) == 0
+        close(out[3][i][0], expected[f"pred_index/{i}"])
+        close(out[3][i][1], expected[f"gt_index/{i}"])
+    assert len(out[3][1][0]) == 0
     encoded = sampler.encode_reg_target(boxes)
     for i in range(3):
         close(encoded[i], expected[f"encoded_gt/{i}"])
@@ -45,12 +60,12 @@ def test_all_layers_at_once_equal_layer_by_layer():
     cls, box = torch.randn(3, 2, 7, 4), torch.randn(3, 2, 7, 10)
     labels = [torch.tensor([1, 3, 0]), torch.tensor([2])]
     boxes = [torch.rand(3, 9) + 0.1, torch.rand(1, 9) + 0.1]
-    together = sampler.sample_layers(cls, box, labels, boxes)
+    together = sample(sampler, cls, box, labels, boxes)
     for layer in range(3):
-        alone = sampler.sample(cls[layer], box[layer], labels, boxes)
+        alone = sample(sampler, cls[layer], box[layer], labels, boxes)
         for a, b in zip(together[:3], alone[:3], strict=True):
             assert torch.equal(a[layer], b)
-    for a, b in zip(together.matches, alone.matches, strict=True):
+    for a, b in zip(together[3], alone[3], strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
@@ -61,14 +76,14 @@ def test_box_target_by_hand():
     box[0, 1, 0], box[0, 2, 0] = 10, -10
     gt = torch.tensor([[-9.0, 0, 0, 1, 1, 1, math.pi / 2, math.nan, 2], [9, 0, 0, 1, 1, 1, 0, 0, 0]])
     gt[0, 7] = 5.0
-    labels, boxes, weights, _ = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    labels, boxes, weights, _ = sample(sampler, cls, box, [torch.tensor([0, 1])], [gt])
     assert labels.tolist() == [[2, 1, 0]]
     torch.testing.assert_close(
         boxes[0, 2], torch.tensor([-9.0, 0, 0, 0, 0, 0, 1, 0, 5, 2]), atol=1e-6, rtol=0
     )
     assert weights[0].sum(-1).tolist() == [0, 30, 10]
     gt[0, 7] = math.nan
-    _, _, weights, _ = sampler.sample(cls, box, [torch.tensor([0, 1])], [gt])
+    _, _, weights, _ = sample(sampler, cls, box, [torch.tensor([0, 1])], [gt])
     assert weights.sum() == 39
 
 
@@ -77,15 +92,15 @@ def test_nan_and_infinite_costs_are_survived():
     assert rows.tolist() == [0, 1] and sorted(columns.tolist()) == [0, 1]
     sampler = SparseBox3DTarget()
     pred = torch.full((1, 4, 10), math.nan)
-    labels, *_ = sampler.sample(pred[..., :3], pred, [torch.tensor([1])], [torch.ones(1, 9)])
+    labels, *_ = sample(sampler, pred[..., :3], pred, [torch.tensor([1])], [torch.ones(1, 9)])
     assert (labels == 1).sum() == 1
 
 
 def test_no_boxes_anywhere():
     sampler = SparseBox3DTarget(num_dn_groups=2)
     empty = [torch.zeros(0, dtype=torch.int64)] * 2
-    labels, boxes, weights, _ = sampler.sample(
-        torch.randn(2, 5, 4), torch.randn(2, 5, 10), empty, [torch.zeros(0, 9)] * 2
+    labels, boxes, weights, _ = sample(
+        sampler, torch.randn(2, 5, 4), torch.randn(2, 5, 10), empty, [torch.zeros(0, 9)] * 2
     )
     assert (labels == 4).all() and not boxes.any() and not weights.any()
     assert sampler.get_dn_anchors(empty, [torch.zeros(0, 9)] * 2) is None
@@ -94,7 +109,7 @@ def test_no_boxes_anywhere():
 def test_line_target_matches_golden():
     sampler, given, expected = built("SparsePoint3DTarget", registry=TASK_UTILS)
     lines, labels = lists(given, "gt_lines"), lists(given, "gt_labels")
-    out = sampler.sample(given["cls_pred"], given["line_pred"], labels, lines)
+    out = sample(sampler, given["cls_pred"], given["line_pred"], labels, lines)
     for actual, name in zip(out[:3], ("cls_target", "line_target", "reg_weights"), strict=True):
         close(actual, expected[name])
     close(sampler.normalize_line(lines[0].flatten(2)), expected["normalized_gt/0"])
@@ -106,7 +121,7 @@ def test_line_target_matches_golden():
         close(columns, expected[f"gt_index/{i}"])
         close(ordering[rows, columns], expected[f"matched_permute_index/{i}"])
         close(sampler.assigner.pairwise(preds, gts)[0], expected[f"cost/{i}"])
-        close(out.matches[i][0], expected[f"pred_index/{i}"])
+        close(out[3][i][0], expected[f"pred_index/{i}"])
 
 
 def line_sampler():
@@ -130,8 +145,8 @@ def test_line_target_takes_the_nearest_ordering():
     forward = torch.tensor([[0.0, 0, 0, 10]])
     orderings = torch.stack([forward, torch.tensor([[0.0, 10, 0, 0]])], dim=1)  # [1, 2, 4]
     predicted = torch.tensor([[[0.0, 9, 0, 1], [5.0, 5, 5, 5]]])
-    labels, lines, weights, _ = line_sampler().sample(
-        torch.zeros(1, 2, 3), predicted, [torch.tensor([2])], [orderings]
+    labels, lines, weights, _ = sample(
+        line_sampler(), torch.zeros(1, 2, 3), predicted, [torch.tensor([2])], [orderings]
     )
     assert labels.tolist() == [[2, 3]]
     assert lines[0, 0].tolist() == [0, 10, 0, 0] and not lines[0, 1].any()
@@ -182,7 +197,8 @@ def test_no_ordering_is_left_out_beside_a_prediction_that_is_not_finite():
 
 
 def test_no_lines_anywhere():
-    labels, lines, *_ = line_sampler().sample(
+    labels, lines, *_ = sample(
+        line_sampler(),
         torch.zeros(1, 2, 3),
         torch.zeros(1, 2, 4),
         [torch.zeros(0, dtype=torch.int64)],

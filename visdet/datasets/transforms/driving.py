@@ -178,6 +178,11 @@ class VectorizeMap(BaseTransform):
                 "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, got "
                 f"simplify={simplify}, sample_num={sample_num}, sample_dist={sample_dist}"
             )
+        if len(roi_size) != 2 or min(roi_size) <= 0 or coords_dim not in (2, 3):
+            raise InvalidInputError(
+                "VectorizeMap: roi_size must be two positive numbers and coords_dim 2 or 3, got "
+                f"{roi_size} and {coords_dim}"
+            )
         if permute and sample_num < 2:
             raise InvalidInputError("VectorizeMap: permute needs sample_num")
         self.roi_size = np.array(roi_size, dtype=np.float64)

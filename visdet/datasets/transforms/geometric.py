@@ -1,5 +1,6 @@
 """Transforms that move the pixels of an image together with its boxes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Resize(BaseTransform):
     ``int(h * factor + 0.5)``. Without ``keep_ratio``, the new (width, height) is (a, b).
 
     Args:
-        scale: (width, height), or one number for both.
+        scale: (width, height), or one number for both. With ``keep_ratio``, one of the two may be infinite.
         scale_factor: one number, or one for the width and one for the height, instead of ``scale``. The target width is
             ``int(w * factor + 0.5)``, and likewise the height.
         keep_ratio: keep the proportions of the image.
@@ -43,7 +44,7 @@ class Resize(BaseTransform):
 
     def __init__(
         self,
-        scale: int | tuple[int, int] | None = None,
+        scale: float | tuple[float, float] | None = None,
         scale_factor: float | tuple[float, float] | None = None,
         keep_ratio: bool = False,
         clip_object_border: bool = True,
@@ -64,6 +65,9 @@ class Resize(BaseTransform):
         self.scale_factor = (
             None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
         )
+        sizes: Any = self.scale or self.scale_factor
+        if math.isinf(min(sizes) if keep_ratio else max(sizes)):
+            raise InvalidInputError(f"Resize: scale must be finite (keep_ratio={keep_ratio}), got {sizes}")
         self.keep_ratio = keep_ratio
         self.clip_object_border = clip_object_border
         self.backend = backend
@@ -104,7 +108,7 @@ class RandomChoiceResize(BaseTransform):
     """Resizes to one of ``scales``, all of which are equally likely.
 
     Args:
-        scales: a list of (width, height) or of numbers, or a single one.
+        scales: a list of (width, height) or of numbers, a tuple of (width, height), or a single one.
         resize_type: the registered transform that resizes.
         **resize_kwargs: its other keywords, such as ``keep_ratio``.
 
@@ -112,7 +116,11 @@ class RandomChoiceResize(BaseTransform):
     """
 
     def __init__(self, scales: Sequence | int, resize_type: str = "Resize", **resize_kwargs: Any) -> None:
-        self.scales = list(scales) if isinstance(scales, list) else [scales]
+        are_several = isinstance(scales, list) or (
+            isinstance(scales, tuple) and all(isinstance(scale, (list, tuple)) for scale in scales)
+        )
+        given: Any = scales
+        self.scales = list(given) if are_several else [given]
         if not self.scales:
             raise InvalidInputError("RandomChoiceResize: scales must not be empty")
         self._resizes = [
@@ -144,15 +152,22 @@ class RandomResize(BaseTransform):
         resize_type: str = "Resize",
         **resize_kwargs: Any,
     ) -> None:
-        is_one_pair = all(isinstance(side, int) for side in scale)
+        is_one_pair = all(isinstance(side, (int, float)) for side in scale)
         if len(scale) != 2 or is_one_pair != (ratio_range is not None):
             raise InvalidInputError(
                 "RandomResize: scale must be one (width, height) with a ratio_range, or two of them without, "
                 f"got {scale=} and {ratio_range=}"
             )
-        if ratio_range is not None and not 0 < ratio_range[0] <= ratio_range[1]:
+        pairs = [_positive_pair("RandomResize: scale", pair) for pair in ([scale] if is_one_pair else scale)]
+        if ratio_range is not None and (len(ratio_range) != 2 or not 0 < ratio_range[0] <= ratio_range[1]):
             raise InvalidInputError(
                 f"RandomResize: ratio_range must be 0 < lowest <= highest, got {ratio_range}"
+            )
+        ratios = (1.0, 1.0) if ratio_range is None else ratio_range
+        sides = [side for pair in pairs for side in pair]
+        if min(sides) * ratios[0] < 1 or math.isinf(max(sides) * ratios[1]):
+            raise InvalidInputError(
+                f"RandomResize: sides must be finite and at least one pixel, got {scale=} and {ratio_range=}"
             )
         self.scale = scale
         self.ratio_range = ratio_range
@@ -167,7 +182,9 @@ class RandomResize(BaseTransform):
             ratio = uniform(*self.ratio_range)
             scale = tuple(int(side * ratio) for side in self.scale)
         else:
-            scale = tuple(uniform_int(min(sides), max(sides)) for sides in zip(*self.scale, strict=True))
+            scale = tuple(
+                uniform_int(int(min(sides)), int(max(sides))) for sides in zip(*self.scale, strict=True)
+            )
         return self._build(scale)(results)
 
 
@@ -315,24 +332,26 @@ class Pad(BaseTransform):
     The data preprocessor of a model pads batches, so that this transform is needed for fixed sizes only.
 
     Args:
-        size: the padded (width, height).
+        size: the padded (width, height), or one number for both.
         size_divisor: pad height and width to multiples of this number.
         pad_to_square: pad to a square first.
-        pad_val: the value of the border, a number or ``dict(img=number)``.
+        pad_val: the value of the border: a number, one number per channel, or ``dict(img=...)`` of these. Other keys of
+            the dict have no effect.
         padding_mode: ``'constant'``, ``'edge'``, ``'reflect'`` or ``'symmetric'``.
 
     Raises:
-        ValueError: an argument is not valid, or the image is larger than ``size``.
+        ValueError: an argument is not valid, or the image is larger than ``size``, or too small to be mirrored into
+            the border.
 
     Source: mmcv's Pad.
     """
 
     def __init__(
         self,
-        size: tuple[int, int] | None = None,
+        size: int | tuple[int, int] | None = None,
         size_divisor: int | None = None,
         pad_to_square: bool = False,
-        pad_val: float | dict = 0,
+        pad_val: float | Sequence[float] | dict = 0,
         padding_mode: str = "constant",
     ) -> None:
         if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
@@ -344,10 +363,16 @@ class Pad(BaseTransform):
             raise InvalidInputError(
                 f"Pad: padding_mode must be constant, edge, reflect or symmetric, got {padding_mode!r}"
             )
+        if size_divisor is not None and size_divisor < 1:
+            raise InvalidInputError(f"Pad: size_divisor must be at least 1, got {size_divisor}")
+        value: Any = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if len(values) not in (1, 3) or not all(isinstance(one, (int, float)) for one in values):
+            raise InvalidInputError(f"Pad: pad_val must be a number or one per channel, got {pad_val!r}")
         self.size = None if size is None else _positive_pair("Pad: size", size)
         self.size_divisor = size_divisor
         self.pad_to_square = pad_to_square
-        self.pad_val = pad_val["img"] if isinstance(pad_val, dict) else pad_val
+        self.pad_val = value
         self.padding_mode = padding_mode
 
     def transform(self, results: dict) -> dict:
@@ -365,6 +390,12 @@ class Pad(BaseTransform):
                 f"{results.get('img_path')}"
             )
         border = [0, 0, target_w - width, target_h - height]
+        spare = {"reflect": -1, "symmetric": 0}.get(self.padding_mode, math.inf)
+        if border[2] > width + spare or border[3] > height + spare:
+            raise InvalidInputError(
+                f"Pad: the image, {width}x{height}, is too small for a border of {border[2]}x{border[3]} with "
+                f"padding_mode={self.padding_mode!r}: {results.get('img_path')}"
+            )
         set_image(results, F.pad(results["img"], border, fill=self.pad_val, padding_mode=self.padding_mode))
         results["pad_shape"] = results["img_shape"]
         if "gt_bboxes" in results:
@@ -374,6 +405,6 @@ class Pad(BaseTransform):
 
 def _positive_pair(what: str, value: float | Sequence[float]) -> tuple:
     pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
-    if len(pair) != 2 or min(pair) <= 0:
+    if len(pair) != 2 or not all(isinstance(side, (int, float)) and side > 0 for side in pair):
         raise InvalidInputError(f"{what} must be a positive number or (width, height), got {value!r}")
     return pair

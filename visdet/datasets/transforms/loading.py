@@ -1,6 +1,7 @@
 """Transforms that read images and annotations."""
 
 import io
+import threading
 
 import cv2
 import numpy as np
@@ -17,6 +18,8 @@ from .tv_results import set_boxes, set_image
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 
 _COLOR_TYPES = ("color", "color_ignore_orientation")
+_MAX_PIXELS = 2**30  # OpenCV's own limit
+_PILLOW_LIMIT = threading.Lock()
 
 
 @TRANSFORMS.register_module()
@@ -33,6 +36,8 @@ class LoadImageFromFile(BaseTransform):
         channel_order: ``'bgr'`` (mmcv's default, which needs ``bgr_to_rgb=True`` in the data preprocessor) or
             ``'rgb'``.
         imdecode_backend: must be ``'pillow'``.
+        max_pixels: refuse images of more pixels, which may be made to fill the memory. The default is OpenCV's limit,
+            which is above Pillow's. ``None`` accepts any number.
         ignore_empty: return ``None`` for an image that cannot be read, so that the data set takes another one.
         backend_args: mmengine's file backend.
 
@@ -53,6 +58,7 @@ class LoadImageFromFile(BaseTransform):
         imdecode_backend: str = "pillow",
         ignore_empty: bool = False,
         backend_args: dict | None = None,
+        max_pixels: int | None = _MAX_PIXELS,
     ) -> None:
         for argument, value, allowed in (
             ("color_type", color_type, _COLOR_TYPES),
@@ -66,6 +72,11 @@ class LoadImageFromFile(BaseTransform):
         self.to_float32 = to_float32
         self.color_type = color_type
         self.channel_order = channel_order
+        if max_pixels is not None and max_pixels < 1:
+            raise InvalidInputError(
+                f"LoadImageFromFile: max_pixels must be positive or None, got {max_pixels}"
+            )
+        self.max_pixels = max_pixels
         self.ignore_empty = ignore_empty
         self.backend_args = backend_args
 
@@ -90,7 +101,13 @@ class LoadImageFromFile(BaseTransform):
         except FileNotFoundError as error:
             raise MissingFileError(f"LoadImageFromFile: image {path} does not exist") from error
         try:
-            with Image.open(io.BytesIO(content)) as stored:
+            with _open(content) as stored:
+                width, height = stored.size
+                if self.max_pixels is not None and width * height > self.max_pixels:
+                    raise ValueError(
+                        f"its {width}x{height} pixels are more than max_pixels={self.max_pixels}; set "
+                        "LoadImageFromFile's max_pixels in the pipeline to read it"
+                    )
                 stored.load()
                 image = stored
                 # Pillow's function copies an image that need not be turned, too.
@@ -105,11 +122,11 @@ class LoadImageFromFile(BaseTransform):
             SyntaxError,
             ValueError,
             RuntimeError,
-            Image.DecompressionBombError,
+            MemoryError,
         ) as error:
             # Pillow's own message names the buffer that the file was read into.
             unidentified = isinstance(error, UnidentifiedImageError)
-            reason = "it is of no format that Pillow knows" if unidentified else error
+            reason = "it is of no format that Pillow knows" if unidentified else str(error) or repr(error)
             raise InvalidInputError(
                 f"LoadImageFromFile: cannot read image {path} ({len(content)} bytes): {reason}"
             ) from error
@@ -119,6 +136,19 @@ class LoadImageFromFile(BaseTransform):
                 f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
             )
         return rgb
+
+
+def _open(content: bytes) -> Image.Image:
+    """Return an image whose pixels are not decoded yet, whatever their number.
+
+    Pillow has one limit for the whole process, which it reads here alone.
+    """
+    with _PILLOW_LIMIT:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(io.BytesIO(content))
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
@@ -187,7 +217,8 @@ class FilterAnnotations(BaseTransform):
     """Drops boxes that augmentation has made too small.
 
     Args:
-        min_gt_bbox_wh: (width, height) in pixels. A box stays if it is wider and higher than this.
+        min_gt_bbox_wh: (width, height) in pixels, or one number for both. A box stays if it is wider and higher than
+            this.
         keep_empty: if no box stays, ``True`` returns ``None``, so that another image is taken, and ``False`` returns
             the image without boxes. The name is mmdet's and suggests the opposite. An image that had no box is returned
             as it is.
@@ -195,8 +226,11 @@ class FilterAnnotations(BaseTransform):
     Source: mmdet's FilterAnnotations.
     """
 
-    def __init__(self, min_gt_bbox_wh: tuple[float, float] = (1.0, 1.0), keep_empty: bool = True) -> None:
-        self.min_gt_bbox_wh = tuple(min_gt_bbox_wh)
+    def __init__(
+        self, min_gt_bbox_wh: float | tuple[float, float] = (1.0, 1.0), keep_empty: bool = True
+    ) -> None:
+        is_pair = isinstance(min_gt_bbox_wh, (list, tuple))
+        self.min_gt_bbox_wh = tuple(min_gt_bbox_wh) if is_pair else (min_gt_bbox_wh, min_gt_bbox_wh)  # type: ignore[arg-type]
         self.keep_empty = keep_empty
 
     def transform(self, results: dict) -> dict | None:

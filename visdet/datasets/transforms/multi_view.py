@@ -37,7 +37,8 @@ class LoadMultiViewImageFromFiles(BaseTransform):
 
     Raises:
         FileNotFoundError: the file of a camera is missing.
-        ValueError: a file is not an image.
+        ValueError: a file is not an image, or has more pixels than OpenCV's limit, which the environment variable
+            OPENCV_IO_MAX_IMAGE_PIXELS sets.
 
     Source: the name is mmdet3d's. Difference: images are uint8, and a list instead of a stacked array.
     """
@@ -71,10 +72,17 @@ class LoadMultiViewImageFromFiles(BaseTransform):
             raise MissingFileError(
                 f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token}, does not exist"
             ) from error
-        image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
+        reason = ""
+        try:
+            image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
+        except cv2.error as error:
+            image, reason = None, f": {error.err}"
+            if "MAX_IMAGE_" in reason:
+                reason += "; the environment variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit of pixels"
         if image is None:
             raise InvalidInputError(
-                f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera {camera}"
+                f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera "
+                f"{camera}{reason}"
             )
         return image
 
@@ -113,7 +121,7 @@ class LoadPointsFromFile(BaseTransform):
         self.coord_type = coord_type
         self.load_dim = load_dim
         self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
-        if max(self.use_dim) >= load_dim:
+        if not self.use_dim or min(self.use_dim) < 0 or max(self.use_dim) >= load_dim:
             raise InvalidInputError(
                 f"LoadPointsFromFile: use_dim must be below load_dim {load_dim}, got {self.use_dim}"
             )
@@ -159,6 +167,11 @@ class MultiScaleDepthMapGenerator(BaseTransform):
 
     def __init__(self, downsample: int | Sequence[int] = 1, max_depth: float = 60) -> None:
         self.downsample = [downsample] if isinstance(downsample, int) else list(downsample)
+        if not self.downsample or min(self.downsample) < 1 or max_depth <= 0.1:
+            raise InvalidInputError(
+                "MultiScaleDepthMapGenerator: downsample must be strides of at least 1 and max_depth above 0.1, got "
+                f"{downsample} and {max_depth}"
+            )
         self.max_depth = max_depth
 
     def transform(self, results: dict) -> dict:
@@ -330,6 +343,10 @@ class NormalizeMultiviewImage(BaseTransform):
     def __init__(self, mean: Sequence[float], std: Sequence[float], to_rgb: bool = True) -> None:
         self.mean = np.array(mean, dtype=np.float32)
         self.std = np.array(std, dtype=np.float32)
+        if not self.mean.shape == self.std.shape == (3,) or not self.std.all():
+            raise InvalidInputError(
+                f"NormalizeMultiviewImage: mean and std must be three numbers, std not 0, got {mean} and {std}"
+            )
         self.to_rgb = to_rgb
 
     def transform(self, results: dict) -> dict:

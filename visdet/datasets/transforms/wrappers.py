@@ -7,7 +7,7 @@ import torch
 from mmengine.dataset import Compose
 from torchvision.transforms import v2
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, choose
@@ -64,7 +64,8 @@ class TorchvisionTransform(BaseTransform):
         **arguments: its arguments.
 
     Raises:
-        ValueError: torchvision has no such transform, or the transform has changed the number of boxes.
+        ValueError: torchvision has no such transform or refuses the arguments, or the transform has changed the number
+            of boxes.
     """
 
     def __init__(self, transform: str, **arguments: Any) -> None:
@@ -75,7 +76,11 @@ class TorchvisionTransform(BaseTransform):
             )
         self.transform_name = transform
         self.arguments = arguments
-        self._transform = transform_class(**arguments)
+        try:
+            self._transform = transform_class(**arguments)
+        except (TypeError, ValueError) as error:
+            kind = InvalidTypeError if isinstance(error, TypeError) else InvalidInputError
+            raise kind(f"TorchvisionTransform: {transform}: {error}") from error
 
     def transform(self, results: dict) -> dict:
         if "gt_bboxes" not in results:

@@ -9,6 +9,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError, UserError
+from visdet.structures.state_dicts import common_prefix, named
 
 __all__ = ["load_pretrained"]
 
@@ -77,7 +78,8 @@ def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:
     if checkpoint.startswith(_TORCHVISION):
         return _torchvision_weights(checkpoint).get_state_dict(progress=False, check_hash=True)
     contents = CheckpointLoader.load_checkpoint(checkpoint, map_location=map_location, logger="silent")
-    return contents.get("state_dict", contents)
+    parts = (contents.get(key) for key in ("state_dict", "model"))
+    return next((part for part in parts if isinstance(part, dict)), contents)
 
 
 def _how_to_get(checkpoint: str) -> str:
@@ -110,19 +112,21 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
     own = backbone.state_dict()
     missing = [key for key in own if key not in state_dict and not key.endswith("num_batches_tracked")]
     reshaped = [
-        f"{key} {tuple(state_dict[key].shape)} where {tuple(own[key].shape)} is needed"
+        f"{key} {tuple(getattr(state_dict[key], 'shape', ()))} where {tuple(own[key].shape)} is needed"
         for key in own
-        if key in state_dict and state_dict[key].shape != own[key].shape
+        if key in state_dict and getattr(state_dict[key], "shape", None) != own[key].shape
     ]
     # The file may hold stages that were not built. A surplus block within a stage means another depth.
     stages = {key.split(".")[0] for key in own}
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
     if missing or reshaped or surplus:
         details = "; ".join(
-            f"{label}: {', '.join(keys[:3])}{' ...' if len(keys) > 3 else ''} ({len(keys)})"
+            f"{label}: {named(keys, 3)}"
             for label, keys in (("missing", missing), ("other shape", reshaped), ("surplus", surplus))
             if keys
         )
+        if prefix := common_prefix(state_dict, own):
+            details += f". Its keys begin with {prefix!r}, which prefix={prefix!r} in the init_cfg removes"
         raise PretrainedWeightsError(
             f"pretrained weights {checkpoint!r} do not fit the {type(backbone).__name__} of this config: {details}"
         )

@@ -1,7 +1,7 @@
 """ResNet backbones with torchvision's parameter names."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
-from visdet.structures.constant_weights import computed_once
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
-from .recomputed_block import recomputed_block, statistics_kept
 
 __all__ = ["ResNet"]
 
@@ -85,13 +83,8 @@ class ResidualBlock(nn.Module):
         """Return [B, C', H', W'] from x [B, C, H, W]. ``folded`` replaces convolutions and their normalisations."""
         if not self.with_cp or not x.requires_grad:
             return self._forward(x, folded)
-        if not any(conv in folded for conv, _ in self.layers):
-            downsample = None if self.downsample is None else (self.downsample[0], self.downsample[1])
-            output = recomputed_block(x, self.main_layers, downsample)
-            if output is not None:
-                return output
         # torch.compile supports no contexts of one's own.
-        contexts: Any = {} if is_traced() else {"context_fn": lambda: (nullcontext(), statistics_kept(self))}
+        contexts: Any = {} if is_traced() else {"context_fn": lambda: (nullcontext(), _statistics_kept(self))}
         # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
         return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False, **contexts)
 
@@ -103,6 +96,25 @@ class ResidualBlock(nn.Module):
         for conv, norm in first_layers:
             x = _conv_norm(conv, norm, x, folded)
         return _conv_norm(*last_layer, x, folded, residual=identity)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Let batch norms in training mode leave their running statistics as they are within the block.
+
+    A block that is computed again has already updated them.
+    """
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.training]
+    try:
+        for norm, _, count in before:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+            if isinstance(norm, nn.SyncBatchNorm) and count is not None:  # It asks for a counter.
+                norm.num_batches_tracked = count.clone()
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def _is_faster_with_channels_last(x: Tensor, has_folded: bool) -> bool:
@@ -279,15 +291,9 @@ class ResNet(BaseModule):
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
         stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
-
-        def fold() -> tuple[dict[nn.Module, FoldedConv], list[nn.Module]]:
-            layers = [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
-            folded = fold_frozen_norms(layers)
-            return folded, [norm for conv, norm in layers if conv in folded]
-
-        folded, norms = computed_once(self, fold)
-        if any(norm.training for norm in norms):  # The mode has changed since.
-            folded, _ = fold()
+        folded = fold_frozen_norms(
+            [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
+        )
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         if x.is_cuda:

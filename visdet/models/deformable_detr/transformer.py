@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 
 from ..layers.feed_forward import FFN
-from ..layers.linear import weights_cast_together
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
 from ..layers.normalization import build_norm_layer
@@ -87,15 +86,14 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
             reference_points: [B or 1, S, L, 2].
             pyramid: the pyramid, of which all but the features is used.
         """
-        with weights_cast_together(self):
-            query = self.self_attn(
-                query,
-                query_pos=pyramid.positions,
-                reference_points=reference_points,
-                norm=self.norms[0],
-                **pyramid.layout,
-            )
-            return self.ffn(query, norm=self.norms[1])
+        query = self.self_attn(
+            query,
+            query_pos=pyramid.positions,
+            reference_points=reference_points,
+            norm=self.norms[0],
+            **pyramid.layout,
+        )
+        return self.ffn(query, norm=self.norms[1])
 
 
 class DeformableDetrTransformerEncoder(BaseModule):
@@ -202,17 +200,16 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
             pyramid: the pyramid of the memory.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
-        with weights_cast_together(self):
-            query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
-            query = self.cross_attn(
-                query,
-                value=memory,
-                query_pos=query_pos,
-                reference_points=reference_points,
-                norm=self.norms[1],
-                **pyramid.layout,
-            )
-            return self.ffn(query, norm=self.norms[2])
+        query = self.self_attn(query, query_pos=query_pos, attn_mask=self_attn_mask, norm=self.norms[0])
+        query = self.cross_attn(
+            query,
+            value=memory,
+            query_pos=query_pos,
+            reference_points=reference_points,
+            norm=self.norms[1],
+            **pyramid.layout,
+        )
+        return self.ffn(query, norm=self.norms[2])
 
 
 class DeformableDetrTransformerDecoder(BaseModule):

@@ -6,7 +6,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
-from visdet.ops.dropout_add_layer_norm import relu_dropout
+from visdet.ops.fused import relu_dropout
 from visdet.registry import MODELS
 
 from .activation import build_activation_layer

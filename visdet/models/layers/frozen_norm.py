@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.ops._library import differentiable_once
+from visdet.ops.fused import differentiable_once
 from visdet.ops.tracing import is_traced
 
 from .precision import as_autocast_input, autocast_dtype
@@ -50,9 +50,8 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
 
     A batch norm is frozen if it uses its stored statistics, and its scale and shift get no gradients. norm(conv(x)) is
     then a convolution with weight · scale and a bias, which saves one pass over the feature maps. The convolution
-    itself may be trained: its weight gets a gradient, but no second derivative. Weights have the dtype that autocast
-    gives a convolution, and on a GPU the channels-last layout. Nothing is kept from call to call, and hooks of the two
-    layers are not called.
+    itself may be trained. Weights have the dtype that autocast gives a convolution, and on a GPU the channels-last
+    layout. Nothing is kept from call to call, and hooks of the two layers are not called.
 
     Args:
         layers: pairs of a convolution and its normalisation.
@@ -73,13 +72,13 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
         shifts = (bias - mean * scale).to(dtype).split(sizes)
         if any(size % _BIAS_MULTIPLE for size in sizes):
             shifts = [shift.clone() for shift in shifts]
-        scales = [part.view(-1, 1, 1, 1) for part in scale.split(sizes)]
-    weights = [conv.weight for conv in convs]
-    if is_traced():
-        products = [(weight * scale).to(dtype) for weight, scale in zip(weights, scales, strict=True)]
-    else:
-        products = _ScaledWeights.apply(dtype, scales, *weights)
-    return dict(zip(convs, map(FoldedConv, convs, products, shifts), strict=True))
+        scales = scale.view(-1, 1, 1, 1).split(sizes)
+    layout = torch.channels_last if scale.is_cuda else torch.preserve_format
+    weights = [
+        (conv.weight * scale).to(dtype, memory_format=layout)
+        for conv, scale in zip(convs, scales, strict=True)
+    ]
+    return dict(zip(convs, map(FoldedConv, convs, weights, shifts), strict=True))
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
@@ -101,41 +100,6 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
 
 def _is_plain_parameter(weight: Tensor | None) -> bool:
     return weight is not None and (type(weight) in (Tensor, nn.Parameter) or is_traced())
-
-
-class _ScaledWeights(torch.autograd.Function):
-    """Products of weights and scales. One kernel for each multiplies, converts the dtype and changes the layout."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, scales: Sequence[Tensor], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        products = []
-        for weight, scale in zip(weights, scales, strict=True):
-            layout = torch.channels_last if weight.is_cuda else torch.preserve_format
-            product = torch.empty_like(weight, dtype=dtype, memory_format=layout)
-            products.append(torch.mul(weight, scale, out=product))
-        frozen = [
-            product for product, weight in zip(products, weights, strict=True) if not weight.requires_grad
-        ]
-        ctx.mark_non_differentiable(*frozen)
-        ctx.set_materialize_grads(False)
-        ctx.scales = scales
-        ctx.save_for_backward(*weights)
-        return tuple(products)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = zip(grads, ctx.scales, ctx.saved_tensors, strict=True)
-        return (
-            None,
-            None,
-            *(
-                None if grad is None else torch.mul(grad, scale, out=torch.empty_like(weight))
-                for grad, scale, weight in found
-            ),
-        )
 
 
 def _conv_bias_relu(

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
-from visdet.structures.constant_weights import computed_once
 
 from .dropout import build_dropout
-from .linear import cast_weight
 from .precision import as_autocast_input, at_least_float32
 from .residual import add_and_norm
 from .root_registration import register_in_root
@@ -125,7 +123,7 @@ class MultiheadAttention(BaseModule):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         is_joint = key is query
         inputs: tuple[Tensor, ...] = (query, value) if is_joint else (query, key, value)
-        layers = computed_once((attn, is_joint), lambda: self._in_projections(is_joint))
+        layers = self._in_projections(is_joint)
         query, key, value = (
             part
             for tensor, (weight, bias) in zip(inputs, layers, strict=True)
@@ -142,8 +140,8 @@ class MultiheadAttention(BaseModule):
         Args:
             is_joint: whether queries and keys have one projection for both.
         """
-        weight, given = as_autocast_input(cast_weight(self.attn.in_proj_weight)), self.attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(cast_weight(given))
+        weight, given = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
+        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
         sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
         return list(zip(weight.split(sizes), bias.split(sizes), strict=True))
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from visdet.errors import InvalidTypeError
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 from visdet.registry import MODELS
 
 __all__ = ["BatchNorm2d", "LayerNorm", "ReLULayerNorm", "build_norm_layer", "norm_abbreviation"]

@@ -6,10 +6,7 @@ from torch import Tensor, nn
 
 from .normalization import LayerNorm
 
-__all__ = ["HOOKS", "add_and_norm", "drops", "is_plain"]
-
-# The attributes in which a module keeps its hooks. Each is a dict that is never replaced by another one.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+__all__ = ["add_and_norm", "drops", "is_plain"]
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visdet.ops.linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+from visdet.ops.fused import linear_sum_assignment, solves_assignments_on
 
 from ..transfer import to_device
 

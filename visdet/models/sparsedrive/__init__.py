@@ -22,7 +22,7 @@ from .motion_refinement import MotionPlanningRefinementModule
 from .motion_target import MotionTarget, PlanningTarget
 from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
 from .sparse4d_head import Sparse4DHead, Sparse4DState
-from .sparsedrive import Sparse4D, SparseDrive
+from .sparsedrive import Sparse4D, SparseDrive, TemporalState
 from .sparsedrive_head import SparseDriveHead
 from .temporal_state import temporal_value
 
@@ -64,5 +64,6 @@ __all__ = [
     "SparsePoint3DKeyPointsGenerator",
     "SparsePoint3DRefinementModule",
     "SparsePoint3DTarget",
+    "TemporalState",
     "temporal_value",
 ]

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +13,6 @@ from visdet.errors import InvalidInputError
 
 from ..matching.assignment import solve_padded
 from ..mean_count import mean_count
-from ..transfer import to_device
 from .padded_instances import PaddedInstances, rows_or_zeros
 
 __all__ = ["Assignment", "BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
@@ -26,14 +24,11 @@ class InstanceTargets(NamedTuple):
     Attributes:
         labels: [B, Q] int64, the number of classes for background.
         values: [B, Q, D]. weights: [B, Q, D].
-        matches: (predictions, ground truth), two index tensors [M] of each sample in the last layer. It is empty if the
-            matches were not asked for.
     """
 
     labels: Tensor
     values: Tensor
     weights: Tensor
-    matches: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 class PairCosts(NamedTuple):
@@ -106,39 +101,16 @@ class BaseTargetWithDenoising(ABC):
         self.num_dn_groups = num_dn_groups
         self.num_temp_dn_groups = num_temp_dn_groups
 
-    def sample(
-        self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> InstanceTargets:
-        """Return the targets of the predictions of one decoder layer.
-
-        Args:
-            cls_pred: [B, Q, C], logits. box_pred: [B, Q, D]. cls_target: [N] int64 of each sample.
-            box_target: the boxes or lines of each sample, as they are annotated.
-        """
-        targets = self.sample_layers(cls_pred[None], box_pred[None], cls_target, box_target)
-        return InstanceTargets(targets.labels[0], targets.values[0], targets.weights[0], targets.matches)
-
-    @torch.no_grad()
-    def sample_layers(
-        self, cls_pred: Tensor, box_pred: Tensor, cls_target: Sequence[Tensor], box_target: Sequence[Tensor]
-    ) -> InstanceTargets:
-        """Return the targets of L decoder layers at once, from predictions [L, B, Q, C] and [L, B, Q, D]."""
-        device = cls_pred.device
-        truth = self.ground_truth(cls_target, box_target, device)
-        pairs = self.pair_costs(cls_pred, box_pred, truth)
-        index = solve_padded(pairs.costs, truth.counts)
-        targets = self.targets_of(index, truth, pairs.ordering, cls_pred.shape[-1])
-        matches = []
-        for of_queries, count in zip(index[-1].cpu().numpy(), truth.counts, strict=True):
-            queries = np.flatnonzero(of_queries < count)
-            matches.append((to_device(queries, device), to_device(of_queries[queries], device)))
-        return targets._replace(matches=matches)
-
     @abstractmethod
     def ground_truth(
         self, cls_target: Sequence[Tensor], box_target: Sequence[Tensor], device: torch.device
     ) -> PaddedInstances:
-        """Return the ground truth of a batch on ``device``, given that of each sample as in ``sample``."""
+        """Return the ground truth of a batch on ``device``.
+
+        Args:
+            cls_target: [N] int64 of each sample.
+            box_target: the boxes or lines of each sample, as they are annotated.
+        """
 
     @abstractmethod
     def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
@@ -151,7 +123,7 @@ class BaseTargetWithDenoising(ABC):
     def targets_of(
         self, index: Tensor, truth: PaddedInstances, ordering: Tensor | None, num_classes: int
     ) -> InstanceTargets:
-        """Return the targets of L decoder layers without ``matches``. All work runs on the device.
+        """Return the targets of L decoder layers. All work runs on the device.
 
         Args:
             index: [L, B, Q], the result of ``solve_padded``: an instance of ``truth``, or N for background.

@@ -1,7 +1,7 @@
 """Sampling of the features of all cameras and levels around the key points of every anchor."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ from visdet.ops import (
 )
 from visdet.registry import MODELS
 
-from ..layers.precision import at_least_float32
-from .mlp import Perceptron, linear_relu_ln, side_by_side
+from ..layers.precision import at_least_float32, in_full_precision
+from .mlp import linear_relu_ln
 
-__all__ = ["DeformableFeatureAggregation", "camera_embeddings"]
+__all__ = ["DeformableFeatureAggregation"]
 
-_OF_MATRIX = 16  # numbers of a projection matrix, of whose first three rows the encoder of cameras reads 12
 _MIN_DEPTH_M = 1e-5  # Points that are nearer or behind the camera are projected far outside the image.
 
 
@@ -103,9 +102,9 @@ class DeformableFeatureAggregation(BaseModule):
         self.num_pts = self.kps_generator.num_pts
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         weights = num_groups * num_levels * self.num_pts
-        self.camera_encoder: Perceptron | None = None
+        self.camera_encoder: nn.Sequential | None = None
         if use_camera_embed:
-            self.camera_encoder = Perceptron(*linear_relu_ln(embed_dims, 1, 2, 12))
+            self.camera_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, 12))
         self.weights_fc = nn.Linear(embed_dims, weights if use_camera_embed else weights * num_cams)
 
     def init_weights(self) -> None:
@@ -121,7 +120,6 @@ class DeformableFeatureAggregation(BaseModule):
         anchor_embed: Tensor,  # [B, N, C]
         feature_maps: Sequence[Any],
         metas: Mapping[str, Any],
-        camera_embed: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Return the aggregated features [B, N, C], or [B, N, 2 C] with ``residual_mode='cat'``.
@@ -131,7 +129,6 @@ class DeformableFeatureAggregation(BaseModule):
             metas: ``projection_mat`` [B, V, 4, 4], from the coordinates of the anchors to pixels, and ``image_wh``
                 [B, V, 2], the width and height of the images in pixels. Without ``image_wh`` the projection must map
                 to 0..1 of the image.
-            camera_embed: [B * V, C], what ``camera_embeddings`` returns for this layer, which is computed by default.
 
         Raises:
             ValueError: the number of cameras or levels is not that of the config.
@@ -153,7 +150,7 @@ class DeformableFeatureAggregation(BaseModule):
         image_wh = metas.get("image_wh")
         is_calibrating = projection.requires_grad or (image_wh is not None and image_wh.requires_grad)
         if self.use_deformable_func and not is_calibrating:
-            logits, camera_logits = self._get_logits(instance_feature, anchor_embed, projection, camera_embed)
+            logits, camera_logits = self._get_logits(instance_feature, anchor_embed, projection)
             keep = self._draw_pairs(instance_feature)
             sampled = deformable_aggregation_fused(
                 features,
@@ -205,7 +202,6 @@ class DeformableFeatureAggregation(BaseModule):
         instance_feature: Tensor,
         anchor_embed: Tensor,
         projection: Tensor,
-        camera_embed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [B, N, V, L, P, G], whose softmax is the weights, and None.
 
@@ -217,14 +213,13 @@ class DeformableFeatureAggregation(BaseModule):
         logits = self.weights_fc(instance_feature + anchor_embed)
         if self.camera_encoder is None:
             return logits.view(B, N, self.num_cams, *sizes), None
-        camera_embed = self._embed_cameras(projection) if camera_embed is None else camera_embed
-        camera_logits = F.linear(camera_embed, self.weights_fc.weight)
+        camera_logits = F.linear(self._embed_cameras(projection), self.weights_fc.weight)
         return logits.view(B, N, *sizes), camera_logits.view(B, self.num_cams, *sizes)
 
     def _embed_cameras(self, projection: Tensor) -> Tensor:
         """Return the embeddings of the cameras [B * V, C] in full precision."""
         assert self.camera_encoder is not None
-        return side_by_side([self.camera_encoder], projection.reshape(-1, _OF_MATRIX), (0,))
+        return in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2).flatten(0, 1))
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""
@@ -250,25 +245,3 @@ class DeformableFeatureAggregation(BaseModule):
         points = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH_M)
         points = points if image_wh is None else points / image_wh.to(points.dtype)[:, None, None]
         return points.permute(0, 3, 1, 2, 4)
-
-
-def camera_embeddings(layers: Iterable[nn.Module], projection: Tensor | None) -> dict[nn.Module, Tensor]:
-    """Return the embeddings of the cameras [B * V, C] in full precision, by the layer whose encoder makes them.
-
-    A GPU computes those of all layers at once. Layers that embed no cameras are left out. The result is empty if
-    cameras are calibrated, for which layers do not read it.
-
-    Args:
-        layers: the layers of a head. projection: [B, V, 4, 4], or None if there are no cameras.
-    """
-    with_encoder = {
-        layer: layer.camera_encoder
-        for layer in layers
-        if type(layer) is DeformableFeatureAggregation and layer.camera_encoder is not None
-    }
-    if not with_encoder or projection is None or projection.dim() != 4 or projection.requires_grad:
-        return {}
-    matrices = projection.reshape(-1, _OF_MATRIX).repeat(1, len(with_encoder))
-    first_columns = range(0, matrices.shape[1], _OF_MATRIX)
-    embeddings = side_by_side([*with_encoder.values()], matrices, first_columns)
-    return dict(zip(with_encoder, embeddings.chunk(len(with_encoder), dim=-1), strict=True))

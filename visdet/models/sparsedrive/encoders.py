@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
+import torch
 from mmengine.model import BaseModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.precision import in_full_precision
 from .box3d import SIN_YAW, VX, W, X
-from .mlp import Perceptron, linear_relu_ln, side_by_side
+from .mlp import linear_relu_ln
 
 __all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
 
@@ -48,8 +50,8 @@ class SparseBox3DEncoder(BaseModule):
         self.vel_dims = vel_dims
         self.mode = mode
 
-        def perceptron(input_dims: int, output_dims: int) -> Perceptron:
-            return Perceptron(*linear_relu_ln(output_dims, in_loops, out_loops, input_dims))
+        def perceptron(input_dims: int, output_dims: int) -> nn.Sequential:
+            return nn.Sequential(*linear_relu_ln(output_dims, in_loops, out_loops, input_dims))
 
         self.pos_fc = perceptron(3, widths[0])
         self.size_fc = perceptron(3, widths[1])
@@ -60,15 +62,15 @@ class SparseBox3DEncoder(BaseModule):
 
     def forward(self, box_3d: Tensor) -> Tensor:
         """Return the embeddings [..., C] of anchors [..., 8 + velocities]."""
-        perceptrons, first_columns = [self.pos_fc, self.size_fc, self.yaw_fc], [X, W, SIN_YAW]
+        parts = [
+            in_full_precision(self.pos_fc, box_3d[..., X:W]),
+            in_full_precision(self.size_fc, box_3d[..., W:SIN_YAW]),
+            in_full_precision(self.yaw_fc, box_3d[..., SIN_YAW:VX]),
+        ]
         if self.vel_dims > 0:
-            perceptrons.append(self.vel_fc)
-            first_columns.append(VX)
-        embedding = side_by_side(perceptrons, box_3d, first_columns)
-        if self.mode == "add":
-            parts = embedding.chunk(len(perceptrons), dim=-1)
-            embedding = sum(parts[1:], parts[0])
-        return embedding if self.output_fc is None else self.output_fc.in_full_precision(embedding)
+            parts.append(in_full_precision(self.vel_fc, box_3d[..., VX : VX + self.vel_dims]))
+        embedding = sum(parts[1:], parts[0]) if self.mode == "add" else torch.cat(parts, dim=-1)
+        return embedding if self.output_fc is None else in_full_precision(self.output_fc, embedding)
 
 
 @MODELS.register_module()
@@ -86,8 +88,8 @@ class SparsePoint3DEncoder(BaseModule):
         super().__init__()
         self.embed_dims = embed_dims
         self.input_dims = num_sample * coords_dim
-        self.pos_fc = Perceptron(*linear_relu_ln(embed_dims, 1, 2, self.input_dims))
+        self.pos_fc = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, self.input_dims))
 
     def forward(self, anchor: Tensor) -> Tensor:
         """Return the embeddings [..., embed_dims] of polylines [..., num_sample · coords_dim] in metres."""
-        return self.pos_fc.in_full_precision(anchor)
+        return in_full_precision(self.pos_fc, anchor)

@@ -1,7 +1,7 @@
 """When and where the frames of a batch were taken, and what lies between two of them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from visdet.errors import InvalidInputError
 from ..transfer import to_device
 from .temporal_state import temporal_value
 
-__all__ = ["DeviceStep", "FrameClock", "FrameStep", "with_clock"]
+__all__ = ["DeviceStep", "FrameClock", "FrameStep"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class FrameClock:
     scene: tuple[str | None, ...]
 
     @classmethod
-    def of(cls, metas: dict[str, Any] | None) -> "FrameClock":
+    def of(cls, metas: dict[str, Any]) -> "FrameClock":
         """Return the clock of a batch.
 
         Args:
@@ -120,12 +120,8 @@ class FrameClock:
                 is on the host, or if ``img_metas`` has none.
 
         Raises:
-            ValueError: there are no metas or no time, or a time or a pose is not finite.
+            ValueError: there is no time, or a time or a pose is not finite.
         """
-        if metas is None:
-            raise InvalidInputError(
-                "InstanceBank: metas with timestamp and img_metas are needed to carry instances on"
-            )
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
         clock = cls(
             timestamp=_timestamps(metas, samples),
@@ -137,8 +133,10 @@ class FrameClock:
             raise InvalidInputError("InstanceBank: timestamps and T_global must be finite numbers")
         return clock
 
-    def since(self, previous: "FrameClock") -> FrameStep:
-        """Return what lies between the frames ``previous`` and these frames."""
+    def since(self, previous: "FrameClock | None") -> FrameStep | None:
+        """Return what lies between the frames ``previous`` and these, or None if there are not as many before."""
+        if previous is None or len(previous.timestamp) != len(self.timestamp):
+            return None
         return FrameStep(
             seconds=tuple(now - then for now, then in zip(self.timestamp, previous.timestamp, strict=True)),
             previous_to_current=torch.from_numpy(self.from_world.numpy() @ previous.to_world.numpy()),
@@ -147,19 +145,6 @@ class FrameClock:
                 for now, then in zip(self.scene, previous.scene, strict=True)
             ),
         )
-
-
-def with_clock(state: Any, clock: Callable[[], FrameClock]) -> Any:
-    """Return a temporal state in which the result of ``clock`` replaces all clocks."""
-    if isinstance(state, FrameClock):
-        return clock()
-    if isinstance(state, dict):
-        return {name: with_clock(value, clock) for name, value in state.items()}
-    if is_dataclass(state) and not isinstance(state, type):
-        return replace(
-            state, **{member.name: with_clock(getattr(state, member.name), clock) for member in fields(state)}
-        )
-    return state
 
 
 def _poses(samples: Sequence[dict[str, Any]], name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """The instance bank, which holds learned anchors and keeps the instances of a sequence from frame to frame."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
-from visdet.structures.tensor_tree import ON_HOST
 
 from .anchor_files import ModuleWithAnchors
-from .frame_clock import DeviceStep, FrameClock
+from .frame_clock import DeviceStep, FrameStep
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
@@ -38,7 +37,7 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
 @temporal_value
 @dataclass(frozen=True)
 class InstanceBankState:
-    """What a bank keeps from one frame for the next. The value is immutable, so that it can be kept and put back.
+    """What a bank keeps from one frame for the next. The value is immutable.
 
     Attributes:
         cached_feature: [B, K, C], the features of the K most confident instances, the best first. It is None before the
@@ -50,9 +49,7 @@ class InstanceBankState:
         instance_id: [B, Q] int64, the ids of the cached instances, followed by -1.
         prev_id: [] int64, the next id.
         mask: [B] bool, whether the cached instances of a sample belong to the sequence of the current frame.
-        clock: the time and pose of the frame that was cached last.
         history: the same as ``mask``, on the host.
-        frame: between ``enter`` and ``cache``, the clock of the current frame.
         step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
             nothing is cached.
     """
@@ -64,19 +61,17 @@ class InstanceBankState:
     instance_id: Tensor | None = None
     prev_id: Tensor | int = 0
     mask: Tensor | None = None
-    clock: FrameClock | None = field(default=None, metadata=ON_HOST)
     history: tuple[bool, ...] = ()
-    frame: FrameClock | None = field(default=None, metadata=ON_HOST)
     step: DeviceStep | None = None
 
 
 @MODELS.register_module()
 class InstanceBank(ModuleWithAnchors):
-    """Learned anchors with their features, and the temporal state of a batch of sequences.
+    """Learned anchors with their features, and what becomes of the temporal state of a batch of sequences.
 
     The calls of a frame are ``enter``, ``get``, the single-frame decoder, ``update``, the temporal decoder, ``cache``
-    and ``get_instance_id``. ``enter`` is the work of the host, and ``get`` calls it if it is given ``img_metas``. The
-    value ``state`` is everything that the bank remembers. It can be read, kept and put back.
+    and ``get_instance_id``. Each takes the state and returns it with its changes. The bank itself remembers nothing.
+    ``enter`` is the work of the host, and everything else runs on the device.
 
     The history of a sample is dropped if more than ``max_time_interval`` seconds have passed or its scene has changed.
     The whole state is dropped if the batch size or the device has changed.
@@ -93,8 +88,8 @@ class InstanceBank(ModuleWithAnchors):
         anchor_grad, feat_grad: whether anchors and their features learn.
         max_time_interval: the longest time in seconds between two frames of a sequence.
 
-    Source: names and defaults are SparseDrive's. Differences: the state is one value, nothing waits for the device, and
-    ids are only kept together with instances.
+    Source: names and defaults are SparseDrive's. Differences: the state is an argument and a result, nothing waits for
+    the device, and ids are only kept together with instances.
     """
 
     def __init__(
@@ -139,7 +134,6 @@ class InstanceBank(ModuleWithAnchors):
         self.instance_feature = nn.Parameter(
             torch.zeros(self.num_anchor, embed_dims), requires_grad=feat_grad
         )
-        self.state = InstanceBankState()
 
     def init_weights(self) -> None:
         """Set the anchors to their initial values, and initialise the features by Xavier if they learn."""
@@ -148,85 +142,68 @@ class InstanceBank(ModuleWithAnchors):
         if self.instance_feature.requires_grad:
             nn.init.xavier_uniform_(self.instance_feature)
 
-    def reset(self) -> None:
-        """Forget everything, including the ids that have been given."""
-        self.state = InstanceBankState()
-
-    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock] | None) -> None:
-        """Take in when and where a frame was taken. This is all work on the host that a frame needs.
+    def enter(self, state: InstanceBankState, batch_size: int, step: FrameStep | None) -> InstanceBankState:
+        """Return the state with which a frame starts. This is all work on the host that a frame needs.
 
         Args:
-            batch_size: B.
-            clock_of_frame: returns the clock of the frame. It is called if instances are kept. None is allowed for a
-                first frame only.
+            state: what the frame before left. batch_size: B.
+            step: what lies between the two frames. Without one, the bank starts anew.
         """
-        state, anchor = self.state, self.anchor
-        cached, clock = state.cached_anchor, state.clock
-        if cached is None or clock is None or len(cached) != batch_size or cached.device != anchor.device:
-            if clock_of_frame is None or self.num_temp_instances <= 0:
-                self.reset()
-            else:
-                self.state = InstanceBankState(frame=clock_of_frame())
-            return
-        frame = FrameClock.of(None) if clock_of_frame is None else clock_of_frame()
-        step = frame.since(clock)
+        cached, anchor = state.cached_anchor, self.anchor
+        if step is None or cached is None or len(cached) != batch_size or cached.device != anchor.device:
+            return InstanceBankState()
         history = step.is_continued(self.max_time_interval)
         on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
-        self.state = replace(
-            state, mask=on_device.is_continued, history=tuple(history), frame=frame, step=on_device
-        )
+        return replace(state, mask=on_device.is_continued, history=tuple(history), step=on_device)
 
     def get(
-        self, batch_size: int, metas: dict[str, Any] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Return what a frame starts with, and move the cached anchors to the place and time of the frame.
+        self, state: InstanceBankState, batch_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, InstanceBankState]:
+        """Return what a frame starts with, and the state with its anchors at the place and time of the frame.
 
         Args:
-            batch_size: B.
-            metas: ``timestamp`` [B] (seconds) and ``img_metas``; see ``FrameClock``. The bank then enters the frame.
-                Without ``img_metas`` it must have entered the frame before.
+            state: the result of ``enter``. batch_size: B.
 
         Returns:
-            features [B, N, C] and anchors [B, N, D] of the learned instances, cached features [B, K, C] and anchors
-            [B, K, D] or None for both, and the seconds since the previous frame, [B].
+            features [B, N, C] and anchors [B, N, D] of the learned instances, the seconds since the previous frame,
+            [B], and the state. Its ``cached_feature`` and ``cached_anchor`` are None in a first frame.
         """
         self.require_anchors()
-        if metas is None or "img_metas" in metas:
-            self.enter(batch_size, None if metas is None else lambda: FrameClock.of(metas))
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
-        state, step = self.state, self.state.step
-        cached = state.cached_anchor
-        if step is None or cached is None:
-            return feature, anchor, None, None, anchor.new_full((batch_size,), self.default_time_interval)
-        cached = self.moved(cached)
-        self.state = replace(state, cached_anchor=cached)
-        return feature, anchor, state.cached_feature, cached, step.interval
+        if state.step is None or state.cached_anchor is None:
+            return feature, anchor, anchor.new_full((batch_size,), self.default_time_interval), state
+        state = replace(state, cached_anchor=self.moved(state.cached_anchor, state.step))
+        return feature, anchor, state.step.interval, state
 
-    def moved(self, anchor: Tensor) -> Tensor:
+    def moved(self, anchor: Tensor, step: DeviceStep | None) -> Tensor:
         """Return anchors [B, n, D] of the previous frame at the place and time of the current one.
 
         Without a previous frame or an ``anchor_handler`` they are unchanged.
         """
-        step = self.state.step
         if step is None or self.anchor_handler is None:
             return anchor
         return self.anchor_handler.anchor_projection(
             anchor, [step.previous_to_current], time_intervals=[-step.seconds]
         )[0]
 
-    def update(self, instance_feature: Tensor, anchor: Tensor, confidence: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, state: InstanceBankState, instance_feature: Tensor, anchor: Tensor, confidence: Tensor
+    ) -> tuple[Tensor, Tensor, InstanceBankState]:
         """Return the cached instances followed by the most confident others, as many as there are anchors.
 
         Samples without history stay unchanged, and so do all samples before the first cached frame.
 
         Args:
+            state: the result of ``get``.
             instance_feature: [B, Q, C]. anchor: [B, Q, D]. confidence: [B, Q, classes], logits. Rows after the first
                 ``num_anchor`` are denoising queries, which keep their places.
+
+        Returns:
+            features, anchors, and the state.
         """
-        state = self.state
         if state.cached_feature is None or state.cached_anchor is None or state.mask is None:
-            return instance_feature, anchor
+            return instance_feature, anchor, state
         N, has_history = self.num_anchor, state.mask[:, None, None]
         _, (feature_kept, anchor_kept) = topk(
             confidence[:, :N].amax(-1), N - self.num_temp_instances, instance_feature, anchor
@@ -235,101 +212,72 @@ class InstanceBank(ModuleWithAnchors):
             [state.cached_feature.to(feature_kept.dtype), feature_kept, instance_feature[:, N:]], dim=1
         )
         anchor_of_history = torch.cat([state.cached_anchor, anchor_kept, anchor[:, N:]], dim=1)
-        self.state = replace(
+        known, ids = state.confidence, state.instance_id
+        state = replace(
             state,
-            confidence=None
-            if state.confidence is None
-            else torch.where(state.mask[:, None], state.confidence, 0.0),
-            instance_id=None
-            if state.instance_id is None
-            else torch.where(state.mask[:, None], state.instance_id, -1),
+            confidence=None if known is None else torch.where(state.mask[:, None], known, 0.0),
+            instance_id=None if ids is None else torch.where(state.mask[:, None], ids, -1),
         )
         return (
             torch.where(has_history, feature_of_history, instance_feature),
             torch.where(has_history, anchor_of_history, anchor),
+            state,
         )
 
     def cache(
-        self,
-        instance_feature: Tensor,
-        anchor: Tensor,
-        confidence: Tensor,
-        metas: dict[str, Any] | None = None,
-        feature_maps: Any = None,
-    ) -> None:
-        """Keep the K most confident instances for the next frame.
+        self, state: InstanceBankState, instance_feature: Tensor, anchor: Tensor, confidence: Tensor
+    ) -> InstanceBankState:
+        """Return the state with the K most confident instances, which are kept for the next frame.
 
         The confidence of an instance that was cached before is at least its decayed confidence.
 
         Args:
+            state: the result of ``update``, or of ``get`` if there is no temporal decoder.
             instance_feature: [B, N, C]. anchor: [B, N, D]. confidence: [B, N, classes], logits.
-            metas: as in ``get``. feature_maps: accepted for compatibility, without effect.
         """
         K = self.num_temp_instances
         if K <= 0:
-            return
+            return state
         confidence = confidence.detach().float().amax(-1).sigmoid()
-        if self.state.confidence is not None:
-            carried = torch.maximum(self.state.confidence * self.confidence_decay, confidence[:, :K])
+        if state.confidence is not None:
+            carried = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
             confidence = torch.cat([carried, confidence[:, K:]], dim=1)
         best, (feature, anchor) = topk(confidence, K, instance_feature.detach(), anchor.detach())
-        self.state = replace(
-            self.state,
+        return replace(
+            state,
             cached_feature=feature,
             cached_anchor=anchor,
             confidence=best,
             temp_confidence=confidence,
-            clock=self.state.frame or FrameClock.of(metas),
-            frame=None,
             step=None,
         )
 
     def get_instance_id(
-        self, confidence: Tensor, anchor: Tensor | None = None, threshold: float | None = None
-    ) -> Tensor:
-        """Return the track ids [B, N] int64, where -1 stands for no track.
+        self, state: InstanceBankState, confidence: Tensor, threshold: float | None = None
+    ) -> tuple[Tensor, InstanceBankState]:
+        """Return the track ids [B, N] int64, where -1 stands for no track, and the state with them.
 
         Cached instances keep their ids. New ids come from one counter for all samples.
 
         Args:
-            confidence: [B, N, classes], logits. anchor: accepted for compatibility, without effect.
+            state: the result of ``cache``. confidence: [B, N, classes], logits.
             threshold: the least probability that starts a track. With None every instance starts one.
         """
         confidence = confidence.detach().float().amax(-1).sigmoid()
         ids = torch.full_like(confidence, -1, dtype=torch.int64)
-        known = self.state.instance_id
+        known = state.instance_id
         if known is not None and len(known) == len(ids):
             ids = known.clone()
         is_new = ids < 0
         if threshold is not None:
             is_new = is_new & (confidence >= threshold)
         count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
-        ids = torch.where(is_new, count.view_as(ids) - 1 + self.state.prev_id, ids)
-        self.state = replace(self.state, prev_id=self.state.prev_id + count[-1])
-        self._keep_ids(ids, confidence)
-        return ids
-
-    def _keep_ids(self, ids: Tensor, confidence: Tensor) -> None:
+        ids = torch.where(is_new, count.view_as(ids) - 1 + state.prev_id, ids)
+        state = replace(state, prev_id=state.prev_id + count[-1])
         K = self.num_temp_instances
-        if K <= 0:
-            return
-        order = confidence if self.state.temp_confidence is None else self.state.temp_confidence
-        _, (kept,) = topk(order, K, ids)
-        others = kept.new_full((len(ids), self.num_anchor - K), -1)
-        self.state = replace(self.state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))
-
-
-def _of_state(name: str) -> property:
-    return property(lambda bank: getattr(bank.state, name), doc=f"``state.{name}``")
-
-
-for _name in (
-    "cached_feature",
-    "cached_anchor",
-    "confidence",
-    "temp_confidence",
-    "instance_id",
-    "prev_id",
-    "mask",
-):
-    setattr(InstanceBank, _name, _of_state(_name))
+        if K > 0:
+            order = confidence if state.temp_confidence is None else state.temp_confidence
+            _, (kept,) = topk(order, K, ids)
+            others = kept.new_full((len(ids), self.num_anchor - K), -1)
+            state = replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))
+        return ids, state

@@ -1,8 +1,8 @@
 """The instance queue, by which motion and planning remember instances and the ego of the last frames."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
-from visdet.structures.tensor_tree import ON_HOST
 
+from ..layers.precision import in_full_precision
 from .box3d import VX, VY
-from .frame_clock import DeviceStep, FrameClock
-from .mlp import Perceptron, linear_relu_ln
+from .frame_clock import DeviceStep, FrameStep
+from .mlp import linear_relu_ln
 from .temporal_state import temporal_value
 
 __all__ = ["InstanceQueue", "InstanceQueueState"]
@@ -29,7 +29,7 @@ _FORWARD_SPEED = 6  # column of the ego's status that holds the velocity along i
 @temporal_value
 @dataclass(frozen=True)
 class InstanceQueueState:
-    """What a queue keeps from one frame to the next. It is immutable, so that it can be kept and put back.
+    """What a queue keeps from one frame to the next. The value is immutable.
 
     Attributes:
         features, anchors: [B, N, C] and [B, N, D] of each of the last frames, the oldest first. They have the order and
@@ -39,8 +39,6 @@ class InstanceQueueState:
         confidence: [B, N], the confidences of its instances.
         ego_features, ego_anchors: [B, 1, C] and [B, 1, D] of each of the last frames. ego_period: [B, 1].
         ego_status: [B, 1, 10], as it was predicted.
-        clock: the time and pose of the frame that was cached last.
-        frame: between ``enter`` and ``cache``, the clock of the current frame.
         step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
             nothing is cached.
     """
@@ -54,14 +52,15 @@ class InstanceQueueState:
     ego_anchors: tuple[Tensor, ...] = ()
     ego_period: Tensor | None = None
     ego_status: Tensor | None = None
-    clock: FrameClock | None = field(default=None, metadata=ON_HOST)
-    frame: FrameClock | None = field(default=None, metadata=ON_HOST)
     step: DeviceStep | None = None
 
 
 @MODELS.register_module()
 class InstanceQueue(BaseModule):
-    """Keeps features and anchors of instances and of the ego over the last frames. Instances are matched by track id.
+    """Follows instances and the ego over the last frames. Instances are matched by track id.
+
+    The calls of a frame are ``enter``, ``get`` and ``cache``. Each takes the state and returns it with its changes. The
+    queue itself remembers nothing.
 
     Args:
         embed_dims: width C of the features.
@@ -73,8 +72,9 @@ class InstanceQueue(BaseModule):
         ego_motion_from_poses: whether the ego's velocity is computed from the poses of this frame and the previous one,
             instead of being the one predicted in the previous frame. ``ego_motion_embed`` then embeds it.
 
-    Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Differences: the state is one
-    value; a sample whose history was dropped starts anew for agents and ego alike; images may have any size.
+    Source: names and defaults are SparseDrive's, which has no ``ego_motion_from_poses``. Differences: the state is an
+    argument and a result; a sample whose history was dropped starts anew for agents and ego alike; images may have any
+    size.
     """
 
     def __init__(
@@ -102,57 +102,48 @@ class InstanceQueue(BaseModule):
         sizes = [math.log(size) for size in _EGO_SIZE_M]
         ego_anchor = [0.0, 0.5, _GROUND_M + _EGO_SIZE_M[2] / 2, *sizes, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.ego_anchor = nn.Parameter(torch.tensor([ego_anchor]), requires_grad=False)
-        self.ego_motion_encoder: Perceptron | None = None
+        self.ego_motion_encoder: nn.Sequential | None = None
         if ego_motion_from_poses:
             waves = 2 * 2 * 2 * _NUM_WAVES  # velocity and change, two axes, sine and cosine
-            self.ego_motion_encoder = Perceptron(*linear_relu_ln(embed_dims, 2, 1, waves))
-        self.state = InstanceQueueState()
+            self.ego_motion_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 2, 1, waves))
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.state = InstanceQueueState()
+    def enter(self, state: InstanceQueueState, batch_size: int, step: FrameStep | None) -> InstanceQueueState:
+        """Return the state with which a frame starts. This is all work on the host that a frame needs.
 
-    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame of ``batch_size`` samples was taken. This is all its work on the host."""
-        state, frame = self.state, clock_of_frame()
-        if state.period is None or state.clock is None or len(state.period) != batch_size:
-            self.state = InstanceQueueState(frame=frame)
-            return
+        Args:
+            state: what the frame before left. batch_size: B.
+            step: what lies between the two frames. Without one, the queue starts anew.
+        """
+        if step is None or state.period is None or len(state.period) != batch_size:
+            return InstanceQueueState()
         # The mask that ``get`` receives tells whether the history of a sample counts.
-        step = DeviceStep.of(
-            frame.since(state.clock), [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32
-        )
-        self.state = replace(state, frame=frame, step=step)
+        on_device = DeviceStep.of(step, [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32)
+        return replace(state, step=on_device)
 
     def get(
         self,
+        state: InstanceQueueState,
         det_output: dict[str, Any],
         feature_maps: Sequence[Any],
-        metas: dict[str, Any],
-        batch_size: int,
         mask: Tensor | None,
         anchor_handler: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Take in a frame and return what is remembered with it.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, InstanceQueueState]:
+        """Return what is remembered, with the instances of this frame.
 
         Args:
+            state: the result of ``enter``.
             det_output: ``instance_feature`` [B, N, C], ``prediction``, ``instance_id`` [B, N].
             feature_maps: the feature pyramid, flattened or [B, V, C, H, W] of each level.
-            metas: ``timestamp`` [B] (seconds) and ``img_metas``; see ``FrameClock``. The queue then enters the frame.
-                Without ``img_metas`` it must have entered the frame before.
             mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
             anchor_handler: module with ``anchor_projection``, which moves anchors in space and time.
 
         Returns:
             the feature [B, 1, C] and the anchor [B, 1, D] of the ego; features [B, N + 1, T, C] and anchors
             [B, N + 1, T, D] of the last T frames, where the ego comes last; [B, N + 1, T] bool, True where nothing is
-            remembered.
+            remembered; the state.
         """
-        if "img_metas" in metas:
-            self.enter(batch_size, lambda: FrameClock.of(metas))
-        state = self.state
         if state.step is None or mask is None:
-            state = InstanceQueueState(frame=state.frame)
+            state = InstanceQueueState()
         else:
             motion = state.step.previous_to_current
 
@@ -161,9 +152,7 @@ class InstanceQueue(BaseModule):
 
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
         state = self._follow(state, det_output, mask)
-        ego_feature, ego_anchor, self.state = self._with_ego(state, feature_maps, mask, batch_size)
-        state = self.state
-
+        ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, mask)
         assert state.period is not None and state.ego_period is not None
         period = torch.cat([state.period, state.ego_period], dim=1)
         features = torch.cat(
@@ -175,7 +164,7 @@ class InstanceQueue(BaseModule):
         )
         anchors = torch.cat([torch.stack(state.anchors, 2), torch.stack(state.ego_anchors, 2)], dim=1)
         ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
-        return ego_feature, ego_anchor, features, anchors, ages > period[..., None]
+        return ego_feature, ego_anchor, features, anchors, ages > period[..., None], state
 
     def _follow(
         self, state: InstanceQueueState, det_output: dict[str, Any], mask: Tensor | None
@@ -209,9 +198,9 @@ class InstanceQueue(BaseModule):
         state: InstanceQueueState,
         feature_maps: Sequence[Any],
         mask: Tensor | None,
-        batch_size: int,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
+        batch_size = len(feature)
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
@@ -233,7 +222,7 @@ class InstanceQueue(BaseModule):
         )
         return feature, anchor, state
 
-    def ego_motion_embed(self) -> Tensor | None:
+    def ego_motion_embed(self, state: InstanceQueueState) -> Tensor | None:
         """Return an embedding [B, 1, C] of the ego's velocity and of its change since the previous frame.
 
         It is None without ``ego_motion_from_poses``. In the first frames of a sequence, zeros stand for the waves of
@@ -241,7 +230,6 @@ class InstanceQueue(BaseModule):
         """
         if self.ego_motion_encoder is None:
             return None
-        state = self.state
         assert state.ego_period is not None
         velocity = state.ego_anchors[-1][..., VX : VY + 1]
         before = state.ego_anchors[-2][..., VX : VY + 1] if len(state.ego_anchors) > 1 else velocity
@@ -249,27 +237,23 @@ class InstanceQueue(BaseModule):
             (state.ego_period[..., None] > frames) * _waves(motion, shortest)
             for frames, motion, shortest in ((1, velocity, 5.0), (2, velocity - before, 2.5))
         ]
-        return self.ego_motion_encoder.in_full_precision(torch.cat(waves, -1))
+        return in_full_precision(self.ego_motion_encoder, torch.cat(waves, -1))
 
     def cache(
-        self, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor, metas: dict[str, Any]
-    ) -> None:
-        """Keep what is needed to track the instances in the next frame.
+        self, state: InstanceQueueState, det_output: dict[str, Any], ego_feature: Tensor, ego_status: Tensor
+    ) -> InstanceQueueState:
+        """Return the state with what is needed to track the instances in the next frame.
 
         Args:
-            det_output: ``classification`` of each layer and ``instance_id``.
+            state: the result of ``get``. det_output: ``classification`` of each layer and ``instance_id``.
             ego_feature: [B, 1, C], after the layers of the head. ego_status: [B, 1, 10], as it is predicted.
-            metas: as in ``get``.
         """
-        state = self.state
-        self.state = replace(
+        return replace(
             state,
             confidence=det_output["classification"][-1].detach().float().sigmoid().amax(-1),
             instance_id=det_output["instance_id"],
             ego_status=ego_status.detach(),
             ego_features=(*state.ego_features[:-1], ego_feature.detach()),
-            clock=state.frame or FrameClock.of(metas),
-            frame=None,
             step=None,
         )
 

@@ -10,9 +10,8 @@ from visdet.errors import InvalidInputError
 from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
-from ..layers.precision import at_least_float32
+from ..layers.precision import at_least_float32, in_full_precision
 from .box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
-from .mlp import linear_in_full_precision
 
 __all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
 
@@ -72,7 +71,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         anchor = at_least_float32(anchor)
         logits = None
         if self.num_learnable_pts > 0 and instance_feature is not None:
-            logits = linear_in_full_precision(self.learnable_fc, instance_feature)
+            logits = in_full_precision(self.learnable_fc, instance_feature)
         place = box_key_points_reference if self.fix_scale.requires_grad else box_key_points
         points = place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
         if (
@@ -192,7 +191,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
             )
         anchor = at_least_float32(anchor)
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
-        offset = linear_in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
+        offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
         z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
         points = torch.cat([ground, z], -1).flatten(2, 4)

@@ -1,6 +1,6 @@
 """The head that predicts the motion of agents and plans that of the ego."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
+from ..layers.precision import in_full_precision
 from .anchor_files import ModuleWithAnchors
 from .box3d import COS_YAW, SIN_YAW, VX, VY
-from .box3d_decoder import of_samples
-from .frame_clock import FrameClock
+from .frame_clock import FrameStep
 from .instance_bank import topk
 from .instance_operations import InstanceOperations
-from .mlp import Perceptron, linear_relu_ln
+from .instance_queue import InstanceQueueState
+from .mlp import linear_relu_ln
 from .motion_target import best_modes
 from .sample_batch import field_of
 from .sine_embedding import gen_sineembed_for_position
@@ -29,7 +30,7 @@ _NUSCENES_CLASSES = 10
 class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     """Predicts several modes of motion for every instance, and of a plan for the ego, which is an additional instance.
 
-    The temporal state is the value ``state``.
+    The temporal state, an argument and a result of ``forward``, is that of the queue.
 
     Args:
         fut_ts, fut_mode: number of steps and of modes of agents.
@@ -121,8 +122,8 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
         C = embed_dims
-        self.motion_anchor_encoder = Perceptron(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
-        self.plan_anchor_encoder = Perceptron(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
+        self.plan_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))
 
     def _anchors(self, name: str, given: Any, shape: tuple[Any, ...]) -> nn.Parameter:
         """Return anchors of a shape, from numbers or a .npy file. They do not learn.
@@ -145,41 +146,37 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             if op == "refine":
                 layer.init_weights()
 
-    @property
-    def state(self) -> Any:
-        """The temporal state that the next frame starts from."""
-        return self.instance_queue.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.instance_queue.state = state
-
-    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken. This is all work on the host that a frame needs."""
-        self.instance_queue.enter(batch_size, clock_of_frame)
+    def enter(
+        self, state: InstanceQueueState | None, batch_size: int, step: FrameStep | None
+    ) -> InstanceQueueState:
+        """Return the state with which a frame starts. This is all work on the host that a frame needs."""
+        state = InstanceQueueState() if state is None else state
+        return self.instance_queue.enter(state, batch_size, step)
 
     def forward(
         self,
         det_output: dict[str, Any],
         map_output: dict[str, Any],
         feature_maps: Sequence[Any],
-        metas: dict[str, Any],
+        state: InstanceQueueState,
         anchor_encoder: nn.Module,
         mask: Tensor | None,
         anchor_handler: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the raw outputs of motion and of planning.
+    ) -> tuple[dict[str, Any], dict[str, Any], InstanceQueueState]:
+        """Return the raw outputs of motion and of planning, and the state for the next frame.
 
         Args:
-            det_output, map_output: raw outputs of the other heads. feature_maps, metas: as in ``Sparse4DHead``.
+            det_output, map_output: raw outputs of the other heads. feature_maps: as in ``Sparse4DHead``.
+            state: the result of ``enter``.
             anchor_encoder: embeds the boxes of instances and of the ego.
             mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
             anchor_handler: module with ``anchor_projection``, which moves boxes in space and time.
 
         Returns:
-            two dicts. ``classification`` [B, N, M] and ``prediction`` [B, N, M, T, 2] (steps in metres) are lists with
-            one tensor for each refinement. ``period`` is [B, N], and ``anchor_queue`` is a list of the boxes [B, N, D]
-            of the last frames. For planning, N is 1, there are 3 * M modes, and ``status`` [B, 1, 10] is another list.
+            two dicts and the state. ``classification`` [B, N, M] and ``prediction`` [B, N, M, T, 2] (steps in metres)
+            are lists with one tensor for each refinement. ``period`` is [B, N], and ``anchor_queue`` is a list of the
+            boxes [B, N, D] of the last frames. For planning, N is 1, there are 3 * M modes, and ``status`` [B, 1, 10]
+            is another list.
         """
         self.require_anchors()
         if "instance_id" not in det_output:
@@ -196,12 +193,13 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         count = min(self.num_map, map_feature.shape[1])
         _, (map_feature, map_embed) = topk(map_confidence, count, map_feature, map_embed)
 
-        ego_feature, ego_anchor, past, past_anchor, is_absent = self.instance_queue.get(
-            det_output, feature_maps, metas, B, mask, anchor_handler
+        queue = self.instance_queue
+        ego_feature, ego_anchor, past, past_anchor, is_absent, state = queue.get(
+            state, det_output, feature_maps, mask, anchor_handler
         )
         ego_feature = ego_feature.to(feature.dtype)
         ego_embed, past_embed = anchor_encoder(ego_anchor), anchor_encoder(past_anchor)
-        ego_motion = self.instance_queue.ego_motion_embed()
+        ego_motion = queue.ego_motion_embed(state)
         if ego_motion is not None:
             ego_embed = ego_embed + ego_motion
         memory = past.flatten(0, 1).to(feature.dtype), past_embed.flatten(0, 1), is_absent.flatten(0, 1)
@@ -240,14 +238,12 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         if self.plan_step_s is not None:
             constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]
             plan_reg = [steps + constant for steps in plan_reg]
-        queue = self.instance_queue
-        queue.cache(det_output, feature[:, N:], status[-1], metas)
-        state = queue.state
+        state = queue.cache(state, det_output, feature[:, N:], status[-1])
         motion = dict(classification=motion_cls, prediction=motion_reg)
         motion |= dict(period=state.period, anchor_queue=list(state.anchors))
         planning = dict(classification=plan_cls, prediction=plan_reg, status=status)
         planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
-        return motion, planning
+        return motion, planning, state
 
     def _mode_queries(self, probability: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of the modes of motion [B, N, M, C] and of planning [1, 1, 3 * M, C].
@@ -262,9 +258,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         x, y = modes.unbind(-1)
         ends = torch.stack([cos * x - sin * y, sin * x + cos * y], -1)
         C = self.embed_dims
-        motion = self.motion_anchor_encoder.in_full_precision(gen_sineembed_for_position(ends, C))
+        motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
         plan = gen_sineembed_for_position(self.plan_anchor[..., -1, :], C).flatten(0, 1)
-        return motion, self.plan_anchor_encoder.in_full_precision(plan)[None, None]
+        return motion, in_full_precision(self.plan_anchor_encoder, plan)[None, None]
 
     def loss(
         self,
@@ -328,10 +324,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             given = field_of(data, "ego_status").to(status.device, torch.float32)
             losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
         return losses
-
-    def post_process(self, *arguments: Any) -> list[dict[str, Any]]:
-        """Return the results of motion and planning of each sample. The arguments are those of ``select``."""
-        return of_samples(self.select(*arguments), self.of_sample)
 
     def select(
         self,

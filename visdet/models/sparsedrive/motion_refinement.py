@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from .mlp import Perceptron, linear_relu_ln
+from ..layers.precision import in_full_precision
+from .mlp import linear_relu_ln
 
 __all__ = ["MotionPlanningRefinementModule"]
 
@@ -41,17 +42,17 @@ class MotionPlanningRefinementModule(BaseModule):
         self.fut_ts, self.fut_mode = fut_ts, fut_mode
         self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
 
-        def scores() -> Perceptron:
-            return Perceptron(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, 1))
+        def scores() -> nn.Sequential:
+            return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, 1))
 
-        def numbers(count: int) -> Perceptron:
+        def numbers(count: int) -> nn.Sequential:
             hidden = [
                 nn.Linear(embed_dims, embed_dims),
                 nn.ReLU(),
                 nn.Linear(embed_dims, embed_dims),
                 nn.ReLU(),
             ]
-            return Perceptron(*hidden, nn.Linear(embed_dims, count))
+            return nn.Sequential(*hidden, nn.Linear(embed_dims, count))
 
         self.motion_cls_branch = scores()
         self.motion_reg_branch = numbers(fut_ts * 2)
@@ -74,12 +75,12 @@ class MotionPlanningRefinementModule(BaseModule):
             motion_query: [B, N, M, C]. plan_query: [B, 1, 3 * ego_fut_mode, C].
             ego_feature, ego_anchor_embed: [B, 1, C].
         """
-        steps = self.motion_reg_branch.in_full_precision(motion_query).unflatten(-1, (self.fut_ts, 2))
-        plan_steps = self.plan_reg_branch.in_full_precision(plan_query).unflatten(-1, (self.ego_fut_ts, 2))
+        steps = in_full_precision(self.motion_reg_branch, motion_query).unflatten(-1, (self.fut_ts, 2))
+        plan_steps = in_full_precision(self.plan_reg_branch, plan_query).unflatten(-1, (self.ego_fut_ts, 2))
         return (
             self.motion_cls_branch(motion_query).squeeze(-1),
             steps,
             self.plan_cls_branch(plan_query).squeeze(-1),
             plan_steps,
-            self.plan_status_branch.in_full_precision(ego_feature + ego_anchor_embed),
+            in_full_precision(self.plan_status_branch, ego_feature + ego_anchor_embed),
         )

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
+from ..layers.precision import in_full_precision
 from .box3d import SIN_YAW, VX
-from .mlp import Perceptron, Scale, linear_relu_ln
+from .mlp import Scale, linear_relu_ln
 
 __all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]
 
 _PRIOR = 0.01  # the probability of each class before training
 
 
-def _class_branch(embed_dims: int, num_outputs: int) -> Perceptron:
-    return Perceptron(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
+def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
+    return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
 
 
 def _set_prior(class_branch: Any) -> None:
@@ -60,7 +61,7 @@ class SparseBox3DRefinementModule(BaseModule):
         self.num_cls = num_cls
         self.normalize_yaw = normalize_yaw
         self.refine_yaw = refine_yaw
-        self.layers = Perceptron(
+        self.layers = nn.Sequential(
             *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
@@ -93,7 +94,7 @@ class SparseBox3DRefinementModule(BaseModule):
             ValueError: classes are wanted, but there is no class branch.
         """
         feature = instance_feature + anchor_embed
-        delta = self.layers.in_full_precision(feature)
+        delta = in_full_precision(self.layers, feature)
         # What is predicted of the velocity is a displacement.
         seconds = torch.as_tensor(time_interval, dtype=delta.dtype, device=delta.device).view(-1, 1, 1)
         refined = torch.addcdiv(anchor, delta, torch.where(self._is_velocity, seconds, 1.0))
@@ -134,7 +135,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         self.num_sample = num_sample
         self.output_dim = num_sample * coords_dim
         self.num_cls = num_cls
-        self.layers = Perceptron(
+        self.layers = nn.Sequential(
             *linear_relu_ln(embed_dims, 2, 2),
             nn.Linear(embed_dims, self.output_dim),
             Scale([1.0] * self.output_dim),
@@ -163,7 +164,7 @@ class SparsePoint3DRefinementModule(BaseModule):
         Raises:
             ValueError: classes are wanted, but there is no class branch.
         """
-        refined = self.layers.in_full_precision(instance_feature + anchor_embed) + anchor
+        refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
         if not return_cls:
             return refined, None, None
         if self.cls_layers is None:

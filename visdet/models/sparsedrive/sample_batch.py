@@ -13,6 +13,7 @@ from visdet.structures.tensor_tree import ON_HOST
 
 from ..driving_data_preprocessor import stack_equal
 from .denoising import DenoisingQueries
+from .frame_clock import FrameClock
 
 __all__ = ["DrivingBatch", "batch_of", "field_of"]
 
@@ -37,6 +38,7 @@ class DrivingBatch:
         images: [B, V, 3, H, W] normalised.
         metas: tensors that ``batch_of`` stacks, and ``gt_depth`` in training. Their shapes do not depend on the scene.
         state: the temporal state of the head, which has entered the frame.
+        clock: when and where the frames were taken. It is None if the head keeps nothing from frame to frame.
         denoising: the denoising queries. They are None in evaluation and if there are none.
         truth: the padded ground truth of the tasks. It is empty in evaluation.
         data: the result of ``batch_of``.
@@ -45,15 +47,16 @@ class DrivingBatch:
     images: Tensor
     metas: dict[str, Any]
     state: Any
+    clock: FrameClock | None = field(default=None, metadata=ON_HOST)
     denoising: DenoisingQueries | None = None
     truth: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict, metadata=ON_HOST)
 
     @classmethod
-    def of(cls, images: Tensor, data: dict[str, Any], state: Any, **training: Any) -> "DrivingBatch":
-        """Return a batch, given the result of ``batch_of``. ``training`` may be ``denoising`` and ``truth``."""
+    def of(cls, images: Tensor, data: dict[str, Any], state: Any, **others: Any) -> "DrivingBatch":
+        """Return a batch, given the result of ``batch_of``. ``others`` are the remaining attributes."""
         metas = {name: data[name] for name in (*_STACKED, "gt_depth") if name in data}
-        return cls(images, metas, state, data=data, **training)
+        return cls(images, metas, state, data=data, **others)
 
 
 def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False) -> dict[str, Any]:

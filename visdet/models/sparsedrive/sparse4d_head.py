@@ -1,6 +1,6 @@
 """Sparse4D's head: a decoder over instances, for boxes and for polylines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,8 @@ from visdet.structures.tensor_tree import map_tensors
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device
-from .box3d_decoder import of_samples
-from .deformable_feature_aggregation import camera_embeddings
 from .denoising import DenoisingQueries
-from .frame_clock import FrameClock
+from .frame_clock import FrameStep
 from .instance_bank import InstanceBankState
 from .instance_operations import InstanceOperations
 from .sparse4d_loss import Sparse4DLoss
@@ -83,8 +81,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
         dn_loss_weight: accepted for compatibility. Neither the published code nor this class uses it.
 
-    The temporal state is the value ``state``. Read it after a frame, and put it back before the next one. A sample
-    whose history was dropped is treated as in a first frame, whatever the other samples of its batch have.
+    The temporal state is an argument and a result of ``forward``. A sample whose history was dropped is treated as in a
+    first frame, whatever the other samples of its batch have.
 
     Source: Sparse4D v3, arXiv 2311.11722; SparseDrive, arXiv 2405.19620; names and defaults are theirs.
     """
@@ -145,7 +143,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             "deformable": deformable_model,
             "refine": refine_layer,
         }
-        self._kept_denoising: dict[str, Tensor] | None = None
         self.embed_dims = self.instance_bank.embed_dims
         self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
 
@@ -157,14 +154,22 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 part.init_weights()
 
     @property
-    def state(self) -> Sparse4DState:
-        """The temporal state that the next frame starts from."""
-        return Sparse4DState(self.instance_bank.state, self._kept_denoising)
+    def is_temporal(self) -> bool:
+        """Whether instances are kept from frame to frame, for which the times and poses of frames are needed."""
+        return self.instance_bank.num_temp_instances > 0
 
-    @state.setter
-    def state(self, state: Sparse4DState) -> None:
-        self.instance_bank.state = state.bank
-        self._kept_denoising = state.denoising
+    def enter(self, state: Sparse4DState | None, batch_size: int, step: FrameStep | None) -> Sparse4DState:
+        """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
+
+        Args:
+            state: what the frame before left, or None in a first frame. batch_size: B.
+            step: what lies between the two frames, or None if the frame has no predecessor.
+        """
+        state = Sparse4DState() if state is None else state
+        carried = state.denoising
+        if carried is not None and len(carried["dn_anchor"]) != batch_size:
+            carried = None
+        return Sparse4DState(self.instance_bank.enter(state.bank, batch_size, step), carried)
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the ground truth in ``metas``, or None in evaluation or without denoising groups.
@@ -181,41 +186,37 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
         return map_tensors(lambda x: to_device(x, device), queries)
 
-    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken. This is all work on the host that ``forward`` needs.
-
-        ``forward`` does it itself if its ``metas`` have ``img_metas``.
-        """
-        self.instance_bank.enter(batch_size, clock_of_frame)
-
     def forward(
         self,
         feature_maps: Tensor | Sequence[Any],
         metas: dict[str, Any],
+        state: Sparse4DState | None = None,
         denoising: DenoisingQueries | None = None,
-    ) -> dict[str, Any]:
-        """Return the predictions of all decoder layers, and keep the instances for the next frame.
+    ) -> tuple[dict[str, Any], Sparse4DState]:
+        """Return the predictions of all decoder layers, and the state for the next frame.
 
         Args:
             feature_maps: the result of ``feature_maps_format``, or [B, V, C, H, W] of each level.
-            metas: ``projection_mat``, ``image_wh``, ``timestamp`` and ``img_metas``.
+            metas: ``projection_mat`` and ``image_wh``.
+            state: the result of ``enter``. With None, the frame is a first one.
             denoising: the result of ``denoising_queries``. The layers refine these queries beside the instances.
 
         Returns:
-            Lists with an element for each layer: ``classification`` [B, N, classes], ``prediction`` [B, N, D], and
-            ``quality`` [B, N, 2] or None. Tensors of the last layer: ``instance_feature`` and ``anchor_embed``
-            [B, N, C], and ``instance_id`` [B, N]. The keys ``dn_*`` and ``temp_dn_*`` hold what the losses of
-            denoising need.
+            The predictions and the state. Lists with an element for each layer: ``classification`` [B, N, classes],
+            ``prediction`` [B, N, D], and ``quality`` [B, N, 2] or None. Tensors of the last layer:
+            ``instance_feature`` and ``anchor_embed`` [B, N, C], and ``instance_id`` [B, N]. The keys ``dn_*`` and
+            ``temp_dn_*`` hold what the losses of denoising need.
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
-        bank = self.instance_bank
-        feature, anchor, memory, carried, time_interval = self._start(len(feature_maps[0]), metas)
+        batch_size, bank = len(feature_maps[0]), self.instance_bank
+        state = self.enter(None, batch_size, None) if state is None else state
+        feature, anchor, time_interval, kept = bank.get(state.bank, batch_size)
+        carried, memory = self._carried(state), self._memory(kept, feature)
         attn_mask, updated = None, None
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
         embed_of_attention = as_autocast_input(embed)
-        cameras = camera_embeddings(self.layers, metas.get("projection_mat"))
         classification, prediction, quality = [], [], []
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
@@ -229,16 +230,17 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             elif op == "ffn":
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
             elif op == "deformable":
-                given = {"camera_embed": cameras[layer]} if layer in cameras else {}
-                feature = layer(feature, anchor, embed, feature_maps, metas, **given)
+                feature = layer(feature, anchor, embed, feature_maps, metas)
             else:
                 anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
                 classification.append(cls)
                 prediction.append(anchor)
                 quality.append(qt)
                 if len(prediction) == self.num_single_frame_decoder:
-                    feature, anchor = bank.update(feature, anchor, cls)
-                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising, carried)
+                    feature, anchor, kept = bank.update(kept, feature, anchor, cls)
+                    feature, anchor, updated = self._update_denoising(
+                        feature, anchor, denoising, kept.mask, carried
+                    )
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
@@ -246,7 +248,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
         N, is_alone = bank.num_anchor, denoising is None and updated is None
         output = self._denoising_output(classification, prediction, denoising, updated)
-        self._kept_denoising = self._to_keep(feature[:, N:], anchor[:, N:], updated or denoising)
+        denoising_kept = self._to_keep(feature[:, N:], anchor[:, N:], updated or denoising)
         output.update(
             classification=classification if is_alone else [cls[:, :N] for cls in classification],
             prediction=prediction if is_alone else [anchors[:, :N] for anchors in prediction],
@@ -254,37 +256,30 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             instance_feature=feature[:, :N],
             anchor_embed=embed[:, :N],
         )
-        bank.cache(feature[:, :N], anchor[:, :N], cls[:, :N], metas, feature_maps)
+        kept = bank.cache(kept, feature[:, :N], anchor[:, :N], cls[:, :N])
         if self.with_instance_id:
             threshold = None if self.decoder is None else self.decoder.score_threshold
-            output["instance_id"] = bank.get_instance_id(cls[:, :N], anchor[:, :N], threshold)
-        return output
+            output["instance_id"], kept = bank.get_instance_id(kept, cls[:, :N], threshold)
+        return output, Sparse4DState(kept, denoising_kept)
 
-    def _start(
-        self, batch_size: int, metas: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, _Memory, dict[str, Tensor] | None, Tensor]:
-        """Return what a frame starts from.
+    def _carried(self, state: Sparse4DState) -> dict[str, Tensor] | None:
+        """Return the denoising queries of the previous frame, with their anchors moved to this frame."""
+        if state.denoising is None:
+            return None
+        anchor = state.denoising["dn_anchor"]
+        moved = self.instance_bank.moved(anchor.flatten(1, 2), state.bank.step).view_as(anchor)
+        return {**state.denoising, "dn_anchor": moved}
 
-        Returns:
-            features and anchors, the memory, the denoising queries of the previous frame with their anchors moved to
-            this frame, or None, and the seconds since the previous frame.
-        """
-        bank, carried = self.instance_bank, self._kept_denoising
-        feature, anchor, temp_feature, temp_anchor, time_interval = bank.get(batch_size, metas)
-        if carried is not None:
-            dn_anchor = carried["dn_anchor"]
-            if len(dn_anchor) == batch_size:
-                carried = {**carried, "dn_anchor": bank.moved(dn_anchor.flatten(1, 2)).view_as(dn_anchor)}
-            else:
-                carried = None
-        memory = _Memory(None, None, None, bank.state.history)
-        if temp_anchor is not None and temp_feature is not None:
-            memory.embed = as_autocast_input(self.anchor_encoder(temp_anchor))
+    def _memory(self, kept: InstanceBankState, feature: Tensor) -> _Memory:
+        """Return what the layers attend to of the previous frame."""
+        memory = _Memory(None, None, None, kept.history)
+        if kept.cached_anchor is not None and kept.cached_feature is not None:
+            memory.embed = as_autocast_input(self.anchor_encoder(kept.cached_anchor))
             # The previous frame may have been computed with another type of autocast.
-            memory.feature = temp_feature.to(autocast_dtype(feature))
+            memory.feature = kept.cached_feature.to(autocast_dtype(feature))
             if "temp_gnn" in self.operation_order and any(memory.history):
                 memory.value = self.fc_before(memory.feature)
-        return feature, anchor, memory, carried, time_interval
+        return memory
 
     def _attend_to_memory(
         self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: _Memory, attn_mask: Tensor | None
@@ -323,6 +318,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         feature: Tensor,
         anchor: Tensor,
         denoising: DenoisingQueries | None,
+        has_history: Tensor | None,
         carried: dict[str, Tensor] | None,
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
         """Return features, anchors and queries after the groups of the previous frame have replaced the first groups.
@@ -339,7 +335,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             denoising.valid_mask,
             denoising.id_target,
             self.instance_bank.num_anchor,
-            self.instance_bank.mask,
+            has_history,
             carried,
         )
         updated = denoising._replace(
@@ -382,10 +378,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         return self.sampler.cache_dn(
             feature, anchor, denoising.cls_target, denoising.valid_mask, denoising.id_target
         )
-
-    def post_process(self, model_outs: dict[str, Any], output_idx: int = -1) -> list[dict[str, Any]]:
-        """Return the results of each sample; see the decoder."""
-        return of_samples(self.select(model_outs, output_idx), self.of_sample)
 
     def select(self, model_outs: dict[str, Any], output_idx: int = -1) -> dict[str, Tensor]:
         """Return the results of the batch on its device. All work runs on the device."""

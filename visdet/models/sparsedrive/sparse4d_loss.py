@@ -8,7 +8,7 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 
 from ..transfer import constants_on
-from .base_target import Assignment, InstanceTargets, PairCosts
+from .base_target import Assignment, PairCosts
 from .padded_instances import PaddedInstances
 
 __all__ = ["Sparse4DLoss"]
@@ -34,23 +34,6 @@ class Sparse4DLoss:
     gt_cls_key: str
     gt_reg_key: str
     task_prefix: str
-
-    def get_targets(
-        self, model_outs: dict[str, Any], data: dict[str, Any], only_last: bool = False
-    ) -> InstanceTargets:
-        """Return what the predictions of all decoder layers, or of the last one alone, have to learn.
-
-        Args:
-            model_outs: the result of ``forward``.
-            data: the ground truth under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample.
-            only_last: whether only the last layer is wanted.
-        """
-        with torch.autocast(model_outs["prediction"][0].device.type, enabled=False):
-            cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
-            reg = reg[..., : len(self.reg_weights)]
-            return self.sampler.sample_layers(
-                cls.detach(), reg.detach(), data[self.gt_cls_key], data[self.gt_reg_key]
-            )
 
     def ground_truth(self, data: dict[str, Any], device: torch.device) -> PaddedInstances:
         """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample, on ``device``.
@@ -99,7 +82,7 @@ class Sparse4DLoss:
         with torch.autocast(device_type, enabled=False):
             cls, reg = _stacked(model_outs)
             reg = reg[..., : len(self.reg_weights)]
-            cls_target, reg_target, reg_weight, _ = self.sampler.targets_of(
+            cls_target, reg_target, reg_weight = self.sampler.targets_of(
                 assigned.index, truth, pairs.ordering, cls.shape[-1]
             )
             # Constants go to the device once, and without waiting for it.

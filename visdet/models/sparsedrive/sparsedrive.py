@@ -1,7 +1,7 @@
 """The detector SparseDrive, and with other parts Sparse4D."""
 
-import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -11,17 +11,31 @@ from visdet.errors import InvalidInputError
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
-from visdet.structures.tensor_tree import map_tensors
+from visdet.structures.tensor_tree import ON_HOST, map_tensors
 
 from ..base_detector import BaseDetector
 from .base_target import Assignment, PairCosts, assigned_instances
 from .box3d_decoder import of_samples
-from .frame_clock import FrameClock, with_clock
+from .frame_clock import FrameClock
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
-from .temporal_state import from_plain, to_plain
+from .temporal_state import from_plain, temporal_value, to_plain
 
-__all__ = ["Sparse4D", "SparseDrive"]
+__all__ = ["Sparse4D", "SparseDrive", "TemporalState"]
+
+
+@temporal_value
+@dataclass(frozen=True)
+class TemporalState:
+    """Everything that a detector remembers of the frames so far. The value is immutable.
+
+    Attributes:
+        clock: when and where the last frame was taken, or None if the head keeps nothing from frame to frame.
+        head: what the head returned with the last frame.
+    """
+
+    clock: FrameClock | None = field(metadata=ON_HOST)
+    head: Any
 
 
 @MODELS.register_module()
@@ -42,8 +56,9 @@ class SparseDrive(BaseDetector):
         train_cfg, test_cfg, pretrained: accepted for compatibility. They must be None.
 
     **Temporal state**: frames of a sequence must come in order, and sample i of a batch must continue sample i of the
-    batch before. The value ``temporal_state`` is everything that the model remembers. It can be read and put back, and
-    ``step`` takes and returns it. A sample starts anew by itself if its scene changes or its clock jumps. All samples
+    batch before. The state is an argument and a result of ``step`` and of the head, its banks and its queue, none of
+    which remembers anything. Between the calls of ``loss`` and of ``predict``, the value ``temporal_state`` is kept,
+    which can be read and put back. A sample starts anew by itself if its scene changes or its clock jumps. All samples
     do if the batch size changes or ``reset_temporal_state`` is called. Evaluation starts without memory, and training
     goes on afterwards with the memory it had. No part of the state is a parameter or a buffer. Each process of a
     distributed run has its own, and ``temporal_state_dict`` carries it through a checkpoint.
@@ -94,30 +109,28 @@ class SparseDrive(BaseDetector):
                 self.head.map_head,
             )
             self.frozen_parts = [part.requires_grad_(False) for part in parts if part is not None]
-        self._empty_state = self.head.state
-        self._state_of_training = self._empty_state
+        self._kept: dict[bool, TemporalState | None] = {
+            True: None,
+            False: None,
+        }  # in training and in evaluation
 
     @property
-    def temporal_state(self) -> dict[str, Any]:
+    def temporal_state(self) -> TemporalState | None:
         """Everything that the model remembers of the frames so far. Put the value back to continue from there."""
-        return self.head.state
+        return self._kept[self.training]
 
     @temporal_state.setter
-    def temporal_state(self, state: dict[str, Any]) -> None:
-        self.head.state = state
+    def temporal_state(self, state: TemporalState | None) -> None:
+        self._kept[self.training] = state
 
     def reset_temporal_state(self) -> None:
         """Forget all frames. Track ids are counted from 0 again."""
-        self.head.state = self._empty_state
+        self.temporal_state = None
 
     def train(self, mode: bool = True) -> "SparseDrive":
         """Set the mode. Evaluation starts without memory, and training goes on with the memory it had."""
-        if mode != self.training:
-            if mode:
-                self.temporal_state = self._state_of_training
-            else:
-                self._state_of_training = self.temporal_state
-                self.reset_temporal_state()
+        if self.training and not mode:
+            self._kept[False] = None
         super().train(mode)
         for part in self.frozen_parts:
             part.eval()
@@ -125,29 +138,38 @@ class SparseDrive(BaseDetector):
 
     def temporal_state_dict(self) -> Any:
         """Return the training's temporal state as plain types, for a checkpoint."""
-        return to_plain(self.temporal_state if self.training else self._state_of_training)
+        return to_plain(self._kept[True])
 
     def load_temporal_state_dict(self, plain: Any) -> None:
         """Let training continue from a result of ``temporal_state_dict``."""
-        self._state_of_training = from_plain(plain, next(self.parameters()).device)
-        if self.training:
-            self.temporal_state = self._state_of_training
+        self._kept[True] = from_plain(_with_one_clock(plain), next(self.parameters()).device)
 
     def step(
         self,
         images: Tensor,
         data_samples: Sequence[DrivingDataSample],
-        state: dict[str, Any] | None = None,
-    ) -> tuple[tuple[dict[str, Any] | None, ...], dict[str, Any]]:
+        state: TemporalState | None = None,
+    ) -> tuple[Any, TemporalState]:
         """Return the head's raw outputs for a frame and the state after it, given the state before.
 
         Args:
             images: [B, V, 3, H, W]. data_samples: one per frame.
             state: the state that the previous ``step`` returned, or None for a first frame.
         """
-        self.temporal_state = self._empty_state if state is None else state
-        outs = self.raw_outputs(images, data_samples)
-        return outs, self.temporal_state
+        batch = self._entered(images, batch_of(data_samples), state)
+        outs, kept = self.head(self.extract_feat(images), batch.metas, batch.state)
+        return outs, TemporalState(batch.clock, kept)
+
+    def _entered(
+        self, images: Tensor, data: dict[str, Any], before: TemporalState | None, **training: Any
+    ) -> DrivingBatch:
+        """Return the batch of the next frames. The head has entered them, which is all work of the host."""
+        clock = FrameClock.of(data) if self.head.is_temporal else None
+        step, kept = None, None
+        if clock is not None and before is not None:
+            step, kept = clock.since(before.clock), before.head
+        state = self.head.enter(kept, len(images), step)
+        return DrivingBatch.of(images, data, state, clock=clock, **training)
 
     def extract_feat(
         self, img: Tensor, return_depth: bool = False, metas: dict[str, Any] | None = None
@@ -182,7 +204,8 @@ class SparseDrive(BaseDetector):
         """Return the head's raw outputs for the next frame of each sample's sequence."""
         if data_samples is None:
             raise ValueError(f"{type(self).__name__}: data_samples with the cameras and poses are needed")
-        return self.head(self.extract_feat(inputs), batch_of(data_samples))
+        outs, self.temporal_state = self.step(inputs, data_samples, self.temporal_state)
+        return outs
 
     def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
@@ -194,10 +217,8 @@ class SparseDrive(BaseDetector):
         """Return the next frame of each sample's sequence with ground truth and denoising queries. The host works."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
-        self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
-        return DrivingBatch.of(
-            inputs, data, self.head.state, denoising=denoising, truth=self._ground_truth(data)
-        )
+        truth = self._ground_truth(data)
+        return self._entered(inputs, data, self.temporal_state, denoising=denoising, truth=truth)
 
     def predictions_and_costs(
         self, batch: DrivingBatch
@@ -208,15 +229,14 @@ class SparseDrive(BaseDetector):
             (the raw outputs of the head, the depths, the costs of the matching) for the losses, and (these costs, the
             state after the frame) for ``assign``.
         """
-        self.head.state = batch.state
         if self.frozen_parts:
             with torch.no_grad():
                 features, depths = self.extract_feat(batch.images), None
         else:
             features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
-        outs = self.head(features, batch.metas, batch.denoising)
+        outs, state = self.head(features, batch.metas, batch.state, batch.denoising)
         costs = self._pair_costs(outs, batch.truth)
-        return (outs, depths, costs), (costs, self.head.state)
+        return (outs, depths, costs), (costs, state)
 
     def assign(
         self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
@@ -226,15 +246,8 @@ class SparseDrive(BaseDetector):
         The state is copied, because the next batch may overwrite the tensors that are given.
         """
         costs, state = costs_and_state
-        self._keep(map_tensors(Tensor.clone, state), batch.data)
+        self.temporal_state = TemporalState(batch.clock, map_tensors(Tensor.clone, state))
         return assigned_instances(costs, batch.truth)
-
-    def _keep(self, state: Any, data: dict[str, Any]) -> None:
-        """Keep the state after a frame of ``data``, with the clocks of that frame.
-
-        The clocks of a graph's state are those of the batch that it was captured with.
-        """
-        self.head.state = with_clock(state, functools.cache(lambda: FrameClock.of(data)))
 
     def losses(
         self,
@@ -264,9 +277,7 @@ class SparseDrive(BaseDetector):
 
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
         """Return the next frame of each sample's sequence. The host does this."""
-        data = batch_of(data_samples, evaluates=True)
-        self.head.enter(len(inputs), functools.cache(lambda: FrameClock.of(data)))
-        return DrivingBatch.of(inputs, data, self.head.state)
+        return self._entered(inputs, batch_of(data_samples, evaluates=True), self.temporal_state)
 
     def image_features(self, images: Tensor) -> Any:
         """Return the feature pyramid, which ``detections`` takes. It does not depend on anything but the images."""
@@ -278,17 +289,18 @@ class SparseDrive(BaseDetector):
         Args:
             batch: the frames. features: the result of ``image_features``, which is computed by default.
         """
-        self.head.state = batch.state
         features = self.image_features(batch.images) if features is None else features
-        outs = self.head(features, batch.metas)
-        return self._selected(outs, batch.metas), self.head.state
+        outs, state = self.head(features, batch.metas, batch.state)
+        return self._selected(outs, batch.metas), state
 
     def with_detections(
         self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]
     ) -> list[DrivingDataSample]:
         """Return the samples with their results filled in, and keep the state for the next frame."""
         results, state = detections
-        self._keep(state, {"img_metas": [sample.metainfo for sample in data_samples]})
+        metas = {"img_metas": [sample.metainfo for sample in data_samples]}
+        clock = FrameClock.of(metas) if self.head.is_temporal else None
+        self.temporal_state = TemporalState(clock, state)
         of_samples(
             results, self.head.of_sample, lambda index, result: data_samples[index].set_predictions(result)
         )
@@ -329,3 +341,22 @@ class Sparse4D(SparseDrive):
 
     def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
         return self.head.select(outs)
+
+
+def _with_one_clock(plain: Any) -> Any:
+    """Return a plain temporal state with its clock on top. In older checkpoints, each bank and queue has one."""
+    if plain is None or plain.get("kind") == "TemporalState":
+        return plain
+    clocks: list[Any] = []
+
+    def without(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("kind") in ("InstanceBankState", "InstanceQueueState"):
+            clocks.append(value.get("clock"))
+            value = {name: part for name, part in value.items() if name not in ("clock", "frame")}
+        return {name: without(part) for name, part in value.items()}
+
+    head = without(plain)
+    clock = next((clock for clock in clocks if clock is not None), None)
+    return {"kind": "TemporalState", "clock": clock, "head": head}

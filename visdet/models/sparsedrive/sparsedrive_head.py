@@ -11,10 +11,9 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures.side_stream import in_parallel
 
-from .base_target import Assignment, PairCosts, assigned_instances
-from .box3d_decoder import of_samples
+from .base_target import Assignment, PairCosts
 from .denoising import DenoisingQueries
-from .frame_clock import FrameClock
+from .frame_clock import FrameStep
 from .padded_instances import padded_rows
 
 __all__ = ["SparseDriveHead"]
@@ -29,8 +28,7 @@ class SparseDriveHead(BaseModule):
         det_head, map_head, motion_plan_head: configs of the heads of the tasks. Heads of absent tasks are not built.
         freeze_perception: whether detection and map stay as they are, and only motion and planning learn.
 
-    The temporal state of all tasks is the value ``state``. The state of the motion head is its own ``state`` or that of
-    its ``instance_queue``.
+    The temporal state, an argument and a result of ``forward``, is a dict with the state of each task by its name.
 
     Source: arXiv 2405.19620; names are SparseDrive's. Difference: each sample has results of its own.
     """
@@ -97,35 +95,27 @@ class SparseDriveHead(BaseModule):
     def with_motion_plan(self) -> bool:
         return self.task_config["with_motion_plan"]
 
-    def _stateful(self) -> dict[str, Any]:
-        """Return the parts that have a temporal state, by the names of their tasks."""
-        parts = {}
-        if self.with_det:
-            parts["det"] = self.det_head
-        if self.with_map:
-            parts["map"] = self.map_head
-        if self.with_motion_plan:
-            motion = self.motion_plan_head
-            parts["motion_plan"] = motion if hasattr(motion, "state") else motion.instance_queue
-        return parts
-
     @property
-    def state(self) -> dict[str, Any]:
-        """The temporal state that the next frame starts from, one value for each task that has one."""
-        return {name: part.state for name, part in self._stateful().items()}
+    def is_temporal(self) -> bool:
+        """Whether something is kept from frame to frame, for which the times and poses of frames are needed."""
+        return self.with_motion_plan or any(head.is_temporal for head in self._tasks().values())
 
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        for name, part in self._stateful().items():
-            part.state = state[name]
+    def _tasks(self) -> dict[str, Any]:
+        """Return the heads by the names of their tasks."""
+        names = {"det": "det_head", "map": "map_head", "motion_plan": "motion_plan_head"}
+        return {name: getattr(self, head) for name, head in names.items() if self.task_config[f"with_{name}"]}
 
-    def enter(self, batch_size: int, clock_of_frame: Callable[[], FrameClock]) -> None:
-        """Take in when and where a frame was taken. This is all work on the host that ``forward`` needs.
+    def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
+        """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
 
-        ``forward`` does it itself if its ``metas`` have ``img_metas``.
+        Args:
+            state: what the frame before left, or None in a first frame. batch_size: B.
+            step: what lies between the two frames, or None if the frame has no predecessor.
         """
-        for part in self._stateful().values():
-            part.enter(batch_size, clock_of_frame)
+        return {
+            name: head.enter(None if state is None else state[name], batch_size, step)
+            for name, head in self._tasks().items()
+        }
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the boxes in ``metas``, from which detection learns, or None if there are none."""
@@ -135,46 +125,41 @@ class SparseDriveHead(BaseModule):
         self,
         feature_maps: Tensor | Sequence[Any],
         metas: dict[str, Any],
+        state: dict[str, Any] | None = None,
         denoising: DenoisingQueries | None = None,
-    ) -> tuple[dict[str, Any] | None, ...]:
-        """Return the raw outputs of detection, map, motion and planning. Those of an absent task are None.
+    ) -> tuple[tuple[dict[str, Any] | None, ...], dict[str, Any]]:
+        """Return the raw outputs of detection, map, motion and planning, and the state for the next frame.
+
+        The outputs of an absent task are None.
 
         Args:
             feature_maps: the result of ``feature_maps_format``, or [B, V, C, H, W] of each level.
-            metas: ``projection_mat``, ``image_wh``, ``timestamp`` and ``img_metas``.
+            metas: ``projection_mat`` and ``image_wh``.
+            state: the result of ``enter``. With None, the frame is a first one.
             denoising: the result of ``denoising_queries``.
         """
+        state = self.enter(None, len(feature_maps[0]), None) if state is None else state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             outputs = _of_tasks(
                 [name for name in ("det", "map") if self.task_config[f"with_{name}"]],
-                det=lambda: self.det_head(feature_maps, metas, denoising),
-                map=lambda: self.map_head(feature_maps, metas),
+                det=lambda: self.det_head(feature_maps, metas, state["det"], denoising),
+                map=lambda: self.map_head(feature_maps, metas, state["map"]),
                 reads=feature_maps,
             )
-        det_output, map_output = outputs.get("det"), outputs.get("map")
+        after = {name: kept for name, (_, kept) in outputs.items()}
+        det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
         if self.with_motion_plan:
-            bank = self.det_head.instance_bank
-            motion_output, planning_output = self.motion_plan_head(
+            motion_output, planning_output, after["motion_plan"] = self.motion_plan_head(
                 det_output,
                 map_output,
                 feature_maps,
-                metas,
+                state["motion_plan"],
                 self.det_head.anchor_encoder,
-                bank.mask,
-                bank.anchor_handler,
+                after["det"].bank.mask,
+                self.det_head.instance_bank.anchor_handler,
             )
-        return det_output, map_output, motion_output, planning_output
-
-    def loss(self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the losses of all tasks by name.
-
-        Args:
-            model_outs: the result of ``forward``. data: the ground truth of all tasks.
-        """
-        truth = self.ground_truth(data)
-        costs = self.pair_costs(model_outs, truth)
-        return self.losses(model_outs, data, truth, costs, assigned_instances(costs, truth))
+        return (det_output, map_output, motion_output, planning_output), after
 
     def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
         """Return the instances of the batch by task, padded and on the device.
@@ -244,12 +229,6 @@ class SparseDriveHead(BaseModule):
             num_matched = assigned["det"].num_positive[len(assigned["det"].index) - 1]
             losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures, num_matched)
         return losses
-
-    def post_process(
-        self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Return the results of each sample. One dict holds those of all tasks."""
-        return of_samples(self.select(model_outs, data), self.of_sample)
 
     def select(
         self, model_outs: tuple[dict[str, Any] | None, ...], data: dict[str, Any]

@@ -1,5 +1,6 @@
 // A linear layer under autocast, forward and backward, on any device. Each direction is one call from Python, since
-// separate calls cost the host more time than their kernels take. The contract is in visdet/ops/autocast_linear.py.
+// separate calls cost the host more time than their kernels take. The contract is in
+// visdet/ops/fused/autocast_linear.py.
 #include <vector>
 
 #include "common/matrices.h"

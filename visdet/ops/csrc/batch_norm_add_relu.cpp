@@ -1,4 +1,4 @@
-// batch_norm_add_relu: schemas. The kernels are for CUDA alone; visdet/ops/batch_norm_add_relu.py calls torch's
+// batch_norm_add_relu: schemas. The kernels are for CUDA alone; visdet/ops/fused/batch_norm_add_relu.py calls torch's
 // operators elsewhere.
 #include "common/torch.h"
 

@@ -1,5 +1,5 @@
 // dropout_add_layer_norm and relu_dropout: schemas. The kernels are for CUDA alone;
-// visdet/ops/dropout_add_layer_norm.py calls torch's operators elsewhere.
+// visdet/ops/fused/dropout_add_layer_norm.py calls torch's operators elsewhere.
 #include "common/torch.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {

@@ -1,4 +1,4 @@
-// batch_norm_add_relu on CUDA. The contract is in visdet/ops/batch_norm_add_relu.py.
+// batch_norm_add_relu on CUDA. The contract is in visdet/ops/fused/batch_norm_add_relu.py.
 //
 // The input is rows of C values, the channels of a pixel. Each pass has three kernels: blocks add up what their rows
 // give for each channel, one kernel adds up the blocks, and the last one computes the result. No sum depends on the

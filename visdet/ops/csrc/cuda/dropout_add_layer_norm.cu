@@ -1,4 +1,4 @@
-// dropout_add_layer_norm and relu_dropout on CUDA. The contract is in visdet/ops/dropout_add_layer_norm.py.
+// dropout_add_layer_norm and relu_dropout on CUDA. The contract is in visdet/ops/fused/dropout_add_layer_norm.py.
 //
 // A group of lanes, as many as a power of two, owns a row of C values. A lane holds PACKS packs of eight neighbouring
 // values, each `lanes` packs behind the one before it, so that a row is read once and stays in registers.

@@ -12,7 +12,6 @@ from . import (
     linear_layers,
     losses,
     normalizations,
-    perceptron_layers,
     regions,
 )
 
@@ -30,7 +29,6 @@ FAMILIES: dict[str, Family] = {
         regions,
         losses,
         linear_layers,
-        perceptron_layers,
         normalizations,
         assignments,
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visdet.ops.linear_sum_assignment import linear_sum_assignment
+from visdet.ops.fused import linear_sum_assignment
 
 from ..problem import Draw, Family, Problem
 

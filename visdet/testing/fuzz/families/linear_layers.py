@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from visdet.ops.autocast_linear import autocast_linear
+from visdet.ops.fused import autocast_linear
 
 from ..problem import Draw, Family, Problem
 from .attention import HALVES

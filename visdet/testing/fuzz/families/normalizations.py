@@ -1,4 +1,4 @@
-"""Problems of batch_norm_add_relu, frozen_batch_norm, dropout_add_layer_norm and relu_dropout."""
+"""Problems of batch_norm_add_relu, dropout_add_layer_norm and relu_dropout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visdet.ops.batch_norm_add_relu import batch_norm_add_relu
-from visdet.ops.dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
-from visdet.ops.frozen_batch_norm import frozen_batch_norm
+from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 
 from ..problem import Draw, Family, Problem
 from .attention import HALVES, wide_of
@@ -138,43 +136,6 @@ def _batch_norm_reference(
     if num_batches_tracked is not None:
         after.append(num_batches_tracked.double() + 1)
     return steps.relu(x, near_zero) if relu else x, *after
-
-
-def _draw_frozen_norm(draw: Draw) -> Problem:
-    B, C, H, W = draw.size(4), draw.pick(1, 2, 3, 8, 9, 24), draw.size(12), draw.size(12)
-    if draw.is_big:
-        B, C, H, W = draw.pick((2, 264, 19, 23), (3, 64, 50, 41), (2, 2056, 3, 5))
-    dtype = draw.dtype()
-    parameter_type = torch.float32 if dtype in HALVES else dtype
-    vectors = {
-        name: draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type)
-        for name in ("weight", "bias", "running_mean")
-    }
-    return Problem(
-        {
-            "input": _image(draw, draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype),
-            **vectors,
-            "running_var": draw.place(draw.uniform(0, 2, C), parameter_type),
-            "eps": draw.pick(1e-5, 1e-3),
-        },
-        differentiable=("input",),
-        wide=wide_of(dtype),
-        epsilon=epsilon_of(dtype),
-    )
-
-
-def _frozen_norm_reference(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    steps: Steps = EXACT_STEPS,
-) -> Tensor:
-    scale = steps.disturbed(weight * (steps.disturbed(running_var) + eps).rsqrt())
-    shift = bias - steps.disturbed(running_mean * scale)
-    return steps.disturbed(input * scale[:, None, None]) + shift[:, None, None]
 
 
 def _draw_layer_norm(draw: Draw) -> Problem:
@@ -318,13 +279,6 @@ FAMILIES = (
             "running_mean": ("rank", "type", "device", 0),
             "running_var": ("rank", "type", "device", 0),
         },
-    ),
-    Family(
-        "frozen_batch_norm",
-        frozen_batch_norm,
-        _draw_frozen_norm,
-        _frozen_norm_reference,
-        bounds_of(_frozen_norm_reference),
     ),
     Family(
         "dropout_add_layer_norm",

@@ -1,4 +1,4 @@
-// linear_sum_assignment on CUDA. The contract is in visdet/ops/linear_sum_assignment.py.
+// linear_sum_assignment on CUDA. The contract is in visdet/ops/fused/linear_sum_assignment.py.
 
 #include <algorithm>
 #include <vector>

@@ -349,6 +349,10 @@ Strips strips_of(const BackwardCall<Form>& call) {
   return strips;
 }
 
+// Float32 numbers that samples read below which adding to texels directly takes less time than sorting the samples into
+// strips: 10.4 instead of 12.3 µs for 460 800 (d-fine-n), 15.4 instead of 12.2 µs for 921 600 (rt-detr; H200).
+constexpr int64_t kFewFloats = 1 << 19;
+
 template <typename Form>
 const char* strips_declines(const BackwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
@@ -357,6 +361,8 @@ const char* strips_declines(const BackwardCall<Form>& call) {
   if (problem.P > kStripThreads) return "a query has more samples on a level than a block has threads";
   if (problem.Q << point_bits_of(problem) > UINT16_MAX) return "a head has more than 65535 samples on a level";
   if (call.element() == 4 && problem.S > kMostFloatTexels) return "the values are float32, and S is above 65536";
+  const int64_t numbers = problem.B * problem.Q * problem.G * problem.K * problem.C;
+  if (call.element() == 4 && !call.deterministic && numbers < kFewFloats) return "few float32 numbers are sampled";
   const int64_t shared = StripScratch::bytes(strips_of(call)) + kExclusiveSumShared<kStripThreads>;
   return shared <= call.scope.device().shared_for(2) ? nullptr : "a multiprocessor does not hold two levels' samples";
 }

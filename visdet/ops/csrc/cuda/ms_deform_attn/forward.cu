@@ -14,7 +14,6 @@ namespace {
 template <typename Form>
 constexpr Path<ForwardCall<Form>> kForwardPaths[] = {
     {"decoder", decoder_declines<Form>, decoder_launch<Form>},
-    {"few_rows", few_rows_declines<Form>, few_rows_launch<Form>},
     {"encoder", encoder_declines<Form>, encoder_launch<Form>},
     {"rows", nullptr, rows_launch<Form>},
 };

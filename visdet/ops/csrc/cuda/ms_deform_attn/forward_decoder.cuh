@@ -25,7 +25,6 @@
 
 #include "common/warp.cuh"
 #include "cuda/ms_deform_attn/forward_call.cuh"
-#include "cuda/ms_deform_attn/forward_rows.cuh"
 #include "cuda/ms_deform_attn/forward_sample.cuh"
 
 namespace visdet::ms_deform_attn {
@@ -190,6 +189,39 @@ __global__ void __maxnreg__(kForwardRegisters)
   }
 }
 
+constexpr int kForwardThreads = 1024;  // the most threads of a block
+
+// How a head's queries are spread over blocks if there are to be about as many blocks as multiprocessors, as decoders
+// want it: all queries of a head then meet in few first-level caches. `split` sets of lanes work on a row.
+struct FewBlocks {
+  int64_t split, threads;  // threads of a block, or 0 if the queries are too many
+};
+
+// Each multiprocessor has `blocks_each` blocks. As many threads work on a row as then fit into a block. In 16 bit,
+// blocks of more than 768 threads are slower with a split of four than with one of two.
+template <typename Form>
+FewBlocks few_blocks(const ForwardCall<Form>& call, int64_t blocks_each) {
+  const int64_t lanes = call.row().lanes, heads = call.problem.B * call.problem.G;
+  const int64_t blocks = blocks_each * std::max<int64_t>(1, call.scope.device().multiprocessors / heads);
+  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split4 = is_16_bit(call.value) ? 768 : kForwardThreads;
+  const auto threads = [&](int64_t split) { return ceil_div(rows * lanes * split, 32) * 32; };
+  const int64_t split4 = std::min<int64_t>(4, std::max<int64_t>(1, 16 / lanes)),
+                split2 = std::min<int64_t>(2, std::max<int64_t>(1, 8 / lanes));
+  if (threads(split4) <= most_split4) return {split4, threads(split4)};
+  if (threads(split2) <= kForwardThreads) return {split2, threads(split2)};
+  if (threads(1) <= kForwardThreads) return {1, threads(1)};
+  return {1, 0};
+}
+
+// Calls f(SPLIT) with the constant of a FewBlocks whose rows have LANES lanes.
+template <int LANES, typename F>
+void dispatch_split(int64_t split, const F& f) {
+  constexpr int kSplit4 = least(4, greatest(1, 16 / LANES)), kSplit2 = least(2, greatest(1, 8 / LANES));
+  if (split == kSplit4) return f(std::integral_constant<int, kSplit4>{});
+  if (split == kSplit2) return f(std::integral_constant<int, kSplit2>{});
+  f(std::integral_constant<int, 1>{});
+}
+
 // Up to kMaxBlocksEach blocks on a multiprocessor, one after the other, are still faster than another path.
 constexpr int64_t kMaxBlocksEach = 4;
 
@@ -197,7 +229,7 @@ template <typename Form>
 FewBlocks decoder_blocks(const ForwardCall<Form>& call) {
   const int64_t most = call.problem.Q == call.problem.S ? 1 : kMaxBlocksEach;  // An encoder has a kernel of its own.
   for (int64_t blocks_each = 1; blocks_each <= most; ++blocks_each) {
-    if (const FewBlocks blocks = few_blocks(call, true, blocks_each); blocks.threads > 0) return blocks;
+    if (const FewBlocks blocks = few_blocks(call, blocks_each); blocks.threads > 0) return blocks;
   }
   return {1, 0};
 }

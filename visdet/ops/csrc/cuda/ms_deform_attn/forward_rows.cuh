@@ -1,5 +1,4 @@
-// The forward kernel that serves every call, and the two paths that start it: `rows` for any sizes, `few_rows` for
-// decoders.
+// The forward's path `rows`, whose kernel serves every call.
 //
 // A row is the output of one (b, q, g): C channels. A group of LANES * SPLIT neighbouring threads owns a row: LANES
 // threads own its channels, VEC of them each (16 bytes of value), and SPLIT such sets of lanes divide its samples among
@@ -19,7 +18,6 @@
 // samples lie close together, so that the first-level cache serves most loads. Each output is written once.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "common/warp.cuh"
@@ -28,8 +26,6 @@
 
 namespace visdet::ms_deform_attn {
 namespace {
-
-constexpr int kForwardThreads = 1024;  // the most threads of a block
 
 // Returns where the samples of a group of `size` threads begin in shared memory. A pass of a group of more than four
 // threads may hold samples of several levels (`mixed`); their steps then stand behind them.
@@ -129,90 +125,37 @@ __global__ void __maxnreg__(kForwardRegisters)
   }
 }
 
-// Starts rows_kernel in blocks of `threads` threads. joins_heads: a block works on all heads of a line.
+constexpr int64_t kRowsThreads = 256;  // of a block
+
+// Starts rows_kernel. A block works on all heads of a line.
 template <int SPLIT, typename Form, typename T, typename A, int VEC, int LANES>
 void launch_rows(const ForwardCall<Form>& call, T, A, std::integral_constant<int, VEC>,
-                 std::integral_constant<int, LANES>, int64_t threads, bool joins_heads) {
+                 std::integral_constant<int, LANES>) {
   constexpr int kGroup = LANES * SPLIT;
-  const int64_t groups = threads / kGroup;
+  constexpr int64_t groups = kRowsThreads / kGroup;
   int most_bits = 0;
-  while (joins_heads && int64_t{2} << most_bits <= groups) ++most_bits;
+  while (int64_t{2} << most_bits <= groups) ++most_bits;
   const ForwardSizes sizes = forward_sizes(call, heads_of_line_bits(call, most_bits));
   const auto source = call.form.template source<T, A>();
   launch({"ms_deform_attn", "rows_kernel", call.scope,
-          head_grid(ceil_div(call.problem.Q, groups >> sizes.head_bits), int64_t{sizes.heads} * sizes.slices), threads,
+          head_grid(ceil_div(call.problem.Q, groups >> sizes.head_bits), int64_t{sizes.heads} * sizes.slices),
+          kRowsThreads,
           group_offset<A>(kGroup, kGroup > 4, static_cast<int>(groups)) +
               static_cast<int64_t>(sizeof(Level)) * call.problem.L},
          rows_kernel<T, A, std::decay_t<decltype(source)>, VEC, LANES, SPLIT>, data_of<T>(call.value), call.levels,
          source, mutable_data_of<T>(call.output), sizes);
 }
 
-constexpr int64_t kRowsThreads = 256;  // of a block of the path `rows`
-
-// The path `rows` serves every call. A group of four threads takes four samples of one level in a pass; where a level's
-// samples are no multiple of four, so that its last pass would be partly empty, groups have eight threads.
+// A group of four threads takes four samples of one level in a pass; where a level's samples are no multiple of four,
+// so that its last pass would be partly empty, groups have eight threads.
 template <typename Form>
 void rows_launch(const ForwardCall<Form>& call) {
   const bool by_four = points_divide(call.levels, call.problem, 4);
   call.visit([&](auto value_tag, auto accumulate_tag, auto vec, auto lanes) {
     if constexpr (decltype(lanes)::value == 4) {
-      if (!by_four) return launch_rows<2>(call, value_tag, accumulate_tag, vec, lanes, kRowsThreads, true);
+      if (!by_four) return launch_rows<2>(call, value_tag, accumulate_tag, vec, lanes);
     }
-    launch_rows<1>(call, value_tag, accumulate_tag, vec, lanes, kRowsThreads, true);
-  });
-}
-
-// How a head's queries are spread over blocks if there are to be about as many blocks as multiprocessors, as decoders
-// want it: all queries of a head then meet in few first-level caches. `split` sets of lanes work on a row.
-struct FewBlocks {
-  int64_t split, threads;  // threads of a block, or 0 if the queries are too many
-};
-
-// Each multiprocessor has `blocks_each` blocks. As many threads work on a row as then fit into a block. In 16 bit,
-// blocks of more than 768 threads are slower than a smaller split, which is why it is tried next; in a kernel of runs
-// (`in_runs`) that holds for a split of four only.
-template <typename Form>
-FewBlocks few_blocks(const ForwardCall<Form>& call, bool in_runs, int64_t blocks_each) {
-  const int64_t lanes = call.row().lanes, heads = call.problem.B * call.problem.G;
-  const int64_t blocks = blocks_each * std::max<int64_t>(1, call.scope.device().multiprocessors / heads);
-  const int64_t rows = ceil_div(call.problem.Q, blocks), most_split = is_16_bit(call.value) ? 768 : kForwardThreads;
-  const auto threads = [&](int64_t split) { return ceil_div(rows * lanes * split, 32) * 32; };
-  const int64_t split4 = std::min<int64_t>(4, std::max<int64_t>(1, 16 / lanes)),
-                split2 = std::min<int64_t>(2, std::max<int64_t>(1, 8 / lanes));
-  if (threads(split4) <= most_split) return {split4, threads(split4)};
-  if (threads(split2) <= (in_runs ? kForwardThreads : most_split)) return {split2, threads(split2)};
-  if (threads(1) <= kForwardThreads) return {1, threads(1)};
-  return {1, 0};
-}
-
-// Calls f(SPLIT) with the constant of a FewBlocks whose rows have LANES lanes.
-template <int LANES, typename F>
-void dispatch_split(int64_t split, const F& f) {
-  constexpr int kSplit4 = least(4, greatest(1, 16 / LANES)), kSplit2 = least(2, greatest(1, 8 / LANES));
-  if (split == kSplit4) return f(std::integral_constant<int, kSplit4>{});
-  if (split == kSplit2) return f(std::integral_constant<int, kSplit2>{});
-  f(std::integral_constant<int, 1>{});
-}
-
-// The path `few_rows` serves decoders that the path `decoder` declines, such as those whose levels have three samples.
-// In published models, rows of such decoders have kUsualChannels at the most.
-template <typename Form>
-const char* few_rows_declines(const ForwardCall<Form>& call) {
-  if (const char* reason = call.declines_row()) return reason;
-  if (call.problem.C > kUsualChannels) return "a row of value has more than 32 channels";
-  return few_blocks(call, false, 1).threads > 0 ? nullptr
-                                                : "there are too many queries for the number of multiprocessors";
-}
-
-template <typename Form>
-void few_rows_launch(const ForwardCall<Form>& call) {
-  const FewBlocks blocks = few_blocks(call, false, 1);
-  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    if constexpr (decltype(vec)::value * decltype(lanes)::value <= kUsualChannels) {
-      dispatch_split<decltype(lanes)::value>(blocks.split, [&](auto split) {
-        launch_rows<decltype(split)::value>(call, value_tag, float{}, vec, lanes, blocks.threads, false);
-      });
-    }
+    launch_rows<1>(call, value_tag, accumulate_tag, vec, lanes);
   });
 }
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..tracing import is_traced
 from ._gpu_rows import is_built
-from .tracing import is_traced
 
 __all__ = ["linear_sum_assignment", "solves_assignments_on"]
 

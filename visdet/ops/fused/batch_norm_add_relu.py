@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._library import differentiable_once
+from ..tracing import is_traced
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
-from ._library import differentiable_once
-from .tracing import is_traced
 
 __all__ = ["batch_norm_add_relu"]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._arguments import check_device
-from ._library import declares, is_loaded
-from .tracing import is_traced
+from .._arguments import check_device
+from .._library import declares, is_loaded
+from ..tracing import is_traced
 
 __all__ = ["check_floating", "check_like", "has_kernel", "is_built", "packed"]
 

@@ -6,24 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import declares, differentiable_once
-from .tracing import is_traced
+from .._library import declares, differentiable_once
+from ..tracing import is_traced
 
-__all__ = ["autocast_linear", "is_trained_under_autocast", "suits_autocast_linear"]
+__all__ = ["autocast_linear", "suits_autocast_linear"]
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def is_trained_under_autocast(input: Tensor, least_rows: int = 1) -> bool:
-    """Return whether a layer with this input is trained under autocast on CUDA, on at least so many rows [..., C]."""
-    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or is_traced():
-        return False
-    if not 0 < least_rows * input.shape[-1] <= input.numel():
-        return False
-    if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
-        return False
-    dtype = torch.get_autocast_dtype("cuda")
-    return dtype in _HALVES and input.dtype in (torch.float32, dtype) and declares("autocast_linear")
 
 
 def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, least_rows: int = 1) -> bool:
@@ -33,7 +21,14 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, le
         input: [..., C]. weight: [D, C]. bias: [D] or None.
         least_rows: how many rows ``input`` must have.
     """
-    if bias is None or not is_trained_under_autocast(input, least_rows):
+    if type(input) is not Tensor or not input.is_cuda or input.dim() < 2 or is_traced() or bias is None:
+        return False
+    if not 0 < least_rows * input.shape[-1] <= input.numel():
+        return False
+    if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
+        return False
+    dtype = torch.get_autocast_dtype("cuda")
+    if dtype not in _HALVES or input.dtype not in (torch.float32, dtype) or not declares("autocast_linear"):
         return False
     if not all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias)):
         return False

@@ -1,0 +1,99 @@
+"""Arguments of transforms as people write them give the right result, or a message that names the transform."""
+
+import pytest
+import torch
+from torchvision import tv_tensors
+
+from visdet.datasets.transforms import LoadMultiViewImageFromFiles, multi_view
+from visdet.registry import TRANSFORMS
+
+
+@pytest.mark.parametrize(
+    "config, shape",
+    [
+        (dict(type="Resize", scale=(320.0, 320.0)), (320, 320)),
+        (dict(type="Resize", scale=(float("inf"), 80), keep_ratio=True), (80, 120)),
+        (dict(type="RandomChoiceResize", scales=((48, 133), (48, 133)), keep_ratio=True), (48, 72)),
+        (dict(type="RandomChoiceResize", scales=(48, 133)), (133, 48)),
+        (dict(type="RandomResize", scale=(64.0, 32.0), ratio_range=(1, 1)), (32, 64)),
+        (dict(type="RandomResize", scale=[(64.0, 32), [64, 32]]), (32, 64)),
+        (dict(type="RandomCrop", crop_size=[20, 30]), (30, 20)),
+        (dict(type="Pad", size=64), (64, 64)),
+        (dict(type="Pad", size=[64, 48]), (48, 64)),
+        (dict(type="Pad", size_divisor=32, pad_val=(114, 114, 114)), (64, 64)),
+        (dict(type="Pad", size_divisor=32.0, pad_val=dict(masks=0)), (64, 64)),
+        (dict(type="FilterAnnotations", min_gt_bbox_wh=1), (40, 60)),
+    ],
+    ids=str,
+)
+def test_arguments_as_people_write_them(config, shape):
+    image = tv_tensors.Image(torch.zeros(3, 40, 60, dtype=torch.uint8))
+    boxes = tv_tensors.BoundingBoxes(torch.tensor([[1.0, 2, 50, 39]]), format="XYXY", canvas_size=(40, 60))
+    results = dict(img=image, img_shape=(40, 60), gt_bboxes=boxes, img_path="x")
+    assert TRANSFORMS.build(config)(results)["img"].shape[1:] == shape
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(type="Resize", scale=(float("inf"), 80)), r"Resize: scale must be finite \(keep_ratio=False\)"),
+        (
+            dict(type="RandomResize", scale=(64, 64), ratio_range=(0.001, 1)),
+            "RandomResize: sides must be .* one pixel",
+        ),
+        (
+            dict(type="RandomResize", scale=[(64,), (64, 64)]),
+            "RandomResize: scale must be a positive number or",
+        ),
+        (dict(type="RandomResize", scale=(64, 64), ratio_range=[1]), "RandomResize: ratio_range must be"),
+        (dict(type="Pad", size_divisor=0), "Pad: size_divisor must be at least 1, got 0"),
+        (
+            dict(type="Pad", size=64, pad_val=(1, 2)),
+            r"Pad: pad_val must be a number or one per channel, got \(1, 2\)",
+        ),
+        (
+            dict(type="Pad", size=64, pad_val=dict(img="0")),
+            "Pad: pad_val must be a number or one per channel",
+        ),
+        (
+            dict(type="Pad", size=(60, 100), padding_mode="reflect"),
+            "Pad: the image, 60x40, is too small for .* 0x60",
+        ),
+        (
+            dict(type="Pad", size=(121, 40), padding_mode="symmetric"),
+            "Pad: the image, 60x40, is too small for",
+        ),
+        (dict(type="TorchvisionTransform", transform="GaussianBlur", kernel_size=2), "GaussianBlur: "),
+        (
+            dict(type="VectorizeMap", roi_size=(30, 60, 5), normalize=True, sample_num=20),
+            "roi_size must be two",
+        ),
+        (
+            dict(type="MultiScaleDepthMapGenerator", downsample=[4, 0]),
+            "downsample must be strides of at least 1",
+        ),
+        (
+            dict(type="LoadPointsFromFile", coord_type="LIDAR", use_dim=[-1]),
+            "use_dim must be below load_dim 6",
+        ),
+        (dict(type="LoadPointsFromFile", coord_type="LIDAR", load_dim=0, use_dim=0), "use_dim must be below"),
+        (dict(type="NormalizeMultiviewImage", mean=[0, 0, 0], std=[1, 1, 0]), "std not 0"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_meant(config, message):
+    with pytest.raises(ValueError, match=message):
+        image = tv_tensors.Image(torch.zeros(3, 40, 60, dtype=torch.uint8))
+        TRANSFORMS.build(config)(dict(img=image, img_shape=(40, 60), img_path="x"))
+
+
+def test_more_pixels_than_opencv_reads(tmp_path, monkeypatch):
+    def refuse(*_):
+        error = multi_view.cv2.error("")
+        error.err = "pixels <= CV_IO_MAX_IMAGE_PIXELS"
+        raise error
+
+    (tmp_path / "a.jpg").write_bytes(b"some")
+    monkeypatch.setattr(multi_view.cv2, "imdecode", refuse)
+    with pytest.raises(ValueError, match=r"a\.jpg .* variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit"):
+        LoadMultiViewImageFromFiles()({"img_filename": [str(tmp_path / "a.jpg")]})

@@ -1,0 +1,231 @@
+"""Checkpoints and info files that try to run code, to change the process, or to lead numpy astray."""
+
+import argparse
+import io
+import pathlib
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from mmengine.logging import HistoryBuffer
+
+from visdet.datasets import load_infos
+from visdet.engine import CheckpointError, read_checkpoint
+from visdet.engine.errors import DamagedCheckpointError
+from visdet.structures import restricted_pickle
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def tuple_of(*items: bytes) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + tuple_of(*arguments) + b"R"
+
+
+def raw(content: bytes) -> bytes:
+    return call(named("_codecs", "encode"), text(content.decode("latin1")), text("latin1"))
+
+
+def dtype(code: str, *fields: bytes) -> bytes:
+    state = tuple_of(number(3), text("<"), *(fields or (b"N",) * 3), number(-1), number(-1), number(0))
+    return call(named("numpy", "dtype"), text(code), b"\x89", b"\x88") + state + b"b"
+
+
+def array(kind: bytes, shape: bytes, content: bytes) -> bytes:
+    made = call(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b")", raw(b"b"))
+    return made + tuple_of(number(1), shape, kind, b"\x89", content) + b"b"
+
+
+def state_of(target: bytes, **state: int) -> bytes:
+    items = b"".join(text(key) + number(value) + b"s" for key, value in state.items())
+    return target + tuple_of(b"N", b"}" + items) + b"b"
+
+
+ONE, EIGHT = tuple_of(number(1)), raw(b"A" * 8)
+NUMPY = {
+    "hidden object": array(
+        dtype("f8", b"N", tuple_of(text("a")), b"}" + text("a") + tuple_of(dtype("O8"), number(0)) + b"s"),
+        ONE,
+        EIGHT,
+    ),
+    "subarray of objects": array(dtype("f8", tuple_of(dtype("O8"), ONE), b"N", b"N"), ONE, EIGHT),
+    "bytes as objects": array(dtype("O8"), ONE, EIGHT),
+    "structure": dtype("f8,O"),
+    "no size": dtype("S0"),
+    "other size": array(dtype("f8"), tuple_of(number(9)), EIGHT),
+    "negative size": array(dtype("f8"), tuple_of(number(-1), number(-1)), EIGHT),
+    "huge size": array(dtype("f8"), tuple_of(*[number(2**31 - 1)] * 5), EIGHT),
+    "no character": array(dtype("U1"), tuple_of(number(2)), raw(b"\xff\xff\xff\x7f" * 2)),
+    "no content": call(named("numpy.core.multiarray", "_reconstruct")),
+    "buffer of objects": call(
+        named("numpy._core.numeric", "_frombuffer"), EIGHT, dtype("O8"), ONE, text("C")
+    ),
+    "state of a class": state_of(named("numpy", "dtype"), finish=1),
+    "state of a function": state_of(named("numpy.core.multiarray", "scalar"), __defaults__=1),
+    "deep lists": b"]" * 20_000 + b"a" * 19_999,
+}
+OTHERS = {
+    "system": call(named("posix", "system"), text("touch ran")),
+    "eval": call(named("builtins", "eval"), text("open('ran', 'w')")),
+    "state of a rebuild": state_of(named("torch._utils", "_rebuild_tensor_v2"), __defaults__=1),
+    "state of a path": state_of(named("pathlib", "PosixPath"), name=1),
+    "state of one path": state_of(call(named("pathlib", "PosixPath"), text("a")), name=1),
+    "state of Namespace": state_of(named("argparse", "Namespace"), lr=1),
+    "state of HistoryBuffer": state_of(
+        named("mmengine.logging.history_buffer", "HistoryBuffer"), max_length=1
+    ),
+    "history of nothing": named("mmengine.logging.history_buffer", "HistoryBuffer") + b")\x81",
+    "attribute of a dict": state_of(call(named("collections", "OrderedDict")), items=1),
+    "huge storage": call(named("torch.storage", "UntypedStorage"), b"\x8a\x06\0\0\0\0\0\x7f"),
+}
+
+
+def process_state() -> list:
+    functions = (torch._utils._rebuild_tensor_v2, *restricted_pickle.NUMPY_GLOBALS.values())
+    classes = (pathlib.PurePosixPath, argparse.Namespace, HistoryBuffer, restricted_pickle._DType)
+    return [
+        [getattr(function, "__defaults__", None) for function in functions],
+        [dict(vars(kind)) for kind in classes],
+        {known for known in torch.serialization.get_safe_globals() if isinstance(known, tuple)},
+    ]
+
+
+def checkpoint_of(content: bytes, path: pathlib.Path, zipped: bool) -> None:
+    """Write a checkpoint {"state_dict": content} around the pickled content."""
+    content = b"\x80\x02}" + text("state_dict") + content + b"s."
+    whole = io.BytesIO()
+    torch.save({}, whole, _use_new_zipfile_serialization=zipped)
+    whole.seek(0)
+    if not zipped:
+        for _ in range(3):
+            pickle.load(whole)
+        path.write_bytes(whole.getvalue()[: whole.tell()] + content + b"\x80\x02].")
+        return
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as changed:
+        for part in source.namelist():
+            changed.writestr(part, content if part.endswith("data.pkl") else source.read(part))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", [*NUMPY, *OTHERS])
+def test_hostile_checkpoints(tmp_path, monkeypatch, name, zipped):
+    monkeypatch.chdir(tmp_path)
+    checkpoint_of({**NUMPY, **OTHERS}[name], tmp_path / "hostile.pth", zipped)
+    before = process_state()
+    with pytest.raises(CheckpointError, match=r"hostile\.pth"):
+        read_checkpoint("hostile.pth")
+    assert process_state() == before and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", [*NUMPY, *OTHERS])
+def test_hostile_info_files(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    content = {**NUMPY, **OTHERS}[name]
+    (tmp_path / "hostile.pkl").write_bytes(b"\x80\x02}" + text("infos") + content + b"s.")
+    before = process_state()
+    with pytest.raises(ValueError, match=r"info file hostile\.pkl cannot be read: "):
+        load_infos("hostile.pkl")
+    assert process_state() == before and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02})" + b"\x85" * 500_000 + b"Ns.",
+        b"\x80\x04}" + text("x") + b"\x8e" + struct.pack("<Q", 1 << 40) + b"s.",
+        b"\x80\x05}" + text("x") + b"\x96" + struct.pack("<Q", 1 << 40) + b"s.",
+        b"\x80\x04(" + b")" + b"\x85" * 500_000 + b"\x91.",
+    ],
+    ids=["deep key", "huge bytes", "huge bytearray", "deep element"],
+)
+def test_pickles_at_which_python_itself_would_end(tmp_path, content):
+    (tmp_path / "hostile.pkl").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_infos(tmp_path / "hostile.pkl")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it is empty"),
+        (b"\0" * 3000, "it holds only zeros"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "a pointer of Git LFS"),
+        (b"<!DOCTYPE html><html>404</html>", "a web page"),
+    ],
+    ids=["empty", "zeros", "lfs", "html"],
+)
+def test_files_of_another_kind_are_named(tmp_path, content, told):
+    for name, read in (("a.pth", read_checkpoint), ("a.pkl", load_infos)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises((DamagedCheckpointError, ValueError), match=told):
+            read(tmp_path / name)
+
+
+def test_an_archive_that_claims_more_than_it_has(tmp_path):
+    with zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", b"\0" * 10_000_000)
+    with pytest.raises(DamagedCheckpointError, match="larger than the file"):
+        read_checkpoint(tmp_path / "bomb.pth")
+
+
+ARRAYS = [
+    np.arange(6.0).reshape(2, 3),
+    np.arange(6, dtype=">i4").reshape(2, 3).T,
+    np.array(["a", "bcd"]),
+    np.array([b"a", b"bcd"]),
+    np.array([True, False]),
+    np.array([1 + 2j]),
+    np.zeros((0, 3), np.float16),
+    np.array(["car", None, [1, 2]], dtype=object),
+    np.array(["2020-01-01T00:00:00.5"], "M8[ms]"),
+    np.array([3], "m8[25s]"),
+    np.float32(0.5),
+    np.str_("x"),
+    np.datetime64("2020-01-01"),
+    np.bool_(True),
+]
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_arrays_and_scalars_are_read_as_they_were(tmp_path, protocol):
+    content = {"infos": ARRAYS, "metadata": {"array": ARRAYS[0]}}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
+    infos, metadata = load_infos(tmp_path / "a.pkl")
+    for found, expected in zip([*infos, metadata["array"]], [*ARRAYS, ARRAYS[0]], strict=True):
+        np.testing.assert_equal(found, expected)
+        assert type(found) is type(expected) and found.dtype == expected.dtype
+        assert found.flags.writeable == expected.flags.writeable
+
+
+def test_a_checkpoint_of_another_repository(tmp_path):
+    """What the repositories of DETR and mmengine save beside tensors."""
+    args = argparse.Namespace(lr=1e-4, folder=pathlib.Path("a"), nested=[np.float64(2)])
+    content = {"model": {"w": torch.ones(2)}, "args": args, "arrays": (ARRAYS[0], [ARRAYS[2]])}
+    content["meta"] = OrderedDict(history=HistoryBuffer([1.0, 3.0], [1, 1]), path=pathlib.Path("a/b"))
+    torch.save(content, tmp_path / "detr.pth")
+    registered = [np.dtype, (np.ndarray, "numpy.ndarray")]  # a way around that many projects use
+    with torch.serialization.safe_globals(registered):
+        before = set(torch.serialization.get_safe_globals())
+        found = read_checkpoint(tmp_path / "detr.pth")
+        assert set(torch.serialization.get_safe_globals()) >= before
+    assert found["args"].lr == 1e-4 and found["args"].nested == [2.0]
+    assert found["meta"]["history"].mean() == 2.0 and str(found["meta"]["path"]) == "a/b"
+    np.testing.assert_array_equal(found["arrays"][0], ARRAYS[0])
+    np.testing.assert_array_equal(found["arrays"][1][0], ARRAYS[2])

@@ -1,0 +1,184 @@
+"""No metric accepts values that are NaN or infinite, and frames of several data sets stay apart."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.registry import METRICS
+
+BAD = (math.nan, math.inf, -math.inf)
+
+
+def driving_sample(**changes):
+    """Return a frame with one box, one line and a plan, which every driving metric accepts."""
+    vectors = np.empty(1, dtype=object)
+    vectors[0] = np.array([[0.0, 0.0], [0.0, 10.0]])
+    future = np.empty(6, dtype=object)
+    future[:] = [np.zeros((0, 7))] * 6
+    box = [5.0, 5.0, 0.0, 4.0, 2.0, 1.5, 0.0, 0.0, 0.0]
+    return {
+        "token": "t",
+        "scene_token": "s",
+        "timestamp": 1.0,
+        "T_global": np.eye(4),
+        "ego2global_translation": np.zeros(3),
+        "gt_bboxes_3d": torch.tensor([box]),
+        "gt_labels_3d": torch.tensor([0]),
+        "instance_id": np.array([3]),
+        "gt_agent_fut_trajs": torch.zeros(1, 12, 2),
+        "gt_agent_fut_masks": torch.ones(1, 12),
+        "gt_ego_fut_trajs": torch.ones(6, 2),
+        "gt_ego_fut_masks": torch.ones(6),
+        "ego_status": torch.zeros(10),
+        "fut_boxes": future,
+        "vectors": vectors,
+        "vector_labels": np.array([1]),
+        "pred_instances_3d": {
+            "boxes_3d": torch.tensor([box]),
+            "scores_3d": torch.tensor([0.9]),
+            "labels_3d": torch.tensor([0]),
+            "instance_ids": torch.tensor([8]),
+            "cls_scores": torch.tensor([0.9]),
+            "trajs_3d": torch.zeros(1, 6, 12, 2),
+        },
+        "pred_map": {
+            "vectors": [torch.tensor([[0.0, 0.0], [0.0, 9.0]])],
+            "scores": torch.tensor([0.5]),
+            "labels": torch.tensor([1]),
+        },
+        "pred_plan": {"final_planning": torch.ones(6, 2).cumsum(0)},
+    } | changes
+
+
+CLASSES = {"classes": ("car", "pedestrian"), "map_classes": ("ped_crossing", "divider")}
+# What each metric reads, of the predictions and of the ground truth.
+READ = {
+    "NuScenesMetric": (["boxes_3d", "scores_3d"], ["gt_bboxes_3d", "T_global", "ego2global_translation"]),
+    "TrackingMetric": (["boxes_3d", "scores_3d", "cls_scores"], ["gt_bboxes_3d", "T_global", "timestamp"]),
+    "MotionMetric": (
+        ["boxes_3d", "scores_3d", "cls_scores", "trajs_3d"],
+        ["gt_bboxes_3d", "gt_agent_fut_trajs"],
+    ),
+    "PlanningMetric": (["final_planning"], ["gt_ego_fut_trajs", "ego_status", "fut_boxes"]),
+    "VectorMapMetric": (["vectors", "scores"], ["vectors"]),
+}
+PREDICTED = [(metric, key) for metric, (keys, _) in READ.items() for key in keys]
+TRUE = [(metric, key) for metric, (_, keys) in READ.items() for key in keys]
+
+
+def spoiled(value, bad):
+    """Return a copy of a value with one bad number."""
+    if isinstance(value, float):
+        return bad
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":  # one array per line or step
+        copied = value.copy()
+        copied[0] = np.full((1, 7), bad)
+        return copied
+    if isinstance(value, list):
+        return [torch.full((2, 2), bad)]
+    copied = value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    copied.reshape(-1)[-1 if copied.shape != (1, 9) else 0] = bad
+    return copied
+
+
+def build(name):
+    metric = METRICS.build({"type": name})
+    metric.dataset_meta = CLASSES
+    return metric
+
+
+@pytest.mark.parametrize("name", READ)
+def test_finite_values_are_accepted(name):
+    metric = build(name)
+    metric.process({}, [driving_sample()])
+    assert metric.evaluate(1)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name, key", PREDICTED)
+def test_predictions(name, key, bad):
+    sample = driving_sample()
+    for part in (
+        ("pred_map", "pred_plan") if name in ("VectorMapMetric", "PlanningMetric") else ("pred_instances_3d",)
+    ):
+        if key in sample[part]:
+            sample[part][key] = spoiled(sample[part][key], bad)
+    with pytest.raises(
+        ValueError, match=rf"{name}: frame t: predicted {key}.* must be finite, got . NaN or infinite"
+    ):
+        build(name).process({}, [sample])
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name, key", TRUE)
+def test_ground_truth(name, key, bad):
+    sample = driving_sample()
+    sample[key] = spoiled(sample[key], bad)
+    with pytest.raises(
+        ValueError, match=rf"{name}: frame t: true {key}.* must be finite, got . NaN or infinite"
+    ):
+        build(name).process({}, [sample])
+
+
+def test_unknown_velocities_and_futures_may_be_nan():
+    sample = driving_sample()
+    sample["gt_bboxes_3d"][:, 7:] = math.nan
+    sample["gt_agent_fut_trajs"][:, 6:], sample["gt_agent_fut_masks"][:, 6:] = math.nan, 0
+    for name in ("NuScenesMetric", "TrackingMetric", "MotionMetric"):
+        metric = build(name)
+        metric.process({}, [sample])
+        assert metric.evaluate(1)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_fields_and_depths(bad):
+    values = torch.tensor([1.0, 2.0, bad])
+    with pytest.raises(
+        ValueError, match=r"FieldMetric: pred_field must be finite, got 1 NaN .* first at \[2\]"
+    ):
+        METRICS.build({"type": "FieldMetric"}).process(
+            {}, [{"pred_field": values, "gt_field": torch.ones(3)}]
+        )
+    with pytest.raises(ValueError, match="FieldMetric: gt_field must be finite"):
+        METRICS.build({"type": "FieldMetric"}).process(
+            {}, [{"pred_field": torch.ones(3), "gt_field": values}]
+        )
+    with pytest.raises(ValueError, match="FieldMetric: pred_field must have 3 values like gt_field, got 1"):
+        METRICS.build({"type": "FieldMetric"}).process({}, [{"pred_field": values[:1], "gt_field": values}])
+    metric = METRICS.build({"type": "TwoViewDepthMetric"})
+    with pytest.raises(ValueError, match="TwoViewDepthMetric: pair 4: pred_depth must be finite"):
+        metric.process({}, [{"pair": 4, "pred_depth": values, "gt_depth": torch.ones(3)}])
+    with pytest.raises(ValueError, match="no pixel has a positive, finite true depth"):
+        metric.evaluate(0)
+
+
+@pytest.mark.parametrize("name", ["NuScenesMetric", "VectorMapMetric"])
+def test_anchors(name, tmp_path):
+    np.save(tmp_path / "anchors.npy", np.full((2, 11), math.nan))
+    metric = METRICS.build({"type": name, "anchors": f"{tmp_path}/anchors.npy"})
+    metric.dataset_meta = CLASSES
+    with pytest.raises(ValueError, match=r"anchors\.npy: anchors must be finite, got 22 NaN"):
+        metric.process({}, [driving_sample()])
+        metric.evaluate(1)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_frames_of_several_data_sets(name):
+    """A sampler repeats frames, but different frames need tokens of their own, and so do different scenes."""
+    metric = build(name)
+    metric.process({}, [driving_sample(), driving_sample()])
+    assert metric.evaluate(2)
+    moved = np.eye(4)
+    moved[0, 3] = 7.0
+    for change, message in (
+        ({"scene_token": "r"}, "two frames have the token 't', but their scene_token is s and r"),
+        ({"timestamp": 2.0}, "two frames have the token 't', but their timestamp is 1.0 and 2.0"),
+        ({"T_global": moved}, "two frames have the token 't', but their T_global is"),
+        ({"token": "u"}, "frames 't' and 'u' of scene 's' have the same time 1.0"),
+    ):
+        metric = build(name)
+        metric.process({}, [driving_sample(), driving_sample(**change)])
+        with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+            metric.evaluate(2)

@@ -1,0 +1,279 @@
+"""The functions of the package ``flash_attn``, computed by torch's ``scaled_dot_product_attention``.
+
+``visdet.compat.extensions`` makes them importable as ``flash_attn`` and ``flash_attn.flash_attn_interface`` where that
+package is not installed. The functions whose names contain ``unpadded`` are those of flash_attn 0.2 to 1.0, and the
+others those of flash_attn 2. Tensors may be on any device and of any floating type.
+
+``causal`` hides the keys behind a query. In flash_attn 2, the last query sees the last key. In the earlier versions,
+the first query sees the first key. A query that sees no key gives 0.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = [
+    "__version__",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_unpadded_func",
+    "flash_attn_unpadded_kvpacked_func",
+    "flash_attn_unpadded_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+__version__ = "0"  # Packages that need the kernels of a certain version look it up.
+
+# What follows ``causal`` in flash_attn 2.6 and later, and the values that visdet accepts besides that of window_size.
+_OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs", "block_table")
+_ACCEPTED: dict[str, Any] = {
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_attn_probs": False,
+    "block_table": None,
+}
+
+
+def flash_attn_func(
+    q: Tensor,  # [B, Sq, H, D]
+    k: Tensor,  # [B, Sk, H or a divisor of H, D]
+    v: Tensor,  # like k
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *options: Any,
+    **named: Any,
+) -> Tensor:  # [B, Sq, H, D]
+    """Return the attention of sequences of equal lengths.
+
+    Args:
+        q: the queries.
+        k: the keys. With fewer heads, each one serves several consecutive heads of the queries.
+        v: the values.
+        dropout_p: the probability with which a weight is set to 0. It also holds outside of training.
+        softmax_scale: the factor of the logits. The default is ``D ** -0.5``.
+        causal: whether a query sees no later key.
+        options: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_attn_probs``, in this order.
+        named: the same by their names. Of these, only ``window_size`` and ``deterministic`` may differ from their
+            defaults. ``deterministic`` has no effect.
+
+    Raises:
+        NotImplementedError: another option is not its default.
+    """
+    window = _window("flash_attn_func", options, named)
+    return _attend(q, k, v, None, dropout_p, softmax_scale, causal, window, is_causal_to_end=True)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """Return :func:`flash_attn_func` for keys and values [B, Sk, 2, H, D] in one tensor."""
+    return flash_attn_func(q, *kv.unbind(2), *arguments, **named)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """Return :func:`flash_attn_func` for queries, keys and values [B, S, 3, H, D] in one tensor."""
+    return flash_attn_func(*qkv.unbind(2), *arguments, **named)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,  # [sum of Sq, H, D]
+    k: Tensor,  # [sum of Sk, H or a divisor of H, D]
+    v: Tensor,  # like k
+    cu_seqlens_q: Tensor,  # [B + 1]
+    cu_seqlens_k: Tensor,  # [B + 1]
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *options: Any,
+    **named: Any,
+) -> Tensor:  # [sum of Sq, H, D]
+    """Return the attention of sequences that follow each other in their tensors.
+
+    Args:
+        q: the queries.
+        k: the keys.
+        v: the values.
+        cu_seqlens_q: where each sequence of queries begins, and the end of the last one.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q: the length of the longest sequence of queries, or more.
+        max_seqlen_k: the same for the keys.
+        dropout_p, softmax_scale, causal, options, named: as in :func:`flash_attn_func`. ``block_table`` must be None.
+
+    Raises:
+        NotImplementedError: an option is not its default.
+    """
+    window = _window("flash_attn_varlen_func", options, named)
+    tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, window, True)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """Return :func:`flash_attn_varlen_func` for keys and values [sum of Sk, 2, H, D] in one tensor."""
+    return flash_attn_varlen_func(q, *kv.unbind(1), *arguments, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
+) -> Tensor:
+    """Return :func:`flash_attn_varlen_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
+    tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*qkv.unbind(1), *tables, *arguments, **named)
+
+
+def flash_attn_unpadded_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+    deterministic: bool = False,
+) -> Tensor:
+    """Return the attention of :func:`flash_attn_varlen_func`, with the causal mask of flash_attn 1."""
+    _window("flash_attn_unpadded_func", (), {"return_attn_probs": return_attn_probs})
+    tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, (-1, -1), False)
+
+
+def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """Return :func:`flash_attn_unpadded_func` for keys and values [sum of Sk, 2, H, D] in one tensor."""
+    return flash_attn_unpadded_func(q, *kv.unbind(1), *arguments, **named)
+
+
+def flash_attn_unpadded_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
+) -> Tensor:
+    """Return :func:`flash_attn_unpadded_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
+    tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_unpadded_func(*qkv.unbind(1), *tables, *arguments, **named)
+
+
+def _window(function: str, options: tuple, named: dict[str, Any]) -> tuple[int, int]:
+    """Return ``window_size``, after a check of the other options."""
+    if options and isinstance(options[0], bool):  # Up to flash_attn 2.2, return_attn_probs follows causal.
+        options = ((-1, -1), 0.0, None, False, *options)
+    elif len(options) > 1 and isinstance(options[1], Tensor | None):  # softcap is new in flash_attn 2.6.
+        options = (options[0], 0.0, *options[1:])
+    elif len(options) > 1 and isinstance(
+        options[1], bool
+    ):  # Up to flash_attn 2.3, return_attn_probs is here.
+        options = (options[0], 0.0, None, False, *options[1:])
+    given = dict(zip(_OPTIONS, options, strict=False)) | named
+    for name, value in given.items():
+        if name not in _OPTIONS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if name in _ACCEPTED and value is not _ACCEPTED[name] and value != _ACCEPTED[name]:
+            raise NotImplementedError(
+                f"{function}: {name} must be {_ACCEPTED[name]}, because visdet computes this function by torch's "
+                "scaled_dot_product_attention, but it is given another value. It needs the package flash_attn"
+            )
+    return tuple(given.get("window_size", (-1, -1)))  # type: ignore[return-value]
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    is_causal_to_end: bool,
+) -> Tensor:
+    rows_q, rows_k = _rows(starts_q, longest_q, len(q)), _rows(starts_k, longest_k, len(k))
+    B = len(starts_q) - 1
+    dense = (_padded(q, rows_q, B, longest_q), *(_padded(x, rows_k, B, longest_k) for x in (k, v)))
+    lengths = None if rows_q is None and rows_k is None else (starts_q.diff(), starts_k.diff())
+    out = _attend(*dense, lengths, dropout_p, scale, causal, window, is_causal_to_end).flatten(0, 1)
+    return out if rows_q is None else out.index_select(0, rows_q)
+
+
+def _rows(starts: Tensor, longest: int, total: int) -> Tensor | None:
+    """Return the row of each token in a batch of padded sequences, or None if no sequence has padding."""
+    if total == (len(starts) - 1) * longest:
+        return None
+    token = torch.arange(total, device=starts.device, dtype=starts.dtype)
+    sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+    return sequence * longest + (token - starts[sequence])
+
+
+def _padded(tokens: Tensor, rows: Tensor | None, B: int, longest: int) -> Tensor:
+    if rows is not None:
+        tokens = tokens.new_zeros(B * longest, *tokens.shape[1:]).index_copy(0, rows, tokens)
+    return tokens.unflatten(0, (B, longest))
+
+
+def _attend(
+    q: Tensor,  # [B, Sq, H, D]
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    is_causal_to_end: bool,
+) -> Tensor:
+    if k.shape[1] == 0:
+        return q * 0
+    is_square = causal and lengths is None and window == (-1, -1) and q.shape[1] == k.shape[1]
+    visible = None if is_square else _visible(q, k, lengths, causal, window, is_causal_to_end)
+    has_key = None
+    if visible is not None:  # The softmax of a query that sees no key is not defined.
+        has_key = visible.any(-1, keepdim=True)
+        visible = visible | ~has_key
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        visible,
+        dropout_p,
+        is_causal=is_square,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return (out if has_key is None else torch.where(has_key, out, 0)).transpose(1, 2)
+
+
+def _visible(
+    q: Tensor,
+    k: Tensor,
+    lengths: tuple[Tensor, Tensor] | None,
+    causal: bool,
+    window: tuple[int, int],
+    is_causal_to_end: bool,
+) -> Tensor | None:
+    """Return which keys each query sees, [B or 1, 1, Sq, Sk], or None if it sees all of them."""
+    left, right = window
+    if causal:
+        right = min(right, 0) if right >= 0 else 0
+    if lengths is None and left < 0 and right < 0:
+        return None
+    Sq, Sk = q.shape[1], k.shape[1]
+    key = torch.arange(Sk, device=q.device)
+    num_q, num_k = lengths or (torch.tensor([Sq], device=q.device), torch.tensor([Sk], device=q.device))
+    # The key at the place of each query.
+    place = torch.arange(Sq, device=q.device)[:, None]
+    if is_causal_to_end:
+        place = place + (num_k - num_q)[:, None, None]
+    visible = (key < num_k[:, None, None]).expand(-1, Sq, -1)
+    if left >= 0:
+        visible = visible & (key >= place - left)
+    if right >= 0:
+        visible = visible & (key <= place + right)
+    return visible[:, None]

@@ -1,0 +1,21 @@
+"""Kernels for the training of visdet's models, which compute several of torch's operators at once.
+
+They are not part of the public list of operators. Elsewhere than on CUDA, torch's operators compute the same.
+"""
+
+from .._library import differentiable_once
+from .autocast_linear import autocast_linear, suits_autocast_linear
+from .batch_norm_add_relu import batch_norm_add_relu
+from .dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from .linear_sum_assignment import linear_sum_assignment, solves_assignments_on
+
+__all__ = [
+    "autocast_linear",
+    "batch_norm_add_relu",
+    "differentiable_once",
+    "dropout_add_layer_norm",
+    "linear_sum_assignment",
+    "relu_dropout",
+    "solves_assignments_on",
+    "suits_autocast_linear",
+]

@@ -1,0 +1,37 @@
+"""The check that numbers are finite, which data sets, metrics and results share."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from visdet.errors import InvalidInputError
+
+__all__ = ["DIVERGED", "check_finite"]
+
+DIVERGED = "A model whose training has diverged predicts such numbers"
+
+
+def check_finite(owner: str, hint: str = "", /, **values: Any) -> None:
+    """Raise an error if an array, a tensor or a number is not finite.
+
+    Args:
+        owner: what the message begins with, such as the name of a metric and of a sample.
+        hint: what the message ends with.
+        **values: what is checked, by the name that the message gives it. Values other than numbers pass.
+
+    Raises:
+        InvalidInputError: a value is NaN or infinite. The message has its name and the place of the first one.
+    """
+    for name, value in values.items():
+        array = (
+            value.detach().double().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        )
+        if array.dtype.kind not in "fc" or (is_finite := np.isfinite(array)).all():
+            continue
+        first = np.argwhere(~is_finite)[0].tolist()
+        place = f", the first at {first}" if first else ""
+        raise InvalidInputError(
+            f"{owner}: {name} must be finite, got {(~is_finite).sum()} NaN or infinite numbers{place}"
+            + (f". {hint}" if hint else "")
+        )

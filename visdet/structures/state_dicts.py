@@ -1,0 +1,52 @@
+"""Questions about the weights of a checkpoint."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["common_prefix", "is_dense", "named", "nonfinite_names"]
+
+
+def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
+    """Return the prefix whose removal makes the most keys expected ones, or "" if as many are expected without it."""
+    found = Counter({"": sum(key in expected for key in keys)})
+    for key in keys:
+        places = (place + 1 for place, letter in enumerate(key) if letter == ".")
+        found.update(key[:place] for place in places if key[place:] in expected)
+    return found.most_common(1)[0][0]
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether ``value`` is a tensor with a number in memory for each element."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+        and value.layout == torch.strided
+    )
+
+
+def nonfinite_names(weights: Mapping[Any, Any]) -> list[str]:
+    """Return the names of the dense tensors that hold NaN or an infinite number."""
+    return [
+        str(name) for name, value in weights.items() if is_dense(value) and not _is_finite(value.detach())
+    ]
+
+
+def _is_finite(value: Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()):
+        return True
+    stored = value.untyped_storage().nbytes() // value.element_size()
+    if (
+        stored < value.numel()
+    ):  # Elements share memory, and the result for each of them could need too much of it.
+        value = value.as_strided((stored,), (1,), 0)
+    return bool(torch.isfinite(value.float() if value.element_size() == 1 else value).all())
+
+
+def named(names: Collection[str], shown: int = 4) -> str:
+    """Return the first names, and the number of the others."""
+    more = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(list(names)[:shown]) + more
