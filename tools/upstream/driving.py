@@ -2,8 +2,11 @@
 
 import importlib
 import pickle
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,57 +27,78 @@ ANCHORS = {  # by a part of the file's name: the shape, and the size of the regi
 
 @dataclass
 class Driving:
-    """One model of one repository."""
+    """A model that is built by mmdet 2.x from an mmcv 1.x config.
+
+    Args:
+        config: the path of the config.
+        plugin: the package that registers the modules.
+        missing: modules that the checkout imports but does not hold, and those that take their place.
+        anchors: entries for ``ANCHORS``.
+        dataset: the data set of the repository that reads nuScenes' form, if its config names another one.
+    """
 
     config: str
     plugin: str = "projects.mmdet3d_plugin"
     missing: dict[str, str] = field(default_factory=dict)
     anchors: dict[str, tuple] = field(default_factory=dict)
+    dataset: str | None = None
 
     def imports(self) -> None:
         for name, stand_in in self.missing.items():
-            import sys
-
             sys.modules[name] = importlib.import_module(stand_in)
         importlib.import_module(self.plugin)
 
-    def build(self, work: Path, device: str) -> Any:
+    def build(self, work: Path, device: str, scale: float) -> Any:
         """Return the model without pretrained weights and with random anchors."""
         from mmcv import Config
+        from mmcv.parallel import MMDataParallel
         from mmcv.runner import build_optimizer, wrap_fp16_model
         from mmdet.models import build_detector
 
-        self.settings = Config.fromfile(self.config)
+        self.settings = Config.fromfile(smaller(self.config, work, scale))
         without_files(self.settings.model, work, ANCHORS | self.anchors)
         model = build_detector(self.settings.model, test_cfg=self.settings.get("test_cfg"))
         model.init_weights()
         if self.settings.get("fp16") and device != "cpu":
             wrap_fp16_model(model)
+        model.to(device)
         self.optimizer = build_optimizer(model, self.settings.optimizer)
-        return model.to(device)
+        self.parallel = MMDataParallel(model, device_ids=[-1 if device == "cpu" else 0])
+        return model
 
     def batches(self, work: Path, training: bool) -> Iterator[dict]:
         """Yield the batches of one sample of consecutive frames, by the repository's own data set and pipeline."""
         from mmcv.parallel import collate
-        from mmdet.datasets import build_dataset
+        from mmdet.datasets import DATASETS, build_dataset
 
         settings = self.settings.data["train" if training else "val"]
         settings.ann_file = str(write_infos(work))
         settings.data_root = str(work)
+        if self.dataset is not None:
+            settings.type = self.dataset
+            for key in set(settings) - set(signature(DATASETS.get(self.dataset)).parameters) - {"type"}:
+                del settings[key]
         dataset = build_dataset(settings)
         for index in range(2):
             yield collate([dataset[index]], samples_per_gpu=1)
 
-    def parallel(self, model: Any, device: str) -> Any:
-        from mmcv.parallel import MMDataParallel
+    def train_step(self, batch: dict) -> torch.Tensor:
+        return self.parallel.train_step(batch, self.optimizer)["loss"]
 
-        return MMDataParallel(model, device_ids=[-1 if device == "cpu" else 0])
+    def predict(self, batch: dict) -> Any:
+        return self.parallel(return_loss=False, rescale=True, **batch)
 
-    def train_step(self, model: Any, batch: dict) -> torch.Tensor:
-        return model.train_step(batch, self.optimizer)["loss"]
 
-    def predict(self, model: Any, batch: dict) -> Any:
-        return model(return_loss=False, rescale=True, **batch)
+def smaller(config: str, work: Path, scale: float) -> str:
+    """Return the path of the config, or of a copy with smaller images (multiples of 32 pixels)."""
+    text = Path(config).read_text()
+    found = re.search(r"^input_shape = \((\d+), (\d+)\)", text, re.M)
+    if scale == 1 or found is None:
+        return config
+    size = ", ".join(str(int(int(number) * scale) // 32 * 32) for number in found.groups())
+    path = work / f"smaller_{Path(config).stem.replace('-', '_')}.py"
+    path.write_text(text.replace(found[0], f"input_shape = ({size})"))
+    return str(path)
 
 
 def without_files(settings: Any, work: Path, anchors: dict) -> None:

@@ -1,0 +1,45 @@
+"""Answers of the CPU to code that asks for CUDA by itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["CpuForCuda"]
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class CpuForCuda(TorchFunctionMode):
+    """While it is active, ``.cuda()`` and ``device="cuda"`` mean the CPU, and every tensor says ``is_cuda``.
+
+    ``asked`` tells whether the code has asked for CUDA.
+    """
+
+    asked = False
+
+    @contextmanager
+    def available(self) -> Iterator[None]:
+        """Let CUDA be available, so that mmdet's focal loss takes mmcv's operator, which allows negative labels."""
+        before, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+        try:
+            yield
+        finally:
+            torch.cuda.is_available = before
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function == torch.Tensor.cuda:
+            self.asked = True
+            return arguments[0]
+        if function == _IS_CUDA:
+            return True
+        named = {key: self._cpu(value) for key, value in (named or {}).items()}
+        return function(*map(self._cpu, arguments), **named)
+
+    def _cpu(self, value: Any) -> Any:
+        if isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda":
+            self.asked = True
+            return "cpu"
+        return value
