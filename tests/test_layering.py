@@ -14,16 +14,18 @@ ROOT = Path(__file__).resolve().parents[1] / "visdet"
 ALLOWED = {
     "ops": set(),
     "errors": set(),
+    "restricted_pickle": set(),
+    "restricted_load": {"restricted_pickle"},
     "structures": {"errors", "lazy_names"},
     "argument_types": {"errors"},
     "registry": {"errors", "argument_types"},
     "models": {"ops", "structures", "registry", "errors"},
-    "datasets": {"structures", "registry", "errors", "lazy_names"},
+    "datasets": {"structures", "registry", "errors", "lazy_names", "restricted_pickle"},
     "evaluation": {"structures", "registry", "errors"},
-    "engine": {"structures", "registry", "errors", "lazy_names"},
+    "engine": {"structures", "registry", "errors", "lazy_names", "restricted_load", "restricted_pickle"},
     "visualization": {"structures", "registry", "errors"},
     "testing": {"ops"},
-    "compat": {"ops", "errors"},
+    "compat": {"ops", "errors", "restricted_load"},
 }
 # They say which extra to install before they import its packages.
 NEED_TRAIN_EXTRA = {"structures", "registry", "models", "datasets", "evaluation", "engine", "visualization"}

@@ -106,6 +106,34 @@ def test_modulated_deform_conv(device):
         torch.testing.assert_close(found, wanted)
 
 
+def test_an_offset_and_mask_of_more_places_are_read_from_the_start_of_each_image(device):
+    """DyHead gives the offset of a level of 6 x 5 places to a convolution with an output of 3 x 4."""
+    x, weight, bias = leaf(2, 4, 3, 4), leaf(3, 4, 3, 3), leaf(3)
+    offset, mask = leaf(2, 27, 6, 5)[:, :18].detach(), leaf(2, 9, 6, 5).detach()
+    leaves = [x, *(t.clone().requires_grad_() for t in (offset, mask)), weight, bias]
+    read = [
+        torch.stack([image.reshape(-1)[: C * 12].view(C, 3, 4) for image in t])
+        for t, C in ((leaves[1], 18), (leaves[2], 9))
+    ]
+    expected = ops.modulated_deform_conv2d(x, *read, weight, bias, 1, 1)
+    grad, grads_expected = gradients(expected, leaves)
+    sides = {f"{name}_{side}": 1 for name in ("stride", "pad", "dilation") for side in "hw"}
+    settings = sides | dict(kernel_h=3, kernel_w=3, group=1, deformable_group=1, with_bias=True)
+    x, weight, bias = x.detach(), weight.detach(), bias.detach()
+    out, empty = torch.zeros_like(expected), x.new_empty(0)
+    mmcv_ext.modulated_deform_conv_forward(x, weight, bias, empty, offset, mask, out, empty, **settings)
+    torch.testing.assert_close(out, expected.detach())
+    gx, go, gm, gw, gb = (torch.zeros_like(t) for t in (x, offset, mask, weight, bias))
+    mmcv_ext.modulated_deform_conv_backward(
+        x, weight, bias, empty, offset, mask, empty, gx, gw, gb, go, gm, grad, **settings
+    )
+    for found, wanted in zip((gx, go, gm, gw, gb), grads_expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    with pytest.raises(ValueError, match=r"offset must be"):
+        small = offset[..., :2, :2].contiguous()
+        mmcv_ext.modulated_deform_conv_forward(x, weight, bias, empty, small, mask, out, empty, **settings)
+
+
 def test_carafe_and_masked_convolution(device):
     x, masks = leaf(1, 4, 3, 3), leaf(1, 9, 6, 6)
     expected = ops.carafe(x, masks, 3, 1, 2)

@@ -16,7 +16,7 @@ from mmengine.logging import HistoryBuffer
 from visdet.datasets import load_infos
 from visdet.engine import CheckpointError, read_checkpoint
 from visdet.engine.errors import DamagedCheckpointError
-from visdet.structures import restricted_pickle
+from visdet import restricted_pickle
 
 
 def text(value: str) -> bytes:

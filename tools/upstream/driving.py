@@ -33,6 +33,7 @@ class Driving:
         config: the path of the config.
         plugin: the package that registers the modules.
         missing: modules that the checkout imports but does not hold, and those that take their place.
+        also: modules of the checkout that its config needs, but that the plugin does not import.
         anchors: entries for ``ANCHORS``.
         dataset: the data set of the repository that reads nuScenes' form, if its config names another one.
     """
@@ -41,12 +42,14 @@ class Driving:
     plugin: str = "projects.mmdet3d_plugin"
     missing: dict[str, str] = field(default_factory=dict)
     anchors: dict[str, tuple] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
     dataset: str | None = None
 
     def imports(self) -> None:
         for name, stand_in in self.missing.items():
             sys.modules[name] = importlib.import_module(stand_in)
-        importlib.import_module(self.plugin)
+        for name in (self.plugin, *self.also):
+            importlib.import_module(name)
 
     def build(self, work: Path, device: str, scale: float) -> Any:
         """Return the model without pretrained weights and with random anchors."""

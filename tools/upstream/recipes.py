@@ -43,7 +43,11 @@ RECIPES = (
     Recipe("SparseDrive stage 1", f"{_CONFIGS}/sparsedrive_small_stage1.py"),
     Recipe("SparseDrive stage 2", f"{_CONFIGS}/sparsedrive_small_stage2.py"),
     Recipe("Sparse4D v3", f"{_CONFIGS}/sparse4dv3_temporal_r50_1x8_bs6_256x704.py"),
-    Recipe("DiffusionDrive (nusc)", f"{_CONFIGS}/diffusiondrive_configs/diffusiondrive_small_stage2.py"),
+    Recipe(
+        "DiffusionDrive (nusc)",
+        f"{_CONFIGS}/diffusiondrive_configs/diffusiondrive_small_stage2.py",
+        options={"also": ("projects.mmdet3d_plugin.models.motion.motion_blocks_v11",)},
+    ),
     Recipe(
         "MomAD",
         f"{_CONFIGS}/MomAD_small_stage2_roboAD.py",
@@ -68,7 +72,6 @@ RECIPES = (
         "BEVFormer tiny",
         f"{_CONFIGS}/bevformer/bevformer_tiny.py",
         needs=("detectron2",),
-        options={"dataset_frames": 3},
     ),
     Recipe("Deformable-DETR", "configs/r50_deformable_detr.sh", kind="detr.DeformableDETR"),
     Recipe("DINO", "config/DINO/DINO_4scale.py", kind="detr.DINO"),

@@ -11,7 +11,15 @@ from typing import Any
 
 __all__ = ["BRIDGES", "find", "watch"]
 
-BRIDGES = ("transformers", "ultralytics", "rfdetr", "groundingdino", "libreyolo", "extensions")
+BRIDGES = (
+    "transformers",
+    "ultralytics",
+    "rfdetr",
+    "groundingdino",
+    "libreyolo",
+    "extensions",
+    "older_versions",
+)
 
 
 def find(name: str) -> Any:

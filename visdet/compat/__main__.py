@@ -19,7 +19,9 @@ _REPLACED = {
     "libreyolo": "the kernel slot ms_deform_attn",
     "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext, "
     "deformable_aggregation_with_depth_ext",
+    "older_versions": "what numpy 2, torch 2, torchvision and shapely 2 have dropped, and checkpoints with numpy",
 }
+_OF_NO_PACKAGE = ("extensions", "older_versions")
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
        python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program with them
        python -m visdet.compat startup                                      print the folder for PYTHONPATH"""
@@ -56,11 +58,11 @@ def print_bridges() -> None:
         )
     print()
     for name in BRIDGES:
-        version = "-" if name == "extensions" else version_of(name) or "not installed"
+        version = "-" if name in _OF_NO_PACKAGE else version_of(name) or "not installed"
         replaced = ", ".join(families()) or "-" if name == "transformers" else _REPLACED[name]
-        print(f"{name:14}{version:15}{replaced}")
+        print(f"{name:15}{version:15}{replaced}")
     mmcv = version_of("mmcv-lite") or "not installed"
-    print(f"{'mmcv-lite':14}{mmcv:15}mmcv._ext, by python -m visdet.compat.mmcv_ops SCRIPT")
+    print(f"{'mmcv-lite':15}{mmcv:15}mmcv._ext, by the bridge extensions")
     print(
         "\nRun a script with all bridges:     python -m visdet.compat run SCRIPT|-m MODULE [ARGUMENTS]"
         "\nRun a script with some bridges:    python -m visdet.compat run --only transformers,extensions SCRIPT"
@@ -81,6 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
         the exit status, which is 2 if the arguments are wrong.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # torch.distributed.launch puts its argument behind the module, where it would be visdet's.
+    rank = [given.pop(0)] if given and given[0].startswith("--local-rank=") else []
     command = given.pop(0) if given else ""
     if command in ("-h", "--help"):
         print(_USAGE)
@@ -95,7 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
     elif command == "run" and given not in ([], ["-m"]):
         share_with_children(watch(chosen))
-        run_program(given)
+        program = 2 if given[0] == "-m" else 1
+        run_program([*given[:program], *rank, *given[program:]])
         return 0
     elif command == "startup" and not given:
         print(Path(__file__).resolve().parent / "startup")

@@ -85,6 +85,17 @@ def _modulated_settings(settings: dict) -> tuple:
     return (*pairs, settings["group"], settings["deformable_group"])
 
 
+def _from_start(maps: Tensor, size: torch.Size) -> Tensor:
+    """Return an offset or a mask [B, C, H, W] for an output of another size.
+
+    mmcv's C++ does not compare the sizes. It reads the memory of each image from its start as if it were of the size of
+    the output. DyHead relies on that.
+    """
+    if maps.dim() != 4 or maps.shape[2:] == size or maps.shape[2:].numel() < size.numel():
+        return maps
+    return maps.flatten(1)[:, : maps.shape[1] * size.numel()].unflatten(1, (maps.shape[1], *size))
+
+
 def modulated_deform_conv_forward(
     input: Tensor,
     weight: Tensor,
@@ -97,6 +108,7 @@ def modulated_deform_conv_forward(
     **settings: Any,
 ) -> None:
     given_bias = bias if settings["with_bias"] else None
+    offset, mask = (_from_start(maps, output.shape[2:]) for maps in (offset, mask))
     arguments = (input, offset, mask, weight, given_bias, *_modulated_settings(settings))
     convolved = ops.modulated_deform_conv2d(*arguments)
     write("modulated_deform_conv_forward", "output", output, convolved)
@@ -122,6 +134,7 @@ def modulated_deform_conv_backward(
 
     def convolve(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         given_bias = bias if has_bias else None
+        offset, mask = (_from_start(maps, grad_output.shape[2:]) for maps in (offset, mask))
         arguments = (input, offset, mask, weight, given_bias, *_modulated_settings(settings))
         return ops.modulated_deform_conv2d(*arguments)
 

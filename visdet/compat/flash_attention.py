@@ -58,7 +58,7 @@ def flash_attn_func(
         dropout_p: the probability with which a weight is set to 0. It also holds outside of training.
         softmax_scale: the factor of the logits. The default is ``D ** -0.5``.
         causal: whether a query sees no later key.
-        options: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_attn_probs``, in this order.
+        options: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_attn_probs`` in order.
         named: the same by their names. Of these, only ``window_size`` and ``deterministic`` may differ from their
             defaults. ``deterministic`` has no effect.
 

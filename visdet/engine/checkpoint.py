@@ -5,21 +5,18 @@ import io
 import os
 import pickle
 import re
-import threading
 import zipfile
-from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.client import HTTPException
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlparse
 
 import torch
-from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
 
-from visdet.structures.restricted_pickle import NUMPY_GLOBALS, Unfinished, finished, start_of_other_file
+from visdet.restricted_load import load_restricted
+from visdet.restricted_pickle import start_of_other_file
 
 from .errors import (
     CheckpointError,
@@ -201,8 +198,7 @@ def _read(file: BinaryIO, map_location: Any, trust: bool) -> Any:
     file.seek(0)
     if trust:
         return torch.load(file, map_location=map_location, weights_only=False)
-    with _safe_globals():
-        return finished(torch.load(file, map_location=map_location, weights_only=True))
+    return load_restricted(file, map_location=map_location)
 
 
 def _check_archive(file: BinaryIO) -> None:
@@ -214,46 +210,6 @@ def _check_archive(file: BinaryIO) -> None:
             raise zipfile.BadZipFile("its parts say that they are larger than the file")
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-
-
-class _History(Unfinished):
-    def __setstate__(self, state: dict) -> None:
-        self.state = state
-
-    def finish(self) -> HistoryBuffer:
-        values, counts = (finished(self.state[name]) for name in ("_log_history", "_count_history"))
-        return HistoryBuffer(values, counts)
-
-
-_SAFE_GLOBALS: dict[str, Any] = {
-    **NUMPY_GLOBALS,
-    "argparse.Namespace": Namespace,
-    "mmengine.logging.history_buffer.HistoryBuffer": _History,
-    "builtins.getattr": lambda *_names: None,  # A history buffer names its methods by it.
-    "collections.defaultdict": lambda *_factory: {},
-    "pathlib.PosixPath": lambda *parts: PurePosixPath(*parts),
-    "pathlib._local.PosixPath": lambda *parts: PurePosixPath(*parts),
-}
-_loading = threading.Lock()
-
-
-@contextmanager
-def _safe_globals() -> Iterator[None]:
-    """Let ``torch.load`` read our names, and no others of the same name that the process has registered."""
-    with _loading:
-        registered = set(torch.serialization.get_safe_globals())
-        hidden = {known for known in registered if _name(known) in _SAFE_GLOBALS}
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([*(registered - hidden)])
-        try:
-            with torch.serialization.safe_globals([(value, name) for name, value in _SAFE_GLOBALS.items()]):
-                yield
-        finally:
-            torch.serialization.add_safe_globals([*hidden])
-
-
-def _name(known: Any) -> str:
-    return known[1] if isinstance(known, tuple) else f"{known.__module__}.{known.__qualname__}"
 
 
 def _downloaded(path: str) -> str:

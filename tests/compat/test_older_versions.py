@@ -1,0 +1,220 @@
+"""Programs for older versions of numpy, torch, torchvision and shapely, written small, under the bridge."""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.compat import older_versions
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture
+def bridge():
+    with older_versions.installed():
+        yield older_versions
+
+
+def old(name):
+    """Return a name of numpy, hidden from ruff, which would replace it."""
+    return getattr(np, name)
+
+
+def test_names_that_numpy_has_dropped(bridge):
+    assert old("int") is int and old("float") is float and old("object") is object
+    assert old("float_") is np.float64 and old("Inf") == np.inf and old("product")([2, 3]) == 6
+    assert old("in1d")([[1, 2]], [2]).tolist() == [False, True] and old("bool")(1)
+    assert issubclass(old("VisibleDeprecationWarning"), Warning)
+
+
+def test_uninstall_leaves_the_packages_as_they_were():
+    before = vars(np).copy(), torch.load, torch.nn.parallel._functions._get_stream
+    with older_versions.installed():
+        assert torch.load is not before[1]
+    assert (
+        vars(np) == before[0]
+        and torch.load is before[1]
+        and torch.nn.parallel._functions._get_stream is before[2]
+    )
+    assert not hasattr(torch.nn.parallel.DistributedDataParallel, "_use_replicated_tensor_module")
+
+
+def test_an_existing_name_is_kept(bridge):
+    assert np.bool is np.bool_ and "bool" not in bridge.patched()["numpy"]
+
+
+CONTENT = {
+    "args": argparse.Namespace(lr=1e-4, out=Path("a")),
+    "score": np.float64(0.5),
+    "meta": {"PALETTE": [np.array([1, 2])], "names": np.array(["car"], object)},
+}
+
+
+def test_checkpoints_with_other_types_are_read(bridge, tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, **CONTENT}, tmp_path / "a.pth")
+    read = torch.load(tmp_path / "a.pth", map_location="cpu")
+    assert read["args"].lr == 1e-4 and str(read["args"].out) == "a" and read["score"] == 0.5
+    assert read["meta"]["PALETTE"][0].tolist() == [1, 2] and read["meta"]["names"].tolist() == ["car"]
+    assert torch.equal(read["model"]["w"], torch.ones(2))
+
+
+def test_history_buffers_are_read(bridge, tmp_path):
+    logging = pytest.importorskip("mmengine.logging", reason="pip install mmengine")
+    torch.save({"loss": logging.HistoryBuffer([1.0, 3.0], [1, 1])}, tmp_path / "a.pth")
+    assert torch.load(tmp_path / "a.pth")["loss"].mean() == 2
+
+
+class Runs:
+    def __reduce__(self):
+        return print, ("this file runs code",)
+
+
+def test_a_checkpoint_runs_no_code_and_other_calls_of_load_are_as_before(
+    bridge, tmp_path, capsys, monkeypatch
+):
+    torch.save(Runs(), tmp_path / "a.pth")
+    torch.save(CONTENT["score"], tmp_path / "b.pth")
+    for path, options in (("a.pth", {}), ("b.pth", {"weights_only": True})):
+        with pytest.raises(Exception, match="Weights only load failed"):
+            torch.load(tmp_path / path, **options)
+    assert not capsys.readouterr().out
+    torch.load(tmp_path / "a.pth", weights_only=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.load(tmp_path / "a.pth")
+    assert capsys.readouterr().out.count("this file runs code") == 2
+
+
+@pytest.mark.parametrize("known, given", [("--local_rank", "--local-rank"), ("--local-rank", "--local_rank")])
+def test_either_spelling_of_the_local_rank(bridge, known, given):
+    parser = argparse.ArgumentParser()
+    parser.add_argument(known, type=int)
+    parser.add_argument("config")
+    assert parser.parse_args([f"{given}=3", "c.py"]).local_rank == 3
+    assert parser.parse_args([given, "3", "c.py"]) == parser.parse_args([known, "3", "c.py"])
+
+
+def test_a_parser_with_both_spellings_is_left_alone(bridge):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--local-rank", type=int, dest="other")
+    assert vars(parser.parse_args(["--local-rank", "3"])) == {"local_rank": None, "other": 3}
+
+
+def test_the_argument_of_the_launcher_reaches_the_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
+        "p.add_argument('config')\nprint(p.parse_args())\n"
+    )
+    command = [sys.executable, "-m", "visdet.compat", "--local-rank=3", "run", "--only", "older_versions"]
+    done = subprocess.run(
+        [*command, str(script), "c.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert done.stdout.strip() == "Namespace(local_rank=3, config='c.py')", done.stderr
+
+
+def test_torchvision_taken_for_an_old_one(bridge):
+    pytest.importorskip("torchvision")
+    from torchvision.ops import _new_empty_tensor
+    from torchvision.ops.misc import _NewEmptyTensorOp, _output_size
+
+    x = torch.zeros(0, 3, 4, 6, requires_grad=True)
+    shape = [*x.shape[:-2], *_output_size(2, x, None, 0.5)]
+    for function in (_new_empty_tensor, _NewEmptyTensorOp.apply):
+        assert function(x, shape).shape == (0, 3, 2, 3)
+        assert torch.autograd.grad(function(x, shape).sum(), x)[0].shape == x.shape
+    assert _output_size(2, x, (5, 7), None) == [5, 7] and _output_size(2, x, None, (2, 3)) == [8, 18]
+    with pytest.raises(ValueError, match="either size or scale_factor"):
+        _output_size(2, x, None, None)
+
+
+def test_streams_by_the_index_of_a_device(bridge):
+    get_stream = torch.nn.parallel._functions._get_stream
+    assert get_stream(-1) is None and get_stream(torch.device("cpu")) is None
+
+
+@pytest.mark.cuda
+def test_streams_of_a_gpu_copy_as_mmcv_does(bridge):
+    stream = torch.nn.parallel._functions._get_stream(0)
+    assert stream is torch.nn.parallel._functions._get_stream(0)
+    with torch.cuda.device(0), torch.cuda.stream(stream):
+        copy = torch.arange(9).cuda(0, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    copy.record_stream(torch.cuda.current_stream())
+    assert copy.tolist() == list(range(9))
+
+
+EXTRACTOR = """
+import numpy as np
+from shapely.geometry import box
+from shapely import strtree
+from shapely.strtree import STRtree
+
+def touching(boxes):
+    index = {{{key}: i for i, b in enumerate(boxes)}}
+    trees = strtree.STRtree(boxes), STRtree(boxes)
+    return [[[index[id(o)] if {by_id} else o for o in tree.query(b)] for b in boxes] for tree in trees]
+
+def chosen(boxes):
+    return STRtree(boxes).query(boxes[0], predicate="intersects")
+"""
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_a_tree_of_shapely_1_where_a_module_looks_up_ids(bridge, by_id, tmp_path, monkeypatch):
+    geometry = pytest.importorskip("shapely.geometry", reason="pip install shapely")
+    source = EXTRACTOR.format(key="id(b)" if by_id else "i", by_id=by_id)
+    (tmp_path / "a_map_extractor.py").write_text(source if by_id else source.replace("index[id(o)]", "o"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "a_map_extractor", raising=False)
+    extractor = importlib.import_module("a_map_extractor")
+    boxes = [geometry.box(0, 0, 2, 2), geometry.box(1, 1, 3, 3), geometry.box(9, 9, 10, 10)]
+    for found in extractor.touching(boxes):
+        assert [sorted(int(i) for i in row) for row in found] == [[0, 1], [0, 1], [2]]
+    assert sorted(extractor.chosen(boxes).tolist()) == [0, 1]
+    del sys.modules["a_map_extractor"]
+
+
+DDP = """
+import torch, os
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+class Wrapper(torch.nn.parallel.DistributedDataParallel):
+    def _run_ddp_forward(self, *inputs, **kwargs):
+        module = self._replicated_tensor_module if self._use_replicated_tensor_module else self.module
+        return module(*inputs, **kwargs)
+    def train_step(self, x):
+        if self.require_forward_param_sync:
+            self._sync_params()
+        return self.module(x)
+
+net = Wrapper(torch.nn.BatchNorm1d(3))
+net.train_step(torch.rand(4, 3))
+print(net.eval()(torch.rand(4, 3)).shape)
+"""
+
+
+def test_distributed_wrappers_of_mmcv_1(tmp_path):
+    (tmp_path / "a.py").write_text(DDP)
+    command = [
+        sys.executable,
+        "-m",
+        "visdet.compat",
+        "run",
+        "--only",
+        "older_versions",
+        str(tmp_path / "a.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT})
+    assert done.stdout.strip() == "torch.Size([4, 3])", done.stderr

@@ -1,0 +1,258 @@
+"""The bridge to programs that were written for older versions of numpy, torch, torchvision and shapely.
+
+It gives modules of today the names that newer versions have dropped. A name that exists is not replaced, but for these
+functions, which then accept more than before:
+
+* ``torch.load`` without ``weights_only`` also reads numpy's arrays and scalars, mmengine's history buffers,
+  ``argparse.Namespace`` and paths, without running code from the file.
+* ``torch.nn.parallel._functions._get_stream`` also takes the index of a GPU.
+* ``argparse`` reads ``--local-rank``, which ``torch.distributed.launch`` passes, as ``--local_rank`` and vice versa,
+  in programs that know one of them.
+* ``STRtree.query`` of shapely returns geometries in modules that look up their ``id``, as with shapely 1.
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from ._bridge import Bridge
+
+__all__ = ["install", "installed", "patched", "uninstall"]
+
+_NUMPY_NAMES = {
+    "bool_": "bool bool8",
+    "float64": "float_",
+    "complex64": "singlecomplex",
+    "complex128": "complex_ cfloat",
+    "longdouble": "longfloat",
+    "clongdouble": "longcomplex clongfloat",
+    "str_": "unicode_ str0",
+    "bytes_": "string_ bytes0",
+    "object_": "object0",
+    "void": "void0",
+    "intp": "int0",
+    "uintp": "uint0",
+    "inf": "Inf Infinity infty PINF",
+    "nan": "NaN NAN",
+    "prod": "product",
+    "cumprod": "cumproduct",
+    "all": "alltrue",
+    "any": "sometrue",
+    "round": "round_",
+    "vstack": "row_stack",
+    "trapezoid": "trapz",
+    "asmatrix": "mat",
+}
+_NUMPY_ERRORS = (
+    "AxisError",
+    "ComplexWarning",
+    "ModuleDeprecationWarning",
+    "TooHardError",
+    "VisibleDeprecationWarning",
+)
+_READS_ALL = ("1", "y", "yes", "true")  # the values of TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
+_MAPS = re.compile(r"map|chamfer|dataset")  # in the names of modules that may hold map elements in a tree
+
+
+def _numpy(np: Any) -> dict[str, Any]:
+    """Return the names that numpy 1.24, 2.0 and later versions have dropped."""
+    names = {
+        old: getattr(np, new)
+        for new, olds in _NUMPY_NAMES.items()
+        if hasattr(np, new)
+        for old in olds.split()
+    }
+    names |= {"int": int, "float": float, "complex": complex, "object": object, "str": str, "unicode": str}
+    names |= {"NINF": -np.inf, "PZERO": 0.0, "NZERO": -0.0, "long": int, "issubclass_": issubclass}
+    errors = getattr(np, "exceptions", None)
+    names |= {name: getattr(errors, name) for name in _NUMPY_ERRORS if hasattr(errors, name)}
+    return names | {
+        "asscalar": lambda a: a.item(),
+        "asfarray": lambda a, dtype=np.float64: np.asarray(a, dtype),
+        "msort": lambda a: np.sort(a, axis=0),
+        "in1d": lambda ar1, ar2, **options: np.isin(np.ravel(ar1), ar2, **options),
+    }
+
+
+def _distributed(_: Any) -> dict[str, Any]:
+    """Return what the ``MMDistributedDataParallel`` of mmcv 1.x looks up in torch's class."""
+
+    def sync_params(self: Any) -> None:  # up to torch 1.10
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+
+    return {"_use_replicated_tensor_module": False, "_sync_params": sync_params}
+
+
+def _mmcv_distributed(_: Any) -> dict[str, Any]:
+    """Return what mmcv has added in its version 1.6, because torch 1.12 no longer calls ``to_kwargs``."""
+
+    def run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+        return self.module(*inputs[0], **kwargs[0])
+
+    return {"_run_ddp_forward": run_ddp_forward}
+
+
+def _torchvision_ops(_: Any) -> dict[str, Any]:
+    """Return functions for empty batches, which programs import that take torchvision 0.10 and later for 0.1."""
+
+    def new_empty_tensor(x: Any, shape: Sequence[int]) -> Any:
+        return x.new_zeros(shape) + x.sum() * 0
+
+    def output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> list[int]:
+        if (size is None) == (scale_factor is None):
+            raise ValueError("either size or scale_factor must be given, and not both")
+        given = scale_factor if size is None else size
+        given = [given] * dim if isinstance(given, int | float) else list(given)
+        if len(given) != dim:
+            raise ValueError(f"size or scale_factor must have {dim} numbers, got {len(given)}")
+        return given if size is not None else [int(input.shape[i - dim] * given[i]) for i in range(dim)]
+
+    operator = type("_NewEmptyTensorOp", (), {"apply": staticmethod(new_empty_tensor)})
+    return {
+        "_new_empty_tensor": new_empty_tensor,
+        "_output_size": output_size,
+        "_NewEmptyTensorOp": operator,
+    }
+
+
+# By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are.
+_ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "numpy": ("", _numpy),
+    "torch.nn.parallel.distributed": ("DistributedDataParallel", _distributed),
+    "mmcv.parallel.distributed": ("MMDistributedDataParallel", _mmcv_distributed),
+    "torchvision.ops": ("", _torchvision_ops),
+    "torchvision.ops.misc": ("", _torchvision_ops),
+}
+
+
+def _reading_more(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def load_more(
+        f: Any,
+        map_location: Any = None,
+        pickle_module: Any = None,
+        *,
+        weights_only: Any = None,
+        **options: Any,
+    ) -> Any:
+        reads_all = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in _READS_ALL
+        if reads_all or weights_only is not None or pickle_module is not None:
+            return load(f, map_location, pickle_module, weights_only=weights_only, **options)
+        from visdet.restricted_load import load_restricted
+
+        return load_restricted(f, load, map_location=map_location, **options)
+
+    return load_more
+
+
+def _taking_an_index(get_stream: Callable) -> Callable:
+    import torch
+
+    @functools.cache
+    def stream_of(index: int) -> Any:
+        return None if index < 0 else torch.cuda.Stream(index)
+
+    @functools.wraps(get_stream)
+    def get_stream_of(device: Any) -> Any:
+        return stream_of(device) if isinstance(device, int) else get_stream(device)
+
+    return get_stream_of
+
+
+def _reading_either_rank(parse: Callable) -> Callable:
+    @functools.wraps(parse)
+    def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        args = list(sys.argv[1:] if args is None else args)
+        known = [name for name in ("--local_rank", "--local-rank") if name in self._option_string_actions]
+        if len(known) == 1:
+            args = [re.sub("^--local[_-]rank(?==|$)", known[0], a) if isinstance(a, str) else a for a in args]
+        return parse(self, args, namespace)
+
+    return parse_known_args
+
+
+# By the name of a module: the attribute that holds a function, its name, and what makes the new function of it.
+_WIDENED: dict[str, tuple[str, str, Callable[[Callable], Callable]]] = {
+    "torch": ("", "load", _reading_more),
+    "torch.serialization": ("", "load", _reading_more),
+    "torch.nn.parallel._functions": ("", "_get_stream", _taking_an_index),
+    "mmcv.parallel._functions": ("", "_get_stream", _taking_an_index),
+    "argparse": ("ArgumentParser", "parse_known_args", _reading_either_rank),
+}
+
+
+def _returning_geometries(STRtree: type) -> type:
+    class GeometrySTRtree(STRtree):  # type: ignore[misc, valid-type]
+        """A tree whose ``query`` returns the geometries themselves, as in shapely 1."""
+
+        def query(self, geometry: Any, *arguments: Any, **named: Any) -> Any:
+            found = super().query(geometry, *arguments, **named)
+            return found if arguments or named else list(self.geometries.take(found))
+
+    return GeometrySTRtree
+
+
+def _map_elements(module: ModuleType) -> dict[str, Any]:
+    """Return a module's names of shapely's tree with the tree of shapely 1, if the module looks up ids."""
+    shapely = sys.modules.get("shapely.strtree")
+    found = {name: value for name, value in vars(module).items() if name in ("STRtree", "strtree")}
+    if shapely is None or not found or not hasattr(shapely.STRtree, "geometries"):
+        return {}
+    tree, names = _returning_geometries(shapely.STRtree), {}
+    if found.get("STRtree") is shapely.STRtree:
+        names["STRtree"] = tree
+    if found.get("strtree") is shapely:
+        names["strtree"] = ModuleType("shapely.strtree")
+        vars(names["strtree"]).update(vars(shapely), STRtree=tree)
+    try:
+        looks_up_ids = names and re.search(r"\bid\(", inspect.getsource(module))
+    except OSError:  # A module without sources.
+        return {}
+    return names if looks_up_ids else {}
+
+
+def _wants(name: str) -> bool:
+    return name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2]))
+
+
+def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    name = module.__name__
+    if name in _ADDED:
+        attribute, names = _ADDED[name]
+        owner = getattr(module, attribute) if attribute else module
+        for key, value in names(module).items():
+            if key not in vars(owner):
+                bridge.replace(owner, key, value)
+                yield key
+    elif name in _WIDENED:
+        attribute, key, widen = _WIDENED[name]
+        owner = getattr(module, attribute) if attribute else module
+        function = vars(owner).get(key)
+        if function is not None and not hasattr(function, "__wrapped__"):
+            bridge.replace(owner, key, widen(function))
+            yield key
+    else:
+        for key, value in _map_elements(module).items():
+            bridge.replace(module, key, value)
+            yield key
+
+
+class _OlderVersions(Bridge):
+    def patch_module(self, module: ModuleType) -> None:
+        """Patch a module without importing torch, as a program that needs numpy alone may run."""
+        if reached := list(self._patch(module, self)):
+            self.reached[module.__name__] = reached
+
+
+bridge = _OlderVersions("older_versions", "torch", _wants, _patch)
+install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
+patched = bridge.patched
