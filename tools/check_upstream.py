@@ -18,7 +18,17 @@ from pathlib import Path
 
 from upstream.recipes import Recipe, recognise
 
-COLUMNS = ("repository", "device", "imports", "builds", "loss", "gradients", "prediction", "seconds", "first obstacle")
+COLUMNS = (
+    "repository",
+    "device",
+    "imports",
+    "builds",
+    "loss",
+    "gradients",
+    "prediction",
+    "seconds",
+    "first obstacle",
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -29,7 +39,7 @@ def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Nam
     report.unlink(missing_ok=True)
     worker = Path(__file__).with_name("upstream") / "worker.py"
     command = [sys.executable, "-m", "visdet.compat", "run", str(worker), recipe.name]
-    command += [str(options.work), options.device, str(options.scale), str(report)]
+    command += [str(options.work), options.device, str(options.scale), str(report), *options.task]
     needed = [path for path in paths if any((path / name).is_dir() for name in recipe.needs)]
     path = os.pathsep.join(filter(None, [str(ROOT), *map(str, needed), os.environ.get("PYTHONPATH")]))
     start = time.perf_counter()
@@ -102,7 +112,17 @@ def main() -> int:
         "--work", type=Path, default=Path("work_dirs/upstream"), help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--scale", type=float, help="factor of the driving models' image size (default: 0.5 on the CPU, else 1)"
+        "--scale",
+        type=float,
+        help="factor of the driving models' image size (default: 0.5 on the CPU, else 1)",
+    )
+    parser.add_argument(
+        "--compare",
+        dest="task",
+        action="store_const",
+        const=["compare"],
+        default=[],
+        help="compare SparseDrive's sources with visdet's model on the same weights and frames",
     )
     options = parser.parse_args()
     paths = [path.resolve() for path in options.paths]
@@ -124,7 +144,9 @@ def main() -> int:
             print(" | ".join(rows[-1].values()), flush=True)
     print(f"\n{table(rows)}")
     if any(cells["device"].endswith("*") for cells in rows):
-        print("\n* This code asks for CUDA by itself. On a machine without a GPU, the check answers with the CPU.")
+        print(
+            "\n* This code asks for CUDA by itself. On a machine without a GPU, the check answers with the CPU."
+        )
     return 1 if unknown or any(cells["first obstacle"] != "-" for cells in rows) else 0
 
 

@@ -35,8 +35,12 @@ class CpuForCuda(TorchFunctionMode):
             return arguments[0]
         if function == _IS_CUDA:
             return True
-        named = {key: self._cpu(value) for key, value in (named or {}).items()}
-        return function(*map(self._cpu, arguments), **named)
+        named = dict(named or {})
+        if "device" in named:
+            named["device"] = self._cpu(named["device"])
+        if function in (torch.Tensor.to, torch.device):
+            arguments = tuple(map(self._cpu, arguments))
+        return function(*arguments, **named)
 
     def _cpu(self, value: Any) -> Any:
         if isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda":

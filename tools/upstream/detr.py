@@ -110,7 +110,9 @@ class Mask2Former(DeformableDETR):
             for mask, (x, y, w, h) in zip(instances.gt_masks, target["boxes"].tolist(), strict=True):
                 mask[int(height * (y - h / 2)) : int(height * (y + h / 2))] = True
                 mask[:, : int(width * max(x - w / 2, 0))] = False
-            inputs.append({"image": image * 50 + 120, "instances": instances, "height": height, "width": width})
+            inputs.append(
+                {"image": image * 50 + 120, "instances": instances, "height": height, "width": width}
+            )
         return inputs
 
     def train_step(self, batch: tuple[list, list]) -> torch.Tensor:
@@ -118,6 +120,4 @@ class Mask2Former(DeformableDETR):
 
     def predict(self, batch: tuple[list, list]) -> Any:
         outputs = self.model(self.inputs(batch))
-        return [
-            (entry["instances"].scores, entry["instances"].pred_boxes.tensor) for entry in outputs
-        ]
+        return [(entry["instances"].scores, entry["instances"].pred_boxes.tensor) for entry in outputs]

@@ -1,5 +1,6 @@
 """Models of driving repositories that are built on mmcv 1.x and mmdet 2.x, on the package's driving scenes."""
 
+import copy
 import importlib
 import pickle
 import re
@@ -15,6 +16,8 @@ import torch
 
 from visdet.datasets import make_driving_scenes
 from visdet.datasets.info_files import load_infos
+
+from .compare import without_randomness
 
 ANCHORS = {  # by a part of the file's name: the shape, and the size of the region in metres
     "det": ((900, 11), 40.0),
@@ -35,6 +38,7 @@ class Driving:
         missing: modules that the checkout imports but does not hold, and those that take their place.
         also: modules of the checkout that its config needs, but that the plugin does not import.
         anchors: entries for ``ANCHORS``.
+        exact: whether the config is made deterministic, for a comparison.
         dataset: the data set of the repository that reads nuScenes' form, if its config names another one.
     """
 
@@ -44,6 +48,7 @@ class Driving:
     anchors: dict[str, tuple] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     dataset: str | None = None
+    exact: bool = False
 
     def imports(self) -> None:
         for name, stand_in in self.missing.items():
@@ -59,7 +64,14 @@ class Driving:
         from mmdet.models import build_detector
 
         self.settings = Config.fromfile(smaller(self.config, work, scale))
+        for stage in self.settings.get("train_pipeline", []) + self.settings.get("test_pipeline", []):
+            for part in (stage, *stage.get("transforms", [])):
+                if part["type"] == "RandomScaleImageMultiViewImage":
+                    part["scales"] = [factor * scale for factor in part["scales"]]
         without_files(self.settings.model, work, ANCHORS | self.anchors)
+        if self.exact:
+            without_randomness(self.settings.model)
+            self.plain_model = copy.deepcopy(self.settings.model.to_dict())
         model = build_detector(self.settings.model, test_cfg=self.settings.get("test_cfg"))
         model.init_weights()
         if self.settings.get("fp16") and device != "cpu":
@@ -87,6 +99,10 @@ class Driving:
 
     def train_step(self, batch: dict) -> torch.Tensor:
         return self.parallel.train_step(batch, self.optimizer)["loss"]
+
+    def scattered(self, batch: dict) -> dict:
+        """Return the arguments of the model itself."""
+        return self.parallel.scatter((), batch, self.parallel.device_ids or [-1])[1][0]
 
     def predict(self, batch: dict) -> Any:
         return self.parallel(return_loss=False, rescale=True, **batch)
@@ -138,6 +154,7 @@ def write_infos(work: Path) -> Path:
         np.pad(points, ((0, 0), (0, 2))).tofile(info["lidar_path"])  # x, y, z, intensity and ring
         for camera in info["cams"].values():
             camera["data_path"] = str(scenes / camera["data_path"])
+        info.update(prev="", next="", can_bus=np.zeros(18))  # for BEVFormer
     path = work / "infos.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
     return path

@@ -1,4 +1,4 @@
-"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT.
+"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT [compare].
 
 The process runs in the checkout's folder. It appends a line of JSON to the report for each stage that it reaches.
 """
@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ sys.path[:0] = [str(Path.cwd()), str(Path(__file__).resolve().parents[1])]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+
+from upstream.compare import compare  # noqa: E402
 from upstream.cpu import CpuForCuda  # noqa: E402
 from upstream.recipes import RECIPES  # noqa: E402
 
@@ -107,23 +110,30 @@ def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, for
         result(f"{sum(tensor.numel() for tensor in tensors)} numbers")
 
 
-def main(name: str, work: Path, device: str, scale: float, report: Report) -> None:
+def main(name: str, work: Path, device: str, scale: float, report: Report, task: str = "") -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     torch.manual_seed(0)
-    np.random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     np.set_printoptions(threshold=10)
-    runner = recipe.runner()
+    if task == "compare":
+        runner = replace(recipe.runner(), exact=True)
+    else:
+        runner = recipe.runner()
     with CpuForCuda() if device == "cpu" else contextlib.nullcontext() as answers:
+        forward = answers.available if answers else contextlib.nullcontext
         try:
+            if task == "compare":
+                compare(runner, work, device, scale, report, forward)
+                return
             with report.stage("imports"):
                 runner.imports()
             with report.stage("builds") as result:
                 model = runner.build(work, device, scale)
                 result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
-            for task in (train, predict):
+            for part in (train, predict):
                 start = time.perf_counter()
-                with contextlib.suppress(Exception), report.stage(task.__name__):  # The report has the error.
-                    task(runner, model, work, report, answers.available if answers else contextlib.nullcontext)
+                with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
+                    part(runner, model, work, report, forward)
                 report.add("seconds", round(time.perf_counter() - start, 1))
         finally:
             if answers is not None and answers.asked:
@@ -131,4 +141,11 @@ def main(name: str, work: Path, device: str, scale: float, report: Report) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), Report(Path(sys.argv[5])))
+    main(
+        sys.argv[1],
+        Path(sys.argv[2]),
+        sys.argv[3],
+        float(sys.argv[4]),
+        Report(Path(sys.argv[5])),
+        *sys.argv[6:],
+    )
