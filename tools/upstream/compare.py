@@ -1,10 +1,10 @@
 """A repository's SparseDrive beside visdet's own model, with the same weights on the same frames."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from visdet.models.sparsedrive.box3d_decoder import of_samples
@@ -12,78 +12,65 @@ from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
-__all__ = ["compare", "without_randomness"]
+__all__ = ["compare"]
 
 LIMITS = {"loss": 1e-3, "prediction": 1e-3, "gradients": 2e-3}
-_VALUES = {  # Both models compute these alike. Flash attention rounds to 16 bits.
-    "drop_out": 0.0,
-    "dropout": 0.0,
-    "attn_drop": 0.0,
-    "ffn_drop": 0.0,
-    "use_grid_mask": False,
-    "use_rescore": False,
-    "with_cp": False,
-}
 
 
-def without_randomness(settings: Any) -> None:
-    """Switch dropout, GridMask, 16-bit attention and the rescoring of the plan off in a config, in place."""
-    for key, value in list(settings.items() if isinstance(settings, dict) else enumerate(settings)):
-        if isinstance(value, (dict, list)):
-            without_randomness(value)
-        elif key in _VALUES:
-            settings[key] = _VALUES[key]
-        elif value == "MultiheadFlashAttention":
-            settings[key] = "MultiheadAttention"
+def compare(runner: Any, work: Path, device: str, scale: float, report: Any, answers: Any) -> None:
+    """Train and predict two frames with both models, and report the largest differences.
 
-
-def compare(runner: Any, work: Path, device: str, scale: float, report: Any, forward: Callable) -> None:
-    """Train and predict two frames with both models, and report the largest differences."""
-    with report.stage("imports"):
+    ``answers`` surrounds the repository's code, and ``answers.available`` its forward.
+    """
+    with answers, report.stage("imports"):
         runner.imports()
-    with report.stage("builds") as result:
+    with answers, report.stage("builds") as result:
         theirs = runner.build(work, device, scale)
         spread_scores(theirs)
+        result(f"{sum(p.numel() for p in theirs.parameters()) / 1e6:.1f} M")
+    with report.stage("comparison"):
         ours = MODELS.build(runner.plain_model).to(device)
         ours.load_state_dict(theirs.state_dict())
-        result(f"{sum(p.numel() for p in theirs.parameters()) / 1e6:.1f} M")
-    largest = dict.fromkeys(LIMITS, 0.0)
-    for training in (True, False):
-        for model in (theirs, ours):
-            model.train(training)
-        for batch in runner.batches(work, training):
-            data = runner.scattered(batch)
-            images, samples = data["img"], samples_of(data)
-            if not training:
-                with torch.no_grad(), forward():
-                    boxes = theirs(**copy.deepcopy(data))[0]["img_bbox"]
-                with torch.no_grad():
-                    outs = ours(images, samples, mode="tensor")
-                own = of_samples(ours.head.select(outs, batch_of(samples)), ours.head.of_sample)[0]
-                update(
-                    largest,
-                    "prediction",
-                    {key: difference(boxes[key], own[key]) for key in boxes if key in own},
-                )
-                continue
-            theirs.zero_grad()
-            ours.zero_grad()
-            with forward():
-                losses = theirs(**copy.deepcopy(data))
-            own_losses = ours(images, samples, mode="loss")
-            update(largest, "loss", {key: difference(losses[key], own_losses[key]) for key in losses})
-            sum(losses.values()).backward()
-            sum(own_losses.values()).backward()
-            own_norms = norms(ours)
-            update(
-                largest,
-                "gradients",
-                {key: difference(norm, own_norms[key]) for key, norm in norms(theirs).items()},
+        found: dict[str, list[float]] = {stage: [0.0] for stage in LIMITS}
+        for training in (True, False):
+            for model in (theirs, ours):
+                model.train(training)
+            for batch in runner.batches(work, training):
+                data = runner.scattered(batch)
+                pairs = (trained if training else predicted)(theirs, ours, data, answers)
+                for stage, (values, own_values) in pairs.items():
+                    found[stage] += differences(stage, values, own_values)
+    for stage, values in found.items():
+        report.add(stage, f"{max(values):.1e}")
+        if max(values) > LIMITS[stage]:
+            report.add(
+                "obstacle", f"{stage}: the models differ by {max(values):.1e}, more than {LIMITS[stage]:g}"
             )
-    for stage, value in largest.items():
-        report.add(stage, f"{value:.1e}")
-        if value > LIMITS[stage]:
-            report.add("obstacle", f"{stage}: the models differ by {value:.1e}, more than {LIMITS[stage]}")
+
+
+def trained(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+    """Return the losses and the norms of all gradients of both models."""
+    for model in (theirs, ours):
+        model.zero_grad()
+    with answers, answers.available():
+        losses = theirs(**copy.deepcopy(data))
+    with answers:
+        sum(losses.values()).backward()
+    own_losses = ours(data["img"], samples_of(data), mode="loss")
+    sum(own_losses.values()).backward()
+    return {"loss": (losses, own_losses), "gradients": (norms(theirs), norms(ours))}
+
+
+@torch.no_grad()
+def predicted(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+    """Return the boxes, lines, trajectories and plans of both models."""
+    with answers, answers.available():
+        boxes = theirs(**copy.deepcopy(data))[0]["img_bbox"]
+    samples = samples_of(data)
+    outs = ours(data["img"], samples, mode="tensor")
+    own = of_samples(ours.head.select(outs, batch_of(samples)), ours.head.of_sample)[0]
+    names = [name for name in boxes if name in own and name != "cls_scores"]  # Their order differs.
+    return {"prediction": ({name: boxes[name] for name in names}, {name: own[name] for name in names})}
 
 
 def spread_scores(model: torch.nn.Module) -> None:
@@ -115,18 +102,23 @@ def norms(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def difference(theirs: Any, ours: Any) -> float:
-    """Return the largest difference, relative to the largest number where that is more than one."""
-    theirs, ours = (torch.as_tensor(value).detach().double() for value in (theirs, ours))
-    if theirs.shape != ours.shape:
-        return float("inf")
-    if not theirs.numel():
-        return 0.0
-    scale = 1.0 if theirs.dim() else max(float(theirs.abs()), 1e-4)
-    return float((theirs - ours).abs().max()) / max(scale, float(theirs.abs().max()) if theirs.dim() else 0.0)
+def differences(stage: str, values: dict, own_values: dict) -> list[float]:
+    """Print and return the largest difference of each entry, relative to the largest number where that exceeds one.
+
+    Numbers such as losses and norms are compared relative to themselves.
+    """
+    found = {}
+    for name, value in values.items():
+        theirs, ours = (as_tensor(entry).detach().double().cpu() for entry in (value, own_values[name]))
+        if theirs.shape != ours.shape:
+            found[name] = float("inf")
+        elif theirs.numel():
+            least = 1.0 if theirs.dim() else 1e-4
+            found[name] = float((theirs - ours).abs().max()) / max(float(theirs.abs().max()), least)
+    for name in sorted(found, key=lambda name: -found[name])[:5]:
+        print(f"{stage} {name}: {found[name]:.1e}", flush=True)
+    return list(found.values())
 
 
-def update(largest: dict[str, float], stage: str, found: dict[str, float]) -> None:
-    for name, value in sorted(found.items(), key=lambda entry: -entry[1])[:5]:
-        print(f"{stage} {name}: {value:.2e}", flush=True)
-    largest[stage] = max(largest[stage], *found.values())
+def as_tensor(value: Any) -> torch.Tensor:
+    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value)

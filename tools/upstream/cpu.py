@@ -1,13 +1,13 @@
 """Answers of the CPU to code that asks for CUDA by itself."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CpuForCuda"]
+__all__ = ["CpuForCuda", "Nothing"]
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
@@ -47,3 +47,10 @@ class CpuForCuda(TorchFunctionMode):
             self.asked = True
             return "cpu"
         return value
+
+
+class Nothing(nullcontext):
+    """What takes the place of ``CpuForCuda`` on a GPU."""
+
+    asked = False
+    available = nullcontext

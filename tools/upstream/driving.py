@@ -17,14 +17,25 @@ import torch
 from visdet.datasets import make_driving_scenes
 from visdet.datasets.info_files import load_infos
 
-from .compare import without_randomness
-
 ANCHORS = {  # by a part of the file's name: the shape, and the size of the region in metres
     "det": ((900, 11), 40.0),
     "kmeans900": ((900, 11), 40.0),
     "map": ((100, 40), 15.0),
+    "b2d_motion": ((9, 6, 6, 2), 10.0),  # of HiP-AD
+    "plan_spat": ((48, 6, 2), 10.0),
     "motion_6": ((10, 6, 12, 2), 10.0),
     "plan_6": ((3, 6, 6, 2), 10.0),
+}
+
+
+_VALUES = {  # for a comparison
+    "drop_out": 0.0,
+    "dropout": 0.0,
+    "attn_drop": 0.0,
+    "ffn_drop": 0.0,
+    "use_grid_mask": False,
+    "use_rescore": False,
+    "with_cp": False,
 }
 
 
@@ -118,6 +129,17 @@ def smaller(config: str, work: Path, scale: float) -> str:
     path = work / f"smaller_{Path(config).stem.replace('-', '_')}.py"
     path.write_text(text.replace(found[0], f"input_shape = ({size})"))
     return str(path)
+
+
+def without_randomness(settings: Any) -> None:
+    """Switch dropout, GridMask, 16-bit attention and the rescoring of the plan off in a config, in place."""
+    for key, value in list(settings.items() if isinstance(settings, dict) else enumerate(settings)):
+        if isinstance(value, (dict, list)):
+            without_randomness(value)
+        elif key in _VALUES:
+            settings[key] = _VALUES[key]
+        elif value == "MultiheadFlashAttention":
+            settings[key] = "MultiheadAttention"
 
 
 def without_files(settings: Any, work: Path, anchors: dict) -> None:

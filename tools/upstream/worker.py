@@ -6,10 +6,8 @@ The process runs in the checkout's folder. It appends a line of JSON to the repo
 import contextlib
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ sys.path[:0] = [str(Path.cwd()), str(Path(__file__).resolve().parents[1])]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from upstream.compare import compare  # noqa: E402
-from upstream.cpu import CpuForCuda  # noqa: E402
+from upstream.cpu import CpuForCuda, Nothing  # noqa: E402
 from upstream.recipes import RECIPES  # noqa: E402
 
 
@@ -115,29 +112,32 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
     np.set_printoptions(threshold=10)
-    if task == "compare":
-        runner = replace(recipe.runner(), exact=True)
-    else:
-        runner = recipe.runner()
-    with CpuForCuda() if device == "cpu" else contextlib.nullcontext() as answers:
-        forward = answers.available if answers else contextlib.nullcontext
-        try:
-            if task == "compare":
-                compare(runner, work, device, scale, report, forward)
-                return
-            with report.stage("imports"):
-                runner.imports()
-            with report.stage("builds") as result:
-                model = runner.build(work, device, scale)
-                result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
-            for part in (train, predict):
-                start = time.perf_counter()
-                with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
-                    part(runner, model, work, report, forward)
-                report.add("seconds", round(time.perf_counter() - start, 1))
-        finally:
-            if answers is not None and answers.asked:
-                report.add("asked_for_cuda", True)
+    answers = CpuForCuda() if device == "cpu" else Nothing()
+    runner = recipe.runner()
+    try:
+        if task == "compare":
+            from upstream.compare import compare
+
+            runner.exact = True
+            compare(runner, work, device, scale, report, answers)
+        else:
+            with answers:
+                check(runner, work, device, scale, report, answers)
+    finally:
+        if answers.asked:
+            report.add("asked_for_cuda", True)
+
+
+def check(runner: Any, work: Path, device: str, scale: float, report: Report, answers: Any) -> None:
+    """Build the model, train it and predict."""
+    with report.stage("imports"):
+        runner.imports()
+    with report.stage("builds") as result:
+        model = runner.build(work, device, scale)
+        result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
+    for part in (train, predict):
+        with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
+            part(runner, model, work, report, answers.available)
 
 
 if __name__ == "__main__":
