@@ -124,6 +124,13 @@ def main() -> int:
         default=[],
         help="compare SparseDrive's sources with visdet's model on the same weights and frames",
     )
+    parser.add_argument(
+        "--time",
+        dest="task",
+        action="store_const",
+        const=["time"],
+        help="show the median time of a training step (column loss) and of a prediction, of one sample",
+    )
     options = parser.parse_args()
     paths = [path.resolve() for path in options.paths]
     options.work = options.work.resolve()

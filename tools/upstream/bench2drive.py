@@ -1,4 +1,4 @@
-"""HiP-AD, whose data set (Bench2Drive) is out of reach: the frames' poses are the driving scenes', the rest is random."""
+"""HiP-AD on the poses of the driving scenes, with random images and targets, as Bench2Drive is out of reach."""
 
 import pickle
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT [compare].
+"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT [compare|time].
 
 The process runs in the checkout's folder. It appends a line of JSON to the report for each stage that it reaches.
 """
@@ -6,6 +6,7 @@ The process runs in the checkout's folder. It appends a line of JSON to the repo
 import contextlib
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,6 +121,9 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
 
             runner.exact = True
             compare(runner, work, device, scale, report, answers)
+        elif task == "time":
+            with answers:
+                measure(runner, work, device, scale, report)
         else:
             with answers:
                 check(runner, work, device, scale, report, answers)
@@ -138,6 +142,30 @@ def check(runner: Any, work: Path, device: str, scale: float, report: Report, an
     for part in (train, predict):
         with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
             part(runner, model, work, report, answers.available)
+
+
+def measure(runner: Any, work: Path, device: str, scale: float, report: Report) -> None:
+    """Report the median milliseconds of a training step and of a prediction, the batch being on the device before."""
+    runner.imports()
+    model = runner.build(work, device, scale)
+    for stage, training in (("loss", True), ("prediction", False)):
+        model.train(training)
+        batches = list(runner.batches(work, training))
+        times = []
+        for turn in range(23):
+            start = time.perf_counter()
+            with torch.set_grad_enabled(training):
+                if training:
+                    runner.train_step(batches[turn % 2]).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 25.0)
+                    runner.optimizer.step()
+                    runner.optimizer.zero_grad()
+                else:
+                    runner.predict(batches[turn % 2])
+            if device != "cpu":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        report.add(stage, f"{1e3 * float(np.median(times[3:])):.1f} ms")
 
 
 if __name__ == "__main__":
