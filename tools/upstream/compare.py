@@ -33,11 +33,11 @@ def compare(runner: Any, work: Path, device: str, scale: float, report: Any, ans
         ours.load_state_dict(theirs.state_dict())
         found: dict[str, list[float]] = {stage: [0.0] for stage in LIMITS}
         for training in (True, False):
-            for model in (theirs, ours):
-                model.train(training)
+            # Each turn starts without earlier frames, which only visdet's model forgets by itself.
+            pair = [copy.deepcopy(model).train(training) for model in (theirs, ours)]
             for batch in runner.batches(work, training):
                 data = runner.scattered(batch)
-                pairs = (trained if training else predicted)(theirs, ours, data, answers)
+                pairs = (trained if training else predicted)(*pair, data, answers)
                 for stage, (values, own_values) in pairs.items():
                     found[stage] += differences(stage, values, own_values)
     for stage, values in found.items():
