@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,11 +24,11 @@ class CpuForCuda(TorchFunctionMode):
     @contextmanager
     def available(self) -> Iterator[None]:
         """Let CUDA be available, so that mmdet's focal loss takes mmcv's operator, which allows negative labels."""
-        before, torch.cuda.is_available = torch.cuda.is_available, lambda: True
-        try:
+        with (
+            patch("torch.cuda.is_available", lambda: True),
+            patch("torch.cuda.get_device_name", lambda *device: "CPU"),
+        ):
             yield
-        finally:
-            torch.cuda.is_available = before
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function == torch.Tensor.cuda:
