@@ -1,0 +1,130 @@
+"""The check of other repositories' sources, on imitations of their checkouts."""
+
+import sys
+
+import pytest
+from toolbox import ROOT, run
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from check_upstream import COLUMNS, table
+from upstream.recipes import RECIPES, recognise
+
+MAIN = """
+import argparse, torch
+
+def get_args_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device")
+    return parser
+
+class Criterion(torch.nn.Module):
+    weight_dict = {"loss_ce": 2.0}
+
+    def forward(self, outputs, targets):
+        return {"loss_ce": outputs["boxes"].square().mean(), "unused": torch.tensor(1.0)}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+
+    def forward(self, images):
+        means = torch.stack([image.mean((1, 2)) for image in images])MOVED
+        return {"boxes": self.layer(means) * FACTOR}
+
+def build_model(arguments):
+    return Model(), Criterion(), {"bbox": lambda outputs, sizes: [{"boxes": row} for row in outputs["boxes"]]}
+"""
+
+
+def checkout(folder, main=MAIN, moved="", factor="1.0"):
+    """Write an imitation of Deformable-DETR's checkout."""
+    for path, text in (
+        ("configs/r50_deformable_detr.sh", ""),
+        ("models/__init__.py", ""),
+        ("models/backbone.py", ""),
+        ("main.py", main.replace("MOVED", moved).replace("FACTOR", factor)),
+    ):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def check(tmp_path, *arguments, status=1):
+    """Run the tool on the imitation, and return the cells of its row."""
+    done = run("check_upstream", tmp_path / "it", "--device", "cpu", "--work", tmp_path / "work", *arguments)
+    assert done.returncode == status, done.stdout + done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| Deformable"))
+    return dict(
+        zip(COLUMNS, (cell.strip() for cell in row.strip("|").split(" | ")), strict=True)
+    ), done.stdout
+
+
+def test_a_checkout_that_runs_has_no_obstacle(tmp_path):
+    checkout(tmp_path / "it")
+    cells, _ = check(tmp_path, status=0)
+    assert (cells["device"], cells["imports"], cells["builds"], cells["gradients"]) == (
+        "cpu",
+        "yes",
+        "0.0 M",
+        "2",
+    )
+    assert len([float(loss) for loss in cells["loss"].split(",")]) == 2
+    assert (cells["prediction"], cells["first obstacle"]) == ("16 numbers", "-")
+
+
+def test_code_that_asks_for_cuda_is_answered_by_the_cpu_and_marked(tmp_path):
+    checkout(tmp_path / "it", moved=".cuda() + torch.zeros(1, device='cuda')")
+    cells, text = check(tmp_path, status=0)
+    assert (cells["device"], cells["first obstacle"]) == ("cpu*", "-")
+    assert "asks for CUDA by itself" in text
+
+
+def test_the_first_obstacle_is_one_line_with_the_place_in_the_checkout(tmp_path):
+    checkout(tmp_path / "it", main='\nraise ImportError("no operators here\\nreinstall them")\n')
+    cells, _ = check(tmp_path)
+    assert (cells["imports"], cells["builds"]) == ("-", "-")
+    assert cells["first obstacle"] == "imports: ImportError: no operators here (main.py:2)"
+
+
+def test_numbers_that_are_not_finite_are_an_obstacle(tmp_path):
+    checkout(tmp_path / "it", factor="float('nan')")
+    cells, _ = check(tmp_path)
+    assert cells["first obstacle"].startswith("loss: FloatingPointError: the loss is nan")
+    assert cells["prediction"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("main", "limit", "expected"),
+    [
+        ("import time\ntime.sleep(60)", "8", "stopped after 8 s"),
+        ("import os\nprint('out of luck', flush=True)\nos._exit(3)", "60", "exit status 3: out of luck"),
+    ],
+)
+def test_a_process_that_hangs_or_dies_is_one_row(tmp_path, main, limit, expected):
+    checkout(tmp_path / "it", main=main)
+    cells, _ = check(tmp_path, "--limit", limit)
+    assert cells["first obstacle"] == expected
+
+
+def test_an_unknown_folder_is_named(tmp_path):
+    done = run("check_upstream", tmp_path, "--device", "cpu", "--work", tmp_path / "work")
+    assert done.returncode == 1
+    assert f"{tmp_path} is no checkout that this tool knows" in done.stderr
+
+
+def test_a_fork_with_configs_of_sparsedrive_is_the_fork(tmp_path):
+    names = {recipe.name: recipe for recipe in RECIPES}
+    assert len(names) == len(RECIPES)
+    for name in ("SparseDrive stage 1", "SparseDrive stage 2", "BridgeAD stage 2"):
+        path = tmp_path / names[name].config
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        expected = [name] if name.startswith("BridgeAD") else [*names][: 1 if name.endswith("1") else 2]
+        assert [recipe.name for recipe in recognise(tmp_path)] == expected
+
+
+def test_a_bar_in_a_cell_does_not_break_the_table():
+    text = table([dict.fromkeys(COLUMNS, "a|b")])
+    assert text.splitlines()[2].count("|") == len(COLUMNS) + 1

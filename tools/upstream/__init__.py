@@ -1,0 +1,1 @@
+"""How check_upstream.py builds, trains and runs the models of each repository."""

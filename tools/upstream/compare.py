@@ -1,0 +1,152 @@
+"""A repository's SparseDrive beside visdet's own model, with the same weights on the same frames."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visdet.models.sparsedrive.box3d_decoder import of_samples
+from visdet.models.sparsedrive.sample_batch import batch_of
+from visdet.registry import MODELS
+from visdet.structures import DrivingDataSample
+
+__all__ = ["compare"]
+
+LIMITS = {"loss": 1e-3, "prediction": 1e-3, "gradients": 2e-3}
+
+
+def compare(runner: Any, work: Path, device: str, scale: float, report: Any, answers: Any) -> None:
+    """Train and predict two frames with both models, and report the largest differences.
+
+    ``answers`` surrounds the repository's code, and ``answers.available`` its forward.
+    """
+    with answers, report.stage("imports"):
+        runner.imports()
+    with answers, report.stage("builds") as result:
+        theirs = runner.build(work, device, scale)
+        spread_scores(theirs)
+        result(f"{sum(p.numel() for p in theirs.parameters()) / 1e6:.1f} M")
+    with report.stage("comparison"):
+        ours = MODELS.build(runner.plain_model).to(device)
+        ours.load_state_dict(theirs.state_dict())
+        found: dict[str, list[float]] = {stage: [0.0] for stage in LIMITS}
+        for training in (True, False):
+            # Each turn starts without earlier frames, which only visdet's model forgets by itself.
+            pair = [copy.deepcopy(model).train(training) for model in (theirs, ours)]
+            for batch in runner.batches(work, training):
+                data = runner.scattered(batch)
+                pairs = (trained if training else predicted)(*pair, data, answers)
+                for stage, (values, own_values) in pairs.items():
+                    found[stage] += differences(stage, values, own_values)
+    for stage, values in found.items():
+        report.add(stage, f"{max(values):.1e}")
+        if max(values) > LIMITS[stage]:
+            report.add(
+                "obstacle", f"{stage}: the models differ by {max(values):.1e}, more than {LIMITS[stage]:g}"
+            )
+
+
+def trained(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+    """Return the losses and the norms of all gradients of both models."""
+    for model in (theirs, ours):
+        model.zero_grad()
+    with answers, answers.available():
+        losses = theirs(**copy.deepcopy(data))
+    with answers:
+        sum(losses.values()).backward()
+    disturbed = [with_noise(ours, seed) for seed in range(2)]
+    for model in (*disturbed, ours):
+        own_losses = model(data["img"], samples_of(data), mode="loss")
+        sum(own_losses.values()).backward()
+    own = norms(ours)
+    unsteady = {
+        name
+        for values in map(norms, disturbed)
+        for name, value in values.items()
+        if abs(value - own[name]) > 2e-4 * own[name]
+    }
+    print(
+        f"{len(unsteady)} of {len(own)} norms of gradients depend on the last digit of the weights",
+        flush=True,
+    )
+    values = {name: value for name, value in norms(theirs).items() if name not in unsteady}
+    return {"loss": (losses, own_losses), "gradients": (values, own)}
+
+
+def with_noise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Return a copy with weights off by about one unit in the last place.
+
+    An L1 loss or a ReLU at zero then takes the other side, as another order of summation would make it.
+    """
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.mul_(1 + 2e-7 * noise)
+    return model
+
+
+@torch.no_grad()
+def predicted(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+    """Return the boxes, lines, trajectories and plans of both models."""
+    with answers, answers.available():
+        boxes = theirs(**copy.deepcopy(data))[0]["img_bbox"]
+    samples = samples_of(data)
+    outs = ours(data["img"], samples, mode="tensor")
+    own = of_samples(ours.head.select(outs, batch_of(samples)), ours.head.of_sample)[0]
+    names = [name for name in boxes if name in own and name != "cls_scores"]  # Their order differs.
+    return {"prediction": ({name: boxes[name] for name in names}, {name: own[name] for name in names})}
+
+
+def spread_scores(model: torch.nn.Module) -> None:
+    """Draw the last layers of scores, so that boxes count in the loss and the best ones differ clearly in score."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "cls_layers" in name or "quality_layers" in name:
+                if parameter.dim() > 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                elif parameter.shape[0] < 32:
+                    parameter.zero_()
+
+
+def samples_of(data: dict) -> list[DrivingDataSample]:
+    """Return the samples of a batch of the repository's pipeline."""
+    samples = []
+    for index, metas in enumerate(data["img_metas"]):
+        sample = DrivingDataSample(metainfo=metas)
+        for name, values in data.items():
+            if name == "gt_depth":
+                sample.set_field([level[index] for level in values], name)
+            elif name not in ("img", "img_metas", *metas):
+                sample.set_field(values[index], name)
+        samples.append(sample)
+    return samples
+
+
+def norms(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def differences(stage: str, values: dict, own_values: dict) -> list[float]:
+    """Print and return the largest difference of each entry, relative to the largest number where that exceeds one.
+
+    Numbers such as losses and norms are compared relative to themselves.
+    """
+    found = {}
+    for name, value in values.items():
+        theirs, ours = (as_tensor(entry).detach().double().cpu() for entry in (value, own_values[name]))
+        if theirs.shape != ours.shape:
+            found[name] = float("inf")
+        elif theirs.numel():
+            least = 1.0 if theirs.dim() else 1e-4
+            found[name] = float((theirs - ours).abs().max()) / max(float(theirs.abs().max()), least)
+    for name in sorted(found, key=lambda name: -found[name])[:5]:
+        print(f"{stage} {name}: {found[name]:.1e}", flush=True)
+    return list(found.values())
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value)
