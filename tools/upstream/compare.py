@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from visdet.models.sparsedrive.box3d_decoder import of_samples
+from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
