@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from visdet.argument_types import converted_arguments
+from visdet.checks.argument_types import converted_arguments
 from visdet.errors import UserError
 from visdet.registry import DATA_SAMPLERS, HOOKS, METRICS, MODELS, TRANSFORMS
 

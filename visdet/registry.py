@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from visdet.argument_types import converted_arguments
+from visdet.checks.argument_types import converted_arguments
 from visdet.errors import UnknownNameError, build_step
 from visdet.train_extra import require_train_extra
 

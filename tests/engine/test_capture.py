@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from visdet.structures.capture import captures, in_parallel, keeps_tables
+from visdet.execution.capture import captures, in_parallel, keeps_tables
 
 
 def test_without_a_capture_one_function_runs_after_the_other():

@@ -8,7 +8,7 @@ from mmengine.hooks import Hook
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import NonFiniteLossError
-from visdet.structures.host_copy import HostCopy
+from visdet.execution.host_copy import HostCopy
 
 
 @pytest.fixture

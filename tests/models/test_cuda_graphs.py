@@ -17,9 +17,9 @@ from visdet.engine.graphs import methods as cuda_graphs
 from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.graphs.steps import GraphedStep
+from visdet.execution.tensor_tree import map_tensors
 from visdet.models.layers import linear
 from visdet.structures import DetDataSample
-from visdet.structures.tensor_tree import map_tensors
 
 STEPS = 12
 

@@ -20,7 +20,7 @@ from visdet.ops import (
     modulated_deform_conv2d,
 )
 from visdet.ops.deform_conv2d import deform_conv2d_reference
-from visdet.ops.deform_conv_layers import rename_offset_layers_on_load
+from visdet.ops.mmcv.deform_conv_layers import rename_offset_layers_on_load
 
 
 def let_serve(backend, monkeypatch):

@@ -10,11 +10,11 @@ from mmengine.dataset import BaseDataset
 from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
 
+from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 from visdet.structures.palette import class_palette
-from visdet.structures.similar_names import look_alike
 
 __all__ = ["COCO_CLASSES", "CocoDataset"]
 

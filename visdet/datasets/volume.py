@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from visdet.checks.finite import check_finite
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
 from visdet.structures import FieldDataSample
-from visdet.structures.finite import check_finite
 
 __all__ = ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"]
 

@@ -17,9 +17,9 @@ from mmengine.registry import init_default_scope
 from mmengine.visualization import Visualizer
 from torch import nn
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
-from visdet.structures.finite import DIVERGED, check_finite
 
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of

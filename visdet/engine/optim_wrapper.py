@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from visdet.errors import InvalidInputError
+from visdet.execution.host_copy import HostCopy
 from visdet.registry import OPTIM_WRAPPERS
-from visdet.structures.host_copy import HostCopy
 
 __all__ = ["AmpOptimWrapper", "OptimWrapper"]
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.structures.driving_data_sample import predictions_of
-from visdet.structures.finite import DIVERGED, check_finite
 
 from .errors import ConfigError
 from .inference import detections_of

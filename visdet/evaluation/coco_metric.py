@@ -12,6 +12,7 @@ from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.coco_json import (
@@ -21,7 +22,6 @@ from visdet.structures.coco_json import (
     match_categories,
     written_otherwise,
 )
-from visdet.structures.finite import DIVERGED, check_finite
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .tables import table_text

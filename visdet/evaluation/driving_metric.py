@@ -11,8 +11,8 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
-from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = [
     "PREDICTED",

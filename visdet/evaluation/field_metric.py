@@ -8,9 +8,9 @@ import torch
 from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = ["FieldMetric"]
 

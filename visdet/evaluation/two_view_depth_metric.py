@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from mmengine.evaluator import BaseMetric
 
+from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.finite import DIVERGED, check_finite
 
 __all__ = ["TwoViewDepthMetric"]
 

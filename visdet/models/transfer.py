@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visdet.structures.capture import keeps_tables
-from visdet.structures.tensor_tree import map_tensors, tensors_of
+from visdet.execution.capture import keeps_tables
+from visdet.execution.tensor_tree import map_tensors, tensors_of
 
 __all__ = ["SamplesOnHost", "constants_on", "to_device"]
 

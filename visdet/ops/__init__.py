@@ -2,19 +2,10 @@
 
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms
-from .bbox_overlaps import bbox_overlaps
 from .box_iou_rotated import box_iou_quadri, box_iou_rotated
 from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
-from .corner_pool import CornerPool, corner_pool
 from .deform_conv2d import deform_conv2d
-from .deform_conv_layers import (
-    DeformConv2d,
-    DeformConv2dPack,
-    ModulatedDeformConv2d,
-    ModulatedDeformConv2dPack,
-)
-from .deform_roi_pool import DeformRoIPool, DeformRoIPoolPack, ModulatedDeformRoIPoolPack, deform_roi_pool
 from .deformable_aggregation import (
     deformable_aggregation,
     deformable_aggregation_function,
@@ -31,13 +22,22 @@ from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, 
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .iou3d import boxes_iou3d, boxes_overlap_bev, nms3d, nms3d_normal
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
-from .masked_conv2d import MaskedConv2d, masked_conv2d
-from .modulated_deform_conv2d import modulated_deform_conv2d
-from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
-from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
-from .nms import nms, nms_match
-from .nms_rotated import nms_quadri, nms_rotated
-from .point_sample import (
+from .mmcv.bbox_overlaps import bbox_overlaps
+from .mmcv.corner_pool import CornerPool, corner_pool
+from .mmcv.deform_conv_layers import (
+    DeformConv2d,
+    DeformConv2dPack,
+    ModulatedDeformConv2d,
+    ModulatedDeformConv2dPack,
+)
+from .mmcv.deform_roi_pool import (
+    DeformRoIPool,
+    DeformRoIPoolPack,
+    ModulatedDeformRoIPoolPack,
+    deform_roi_pool,
+)
+from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
+from .mmcv.point_sample import (
     SimpleRoIAlign,
     abs_img_point_to_rel_img_point,
     bilinear_grid_sample,
@@ -48,9 +48,14 @@ from .point_sample import (
     rel_roi_point_to_abs_img_point,
     rel_roi_point_to_rel_img_point,
 )
+from .mmcv.saconv import ConvAWS2d, SAConv2d
+from .modulated_deform_conv2d import modulated_deform_conv2d
+from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
+from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
+from .nms import nms, nms_match
+from .nms_rotated import nms_quadri, nms_rotated
 from .roi_align import RoIAlign, roi_align
 from .roi_pool import RoIPool, roi_pool
-from .saconv import ConvAWS2d, SAConv2d
 from .sample_dot import sample_dot, sample_dot_reference
 from .sample_sum import sample_sum, sample_sum_reference
 from .soft_nms import soft_nms

@@ -8,9 +8,8 @@ from typing import Any
 
 from mmengine.fileio import get_text
 
+from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError
-
-from .similar_names import look_alike
 
 __all__ = ["id_order", "listed", "load_coco_json", "match_categories", "written_otherwise"]
 

@@ -6,7 +6,7 @@ import torch
 from test_frozen_perception import motion_frame, tiny_stage2
 from tiny_driving import frame, tiny_model
 
-from visdet.structures.tensor_tree import tensors_of
+from visdet.execution.tensor_tree import tensors_of
 
 
 def test_from_images_to_results_there_is_one_graph():

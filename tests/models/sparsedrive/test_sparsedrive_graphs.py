@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.execution.tensor_tree import layout_of, map_tensors
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.structures.driving_data_sample import predictions_of
-from visdet.structures.tensor_tree import layout_of, map_tensors
 
 # Two sequences side by side; the second one's scene ends within.
 SCENES = [["a", "b"]] * 6 + [["a", "c"]] * 6

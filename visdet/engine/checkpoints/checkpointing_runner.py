@@ -14,7 +14,7 @@ from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from visdet.structures.state_dicts import nonfinite_names
+from visdet.checks.state_dicts import nonfinite_names
 
 from ..console import say
 from ..errors import CheckpointError

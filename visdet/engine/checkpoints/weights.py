@@ -10,7 +10,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from visdet.structures.state_dicts import common_prefix, is_dense, named, nonfinite_names
+from visdet.checks.state_dicts import common_prefix, is_dense, named, nonfinite_names
 
 from ..errors import CheckpointError
 

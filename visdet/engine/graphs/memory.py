@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from visdet.structures.capture import Capture, captures
+from visdet.execution.capture import Capture, captures
 
 __all__ = ["GraphMemory"]
 

@@ -16,7 +16,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from visdet.structures.tensor_tree import layout_of, map_tensors
+from visdet.execution.tensor_tree import layout_of, map_tensors
 
 from .memory import GraphMemory
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep

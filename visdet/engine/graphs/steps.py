@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visdet.structures.tensor_tree import layout_of, map_tensors, tensors_of
+from visdet.execution.tensor_tree import layout_of, map_tensors, tensors_of
 
 from .leaves import leaves_in_place_of, with_leaves
 from .memory import GraphMemory

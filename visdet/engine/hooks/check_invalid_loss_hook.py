@@ -9,8 +9,8 @@ from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
+from visdet.execution.host_copy import HostCopy, stack_numbers
 from visdet.registry import HOOKS
-from visdet.structures.host_copy import HostCopy, stack_numbers
 
 from ..errors import ConfigError, UserError
 from ..optim_wrapper import OptimWrapper

@@ -5,8 +5,8 @@ from typing import Any
 from mmengine.hooks import LoggerHook
 from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 
+from visdet.execution.host_copy import HostCopy
 from visdet.registry import HOOKS
-from visdet.structures.host_copy import HostCopy
 
 from ..optim_wrapper import OptimWrapper
 from .progress_hook import ProgressHook

@@ -8,8 +8,8 @@ from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
+from visdet.checks.state_dicts import common_prefix, named
 from visdet.errors import InvalidInputError, UserError
-from visdet.structures.state_dicts import common_prefix, named
 
 __all__ = ["load_pretrained"]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.structures.capture import keeps_tables
+from visdet.execution.capture import keeps_tables
 
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from visdet.errors import InvalidInputError
+from visdet.execution.host_copy import HostCopy
+from visdet.execution.tensor_tree import ON_HOST
 from visdet.structures import DetDataSample
-from visdet.structures.host_copy import HostCopy
-from visdet.structures.tensor_tree import ON_HOST
 
 from ..transfer import to_device
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from visdet.structures.tensor_tree import ON_HOST
+from visdet.execution.tensor_tree import ON_HOST
 
 from ..transfer import to_device
 

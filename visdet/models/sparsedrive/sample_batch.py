@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
+from visdet.execution.tensor_tree import ON_HOST
 from visdet.structures import DrivingDataSample
-from visdet.structures.tensor_tree import ON_HOST
 
 from ..driving_data_preprocessor import stack_equal
 from .boxes.denoising import DenoisingQueries

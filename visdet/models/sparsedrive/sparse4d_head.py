@@ -8,8 +8,8 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.execution.tensor_tree import map_tensors
 from visdet.registry import MODELS, TASK_UTILS
-from visdet.structures.tensor_tree import map_tensors
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device

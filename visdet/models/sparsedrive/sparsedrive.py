@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
+from visdet.execution.tensor_tree import ON_HOST, map_tensors
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
-from visdet.structures.tensor_tree import ON_HOST, map_tensors
 
 from ..base_detector import BaseDetector
 from .base_target import Assignment, PairCosts, assigned_instances

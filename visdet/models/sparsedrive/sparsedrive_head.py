@@ -8,8 +8,8 @@ from mmengine.model import BaseModule
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
+from visdet.execution.capture import in_parallel
 from visdet.registry import MODELS
-from visdet.structures.capture import in_parallel
 
 from .base_target import Assignment, PairCosts
 from .boxes.denoising import DenoisingQueries

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.structures.tensor_tree import is_on_host
+from visdet.execution.tensor_tree import is_on_host
 
 __all__ = ["from_plain_values", "temporal_value", "to_plain_values"]
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ._arguments import computation_dtype, pair
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
+from .._arguments import computation_dtype, pair
+from .._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
 
 __all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
 

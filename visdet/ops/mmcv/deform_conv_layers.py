@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import pair
-from ._deform_conv_inputs import Pair
-from ._renamed import renamed_arguments
-from .deform_conv2d import deform_conv2d
-from .modulated_deform_conv2d import modulated_deform_conv2d
+from .._arguments import pair
+from .._deform_conv_inputs import Pair
+from .._renamed import renamed_arguments
+from ..deform_conv2d import deform_conv2d
+from ..modulated_deform_conv2d import modulated_deform_conv2d
 
 __all__ = [
     "DeformConv2d",
@@ -200,7 +200,7 @@ class _Pack(_Layer):
         if old in unexpected_keys:
             warnings.warn(
                 f"{type(self).__name__}: the state dict is of version 1, and its offset layer {old!r} is not loaded; "
-                "call visdet.ops.deform_conv_layers.rename_offset_layers_on_load(model) before",
+                "call visdet.ops.mmcv.deform_conv_layers.rename_offset_layers_on_load(model) before",
                 stacklevel=2,
             )
 

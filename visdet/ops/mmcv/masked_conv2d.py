@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import pair
+from .._arguments import pair
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 

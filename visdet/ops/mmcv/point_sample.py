@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._arguments import computation_dtype, pair
-from ._roi_sampling import check_rois
-from .tracing import is_traced, recorded_as_one
+from .._arguments import computation_dtype, pair
+from .._roi_sampling import check_rois
+from ..tracing import is_traced, recorded_as_one
 
 __all__ = [
     "SimpleRoIAlign",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .deform_conv2d import deform_conv2d
+from ..deform_conv2d import deform_conv2d
 
 __all__ = ["ConvAWS2d", "SAConv2d"]
 

@@ -1,0 +1,1 @@
+"""Checks of what files, configs and models hold."""
