@@ -22,7 +22,6 @@ ALLOWED = {
     "evaluation": {"structures", "registry", "errors"},
     "engine": {"structures", "registry", "errors", "lazy_names"},
     "visualization": {"structures", "registry", "errors"},
-    "testing": {"ops"},
     "compat": {"ops", "errors"},
 }
 # They say which extra to install before they import its packages.

@@ -75,7 +75,7 @@ def private_names(cls: type) -> set[str]:
 
 def modules():
     for module in pkgutil.walk_packages(visdet.__path__, "visdet."):
-        if not re.match(r"visdet\.(compat|ops|testing|train_extra)\b|.*__main__$", module.name):
+        if not re.match(r"visdet\.(compat|ops|train_extra)\b|.*__main__$", module.name):
             yield import_module(module.name)
 
 
