@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time of all families together (default: 1, unless --calls or --seed is given)",
+        help="time of all operators together (default: 1, unless --calls or --seed is given)",
     )
     parser.add_argument(
         "--jobs", type=int, help="number of parallel processes (default: one per core on the CPU, 1 on CUDA)"

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -263,7 +264,8 @@ class Gradient:
         self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
         assert given[: 1 + len(names)] == ["grad_output", *names] and set(results) <= set(names), name
         self._wide = None if wide is None else names.index(wide)
-        self._order = [results.index(name) if name in results else None for name in names]
+        # The gradients of the arguments are the results and, for the arguments without one, the None behind them.
+        self._in_order = itemgetter(*(results.index(name) if name in results else -1 for name in names))
 
     def fake(self, *inputs: Any, **options: Any) -> Any:
         given = dict(zip(self._given, inputs, strict=False)) | options
@@ -288,14 +290,12 @@ class Gradient:
         tensors = ctx.saved_tensors
         if self._wide is not None:
             grad_output = grad_output.to(tensors[self._wide].dtype)
-        needs = ctx.needs_input_grad
         flags = [
-            torch.are_deterministic_algorithms_enabled() if index is None else needs[index]
+            torch.are_deterministic_algorithms_enabled() if index is None else ctx.needs_input_grad[index]
             for index in self._flags
         ]
         found = self._operator(grad_output, *tensors, *ctx.numbers, *flags)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(None if i is None or not needs[k] else found[i] for k, i in enumerate(self._order))
+        return self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
