@@ -45,17 +45,9 @@ USES = {
     ),
     "torch._foreach_copy_": ("Many tensors are copied by few kernels.", ("torch", "^foreach_copy")),
     "torch._foreach_norm": ("The norms of many tensors take few kernels.", ("torch", "^foreach_norm")),
-    "torch._check": (
-        "torch documents it: it tells the compiler a bound of a size.",
-        ("torch.compiler", "^check"),
-    ),
     "torch._dynamo": (
         "The compiler's cache is named by this module only.",
         ("torch.compiler", "^cache_size"),
-    ),
-    "torch._inductor.config": (
-        "The fuzzer imports it before it forks, because deterministic algorithms import it later.",
-        ("torch.compiler", "^inductor"),
     ),
     "torch._utils": (
         "Checkpoints name _rebuild_tensor, _rebuild_tensor_v2 and _rebuild_parameter, which a reader has to allow.",

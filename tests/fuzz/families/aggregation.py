@@ -324,6 +324,11 @@ def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str,
 
 _TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
 
+
+def _of_shapes(**shapes: tuple[int, ...]) -> Problem:
+    return Problem({**_TWO_CAMERAS, **{name: rand(*shape) for name, shape in shapes.items()}}, tuple(shapes))
+
+
 OPERATORS = (
     Operator(
         "deformable_aggregation",
@@ -339,15 +344,7 @@ OPERATORS = (
             "level_shapes": ("rank", 2),
         },
         of_size=(
-            lambda n: Problem(
-                {
-                    "features": rand(2, 18, 4),
-                    **_TWO_CAMERAS,
-                    "locations": rand(2, n, 3, 2, 2),
-                    "weights": rand(2, n, 3, 2, 1, 2),
-                },
-                ("features", "locations", "weights"),
-            ),
+            lambda n: _of_shapes(features=(2, 18, 4), locations=(2, n, 3, 2, 2), weights=(2, n, 3, 2, 1, 2)),
         ),
         launches=_launches_of_deformable_aggregation,
     ),
@@ -367,15 +364,11 @@ OPERATORS = (
         },
         aliases=("deformable_aggregation",),
         of_size=(
-            lambda n: Problem(
-                {
-                    "features": rand(n, 18, 4),
-                    "depth_probs": rand(n, 18, 3),
-                    **_TWO_CAMERAS,
-                    "locations": rand(n, 5, 3, 2, 3),
-                    "weights": rand(n, 5, 3, 2, 1, 2),
-                },
-                ("features", "depth_probs", "locations", "weights"),
+            lambda n: _of_shapes(
+                features=(n, 18, 4),
+                depth_probs=(n, 18, 3),
+                locations=(n, 5, 3, 2, 3),
+                weights=(n, 5, 3, 2, 1, 2),
             ),
         ),
         launches=_launches_of_deformable_aggregation_with_depth,
