@@ -325,6 +325,14 @@ def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str,
 _TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
 
 
+_SPOILED = {
+    "features": ("rank", "type", 0),
+    "locations": ("rank", "device", 0, 1, 2, 3, 4),
+    "weights": ("rank", "device", 0, 1, 2, 3, 4),
+    "level_shapes": ("rank", 2),
+}
+
+
 def _of_shapes(**shapes: tuple[int, ...]) -> Problem:
     return Problem({**_TWO_CAMERAS, **{name: rand(*shape) for name, shape in shapes.items()}}, tuple(shapes))
 
@@ -337,12 +345,7 @@ OPERATORS = (
         deformable_aggregation_reference,
         _bounds,
         reads_beside=("features",),
-        spoiled={
-            "features": ("rank", "type", 0),
-            "locations": ("rank", "device", 0, 1, 2, 3, 4),
-            "weights": ("rank", "device", 0, 1, 2, 3, 4),
-            "level_shapes": ("rank", 2),
-        },
+        spoiled=_SPOILED,
         of_size=(
             lambda n: _of_shapes(features=(2, 18, 4), locations=(2, n, 3, 2, 2), weights=(2, n, 3, 2, 1, 2)),
         ),
@@ -355,13 +358,7 @@ OPERATORS = (
         deformable_aggregation_with_depth_reference,
         _depth_bounds,
         reads_beside=("features", "depth_probs"),
-        spoiled={
-            "features": ("rank", "type", 0),
-            "depth_probs": ("rank", "type", 0, 1),
-            "locations": ("rank", "device", 0, 1, 2, 3, 4),
-            "weights": ("rank", "device", 0, 1, 2, 3, 4),
-            "level_shapes": ("rank", 2),
-        },
+        spoiled={**_SPOILED, "depth_probs": ("rank", "type", 0, 1)},
         aliases=("deformable_aggregation",),
         of_size=(
             lambda n: _of_shapes(
