@@ -318,13 +318,11 @@ def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str,
     arguments = draw(_launches_of_deformable_aggregation())
     features, locations = arguments.pop("features"), arguments.pop("locations")
     depth_probs = sizes.empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
-    locations = sizes.empty(*locations.shape[:-1], 3, dtype=locations.dtype)
-    return {"features": features, "depth_probs": depth_probs, **arguments, "locations": locations}
+    arguments["locations"] = sizes.empty(*locations.shape[:-1], 3, dtype=locations.dtype)
+    return {"features": features, "depth_probs": depth_probs, **arguments}
 
 
 _TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
-
-
 _SPOILED = {
     "features": ("rank", "type", 0),
     "locations": ("rank", "device", 0, 1, 2, 3, 4),
