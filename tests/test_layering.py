@@ -16,7 +16,7 @@ ALLOWED = {
     "errors": set(),
     "restricted_pickle": set(),
     "restricted_load": {"restricted_pickle"},
-    "structures": {"errors", "lazy_names"},
+    "structures": {"errors", "lazy_names", "checks"},
     "execution": set(),
     "checks": {"errors"},
     "registry": {"errors", "checks"},
@@ -34,7 +34,6 @@ ALLOWED = {
         "restricted_pickle",
     },
     "visualization": {"structures", "registry", "errors"},
-    "testing": {"ops"},
     "compat": {"ops", "errors", "restricted_load"},
 }
 # They say which extra to install before they import its packages.

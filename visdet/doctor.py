@@ -91,9 +91,6 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
     return lines
 
 
-_WITHOUT_LIBRARIES = {"box_key_points"}  # Plain torch computes these if the libraries are missing.
-
-
 def _operators(info: dict) -> list[str]:
     from visdet import ops
 
@@ -103,7 +100,7 @@ def _operators(info: dict) -> list[str]:
         is_operator = inspect.isfunction(function) and hasattr(ops, f"{name}_reference")
         if not is_operator:
             continue
-        without = "plain torch" if name in _WITHOUT_LIBRARIES else "none: not built"
+        without = "plain torch" if getattr(function, "needs_no_library", False) else "none: not built"
         cpu = "visdet (C++)" if info["cpu"]["loaded"] else without
         cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else without
         lines.append(f"  {name:30} {cpu:22} {cuda:22} plain torch")

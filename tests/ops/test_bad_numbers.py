@@ -16,7 +16,6 @@ import torch
 
 from visdet import ops
 from visdet.compat import mmcv_ext
-from visdet.ops.box_key_points import box_key_points_reference
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 from visdet.ops.nms import kept_by_plain_torch
@@ -281,16 +280,6 @@ def check_maps(device):
             leaf = x.detach().requires_grad_()
             ops.corner_pool(leaf, mode).sum().backward()
             assert leaf.grad.isfinite().all()
-        say("box_key_points", dtype, seed)
-        anchors, fixed, logits = (
-            maps(dtype, device, 2, 5, 11),
-            maps(dtype, device, 4, 3),
-            maps(dtype, device, 2, 5, 6),
-        )
-        arguments = [spoilt(t, seed).requires_grad_(t is not fixed) for t in (anchors, fixed, logits)]
-        out = ops.box_key_points(*arguments)
-        agree(out, box_key_points_reference(*(t.detach().cpu() for t in arguments)), 10)
-        out.sum().backward()
 
 
 def check_focal_losses(device):

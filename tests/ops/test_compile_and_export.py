@@ -4,15 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fuzz.operators import OPERATORS
+from tests.fuzz.problem import rand
 from visdet import ops
 
 SIZES = (5, 2, 1, 0)  # what is traced first, then what else must work
-EYES = torch.eye(4).repeat(1, 2, 1, 1)
-TABLES = [[(3, 4)], [(2, 3)]], [[0], [12]]  # two cameras, 18 rows
-
-
-def rand(*shape):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def boxes(n):
@@ -35,16 +31,20 @@ class Function(nn.Module):
         return self.function(*inputs, *self.options)
 
 
-def fused_attention(value, reference, offsets, logits):
-    return ops.ms_deform_attn_fused(value, [(3, 4), (2, 2)], None, reference, offsets, logits, 2)
+def layer_of(operator, of_size):
+    """Return an operator as a module of its tensors, and the function of a size that returns them."""
+    problem = of_size(SIZES[0])
+    names = [name for name, value in problem.arguments.items() if isinstance(value, torch.Tensor)]
+    rest = {name: value for name, value in problem.arguments.items() if name not in names}
 
+    def call(*tensors):
+        given = {
+            name: tensor if name in problem.differentiable else tensor.detach()
+            for name, tensor in zip(names, tensors, strict=True)
+        }
+        return operator.call(**given, **rest)
 
-def fused_aggregation(features, points, projection, logits):
-    return ops.deformable_aggregation_fused(features, *TABLES, points, projection.detach(), None, logits)
-
-
-def field(points, means, factors, weights, tolerance):
-    return ops.gaussian_field(points, means, factors * torch.eye(3), weights, tolerance)
+    return Function(call), lambda n: tuple(of_size(n).arguments[name] for name in names)
 
 
 MASKED = ops.MaskedConv2d(3, 4, 3, padding=1).eval()
@@ -62,8 +62,6 @@ def cases():
         layer = ops.RoIAlign((2, 3), 0.5, ratio, mode)
         yield f"roi_align-{mode}-{ratio}", layer, lambda n: (x, rois(n))
     yield "roi_align-images", ops.RoIAlign(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
-    yield "roi_pool", ops.RoIPool(2, 0.5), lambda n: (x, rois(n))
-    yield "roi_pool-images", ops.RoIPool(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
     for ratio in (0, 2):
         layer = ops.DeformRoIPool((2, 3), sampling_ratio=ratio)
         yield f"deform_roi_pool-{ratio}", layer, lambda n: (x, rois(n), rand(n, 2, 2, 3))
@@ -84,7 +82,6 @@ def cases():
     )
     for mode in ("top", "left"):
         yield f"corner_pool-{mode}", ops.CornerPool(mode), lambda n: (rand(1, 2, n, 5),)
-    yield "carafe", ops.CARAFE(3, 1, 2), lambda n: (rand(n, 4, 4, 5), rand(n, 9, 8, 10))
     yield "carafe-pack", ops.CARAFEPack(4, 2), lambda n: (rand(2, 4, n + 3, 5),)
     for mode, is_aligned in (("iou", False), ("iou", True), ("iof", False), ("iof", True)):
         layer = Function(ops.bbox_overlaps, mode, is_aligned)
@@ -101,59 +98,11 @@ def cases():
                 layer,
                 lambda n: (rand(n, 4), torch.arange(n) % 4, rand(4)),
             )
-    layer = ops.DeformConv2d(4, 2, 3, padding=1)
-    yield "deform_conv2d", layer, lambda n: (rand(n, 4, 6, 7), rand(n, 18, 6, 7))
     for pack in (ops.DeformConv2dPack, ops.ModulatedDeformConv2dPack, ops.SAConv2d, ops.ConvAWS2d):
         yield pack.__name__, pack(4, 2, 3, padding=1), lambda n: (rand(n, 4, 6, 7),)
-    layer = Function(lambda v, l, w: ops.ms_deform_attn(v, [(3, 4)], None, l, w))
-    yield "ms_deform_attn", layer, lambda n: (rand(2, 12, 2, 4), rand(2, n, 2, 1, 2, 2), rand(2, n, 2, 1, 2))
-    yield (
-        "ms_deform_attn-images",
-        layer,
-        lambda n: (rand(n, 12, 2, 4), rand(n, 3, 2, 1, 2, 2), rand(n, 3, 2, 1, 2)),
-    )
-    shapes = rand(2, 16, 2, 4), lambda n: (rand(2, n, 1, 4), rand(2, n, 2, 4, 2), rand(2, n, 2, 4))
-    yield "ms_deform_attn_fused", Function(fused_attention), lambda n: (shapes[0], *shapes[1](n))
-    layer = Function(lambda f, l, w: ops.deformable_aggregation(f, *TABLES, l, w))
-    yield (
-        "deformable_aggregation",
-        layer,
-        lambda n: (rand(2, 18, 4), rand(2, n, 3, 2, 2), rand(2, n, 3, 2, 1, 2)),
-    )
-    layer = Function(lambda f, d, l, w: ops.deformable_aggregation_with_depth(f, d, *TABLES, l, w))
-    yield (
-        "deformable_aggregation_with_depth",
-        layer,
-        lambda n: (*(rand(n, 18, 4), rand(n, 18, 3), rand(n, 5, 3, 2, 3), rand(n, 5, 3, 2, 1, 2)),),
-    )
-    layer = Function(fused_aggregation)
-    yield (
-        "deformable_aggregation_fused",
-        layer,
-        lambda n: (*(rand(n, 18, 4), rand(n, 5, 3, 3), EYES.repeat(n, 1, 1, 1), rand(n, 5, 2, 1, 3, 2)),),
-    )
-    yield (
-        "box_key_points",
-        Function(lambda anchors, fixed, logits: ops.box_key_points(anchors, fixed.detach(), logits)),
-        lambda n: (rand(2, n, 11), rand(3, 3), rand(2, n, 6)),
-    )
-    for tolerance in (0.0, 0.01):
-        layer = Function(field, tolerance)
-        yield (
-            f"gaussian_field-points-{tolerance}",
-            layer,
-            lambda n: (rand(n, 3), rand(4, 3), rand(4, 3, 3), rand(4)),
-        )
-        yield f"gaussian_field-{tolerance}", layer, lambda n: (rand(4, 3), rand(n, 3), rand(n, 3, 3), rand(n))
-    layer = Function(lambda p, m, l: ops.mahalanobis_distance(p, m, l * torch.eye(3)))
-    yield "mahalanobis_distance", layer, lambda n: (rand(4, 3), rand(n, 3), rand(n, 3, 3))
-    yield (
-        "sample_sum",
-        Function(ops.sample_sum),
-        lambda n: (rand(2, 4, 5, 6), rand(2, n, 3, 2), rand(2, 2, n, 3)),
-    )
-    layer = Function(ops.sample_dot, 1)
-    yield "sample_dot", layer, lambda n: (rand(2, 4, 5, 6), rand(2, n, 3, 2), rand(2, 2, n, 2), rand(2, n, 3))
+    for operator in OPERATORS.values():
+        for number, of_size in enumerate(operator.of_size):
+            yield f"{operator.name}-{number}", *layer_of(operator, of_size)
 
 
 SLOW = ("deform_roi_pool-modulated",)

@@ -156,7 +156,7 @@ def test_registration():
     ("changed", "value", "message"),
     [
         (1, torch.ones(2, 7, 3), r"depth_probs must be \[B, S, D\] = \[2, \d+, D\], got \[2, 7, 3\]"),
-        (1, torch.ones(2, 133, 3, dtype=torch.float64), "depth_probs must .* float32"),
+        (1, torch.ones(2, 133, 3, dtype=torch.float64), "depth_probs must be Float, the type of features"),
         (4, torch.ones(2, 3, 2, 3, 2), r"locations must be \[B, Q, P, V, 3\].*got \[2, 3, 2, 3, 2\]"),
         (5, torch.ones(2, 3, 2, 3, 2, 3), "groups G of weights must divide the channels C = 4"),
         (4, torch.ones(2, 3, 2, 3, 3, device="meta"), "locations must be on features' device"),

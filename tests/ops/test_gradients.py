@@ -8,22 +8,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from visdet.ops import (
-    box_key_points,
-    carafe,
-    deform_conv2d,
-    deformable_aggregation,
-    deformable_aggregation_with_depth,
-    gaussian_field,
-    mahalanobis_distance,
-    ms_deform_attn,
-    ms_deform_attn_fused,
-    roi_align,
-    roi_pool,
-    sample_dot,
-    sample_sum,
-    sigmoid_focal_loss,
-)
+from tests.fuzz.operators import OPERATORS
+from visdet.ops import ms_deform_attn
 from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 from visdet.ops.ms_deform_attn import level_starts_of
 
@@ -40,70 +26,50 @@ def attention_arguments():
     return rand(2, 20, 2, 3), LEVELS, None, rand(2, 6, 2, 1, 2, 2), rand(2, 6, 2, 1, 2)
 
 
-def fused_arguments():
-    return rand(2, 20, 2, 3), LEVELS, None, rand(2, 6, 1, 2), rand(2, 6, 2, 2, 2), rand(2, 6, 2, 2), 2
+NAMES = [name for name, operator in OPERATORS.items() if operator.of_size]
 
 
-CALLS = {
-    ms_deform_attn: attention_arguments,
-    ms_deform_attn_fused: fused_arguments,
-    deformable_aggregation: lambda: (
-        rand(1, 40, 4),
-        [[(4, 5)], [(4, 5)]],
-        [[0], [20]],
-        rand(1, 3, 2, 2, 2),
-        rand(1, 3, 2, 2, 1, 2),
-    ),
-    deformable_aggregation_with_depth: lambda: (
-        rand(1, 40, 4),
-        rand(1, 40, 3),
-        [[(4, 5)], [(4, 5)]],
-        [[0], [20]],
-        rand(1, 3, 2, 2, 3),
-        rand(1, 3, 2, 2, 1, 2),
-    ),
-    sample_sum: lambda: (rand(1, 3, 4, 5), rand(1, 2, 3, 2), rand(1, 1, 2, 3)),
-    sample_dot: lambda: (rand(1, 3, 4, 5), rand(1, 2, 3, 2), rand(1, 1, 2, 3), rand(1, 2, 3)),
-    gaussian_field: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3), rand(4)),
-    mahalanobis_distance: lambda: (rand(5, 3), rand(4, 3), rand(4, 3, 3).tril() + torch.eye(3)),
-    box_key_points: lambda: (rand(1, 2, 11), rand(3, 3)),
-    carafe: lambda: (rand(1, 2, 3, 3), rand(1, 9, 6, 6), 3, 1, 2),
-    deform_conv2d: lambda: (rand(1, 2, 4, 4), rand(1, 18, 2, 2), rand(3, 2, 3, 3)),
-    roi_align: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
-    roi_pool: lambda: (rand(1, 2, 6, 6), torch.tensor([[0, 0, 0, 4, 4]]).double(), 2),
-    sigmoid_focal_loss: lambda: (rand(4, 3), torch.tensor([0, 1, 2, 3])),
-}
+def call_of(name, device="cpu"):
+    """Return an operator as a function of its first differentiable argument, the argument, and the others by name."""
+    problem = OPERATORS[name].of_size[0](3)
+    given = {key: moved(value, device) for key, value in problem.arguments.items()}
+    first = problem.differentiable[0]
+    return (
+        (lambda x, **others: OPERATORS[name].call(**{**given, first: x, **others})),
+        given.pop(first),
+        given,
+    )
 
 
-@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
-def test_no_gradient_is_differentiated(op):
+def moved(argument, device):
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.to(device, torch.float64 if argument.is_floating_point() else None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_gradient_is_differentiated(name):
     torch.manual_seed(0)
-    first, *rest = CALLS[op]()
+    function, first, _ = call_of(name)
     first.requires_grad_()
-    (grad,) = torch.autograd.grad(op(first, *rest).square().sum(), first, create_graph=True)
+    (grad,) = torch.autograd.grad(function(first).square().sum(), first, create_graph=True)
     assert grad.abs().sum() > 0
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in CALLS if op not in (roi_align, roi_pool)], ids=lambda op: op.__name__
-)
-def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(op):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("roi_align", "roi_pool")])
+def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(name):
     """The gradient of the result is then a constant, but the operator's gradient depends on its arguments.
 
     That of a pooling does not, because its result is linear in the map.
     """
     torch.manual_seed(0)
-    first, *rest = CALLS[op]()
+    function, first, _ = call_of(name)
     first.requires_grad_()
-    (grad,) = torch.autograd.grad(op(first, *rest).sum(), first, create_graph=True)
+    (grad,) = torch.autograd.grad(function(first).sum(), first, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (grad.square().sum() + first.sum()).backward()
-
-
-def moved(argument, device):
-    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 
 def assert_recomputed_gradients_are_equal(function, leaf, **options):
@@ -117,13 +83,11 @@ def assert_recomputed_gradients_are_equal(function, leaf, **options):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
-def test_operators_under_activation_checkpointing(op, create_graph, device):
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_under_activation_checkpointing(name, create_graph, device):
     torch.manual_seed(0)
-    first, *rest = (moved(argument, device) for argument in CALLS[op]())
-    assert_recomputed_gradients_are_equal(
-        lambda x: op(x, *rest), first.requires_grad_(), create_graph=create_graph
-    )
+    function, first, _ = call_of(name, device)
+    assert_recomputed_gradients_are_equal(function, first.requires_grad_(), create_graph=create_graph)
 
 
 def channels(count, device):
@@ -176,29 +140,28 @@ def test_nodes_of_a_gpu_under_activation_checkpointing(name):
     assert_recomputed_gradients_are_equal(function, leaf)
 
 
-@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_grad", [False, True])
-def test_forward_mode_derivatives_are_refused(op, has_grad):
+def test_forward_mode_derivatives_are_refused(name, has_grad):
     """torch would return tangents of zeros for the operators of a library."""
-    first, *rest = CALLS[op]()
+    function, first, _ = call_of(name)
     with torch.set_grad_enabled(has_grad), pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda x: op(x, *rest), (first,), (torch.ones_like(first),))
+        torch.func.jvp(function, (first,), (torch.ones_like(first),))
     with torch.set_grad_enabled(has_grad), forward_ad.dual_level():
         dual = forward_ad.make_dual(first, torch.ones_like(first))
-        with pytest.raises(NotImplementedError, match=f"{op.__name__}: forward-mode"):
-            op(dual, *rest)
-        op(first, *rest)
+        with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+            function(dual)
+        function(first)
 
 
-@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.__name__)
-def test_tensors_without_data_beside_others_are_refused(op):
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_without_data_beside_others_are_refused(name):
     """For such arguments, torch calls the function that returns shapes alone, on the device of the first one."""
-    first, *rest = CALLS[op]()
-    for index, argument in enumerate(rest):
+    function, first, others = call_of(name)
+    for key, argument in others.items():
         if isinstance(argument, torch.Tensor):
-            given = [*rest[:index], argument.to("meta"), *rest[index + 1 :]]
             with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match="meta"):
-                op(first, *given)
+                function(first, **{key: argument.to("meta")})
 
 
 def test_eager_calls_and_torch_ops_agree():

@@ -62,11 +62,6 @@ def test_choices_of_ms_deform_attn(name):
 @pytest.mark.parametrize(
     ("operator", "arguments", "kernels"),
     [
-        (
-            "box_key_points",
-            ([1, 2, 8], [3, 3], [1, 2, 6]),
-            {"box_key_points", "box_key_points_backward"},
-        ),
         ("soft_nms", ([3, 4], [3]), set()),
         ("nms", ([3, 4], [3], 0.5), {"nms"}),
         ("nms3d", ([3, 7], [3], 0.5), {"nms"}),

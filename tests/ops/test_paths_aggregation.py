@@ -178,14 +178,3 @@ def test_launches_of_gaussians_fit_every_device(B, N, dtype, tolerance, device):
     tensors = gaussians(B, N, dtype)
     explain("gaussian_field", *tensors, tolerance, device=device)
     explain("mahalanobis_distance", *tensors[:3], device=device)
-
-
-@needs_library
-@settings(max_examples=50, deadline=None)
-@given(
-    B=st.integers(0, 9), Q=st.integers(0, 100_000), F=st.integers(0, 40), M=st.integers(0, 40), device=devices
-)
-def test_launches_of_box_key_points_fit_every_device(B, Q, F, M, device):
-    anchors = torch.empty(B, Q, 11, device="meta")
-    fixed, logits = torch.empty(F, 3, device="meta"), torch.empty(B, Q, 3 * M, device="meta")
-    explain("box_key_points", anchors, fixed, logits, device=device, backward=False)

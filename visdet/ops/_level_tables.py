@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ._arguments import integer_table
+from ._library import CONSTANTS
 
 __all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
 
-# A CUDA kernel takes the tables of up to this many levels as an argument. It reads longer tables from the device. This
-# is kMaxHostLevels of csrc/cuda/ms_deform_attn.
-MAX_HOST_LEVELS = 16
+# A CUDA kernel takes the tables of up to this many levels as an argument. It reads longer tables from the device.
+MAX_HOST_LEVELS = CONSTANTS.get("max_host_levels", 0)
 
 
 def level_starts_of(level_shapes: Tensor) -> Tensor:

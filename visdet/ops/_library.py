@@ -2,12 +2,13 @@
 
 import ctypes
 import functools
-import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,8 @@ from torch.autograd import forward_ad
 from .tracing import is_traced
 
 __all__ = [
+    "CONSTANTS",
+    "Gradient",
     "NotBuiltError",
     "build_info",
     "declares",
@@ -122,6 +125,17 @@ def declares(operator: str) -> bool:
     return True
 
 
+def _read_constants() -> dict[str, int]:
+    """Return the numbers of csrc/common/constants.h by name. Without the library there are none, and no kernels."""
+    if not declares("constants"):
+        return {}
+    operator = torch.ops.visdet.constants.default
+    return dict(zip((result.name for result in operator._schema.returns), operator(), strict=True))
+
+
+CONSTANTS = _read_constants()
+
+
 def serves(tensor: Tensor) -> bool:
     """Return whether a built library has the kernels for the device of a tensor, or shapes for one without data."""
     device = kernel_device(tensor)
@@ -160,13 +174,14 @@ def explain_missing_cuda(*operators: str) -> None:
 
 def differentiable(
     name: str,
+    shape: Callable[[Any], Any],
     *,
-    fake: Callable[..., Any],
-    fake_backward: Callable[..., Any],
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
-    backward: Callable[..., Any],
+    layouts: Mapping[str, str] | None = None,
+    gradient: "Callable[[str], Any] | None" = None,
 ) -> Callable[..., Any]:
     """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
+
+    The schema in C++ declares the arguments.
 
     The registered gradient serves ``torch.compile``, exports, traces, ``torch.func.vmap`` and callers of
     ``torch.ops.visdet``. The transforms of ``torch.func`` that differentiate refuse it. An eager call of the returned
@@ -175,16 +190,17 @@ def differentiable(
     tangent, because torch would return a tangent of zeros.
 
     Args:
-        fake: a function that returns results of the right shapes and types, given the operator's arguments.
-        fake_backward: the same for ``visdet::<name>_backward``.
-        setup_context: a function ``(ctx, inputs, output)`` that saves what the backward pass needs.
-        backward: a function ``(ctx, *grad_outputs)`` that returns the gradients of the arguments.
+        shape: a function that returns empty results of the right shapes and types. Its argument has the operator's
+            arguments as attributes.
+        layouts: the dimensions of the tensors whose shapes it reads, such as {"images": "[B, C, H, W]"}.
+        gradient: a function of the name that returns a ``Gradient``, or another object with its three methods.
     """
     if not declares(name):
         return lambda *_: require_cpu()
-    torch.library.register_fake(f"visdet::{name}", _refuse_missing_data(name, fake))
-    torch.library.register_fake(f"visdet::{name}_backward", fake_backward)
-    torch.library.register_autograd(f"visdet::{name}", backward, setup_context=setup_context)
+    rule = (gradient or Gradient)(name)
+    torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
+    torch.library.register_fake(f"visdet::{name}_backward", rule.fake)
+    torch.library.register_autograd(f"visdet::{name}", rule.backward, setup_context=rule.save)
     explain_missing_cuda(name, f"{name}_backward")
     operator = getattr(torch.ops.visdet, name).default
 
@@ -193,20 +209,20 @@ def differentiable(
         def forward(ctx: Any, *inputs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 output = operator(*inputs)
-            setup_context(ctx, inputs, output)
+            rule.save(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return backward(ctx, *grad_outputs)
+                return rule.backward(ctx, *grad_outputs)
             # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
             read = _ReadContext(ctx)
             return backward_once(read, len(grad_outputs), *grad_outputs, *read.saved_tensors)
 
     @torch.autograd.function.once_differentiable
     def backward_once(ctx: Any, count: int, *tensors: Any) -> Any:
-        return backward(ctx, *tensors[:count])
+        return rule.backward(ctx, *tensors[:count])
 
     def call(*inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -219,6 +235,67 @@ def differentiable(
             return operator(*inputs)
 
     return call
+
+
+class Gradient:
+    """The gradient of ``visdet::<name>``, which its schema and that of ``visdet::<name>_backward`` describe.
+
+    The second takes ``grad_output``, the arguments of the first, tensors first, and flags: ``needs_<argument>`` and
+    ``deterministic``. It returns a ``grad_<argument>`` for each argument that has a gradient, with the argument's shape
+    (or empty if it is not needed) and type.
+
+    Args:
+        name: the operator.
+        wide: an argument in whose type the gradient of the result is passed on. The default is its own type.
+        channels_last: the arguments whose gradients are channels last where they are so themselves.
+    """
+
+    def __init__(self, name: str, wide: str | None = None, channels_last: Sequence[str] = ()) -> None:
+        self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
+        arguments = getattr(torch.ops.visdet, name).default._schema.arguments
+        names = [argument.name for argument in arguments]
+        given = [argument.name for argument in self._operator._schema.arguments]
+        results = [result.name.removeprefix("grad_") for result in self._operator._schema.returns]
+        self._given, self._results, self._channels_last = given, results, channels_last
+        self._flags = [
+            None if flag == "deterministic" else names.index(flag.removeprefix("needs_"))
+            for flag in given[1 + len(names) :]
+        ]
+        self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
+        assert given[: 1 + len(names)] == ["grad_output", *names] and set(results) <= set(names), name
+        self._wide = None if wide is None else names.index(wide)
+        # The gradients of the arguments are the results and, for the arguments without one, the None behind them.
+        self._in_order = itemgetter(*(results.index(name) if name in results else -1 for name in names))
+
+    def fake(self, *inputs: Any, **options: Any) -> Any:
+        given = dict(zip(self._given, inputs, strict=False)) | options
+
+        def empty(name: str) -> Tensor:
+            tensor = given[name]
+            if not given.get(f"needs_{name}", True):
+                return tensor.new_empty(0)
+            is_channels_last = name in self._channels_last and tensor.is_contiguous(
+                memory_format=torch.channels_last
+            )
+            return torch.empty_like(tensor) if is_channels_last else tensor.new_empty(tensor.shape)
+
+        gradients = tuple(empty(name) for name in self._results)
+        return gradients if len(gradients) > 1 else gradients[0]
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[: self._tensors])
+        ctx.numbers = inputs[self._tensors :]
+
+    def backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        if self._wide is not None:
+            grad_output = grad_output.to(tensors[self._wide].dtype)
+        flags = [
+            torch.are_deterministic_algorithms_enabled() if index is None else ctx.needs_input_grad[index]
+            for index in self._flags
+        ]
+        found = self._operator(grad_output, *tensors, *ctx.numbers, *flags)
+        return self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,25 +329,29 @@ class _ReadContext:
         return getattr(self._ctx, name)
 
 
-def _refuse_missing_data(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fake`` with a check that no tensor without data stands beside a first tensor with data.
+def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str]) -> Callable[..., Any]:
+    """Return ``shape`` as a function of the operator's arguments, with checks of their dimensions and devices.
 
-    torch calls the fake function for such arguments, too, and its result would be numbers that nothing has computed.
+    torch calls it for a tensor without data beside a first tensor with data, too, where the result would be numbers
+    that nothing has computed.
     """
-    arguments = tuple(inspect.signature(fake).parameters)
+    names = [argument.name for argument in getattr(torch.ops.visdet, name).default._schema.arguments]
 
-    @functools.wraps(fake)
-    def checked(*inputs: Any, **options: Any) -> Any:
+    def fake(*inputs: Any, **options: Any) -> Any:
+        given = SimpleNamespace(**dict(zip(names, inputs, strict=False)), **options)
         device = inputs[0].device
-        if device.type != "meta":
-            for argument, tensor in zip(arguments, inputs, strict=False):
-                if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                    raise RuntimeError(
-                        f"{name}: {argument} must be on the device {device} of {arguments[0]}, got meta"
-                    )
-        return fake(*inputs, **options)
+        for argument, tensor in vars(given).items():
+            if device.type != "meta" and isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                raise RuntimeError(
+                    f"{name}: {argument} must be on the device {device} of {names[0]}, got meta"
+                )
+        for argument, layout in layouts.items():
+            tensor = getattr(given, argument)
+            if tensor.dim() != layout.count(",") + 1:
+                raise RuntimeError(f"{name}: {argument} must be {layout}, got {tuple(tensor.shape)}")
+        return shape(given)
 
-    return checked
+    return fake
 
 
 def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:

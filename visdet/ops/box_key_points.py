@@ -1,7 +1,5 @@
 """Key points of 3-D boxes, which are given in sizes of the box and are rotated and moved with it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -46,8 +44,7 @@ def box_key_points(
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
-    library = {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(anchors.device.type)
-    if library is None or not _library.is_loaded(library):
+    if not _library.serves(anchors):
         return box_key_points_reference(anchors, fixed, logits, max_log_size)
     return _box_key_points(anchors, fixed, logits, float(max_log_size))
 
@@ -68,40 +65,11 @@ def box_key_points_reference(
     return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
 
 
-def _fake(anchors: Tensor, fixed: Tensor, logits: Tensor, max_log_size: float) -> Tensor:
-    torch._check(
-        anchors.dim() == 3,
-        lambda: f"box_key_points: anchors must be [B, Q, D], got {tuple(anchors.shape)}",
-    )
-    torch._check(
-        logits.dim() == 3,
-        lambda: f"box_key_points: logits must be [B, Q, M * 3], got {tuple(logits.shape)}",
-    )
-    return anchors.new_empty(*anchors.shape[:2], fixed.shape[0] + logits.shape[2] // 3, 3)
-
-
-def _fake_backward(
-    grad_output: Tensor, anchors: Tensor, fixed: Tensor, logits: Tensor, max_log_size: float
-) -> tuple[Tensor, Tensor]:
-    return anchors.new_empty(anchors.shape), logits.new_empty(logits.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.max_log_size = inputs[-1]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grad_anchors, grad_logits = torch.ops.visdet.box_key_points_backward.default(
-        grad_output, *ctx.saved_tensors, ctx.max_log_size
-    )
-    return grad_anchors, None, grad_logits, None
-
-
 _box_key_points = _library.differentiable(
     "box_key_points",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.anchors.new_empty(
+        *given.anchors.shape[:2], given.fixed.shape[0] + given.logits.shape[2] // 3, 3
+    ),
+    layouts={"anchors": "[B, Q, D]", "logits": "[B, Q, M * 3]"},
 )
+box_key_points.needs_no_library = True  # type: ignore[attr-defined]  # visdet.doctor says so

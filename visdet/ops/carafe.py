@@ -1,7 +1,5 @@
 """CARAFE, which upsamples a map by a kernel that is predicted for each pixel of the result."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,38 +74,11 @@ def carafe_reference(
     return output.view(B, C, H * s, W * s).to(features.dtype)
 
 
-def _fake(features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int) -> Tensor:
-    B, C, H, W = features.shape
-    return features.new_empty(B, C, H * scale_factor, W * scale_factor)
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    kernel_size: int,
-    group_size: int,
-    scale_factor: int,
-) -> tuple[Tensor, Tensor]:
-    return features.new_empty(features.shape), masks.new_empty(masks.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.sizes = inputs[2:]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.carafe_backward.default(grad_output, *ctx.saved_tensors, *ctx.sizes)
-    return (*grads, None, None, None)
-
-
 _carafe = _library.differentiable(
     "carafe",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.features.new_empty(
+        *given.features.shape[:2], *(size * given.scale_factor for size in given.features.shape[2:])
+    ),
 )
 
 

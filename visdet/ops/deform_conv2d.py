@@ -1,6 +1,7 @@
 """Deformable convolution, in which each tap of the kernel reads the map at a learnt offset from its position."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,10 +197,6 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def _fake(input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
-    return input.new_empty(input.shape[0], weight.shape[0], *offset.shape[2:])
-
-
 def _fake_backward(
     grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,8 +233,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 _deform_conv2d = _library.differentiable(
     "deform_conv2d",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.input.new_empty(given.input.shape[0], given.weight.shape[0], *given.offset.shape[2:]),
+    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
 )

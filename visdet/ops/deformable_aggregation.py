@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # The CUDA kernels take the tables of up to this many maps V * L as an argument.
-_MAX_HOST_MAPS = 64
+_MAX_HOST_MAPS = _library.CONSTANTS.get("max_host_maps", 0)
 
 
 def deformable_aggregation(
@@ -210,58 +210,10 @@ def as_tables(
     return shapes, starts
 
 
-def _fake(
-    features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    torch._check(
-        features.dim() == 3,
-        lambda: f"deformable_aggregation: features must be [B, S, C], got {tuple(features.shape)}",
-    )
-    torch._check(
-        locations.dim() == 5,
-        lambda: f"deformable_aggregation: locations must be [B, Q, P, V, 2], got {tuple(locations.shape)}",
-    )
-    return features.new_empty(features.shape[0], locations.shape[1], features.shape[2])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    features: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        features.new_empty(features.shape),
-        locations.new_empty(locations.shape),
-        weights.new_empty(weights.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    features, level_shapes, level_starts, locations, weights = ctx.saved_tensors
-    grad_features, grad_locations, grad_weights = torch.ops.visdet.deformable_aggregation_backward.default(
-        grad_output,
-        features,
-        level_shapes,
-        level_starts,
-        locations,
-        weights,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return grad_features, None, None, grad_locations, grad_weights
-
-
 _deformable_aggregation = _library.differentiable(
     "deformable_aggregation",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.features.new_empty(
+        given.features.shape[0], given.locations.shape[1], given.features.shape[2]
+    ),
+    layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 2]"},
 )

@@ -123,67 +123,10 @@ def deformable_aggregation_fused_reference(
     )
 
 
-def _fake(
-    features: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    key_points: Tensor,
-    projection: Tensor,
-    image_wh: Tensor,
-    logits: Tensor,
-    camera_logits: Tensor,
-    keep: Tensor,
-    keep_scale: float,
-) -> Tensor:
-    torch._check(
-        features.dim() == 3,
-        lambda: f"deformable_aggregation_fused: features must be [B, S, C], got {tuple(features.shape)}",
-    )
-    torch._check(
-        key_points.dim() == 4,
-        lambda: (
-            f"deformable_aggregation_fused: key_points must be [B, Q, P, 3], got {tuple(key_points.shape)}"
-        ),
-    )
-    return features.new_empty(features.shape[0], key_points.shape[1], features.shape[2])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    features: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    key_points: Tensor,
-    projection: Tensor,
-    image_wh: Tensor,
-    logits: Tensor,
-    camera_logits: Tensor,
-    keep: Tensor,
-    keep_scale: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = (features, key_points, logits, camera_logits)
-    first, second, third, fourth = (tensor.new_empty(tensor.shape) for tensor in grads)
-    return first, second, third, fourth
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.keep_scale = inputs[-1]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.deformable_aggregation_fused_backward.default(
-        grad_output, *ctx.saved_tensors, ctx.keep_scale, torch.are_deterministic_algorithms_enabled()
-    )
-    grad_features, grad_key_points, grad_logits, grad_camera_logits = grads
-    return grad_features, None, None, grad_key_points, None, None, grad_logits, grad_camera_logits, None, None
-
-
 _deformable_aggregation_fused = _library.differentiable(
     "deformable_aggregation_fused",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.features.new_empty(
+        given.features.shape[0], given.key_points.shape[1], given.features.shape[2]
+    ),
+    layouts={"features": "[B, S, C]", "key_points": "[B, Q, P, 3]"},
 )

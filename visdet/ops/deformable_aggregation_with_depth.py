@@ -104,60 +104,10 @@ def deformable_aggregation_with_depth_reference(
     return out.to(features.dtype)
 
 
-def _fake(
-    features: Tensor,
-    depth_probs: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    name = "deformable_aggregation_with_depth"
-    torch._check(
-        features.dim() == 3, lambda: f"{name}: features must be [B, S, C], got {tuple(features.shape)}"
-    )
-    torch._check(
-        locations.dim() == 5,
-        lambda: f"{name}: locations must be [B, Q, P, V, 3], got {tuple(locations.shape)}",
-    )
-    return features.new_empty(features.shape[0], locations.shape[1], features.shape[2])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    features: Tensor,
-    depth_probs: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        features.new_empty(features.shape),
-        depth_probs.new_empty(depth_probs.shape),
-        locations.new_empty(locations.shape),
-        weights.new_empty(weights.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grad_features, grad_depth_probs, grad_locations, grad_weights = (
-        torch.ops.visdet.deformable_aggregation_with_depth_backward.default(
-            grad_output, *ctx.saved_tensors, torch.are_deterministic_algorithms_enabled()
-        )
-    )
-    return grad_features, grad_depth_probs, None, None, grad_locations, grad_weights
-
-
 _deformable_aggregation_with_depth = _library.differentiable(
     "deformable_aggregation_with_depth",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.features.new_empty(
+        given.features.shape[0], given.locations.shape[1], given.features.shape[2]
+    ),
+    layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 3]"},
 )

@@ -1,7 +1,5 @@
 """A weighted sum of 3-D Gaussians at many points, without the points x Gaussians matrix."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -97,53 +95,8 @@ _space_order = recorded_as_one(
 )
 
 
-def _fake(
-    points: Tensor,
-    means: Tensor,
-    cholesky: Tensor,
-    weights: Tensor,
-    point_order: Tensor,
-    gaussian_order: Tensor,
-    tolerance: float,
-) -> Tensor:
-    torch._check(
-        points.dim() == 2, lambda: f"gaussian_field: points must be [B, 3], got {tuple(points.shape)}"
-    )
-    return points.new_empty(points.shape[0])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    points: Tensor,
-    means: Tensor,
-    cholesky: Tensor,
-    weights: Tensor,
-    point_order: Tensor,
-    gaussian_order: Tensor,
-    tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        points.new_empty(points.shape),
-        means.new_empty(means.shape),
-        cholesky.new_empty(cholesky.shape),
-        weights.new_empty(weights.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.tolerance = inputs[-1]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.visdet.gaussian_field_backward.default(grad_output, *ctx.saved_tensors, ctx.tolerance)
-    return (*grads, None, None, None)
-
-
 _gaussian_field = _library.differentiable(
     "gaussian_field",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.points.new_empty(given.points.shape[0]),
+    layouts={"points": "[B, 3]"},
 )

@@ -76,34 +76,8 @@ def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, 
     return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
 
 
-def _fake(points: Tensor, means: Tensor, cholesky: Tensor) -> Tensor:
-    torch._check(
-        points.dim() == 2, lambda: f"mahalanobis_distance: points must be [B, 3], got {tuple(points.shape)}"
-    )
-    torch._check(
-        means.dim() == 2, lambda: f"mahalanobis_distance: means must be [N, 3], got {tuple(means.shape)}"
-    )
-    return points.new_empty(points.shape[0], means.shape[0])
-
-
-def _fake_backward(
-    grad_output: Tensor, points: Tensor, means: Tensor, cholesky: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return points.new_empty(points.shape), means.new_empty(means.shape), cholesky.new_empty(cholesky.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.visdet.mahalanobis_distance_backward.default(grad_output, *ctx.saved_tensors)
-
-
 _mahalanobis_distance = _library.differentiable(
     "mahalanobis_distance",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.points.new_empty(given.points.shape[0], given.means.shape[0]),
+    layouts={"points": "[B, 3]", "means": "[N, 3]"},
 )

@@ -1,7 +1,6 @@
 """Multi-scale deformable attention, a weighted sum of bilinear samples from a flattened feature pyramid."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,57 +104,10 @@ def ms_deform_attn_reference(
     return out.permute(0, 3, 1, 2).reshape(B, Q, G * C).to(value.dtype)
 
 
-def _fake(
-    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    torch._check(
-        value.dim() == 4, lambda: f"ms_deform_attn: value must be [B, S, G, C], got {tuple(value.shape)}"
-    )
-    torch._check(
-        locations.dim() == 6,
-        lambda: f"ms_deform_attn: locations must be [B, Q, G, L, P, 2], got {tuple(locations.shape)}",
-    )
-    return value.new_empty(value.shape[0], locations.shape[1], value.shape[2] * value.shape[3])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    value: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        value.new_empty(value.shape),
-        locations.new_empty(locations.shape),
-        weights.new_empty(weights.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    value, level_shapes, level_starts, locations, weights = ctx.saved_tensors
-    grad_value, grad_locations, grad_weights = torch.ops.visdet.ms_deform_attn_backward.default(
-        grad_output,
-        value,
-        level_shapes,
-        level_starts,
-        locations,
-        weights,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return grad_value, None, None, grad_locations, grad_weights
-
-
 _ms_deform_attn = _library.differentiable(
     "ms_deform_attn",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.value.new_empty(
+        given.value.shape[0], given.locations.shape[1], given.value.shape[2] * given.value.shape[3]
+    ),
+    layouts={"value": "[B, S, G, C]", "locations": "[B, Q, G, L, P, 2]"},
 )

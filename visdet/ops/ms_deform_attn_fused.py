@@ -1,7 +1,6 @@
 """Multi-scale deformable attention that takes the predictions of a detector, which are offsets and logits."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,77 +151,10 @@ def _has_kernel(value: Tensor, level_shapes: Tensor) -> bool:
     return value.device.type in ("cpu", "meta")
 
 
-def _fake(
-    value: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    reference_points: Tensor,
-    offsets: Tensor,
-    logits: Tensor,
-    num_points: Sequence[int],
-) -> Tensor:
-    torch._check(
-        value.dim() == 4,
-        lambda: f"ms_deform_attn_fused: value must be [B, S, G, C], got {tuple(value.shape)}",
-    )
-    torch._check(
-        offsets.dim() == 5,
-        lambda: f"ms_deform_attn_fused: offsets must be [B, Q, G, K, 2], got {tuple(offsets.shape)}",
-    )
-    return value.new_empty(value.shape[0], offsets.shape[1], value.shape[2] * value.shape[3])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    value: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    reference_points: Tensor,
-    offsets: Tensor,
-    logits: Tensor,
-    num_points: Sequence[int],
-    needs_reference: bool,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        value.new_empty(value.shape),
-        reference_points.new_empty(reference_points.shape if needs_reference else (0,)),
-        offsets.new_empty(offsets.shape),
-        logits.new_empty(logits.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.num_points = inputs[-1]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needs_reference = ctx.needs_input_grad[3]
-    grad_value, grad_reference, grad_offsets, grad_logits = (
-        torch.ops.visdet.ms_deform_attn_fused_backward.default(
-            grad_output,
-            *ctx.saved_tensors,
-            ctx.num_points,
-            needs_reference,
-            torch.are_deterministic_algorithms_enabled(),
-        )
-    )
-    return (
-        grad_value,
-        None,
-        None,
-        grad_reference if needs_reference else None,
-        grad_offsets,
-        grad_logits,
-        None,
-    )
-
-
 _ms_deform_attn_fused = _library.differentiable(
     "ms_deform_attn_fused",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.value.new_empty(
+        given.value.shape[0], given.offsets.shape[1], given.value.shape[2] * given.value.shape[3]
+    ),
+    layouts={"value": "[B, S, G, C]", "offsets": "[B, Q, G, K, 2]"},
 )

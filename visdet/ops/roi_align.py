@@ -1,5 +1,6 @@
 """RoIAlign, which is the mean or the maximum of bilinear samples in each bin of a region."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,18 +123,6 @@ def roi_align_reference(
     return pooled.to(input.dtype)
 
 
-def _fake(
-    input: Tensor,
-    rois: Tensor,
-    pooled_height: int,
-    pooled_width: int,
-    scale: float,
-    ratio: int,
-    aligned: bool,
-) -> Tensor:
-    return input.new_empty(rois.shape[0], input.shape[1], pooled_height, pooled_width)
-
-
 def _fake_backward(
     grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, scale: float, ratio: int, aligned: bool
 ) -> Tensor:
@@ -154,10 +143,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 _roi_align = _library.differentiable(
     "roi_align",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.input.new_empty(
+        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
+    ),
+    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
 )
 
 

@@ -1,6 +1,7 @@
 """RoIPool, which is the maximum over the whole pixels that each bin of a region touches."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,11 +101,8 @@ def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
     return (pixel >= first[..., None]) & (pixel < last[..., None])
 
 
-def _fake(
-    input: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float
-) -> tuple[Tensor, Tensor]:
-    shape = (rois.shape[0], input.shape[1], pooled_height, pooled_width)
-    return input.new_empty(shape), input.new_empty(shape, dtype=torch.int32)
+def _sizes(given: Any) -> tuple[int, int, int, int]:
+    return given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
 
 
 def _fake_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
@@ -154,10 +152,11 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
 
 _roi_pool = _library.differentiable(
     "roi_pool",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: (
+        given.input.new_empty(_sizes(given)),
+        given.input.new_empty(_sizes(given), dtype=torch.int32),
+    ),
+    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
 )
 
 

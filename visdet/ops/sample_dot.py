@@ -1,13 +1,13 @@
 """Dot products of queries with bilinear samples of an image, which need no tensor of samples."""
 
 import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import _library
-from .sample_sum import empty_gradient, in_sample_types, sampled
+from .sample_sum import in_sample_types, sampled
 
 __all__ = ["sample_dot", "sample_dot_reference"]
 
@@ -70,56 +70,9 @@ def sample_dot_reference(
     return dots.to(images.dtype)
 
 
-def _fake(images: Tensor, samples: Tensor, queries: Tensor, depths: Tensor, num_octaves: int) -> Tensor:
-    torch._check(
-        queries.dim() == 4, lambda: f"sample_dot: queries must be [B, G, Q, C], got {tuple(queries.shape)}"
-    )
-    torch._check(
-        samples.dim() == 4, lambda: f"sample_dot: samples must be [B, Q, D, 2], got {tuple(samples.shape)}"
-    )
-    return images.new_empty(*queries.shape[:3], samples.shape[2])
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    images: Tensor,
-    samples: Tensor,
-    queries: Tensor,
-    depths: Tensor,
-    num_octaves: int,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        empty_gradient(images),
-        samples.new_empty(samples.shape),
-        queries.new_empty(queries.shape),
-        depths.new_empty(depths.shape),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.num_octaves = inputs[-1]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    images, samples, queries, depths = ctx.saved_tensors
-    grads = torch.ops.visdet.sample_dot_backward.default(
-        grad_output.to(samples.dtype),
-        images,
-        samples,
-        queries,
-        depths,
-        ctx.num_octaves,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return (*grads, None)
-
-
 _sample_dot = _library.differentiable(
     "sample_dot",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.images.new_empty(*given.queries.shape[:3], given.samples.shape[2]),
+    layouts={"queries": "[B, G, Q, C]", "samples": "[B, Q, D, 2]"},
+    gradient=partial(_library.Gradient, wide="samples", channels_last=("images",)),
 )

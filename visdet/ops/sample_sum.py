@@ -1,6 +1,6 @@
 """Weighted sums of bilinear samples of an image, which need no tensor of samples."""
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,43 +70,9 @@ def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, 
     return tuple(other.to(computation_dtype(images)) for other in others.values())
 
 
-def empty_gradient(images: Tensor) -> Tensor:
-    """Return an empty tensor for the gradient of images, in the kernels' layout of channels last or contiguous."""
-    is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
-    return torch.empty_like(images) if is_channels_last else images.new_empty(images.shape)
-
-
-def _fake(images: Tensor, samples: Tensor, weights: Tensor) -> Tensor:
-    torch._check(
-        images.dim() == 4, lambda: f"sample_sum: images must be [B, C, H, W], got {tuple(images.shape)}"
-    )
-    torch._check(
-        weights.dim() == 4, lambda: f"sample_sum: weights must be [B, G, Q, D], got {tuple(weights.shape)}"
-    )
-    return images.new_empty(*weights.shape[:3], images.shape[1])
-
-
-def _fake_backward(
-    grad_output: Tensor, images: Tensor, samples: Tensor, weights: Tensor, deterministic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradient(images), samples.new_empty(samples.shape), weights.new_empty(weights.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-    images, samples, weights = ctx.saved_tensors
-    return torch.ops.visdet.sample_sum_backward.default(
-        grad_output.to(samples.dtype), images, samples, weights, torch.are_deterministic_algorithms_enabled()
-    )
-
-
 _sample_sum = _library.differentiable(
     "sample_sum",
-    fake=_fake,
-    fake_backward=_fake_backward,
-    setup_context=_setup_context,
-    backward=_backward,
+    lambda given: given.images.new_empty(*given.weights.shape[:3], given.images.shape[1]),
+    layouts={"images": "[B, C, H, W]", "weights": "[B, G, Q, D]"},
+    gradient=partial(_library.Gradient, wide="samples", channels_last=("images",)),
 )

@@ -1,7 +1,6 @@
 // box_key_points: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "box_key_points.h"
 
-#include "cpu/box_key_points.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
@@ -9,22 +8,10 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 12;  // points of one piece of work
 
-template <typename A>
-KeyPointsArrays<A> arrays_of(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,
-                             const Tensor& logits, double max_log_size) {
-  KeyPointsArrays<A> a{};
-  a.D = problem.D, a.F = problem.F, a.M = problem.M;
-  a.anchors = data_of<A>(anchors);
-  a.fixed = data_of<A>(fixed);
-  a.logits = data_of<A>(logits);
-  a.max_log_size = static_cast<A>(max_log_size);
-  return a;
-}
-
 template <typename A, typename Kernel>
-void run(const KeyPointsProblem& problem, const KeyPointsArrays<A>& a, const Kernel& kernel) {
-  const int64_t points = problem.F + problem.M, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, points));
-  torch::stable::parallel_for(0, problem.B * problem.Q, grain, [&](int64_t begin, int64_t end) {
+void run(const KeyPointsArrays<A>& a, const Kernel& kernel) {
+  const int64_t points = a.F + a.M, grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, points));
+  torch::stable::parallel_for(0, a.N, grain, [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(points * 3 + kAnyLanes);
     kernel(a, begin, end, scratch.data());
   });
@@ -37,9 +24,9 @@ Tensor box_key_points(const Tensor& anchors_in, const Tensor& fixed_in, const Te
   if (output.numel() == 0) return output;
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
-    auto a = arrays_of<A>(problem, anchors, fixed, logits, max_log_size);
+    auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.output = mutable_data_of<A>(output);
-    run(problem, a, best_kernels<KeyPointsKernels<A>>().forward);
+    run(a, best_kernels<KeyPointsKernels<A>>().forward);
   });
   return output;
 }
@@ -55,11 +42,11 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
-    auto a = arrays_of<A>(problem, anchors, fixed, logits, max_log_size);
+    auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.grad_output = data_of<A>(grad_output);
     a.grad_anchors = mutable_data_of<A>(grad_anchors);
     a.grad_logits = mutable_data_of<A>(grad_logits);
-    run(problem, a, best_kernels<KeyPointsKernels<A>>().backward);
+    run(a, best_kernels<KeyPointsKernels<A>>().backward);
   });
   return {grad_anchors, grad_logits};
 }

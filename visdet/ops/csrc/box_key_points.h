@@ -11,13 +11,38 @@
 // Differentiable with respect to anchors and logits. A logarithm above max_log_size has a gradient of zero.
 #pragma once
 
-#include "common/checks.h"
+#include <cstdint>
 
 namespace visdet {
 
 struct KeyPointsProblem {
   int64_t B, Q, D, F, M;
 };
+
+// The arguments of the kernels, on the CPU and on CUDA. N = B * Q.
+template <typename A>
+struct KeyPointsArrays {
+  int64_t N, D, F, M;
+  A max_log_size;
+  const A *anchors, *fixed, *logits;  // [N, D], [F, 3], [N, M * 3]
+  A* output;                          // [N, F + M, 3], forward
+  const A* grad_output;               // [N, F + M, 3], backward
+  A *grad_anchors, *grad_logits;
+};
+
+// The CPU kernels take anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
+template <typename A>
+struct KeyPointsKernels {
+  void (*forward)(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch);
+  void (*backward)(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch);
+};
+
+}  // namespace visdet
+
+#ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include "common/checks.h"
+
+namespace visdet {
 
 inline KeyPointsProblem check_box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits) {
   constexpr const char* op = "box_key_points";
@@ -37,4 +62,14 @@ inline void check_key_points_gradient(const KeyPointsProblem& problem, const Ten
   check_like("box_key_points_backward", "grad_output", grad_output, {B, Q, F + M, 3}, "anchors", anchors);
 }
 
+// The inputs are dense. The caller adds the results and their gradients.
+template <typename A>
+KeyPointsArrays<A> key_points_arrays(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,
+                                     const Tensor& logits, double max_log_size) {
+  KeyPointsArrays<A> a{problem.B * problem.Q, problem.D, problem.F, problem.M, static_cast<A>(max_log_size)};
+  a.anchors = data_of<A>(anchors), a.fixed = data_of<A>(fixed), a.logits = data_of<A>(logits);
+  return a;
+}
+
 }  // namespace visdet
+#endif

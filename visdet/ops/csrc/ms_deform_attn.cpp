@@ -289,9 +289,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " Tensor offsets, Tensor logits, int[] num_points) -> Tensor");
   m.def(
       "ms_deform_attn_fused_backward(Tensor grad_output, Tensor value, Tensor level_shapes, Tensor level_starts,"
-      " Tensor reference_points, Tensor offsets, Tensor logits, int[] num_points, bool needs_reference,"
+      " Tensor reference_points, Tensor offsets, Tensor logits, int[] num_points, bool needs_reference_points,"
       " bool deterministic)"
-      " -> (Tensor grad_value, Tensor grad_reference, Tensor grad_offsets, Tensor grad_logits)");
+      " -> (Tensor grad_value, Tensor grad_reference_points, Tensor grad_offsets, Tensor grad_logits)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._library import differentiable_once
+from .._library import CONSTANTS, differentiable_once
 from ..tracing import is_traced
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
 
 __all__ = ["batch_norm_add_relu"]
 
-_PACK = 8  # channels that a thread holds side by side
+_PACK = CONSTANTS.get("norm_pack", 1)  # channels that a thread holds side by side
 
 
 def batch_norm_add_relu(

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._library import differentiable_once
+from .._library import CONSTANTS, differentiable_once
 from ..tracing import is_traced
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
 
 __all__ = ["dropout_add_layer_norm", "relu_dropout"]
 
-_PACK = 8  # values that a thread holds side by side
-_MAX_CHANNELS = 512
+_PACK = CONSTANTS.get("norm_pack", 1)  # values that a thread holds side by side
+_MAX_CHANNELS = CONSTANTS.get("max_norm_channels", 0)
 
 
 def dropout_add_layer_norm(

@@ -2,9 +2,10 @@
 //
 // The kernels are parallel over anchors. They first write the offsets of an anchor's points to a row of scratch, in
 // vector code, since these need exponentials. Rotating the points then takes a few multiplications each.
-#include "cpu/box_key_points.h"
+#include "box_key_points.h"
 
 #include "cpu/exp.h"
+#include "cpu/kernels.h"
 #include "cpu/vec.h"
 
 namespace visdet::VISDET_ISA {

@@ -4,8 +4,9 @@
 // VISDET_ISA naming the set (baseline, avx2, avx512) and the matching -march. An operator consists of
 //   ../<op>.py        its definition in plain torch, fake tensors and autograd;
 //   csrc/<op>.cpp     its schemas, and its function for CPU tensors: checks, allocation, threads, registration;
-//   csrc/cpu/<op>.h   a struct of plain numbers and pointers for the arguments, and a struct of function pointers, the
-//                     table of its kernels, which says what each of them is given and writes;
+//   csrc/<op>.h       its contract and, here or in csrc/cpu/<op>.h, a struct of plain numbers and pointers for the
+//                     arguments, and a struct of function pointers, the table of its kernels, which says what each of
+//                     them is given and writes;
 //   csrc/cpu/<op>.cpp the kernels, in namespace visdet::VISDET_ISA, and at the end VISDET_KERNELS, which fills the
 //                     table for each type of values.
 // Kernel files include nothing of torch and no header of the standard library with inline functions: such a function,

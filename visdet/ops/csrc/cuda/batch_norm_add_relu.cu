@@ -6,6 +6,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/constants.h"
 #include "common/launch.h"
 #include "common/values.cuh"
 
@@ -14,7 +15,7 @@ namespace {
 
 constexpr const char* kOp = "batch_norm_add_relu";
 constexpr const char* kBackward = "batch_norm_add_relu_backward";
-constexpr int kValues = 8;  // of a pack, the neighbouring channels of a thread
+constexpr int kValues = kNormPack;  // the neighbouring channels of a thread
 constexpr int kThreads = 256;
 constexpr int kMaxLanes = 32;      // threads side by side on a row
 constexpr int kRows = 4;           // that a thread loads before it uses them

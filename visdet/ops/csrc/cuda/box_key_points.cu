@@ -12,13 +12,6 @@ namespace {
 constexpr const char* kOp = "box_key_points";
 constexpr int kThreads = 128;
 
-template <typename A>
-struct KeyPointsArrays {
-  int64_t anchors_count, D, F, M;
-  const A *anchors, *fixed, *logits;
-  A max_log_size;
-};
-
 // An anchor's centre, sizes and heading.
 template <typename A>
 struct Box {
@@ -45,32 +38,30 @@ __device__ __forceinline__ A offset_of(const KeyPointsArrays<A>& a, int64_t anch
 
 // A thread owns a point. The few numbers of its anchor come from the first-level cache.
 template <typename A>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays<A> a, A* __restrict__ output) {
+__global__ void __launch_bounds__(kThreads) forward_kernel(const KeyPointsArrays<A> a) {
   const int64_t points = a.F + a.M, i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= a.anchors_count * points) return;
+  if (i >= a.N * points) return;
   const int64_t anchor = i / points, p = i - anchor * points;
   const Box<A> box(a, anchor);
   A at[3];
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) at[axis] = offset_of(a, anchor, p, axis) * box.size[axis];
-  output[i * 3] = box.cos * at[0] - box.sin * at[1] + box.centre[0];
-  output[i * 3 + 1] = box.sin * at[0] + box.cos * at[1] + box.centre[1];
-  output[i * 3 + 2] = at[2] + box.centre[2];
+  a.output[i * 3] = box.cos * at[0] - box.sin * at[1] + box.centre[0];
+  a.output[i * 3 + 1] = box.sin * at[0] + box.cos * at[1] + box.centre[1];
+  a.output[i * 3 + 2] = at[2] + box.centre[2];
 }
 
 // A warp owns an anchor, and a lane adds every 32nd of its points. The sums of the lanes are then added in an order
 // that is always the same.
 template <typename A>
-__global__ void __launch_bounds__(kThreads)
-    backward_kernel(const KeyPointsArrays<A> a, const A* __restrict__ grad_output, A* __restrict__ grad_anchors,
-                    A* __restrict__ grad_logits) {
+__global__ void __launch_bounds__(kThreads) backward_kernel(const KeyPointsArrays<A> a) {
   const int lane = threadIdx.x % 32;
   const int64_t points = a.F + a.M, anchor = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  if (anchor >= a.anchors_count) return;
+  if (anchor >= a.N) return;
   const Box<A> box(a, anchor);
   A sum[8] = {};  // of centre, logarithms of sizes, sin, cos
   for (int64_t p = lane; p < points; p += 32) {
-    const A* grad = grad_output + (anchor * points + p) * 3;
+    const A* grad = a.grad_output + (anchor * points + p) * 3;
     const A rotated[3] = {box.cos * grad[0] + box.sin * grad[1], box.cos * grad[1] - box.sin * grad[0], grad[2]};
     A at[3];
 #pragma unroll
@@ -81,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
       sum[3 + axis] += rotated[axis] * at[axis];
       if (p >= a.F) {
         const A slope = (A(0.5) + offset) * (A(0.5) - offset);
-        grad_logits[(anchor * a.M + p - a.F) * 3 + axis] = rotated[axis] * box.size[axis] * slope;
+        a.grad_logits[(anchor * a.M + p - a.F) * 3 + axis] = rotated[axis] * box.size[axis] * slope;
       }
     }
     sum[6] += grad[1] * at[0] - grad[0] * at[1];
@@ -93,52 +84,41 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 8; ++i) grad = d == i ? sum[i] : grad;
     if (d >= 3 && d < 6 && a.anchors[anchor * a.D + d] > a.max_log_size) grad = 0;
-    grad_anchors[anchor * a.D + d] = grad;
+    a.grad_anchors[anchor * a.D + d] = grad;
   }
 }
 
-// The inputs, contiguous. arrays<A>() are their data.
-struct Inputs {
-  KeyPointsProblem problem;
-  Tensor anchors, fixed, logits;
-  double max_log_size;
-
-  template <typename A>
-  KeyPointsArrays<A> arrays() const {
-    return {problem.B * problem.Q, problem.D,         problem.F,          problem.M,
-            data_of<A>(anchors),   data_of<A>(fixed), data_of<A>(logits), static_cast<A>(max_log_size)};
-  }
-};
-
-Tensor forward(const Tensor& anchors, const Tensor& fixed, const Tensor& logits, double max_log_size) {
-  const auto problem = check_box_key_points(anchors, fixed, logits);
-  const DeviceScope scope(anchors);
-  const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
+Tensor forward(const Tensor& anchors_in, const Tensor& fixed_in, const Tensor& logits_in, double max_log_size) {
+  const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
+  const DeviceScope scope(anchors_in);
+  const Tensor anchors = dense(anchors_in), fixed = dense(fixed_in), logits = dense(logits_in);
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
-    launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>,
-           inputs.arrays<A>(), mutable_data_of<A>(output));
+    auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
+    a.output = mutable_data_of<A>(output);
+    launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>, a);
   });
   return output;
 }
 
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& anchors, const Tensor& fixed,
-                                    const Tensor& logits, double max_log_size) {
-  const auto problem = check_box_key_points(anchors, fixed, logits);
-  check_key_points_gradient(problem, grad_output_in, anchors);
-  const DeviceScope scope(anchors);
-  const Inputs inputs{problem, dense(anchors), dense(fixed), dense(logits), max_log_size};
-  const Tensor grad_output = dense(grad_output_in);
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& anchors_in, const Tensor& fixed_in,
+                                    const Tensor& logits_in, double max_log_size) {
+  const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
+  check_key_points_gradient(problem, grad_output_in, anchors_in);
+  const DeviceScope scope(anchors_in);
+  const Tensor grad_output = dense(grad_output_in), anchors = dense(anchors_in), fixed = dense(fixed_in),
+               logits = dense(logits_in);
   Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
   dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
     using A = decltype(tag);
-    launch(
-        {"box_key_points_backward", "backward_kernel", scope, ceil_div(problem.B * problem.Q, kThreads / 32), kThreads},
-        backward_kernel<A>, inputs.arrays<A>(), data_of<A>(grad_output), mutable_data_of<A>(grad_anchors),
-        mutable_data_of<A>(grad_logits));
+    auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
+    a.grad_output = data_of<A>(grad_output);
+    a.grad_anchors = mutable_data_of<A>(grad_anchors), a.grad_logits = mutable_data_of<A>(grad_logits);
+    launch({"box_key_points_backward", "backward_kernel", scope, ceil_div(a.N, kThreads / 32), kThreads},
+           backward_kernel<A>, a);
   });
   return {grad_anchors, grad_logits};
 }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/constants.h"
 #include "common/launch.h"
 #include "common/values.cuh"
 #include "common/warp.cuh"
@@ -13,10 +14,9 @@
 namespace visdet::dropout_add_layer_norm {
 namespace {
 
-constexpr int kValues = 8;  // of a pack
+constexpr int kValues = kNormPack;
 constexpr int kThreads = 256;
-constexpr int kMaxPacks = 2;  // of a lane
-constexpr int64_t kMaxChannels = 32 * kValues * kMaxPacks;
+constexpr int kMaxPacks = kMaxNormChannels / (32 * kValues);  // of a lane
 
 struct Rows {
   int64_t count;
@@ -226,8 +226,8 @@ const int64_t* seed_of(const std::optional<Tensor>& seed) { return seed ? data_o
 Rows rows_of(const Tensor& input, const std::optional<Tensor>& residual, const Tensor& weight,
              const std::optional<Tensor>& seed, double p, bool relu) {
   const int64_t C = weight.numel();
-  VISDET_CHECK(kOp, C > 0 && C % kValues == 0 && C <= kMaxChannels && input.dim() > 0 && input.size(-1) == C,
-               "weight must have the channels of input, a multiple of 8 and at most ", kMaxChannels, ", got ",
+  VISDET_CHECK(kOp, C > 0 && C % kValues == 0 && C <= kMaxNormChannels && input.dim() > 0 && input.size(-1) == C,
+               "weight must have the channels of input, a multiple of 8 and at most ", kMaxNormChannels, ", got ",
                shape_text(weight), " for ", shape_text(input));
   for (const Tensor* tensor : {&input, residual ? &*residual : nullptr, &weight}) {
     if (tensor == nullptr) continue;

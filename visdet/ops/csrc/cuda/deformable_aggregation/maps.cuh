@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/cells.cuh"
+#include "common/constants.h"
 #include "common/launch.h"
 #include "common/values.cuh"
 #include "deformable_aggregation.h"
@@ -12,8 +13,6 @@ namespace {
 
 constexpr const char* kOp = "deformable_aggregation";
 constexpr const char* kBackwardOp = "deformable_aggregation_backward";
-
-constexpr int kMaxHostMaps = 64;  // maps whose geometry travels as a kernel argument
 
 // The map of one camera and level. A cell is the square between four texel centres that a sample falls into; with the
 // cells at the border, which have centres on some sides only, a map has (H + 1) * (W + 1).

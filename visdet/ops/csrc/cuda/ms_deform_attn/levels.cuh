@@ -6,12 +6,12 @@
 #include <cstdint>
 
 #include "common/checks.h"
+#include "common/constants.h"
 #include "ms_deform_attn.h"
 
 namespace visdet::ms_deform_attn {
 
-constexpr int kMaxHostLevels = 16;  // Levels on the host travel as kernel arguments; a longer table must be on the GPU.
-constexpr int kMaxLevels = 256;     // Kernels hold the table of levels in shared memory.
+constexpr int kMaxLevels = 256;  // Kernels hold the table of levels in shared memory.
 
 // A kernel argument that describes all levels. The shapes and the starts are each given by value, if the caller has
 // them on the host, or as a pointer to device memory that the kernel reads.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz.problem import EXTREME, HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     ms_deform_attn,
     ms_deform_attn_fused,
@@ -12,17 +13,10 @@ from visdet.ops import (
     ms_deform_attn_reference,
 )
 
-from ..problem import EXTREME, Draw, Family, Problem
-
-__all__ = ["FAMILIES", "HALVES", "NEAR", "gradient_sum", "largest", "near_whole", "row_sum", "wide_of"]
+__all__ = ["HALVES", "NEAR", "OPERATORS", "gradient_sum", "largest", "near_whole", "row_sum", "wide_of"]
 
 HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
-HALVES = (torch.float16, torch.bfloat16)
 NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
-
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pyramid(draw: Draw, big: bool) -> Tensor:
@@ -163,13 +157,6 @@ def gradient_sum(bounds: dict[str, float]) -> float:
     return bounds.get("grad_output", 0.0)
 
 
-def largest(tensor: Tensor, below: float = EXTREME) -> float:
-    """Return the largest magnitude that is less than ``below``."""
-    tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < below, tensor, 0.0)
-    return float(tensor.max()) if tensor.numel() else 0.0
-
-
 def row_sum(tensor: Tensor, dims: int) -> float:
     """Return the largest sum of magnitudes over the last dimensions."""
     tensor = tensor.detach().double().abs()
@@ -284,8 +271,8 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
             bounds[name] = bound
 
 
-FAMILIES = (
-    Family(
+OPERATORS = (
+    Operator(
         "ms_deform_attn",
         ms_deform_attn,
         _draw,
@@ -299,8 +286,30 @@ FAMILIES = (
             "weights": ("rank", "device", 0, 1, 2, 3, 4),
             "level_shapes": ("rank", 1),
         },
+        of_size=(
+            lambda n: Problem(
+                {
+                    "value": rand(2, 12, 2, 4),
+                    "level_shapes": [(3, 4)],
+                    "level_starts": None,
+                    "locations": rand(2, n, 2, 1, 2, 2),
+                    "weights": rand(2, n, 2, 1, 2),
+                },
+                ("value", "locations", "weights"),
+            ),
+            lambda n: Problem(
+                {
+                    "value": rand(n, 12, 2, 4),
+                    "level_shapes": [(3, 4)],
+                    "level_starts": None,
+                    "locations": rand(n, 3, 2, 1, 2, 2),
+                    "weights": rand(n, 3, 2, 1, 2),
+                },
+                ("value", "locations", "weights"),
+            ),
+        ),
     ),
-    Family(
+    Operator(
         "ms_deform_attn_fused",
         ms_deform_attn_fused,
         _draw_fused,
@@ -315,5 +324,19 @@ FAMILIES = (
             "level_shapes": ("rank", 1),
         },
         aliases=("ms_deform_attn",),
+        of_size=(
+            lambda n: Problem(
+                {
+                    "value": rand(2, 16, 2, 4),
+                    "level_shapes": [(3, 4), (2, 2)],
+                    "level_starts": None,
+                    "reference_points": rand(2, n, 1, 4),
+                    "offsets": rand(2, n, 2, 4, 2),
+                    "logits": rand(2, n, 2, 4),
+                    "num_points": 2,
+                },
+                ("value", "reference_points", "offsets", "logits"),
+            ),
+        ),
     ),
 )

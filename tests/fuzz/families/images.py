@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import point_sample, sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 
-from ..problem import Draw, Family, Problem
-from .attention import HALVES, gradient_sum, largest, near_whole, row_sum, wide_of
+from .attention import gradient_sum, near_whole, row_sum
 
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 
 def _images(draw: Draw, C: int, big: bool) -> Tensor:
@@ -190,8 +192,34 @@ def _points_bounds(problem: Problem, bounds: dict[str, float]) -> None:
         bounds["input"] = bounds.get("grad_output", 0.0) * problem.error_factor
 
 
-FAMILIES = (
-    Family(
+@st.composite
+def _launches_of_sample_sum(draw: st.DrawFn) -> dict[str, Any]:
+    B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
+    Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
+    return {
+        "images": sizes.empty(B, C, H, W, dtype=dtype),
+        "samples": sizes.empty(B, Q, D, 2, dtype=wide_of(dtype)),
+        "weights": sizes.empty(B, G, Q, D, dtype=wide_of(dtype)),
+    }
+
+
+@st.composite
+def _launches_of_sample_dot(draw: st.DrawFn) -> dict[str, Any]:
+    B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
+    Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
+    octaves = draw(st.one_of(st.integers(0, 6), st.sampled_from([12, 28, 40, 100]))) if C else 0
+    octaves = min(octaves, C // 2)
+    return {
+        "images": sizes.empty(B, C, H, W, dtype=dtype),
+        "samples": sizes.empty(B, Q, D, 2, dtype=wide_of(dtype)),
+        "queries": sizes.empty(B, G, Q, C - 2 * octaves, dtype=wide_of(dtype)),
+        "depths": sizes.empty(B, Q, D, dtype=wide_of(dtype)),
+        "num_octaves": octaves,
+    }
+
+
+OPERATORS = (
+    Operator(
         "sample_sum",
         sample_sum,
         _draw_sum,
@@ -203,8 +231,15 @@ FAMILIES = (
             "samples": ("rank", "device", 0, 1, 2, 3),
             "weights": ("rank", "device", 0, 2, 3),
         },
+        of_size=(
+            lambda n: Problem(
+                {"images": rand(2, 4, 5, 6), "samples": rand(2, n, 3, 2), "weights": rand(2, 2, n, 3)},
+                ("images", "samples", "weights"),
+            ),
+        ),
+        launches=_launches_of_sample_sum,
     ),
-    Family(
+    Operator(
         "sample_dot",
         sample_dot,
         _draw_dot,
@@ -217,6 +252,19 @@ FAMILIES = (
             "queries": ("rank", "device", 0, 2, 3),
             "depths": ("rank", "device", 0, 1, 2),
         },
+        of_size=(
+            lambda n: Problem(
+                {
+                    "images": rand(2, 4, 5, 6),
+                    "samples": rand(2, n, 3, 2),
+                    "queries": rand(2, 2, n, 2),
+                    "depths": rand(2, n, 3),
+                    "num_octaves": 1,
+                },
+                ("images", "samples", "queries", "depths"),
+            ),
+        ),
+        launches=_launches_of_sample_dot,
     ),
-    Family("point_sample", point_sample, _draw_points, _points_reference, _points_bounds),
+    Operator("point_sample", point_sample, _draw_points, _points_reference, _points_bounds),
 )

@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
 
-from ..problem import Draw, Family, Problem
-from .attention import HALVES, wide_of
-from .rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
-
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 
 def _draw_batch_norm(draw: Draw) -> Problem:
@@ -264,8 +262,8 @@ def _relu_dropout_reference(input: Tensor, p: float, seed: int, kept: Tensor) ->
     return _dropped(EXACT_STEPS.relu(input, None), p, kept)
 
 
-FAMILIES = (
-    Family(
+OPERATORS = (
+    Operator(
         "batch_norm_add_relu",
         _batch_norm,
         _draw_batch_norm,
@@ -280,7 +278,7 @@ FAMILIES = (
             "running_var": ("rank", "type", "device", 0),
         },
     ),
-    Family(
+    Operator(
         "dropout_add_layer_norm",
         _layer_norm,
         _draw_layer_norm,
@@ -293,7 +291,7 @@ FAMILIES = (
             "bias": ("rank", "type", "device", 0),
         },
     ),
-    Family(
+    Operator(
         "relu_dropout",
         _relu_dropout,
         _draw_relu_dropout,

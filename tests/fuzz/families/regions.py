@@ -1,19 +1,20 @@
 """Problems of roi_align, roi_pool and deform_roi_pool."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import deform_roi_pool, roi_align, roi_pool
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_pool import roi_pool_reference
 
-from ..problem import Draw, Family, Problem
-from .attention import largest, wide_of
-
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
 CLEAR = 1e-3
@@ -196,24 +197,50 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
         bounds["offset"] = 8 * largest(images) * bounds.get("grad_peak", 0.0) * channels * extent
 
 
-FAMILIES = (
-    Family(
+@st.composite
+def _launches_of_roi_pool(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "input": sizes.empty(
+            draw(st.integers(1, 3)), draw(sizes.channels), draw(sizes.side) + 1, draw(sizes.side) + 1
+        ),
+        "rois": sizes.empty(draw(sizes.count), 5),
+        "output_size": draw(st.integers(1, 14)),
+    }
+
+
+def _of_size(**settings: Any) -> tuple[Callable[[int], Problem], ...]:
+    """Return problems with n regions, and with n images."""
+
+    def problem(images: int, regions: int) -> Problem:
+        corners = rand(regions, 2) * 5
+        index = torch.arange(regions)[:, None] % max(1, images)
+        rois = torch.cat([index, corners, corners + 3], 1)
+        return Problem({"input": rand(images, 3, 8, 9), "rois": rois, **settings}, ("input",))
+
+    return lambda n: problem(2, n), lambda n: problem(n, 3)
+
+
+OPERATORS = (
+    Operator(
         "roi_align",
         roi_align,
         lambda draw: _draw(draw, "roi_align"),
         roi_align_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        of_size=_of_size(output_size=2, spatial_scale=0.5),
     ),
-    Family(
+    Operator(
         "roi_pool",
         roi_pool,
         lambda draw: _draw(draw, "roi_pool"),
         _pool_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        launches=_launches_of_roi_pool,
+        of_size=_of_size(output_size=2, spatial_scale=0.5),
     ),
-    Family(
+    Operator(
         "deform_roi_pool",
         deform_roi_pool,
         lambda draw: _draw(draw, "deform_roi_pool"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import EXTREME, Draw, Family, Problem
+from .problem import EXTREME, Draw, Operator, Problem
 
 __all__ = ["Outcome", "run_call"]
 
@@ -49,12 +49,12 @@ def describe(problem: Problem) -> str:
     return "; ".join(parts)
 
 
-def run_call(family: Family, seed: int, device: str) -> Outcome:
+def run_call(operator: Operator, seed: int, device: str) -> Outcome:
     """Draw the problem of a seed, call the operator and compare its results. Errors of the drawing are raised."""
-    draw = Draw(family.name, seed, device)
-    problem = family.draw(draw)
-    if family.spoiled and not problem.must_refuse and draw.chance(0.03):
-        _spoil(family, problem, draw)
+    draw = Draw(operator.name, seed, device)
+    problem = operator.draw(draw)
+    if operator.spoiled and not problem.must_refuse and draw.chance(0.03):
+        _spoil(operator, problem, draw)
     deterministic = draw.chance(0.4)
     needed = [name for name in problem.differentiable if isinstance(problem.arguments[name], Tensor)]
     if draw.chance(0.15):
@@ -67,14 +67,14 @@ def run_call(family: Family, seed: int, device: str) -> Outcome:
     try:
         torch.use_deterministic_algorithms(deterministic)
         try:
-            outputs, gradients, grad_outputs = _call(family, problem, needed, draw)
-            repeated = _call(family, problem, needed, draw, grad_outputs)[:2] if draw.chance(0.05) else None
+            outputs, gradients, grad_outputs = _call(operator, problem, needed, draw)
+            repeated = _call(operator, problem, needed, draw, grad_outputs)[:2] if draw.chance(0.05) else None
         finally:
             torch.use_deterministic_algorithms(False)
             if device == "cuda":
                 torch.cuda.synchronize()
     except Exception as error:
-        return _judge_error(family, problem, error, deterministic)
+        return _judge_error(operator, problem, error, deterministic)
     if problem.must_refuse:
         return Outcome(
             "accepted", f"the call was accepted although {problem.must_refuse}: {describe(problem)}"
@@ -82,30 +82,32 @@ def run_call(family: Family, seed: int, device: str) -> Outcome:
     message = ""
     if repeated and (deterministic or device == "cpu"):
         message = _differences(*repeated, outputs, gradients, needed)
-    may_be_nan = _may_be_nan(family, problem, grad_outputs, ["output", *needed]) if device == "cuda" else ()
+    may_be_nan = _may_be_nan(operator, problem, grad_outputs, ["output", *needed]) if device == "cuda" else ()
     compared = (problem, outputs, gradients, grad_outputs)
     if device == "cuda" and _numbers(problem) <= SMALL:
         compared = _on_cpu(compared)
-    message = message or _compare(family, *compared, needed, may_be_nan)
+    message = message or _compare(operator, *compared, needed, may_be_nan)
     if message:
         return Outcome("wrong number", f"{message} (deterministic {deterministic}): {describe(problem)}")
     return Outcome("passed")
 
 
 def _may_be_nan(
-    family: Family, problem: Problem, grad_outputs: list[Tensor], results: Sequence[str]
+    operator: Operator, problem: Problem, grad_outputs: list[Tensor], results: Sequence[str]
 ) -> Sequence[str]:
     """Return the results on CUDA that may be NaN because of a bad number elsewhere in an argument."""
 
     def are_finite(tensors: Iterable[Tensor]) -> bool:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
-    if not family.reads_beside:
+    if not operator.reads_beside:
         return ()
-    if not are_finite([*(problem.arguments[name] for name in family.reads_beside), *grad_outputs]):
+    if not are_finite([*(problem.arguments[name] for name in operator.reads_beside), *grad_outputs]):
         return results
     return (
-        () if are_finite(problem.arguments[name] for name in family.scatters_beside) else family.reads_beside
+        ()
+        if are_finite(problem.arguments[name] for name in operator.scatters_beside)
+        else operator.reads_beside
     )
 
 
@@ -128,10 +130,10 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _call(
-    family: Family, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
+    operator: Operator, problem: Problem, needed: list[str], draw: Draw, grad_outputs: Any = None
 ) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...], list[Tensor]]:
     """Return the results, the gradients of the needed arguments, and the gradients of the results that were used."""
-    result = family.call(**problem.arguments)
+    result = operator.call(**problem.arguments)
     outputs = result if isinstance(result, tuple) else (result,)
     sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
     if not sources or not needed:
@@ -146,13 +148,15 @@ def _call(
     return outputs, gradients, grad_outputs
 
 
-def _judge_error(family: Family, problem: Problem, error: Exception, deterministic: bool) -> Outcome:
+def _judge_error(operator: Operator, problem: Problem, error: Exception, deterministic: bool) -> Outcome:
     text = f"{type(error).__name__}: {error}"
     if "CUDA error" in text or "CUDA kernel" in text or "AcceleratorError" in text:
         return Outcome("CUDA error", f"{text}; {describe(problem)}")
     if deterministic and "does not have a deterministic implementation" in text:
         return Outcome("refused")  # torch refuses an operation of an operator in plain torch.
-    is_clear = isinstance(error, REFUSALS) and any(n in str(error) for n in (family.name, *family.aliases))
+    is_clear = isinstance(error, REFUSALS) and any(
+        n in str(error) for n in (operator.name, *operator.aliases)
+    )
     if (problem.may_refuse or problem.must_refuse) and is_clear:
         return Outcome("refused")
     kind = "refused without a reason" if is_clear else "unclear error"
@@ -160,12 +164,12 @@ def _judge_error(family: Family, problem: Problem, error: Exception, determinist
     return Outcome(kind, f"{text[:2000]} (deterministic {deterministic}; {why}): {describe(problem)}")
 
 
-def _spoil(family: Family, problem: Problem, draw: Draw) -> None:
+def _spoil(operator: Operator, problem: Problem, draw: Draw) -> None:
     """Make one argument wrong, and set ``must_refuse`` to the reason."""
     if problem.may_refuse:
         return  # One mistake may cancel the other.
-    name = draw.pick(*family.spoiled)
-    what = draw.pick(*family.spoiled[name])
+    name = draw.pick(*operator.spoiled)
+    what = draw.pick(*operator.spoiled[name])
     if what == "device" and draw.device == "cpu":
         return  # There may be no other device.
     tensor = problem.arguments.get(name)
@@ -206,13 +210,13 @@ def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:
 
 
 def _reference(
-    family: Family, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
+    operator: Operator, problem: Problem, needed: list[str], grad_outputs: list[Tensor], magnitudes: bool
 ) -> dict[str, Any]:
     """Return the float64 results by name: "output", "output 1" and so on, and the names of needed arguments."""
     arguments = {name: _exact(problem, name, magnitudes) for name in problem.arguments}
     for name in needed:
         arguments[name].requires_grad_()
-    result = family.reference(**arguments)
+    result = operator.reference(**arguments)
     outputs = result if isinstance(result, tuple) else (result,)
     results = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
     if grad_outputs:
@@ -233,7 +237,7 @@ def _reference(
 
 
 def _compare(
-    family: Family,
+    operator: Operator,
     problem: Problem,
     outputs: tuple[Any, ...],
     gradients: tuple[Tensor | None, ...],
@@ -242,13 +246,13 @@ def _compare(
     may_be_nan: Sequence[str],
 ) -> str:
     """Return a text on what is wrong, or an empty text. NaN is not wrong in the results ``may_be_nan``."""
-    expected = _reference(family, problem, needed, grad_outputs, False)
-    if family.compare is not None:
-        return family.compare(problem, outputs, expected)
-    magnitudes = _reference(family, problem, needed, grad_outputs, True)
+    expected = _reference(operator, problem, needed, grad_outputs, False)
+    if operator.compare is not None:
+        return operator.compare(problem, outputs, expected)
+    magnitudes = _reference(operator, problem, needed, grad_outputs, True)
     bounds = {name: _largest(value) for name, value in magnitudes.items()}
-    if family.bounds is not None:
-        family.bounds(problem, bounds)
+    if operator.bounds is not None:
+        operator.bounds(problem, bounds)
     results: dict[str, Any] = {f"output {i}" if i else "output": t for i, t in enumerate(outputs)}
     if grad_outputs:
         results.update(zip(needed, gradients, strict=True))

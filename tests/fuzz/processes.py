@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,10 +23,10 @@ DEATHS = {-signal.SIGSEGV: "segmentation fault", -signal.SIGABRT: "abort", -sign
 
 
 def _outcome(name: str, seed: int, device: str) -> Outcome:
-    from .families import FAMILIES
+    from .operators import OPERATORS
 
     try:
-        return run_call(FAMILIES[name], seed, device)
+        return run_call(OPERATORS[name], seed, device)
     except Exception as error:  # The drawing or the reference fails, or the device reports an earlier error.
         kind = "CUDA error" if "CUDA" in str(error) else "fuzzer error"
         return Outcome(
@@ -50,7 +50,7 @@ def run_range(name: str, seeds: range, device: str) -> Iterator[tuple[int, Outco
             return
 
 
-def _serve(connection: Connection, stderr_path: str, name: str, seeds: range, device: str) -> None:
+def _serve(connection: Connection, stderr_path: str, name: str, seeds: Sequence[int], device: str) -> None:
     """Run in the process of a batch. Report each seed before its call, and its outcome afterwards."""
     file = os.open(stderr_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -69,7 +69,7 @@ def _serve(connection: Connection, stderr_path: str, name: str, seeds: range, de
 class Batch:
     """A process that runs the calls of some seeds."""
 
-    def __init__(self, name: str, seeds: range, device: str, limit_s: float) -> None:
+    def __init__(self, name: str, seeds: Sequence[int], device: str, limit_s: float) -> None:
         self.name, self.seeds, self.device, self.limit_s = name, seeds, device, limit_s
         # A forked process need not import torch again, but CUDA does not work after a fork.
         context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
@@ -131,7 +131,7 @@ class Batch:
             return file.read()[-3000:].strip()
 
     @property
-    def rest(self) -> range:
+    def rest(self) -> Sequence[int]:
         """The seeds without an outcome."""
         return self.seeds[self.finished :]
 
@@ -143,7 +143,7 @@ class Batch:
 
 
 def run_batches(
-    name: str, seeds: range, device: str, *, jobs: int, batch_size: int, limit_s: float, until: float
+    name: str, seeds: Sequence[int], device: str, *, jobs: int, batch_size: int, limit_s: float, until: float
 ) -> Iterator[tuple[int, Outcome]]:
     """Run the calls in batches, and yield each seed with its outcome in any order, until a time or the last seed."""
     pending = [seeds[i : i + batch_size] for i in range(0, min(len(seeds), batch_size * jobs), batch_size)]

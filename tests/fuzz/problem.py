@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Draw", "Family", "Problem", "Result"]
+__all__ = ["HALVES", "Draw", "Operator", "Problem", "Result", "largest", "rand", "wide_of"]
 
+HALVES = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Numbers of at least this magnitude are not compared, because the operator may overflow where float64 does not.
 EXTREME = 1e4
@@ -41,8 +42,8 @@ class Problem:
 
 
 @dataclass
-class Family:
-    """The functions that draw, call and check the problems of an operator.
+class Operator:
+    """What the tests of all operators need to know of one: how its problems are drawn, called and checked.
 
     Args:
         name: the name of the operator, which every error message must contain.
@@ -58,6 +59,10 @@ class Family:
         aliases: other names that error messages may contain.
         reads_beside: the arguments of which CUDA kernels read numbers with weight zero for corners outside a map. A NaN
             or infinite number in them, or in the gradient of the result, may affect more than the definition says.
+        of_size: functions of a size that return small sound problems. The operator must compile and export for all
+            sizes of each, and its gradients are tested with the first.
+        launches: a function that returns a hypothesis strategy of arguments without data, of any sizes. The launches on
+            CUDA must fit every GPU.
         scatters_beside: the arguments whose NaN or infinite numbers may likewise affect gradients of ``reads_beside``.
     """
 
@@ -71,16 +76,18 @@ class Family:
     aliases: tuple[str, ...] = ()
     reads_beside: tuple[str, ...] = ()
     scatters_beside: tuple[str, ...] = ()
+    of_size: tuple[Callable[[int], Problem], ...] = ()
+    launches: Callable[[], Any] | None = None
 
 
 class Draw:
-    """A source of random sizes, numbers and memory layouts, which depend on the family's name and the seed only."""
+    """A source of random sizes, numbers and memory layouts, which depend on the operator's name and the seed only."""
 
     def __init__(self, name: str, seed: int, device: str) -> None:
         self.random = random.Random(f"{name} {seed}")
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(62))
         self.device = device
-        self.has_bad_numbers = self.chance(0.2)
+        self.has_bad_numbers, self.has_empty_sizes = self.chance(0.2), self.chance(0.05)
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -89,8 +96,9 @@ class Draw:
         return self.random.choice(options)
 
     def size(self, limit: int, zero: float = 0.02) -> int:
-        """Return a size up to ``limit``, which is mostly small, and 0 with probability ``zero``."""
-        if self.chance(zero):
+        """Return a size up to ``limit``, which is mostly small. It is 0 with probability ``zero``, and in some problems
+        often so, unless ``zero`` is 0."""
+        if self.chance(0.3 if zero and self.has_empty_sizes else zero):
             return 0
         return round((limit + 0.49) ** self.random.random())
 
@@ -185,3 +193,19 @@ class Draw:
         view = storage[offset : offset + tensor.numel()].view(tensor.shape)
         view.copy_(tensor)
         return view
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def largest(tensor: Tensor, below: float = EXTREME) -> float:
+    """Return the largest magnitude that is less than ``below``."""
+    tensor = tensor.detach().double().abs()
+    tensor = torch.where(tensor < below, tensor, 0.0)
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def rand(*shape: int) -> Tensor:
+    """Return numbers in 0..1 that depend on the shape alone."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))

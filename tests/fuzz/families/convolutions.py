@@ -4,16 +4,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import carafe, deform_conv2d, masked_conv2d, modulated_deform_conv2d
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 
-from ..problem import Draw, Family, Problem
-from .attention import HALVES, NEAR, largest, wide_of
+from .attention import NEAR
 
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 
 def _deformed(draw: Draw, modulated: bool) -> Problem:
@@ -167,16 +169,44 @@ def _draw_carafe(draw: Draw) -> Problem:
     )
 
 
-FAMILIES = (
-    Family(
+@st.composite
+def _launches_of_deform_conv2d(draw: st.DrawFn) -> dict[str, Any]:
+    B, H, W = draw(st.integers(0, 3)), draw(sizes.side) + 3, draw(sizes.side) + 3
+    groups, deform_groups = draw(st.sampled_from([1, 2, 32])), draw(st.sampled_from([1, 2, 4]))
+    C, out = 4 * groups * draw(st.integers(1, 8)), groups * draw(st.integers(1, 8))
+    dtype, k = draw(sizes.value_types), draw(st.sampled_from([1, 3]))
+    return {
+        "input": sizes.empty(B, C, H, W, dtype=dtype),
+        "offset": sizes.empty(B, deform_groups * 2 * k * k, H, W, dtype=dtype),
+        "weight": sizes.empty(out, C // groups, k, k, dtype=dtype),
+        "padding": k // 2,
+        "groups": groups,
+        "deform_groups": deform_groups,
+    }
+
+
+OPERATORS = (
+    Operator(
         "deform_conv2d",
         deform_conv2d,
         lambda draw: _deformed(draw, False),
         _deformed_reference,
         _deformed_bounds,
         spoiled={"input": ("rank", 0, 1), "offset": ("rank", 0, 1, 2, 3), "weight": (1, 2)},
+        of_size=(
+            lambda n: Problem(
+                {
+                    "input": rand(n, 4, 6, 7),
+                    "offset": rand(n, 18, 6, 7),
+                    "weight": rand(2, 4, 3, 3),
+                    "padding": 1,
+                },
+                ("input", "offset", "weight"),
+            ),
+        ),
+        launches=_launches_of_deform_conv2d,
     ),
-    Family(
+    Operator(
         "modulated_deform_conv2d",
         modulated_deform_conv2d,
         lambda draw: _deformed(draw, True),
@@ -184,18 +214,30 @@ FAMILIES = (
         _deformed_bounds,
         spoiled={"input": ("rank", 0, 1), "offset": ("rank", 0, 1, 2, 3), "mask": ("rank", 0, 1, 2, 3)},
     ),
-    Family(
+    Operator(
         "masked_conv2d",
         masked_conv2d,
         _draw_masked,
         _masked_reference,
         spoiled={"features": ("rank", 0, 2, 3), "mask": ("rank", 0, 1, 2)},
     ),
-    Family(
+    Operator(
         "carafe",
         carafe,
         _draw_carafe,
         carafe_reference,
         spoiled={"features": ("rank", 0, 2, 3), "masks": ("rank", 0, 1, 2, 3)},
+        of_size=(
+            lambda n: Problem(
+                {
+                    "features": rand(n, 4, 4, 5),
+                    "masks": rand(n, 9, 8, 10),
+                    "kernel_size": 3,
+                    "group_size": 1,
+                    "scale_factor": 2,
+                },
+                ("features", "masks"),
+            ),
+        ),
     ),
 )

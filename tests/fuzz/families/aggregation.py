@@ -4,8 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_fused,
@@ -15,10 +18,9 @@ from visdet.ops import (
     deformable_aggregation_with_depth_reference,
 )
 
-from ..problem import Draw, Family, Problem
-from .attention import HALVES, gradient_sum, largest, near_whole, wide_of
+from .attention import gradient_sum, near_whole
 
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 
 def _tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]:
@@ -293,38 +295,80 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
             bounds[name] = bound
 
 
-FAMILIES = (
-    Family(
+@st.composite
+def _launches_of_deformable_aggregation(draw: st.DrawFn) -> dict[str, Any]:
+    B, V, L = draw(st.integers(0, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    shapes = [[(draw(sizes.side) + 1, draw(sizes.side) + 1) for _ in range(L)] for _ in range(V)]
+    areas = torch.tensor(shapes).prod(2).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    Q, P = draw(sizes.count), draw(st.one_of(sizes.small, st.sampled_from([13, 300])))
+    G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12])), draw(st.sampled_from([1, 2, 3, 6, 8, 12, 32, 40]))
+    dtype = draw(sizes.value_types)
+    return {
+        "features": sizes.empty(B, int(areas.sum()), G * group, dtype=dtype),
+        "level_shapes": torch.tensor(shapes),
+        "level_starts": starts,
+        "locations": sizes.empty(B, Q, P, V, 2, dtype=wide_of(dtype)),
+        "weights": sizes.empty(B, Q, P, V, L, G, dtype=draw(st.sampled_from([dtype, wide_of(dtype)]))),
+    }
+
+
+@st.composite
+def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str, Any]:
+    arguments = draw(_launches_of_deformable_aggregation())
+    features, locations = arguments.pop("features"), arguments.pop("locations")
+    depth_probs = sizes.empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
+    arguments["locations"] = sizes.empty(*locations.shape[:-1], 3, dtype=locations.dtype)
+    return {"features": features, "depth_probs": depth_probs, **arguments}
+
+
+_TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
+_SPOILED = {
+    "features": ("rank", "type", 0),
+    "locations": ("rank", "device", 0, 1, 2, 3, 4),
+    "weights": ("rank", "device", 0, 1, 2, 3, 4),
+    "level_shapes": ("rank", 2),
+}
+
+
+def _of_shapes(**shapes: tuple[int, ...]) -> Problem:
+    return Problem({**_TWO_CAMERAS, **{name: rand(*shape) for name, shape in shapes.items()}}, tuple(shapes))
+
+
+OPERATORS = (
+    Operator(
         "deformable_aggregation",
         deformable_aggregation,
         _draw,
         deformable_aggregation_reference,
         _bounds,
         reads_beside=("features",),
-        spoiled={
-            "features": ("rank", "type", 0),
-            "locations": ("rank", "device", 0, 1, 2, 3, 4),
-            "weights": ("rank", "device", 0, 1, 2, 3, 4),
-            "level_shapes": ("rank", 2),
-        },
+        spoiled=_SPOILED,
+        of_size=(
+            lambda n: _of_shapes(features=(2, 18, 4), locations=(2, n, 3, 2, 2), weights=(2, n, 3, 2, 1, 2)),
+        ),
+        launches=_launches_of_deformable_aggregation,
     ),
-    Family(
+    Operator(
         "deformable_aggregation_with_depth",
         deformable_aggregation_with_depth,
         _draw_with_depth,
         deformable_aggregation_with_depth_reference,
         _depth_bounds,
         reads_beside=("features", "depth_probs"),
-        spoiled={
-            "features": ("rank", "type", 0),
-            "depth_probs": ("rank", "type", 0, 1),
-            "locations": ("rank", "device", 0, 1, 2, 3, 4),
-            "weights": ("rank", "device", 0, 1, 2, 3, 4),
-            "level_shapes": ("rank", 2),
-        },
+        spoiled={**_SPOILED, "depth_probs": ("rank", "type", 0, 1)},
         aliases=("deformable_aggregation",),
+        of_size=(
+            lambda n: _of_shapes(
+                features=(n, 18, 4),
+                depth_probs=(n, 18, 3),
+                locations=(n, 5, 3, 2, 3),
+                weights=(n, 5, 3, 2, 1, 2),
+            ),
+        ),
+        launches=_launches_of_deformable_aggregation_with_depth,
     ),
-    Family(
+    Operator(
         "deformable_aggregation_fused",
         deformable_aggregation_fused,
         _draw_fused,
@@ -338,5 +382,18 @@ FAMILIES = (
             "level_shapes": ("rank", 2),
         },
         aliases=("deformable_aggregation",),
+        of_size=(
+            lambda n: Problem(
+                {
+                    "features": rand(n, 18, 4),
+                    **_TWO_CAMERAS,
+                    "key_points": rand(n, 5, 3, 3),
+                    "projection": torch.eye(4).repeat(n, 2, 1, 1),
+                    "image_wh": None,
+                    "logits": rand(n, 5, 2, 1, 3, 2),
+                },
+                ("features", "key_points", "logits"),
+            ),
+        ),
     ),
 )

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 from .check import Outcome
-from .families import FAMILIES
+from .operators import OPERATORS
 from .processes import run_batches, run_range
 
 __all__ = ["main"]
@@ -18,19 +18,19 @@ SHOWN = 3  # number of failures of one kind that are printed in full with --keep
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m visdet.testing.fuzz", description=__doc__)
-    parser.add_argument("op", choices=["all", *FAMILIES], metavar="OP", help=f"all, {', '.join(FAMILIES)}")
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("op", choices=["all", *OPERATORS], metavar="OP", help=f"all, {', '.join(OPERATORS)}")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="device to run on (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, help="seed of the first call (without --calls and --minutes, the only call)"
     )
-    parser.add_argument("--calls", type=int, help="number of calls of each family")
+    parser.add_argument("--calls", type=int, help="number of calls of each operator")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="time of all families together (default: 1, unless --calls or --seed is given)",
+        help="time of all operators together (default: 1, unless --calls or --seed is given)",
     )
     parser.add_argument(
         "--jobs", type=int, help="number of parallel processes (default: one per core on the CPU, 1 on CUDA)"
@@ -72,7 +72,7 @@ class Report:
                 self._confirm(seed, outcome.kind)
 
     def command(self, seed: int, calls: int) -> str:
-        text = f"python -m visdet.testing.fuzz {self.name} --device {self.chosen.device} --seed {seed}"
+        text = f"python -m tests.fuzz {self.name} --device {self.chosen.device} --seed {seed}"
         return text if calls == 1 else f"{text} --calls {calls} --batch {calls}"
 
     def _confirm(self, seed: int, kind: str) -> None:
@@ -109,7 +109,7 @@ class Report:
 
 
 def fuzz(name: str, chosen: argparse.Namespace, first_seed: int, seconds: float) -> Report:
-    """Run the calls of one family and return their report."""
+    """Run the calls of one operator and return their report."""
     report, began = Report(name, chosen), time.monotonic()
     seeds = range(first_seed, first_seed + (chosen.calls or 10**9))
     if chosen.in_process:
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen.jobs = chosen.jobs or (1 if chosen.device == "cuda" else len(os.sched_getaffinity(0)))
     chosen.batch = chosen.batch or (1000 if chosen.device == "cuda" else 200)
-    names = list(FAMILIES) if chosen.op == "all" else [chosen.op]
+    names = list(OPERATORS) if chosen.op == "all" else [chosen.op]
     seconds = float("inf") if chosen.minutes is None else 60 * chosen.minutes / len(names)
     first_seed = int(time.time()) % 10**6 * 10**5 if chosen.seed is None else chosen.seed
     print(f"visdet {chosen.op} on {chosen.device}, seeds from {first_seed}", flush=True)

@@ -5,15 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem
 from visdet.ops import box_iou_quadri, box_iou_rotated, nms_quadri, nms_rotated
 from visdet.ops.box_iou_rotated import MODES, box_iou_rotated_reference
 
-from ..problem import Draw, Family, Problem
-from .boxes import random_scores, same_kept
+from .boxes import launches_of_nms, random_scores, same_kept
 
-__all__ = ["FAMILIES"]
+__all__ = ["OPERATORS"]
 
 
 def _boxes(draw: Draw, N: int, columns: int) -> Tensor:
@@ -103,9 +105,39 @@ def _same(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]
     return same_kept(Problem(boxes, skip=problem.skip), got, expected)
 
 
-FAMILIES = (
+@st.composite
+def _launches_of_nms_quadri(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(launches_of_nms())
+    N, dtype = len(drawn["scores"]), drawn["scores"].dtype
+    dets = sizes.empty(N, 8, dtype=dtype)
+    return {"dets": dets, "scores": drawn["scores"], "iou_threshold": 0.5, "labels": drawn["classes"]}
+
+
+@st.composite
+def _launches_of_nms_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_nms_quadri())
+    return drawn | {"dets": drawn["dets"][:, :5], "clockwise": draw(st.booleans())}
+
+
+@st.composite
+def _launches_of_box_iou_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    M, N, dtype = (
+        draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))),
+        draw(sizes.count),
+        draw(sizes.value_types),
+    )
+    aligned = draw(st.booleans())
+    return {
+        "bboxes1": sizes.empty(M, 5, dtype=dtype),
+        "bboxes2": sizes.empty(M if aligned else N, 5, dtype=dtype),
+        "mode": draw(st.sampled_from(["iou", "iof"])),
+        "aligned": aligned,
+    }
+
+
+OPERATORS = (
     *(
-        Family(
+        Operator(
             call.__name__,
             call,
             _draw_overlaps(columns),
@@ -116,7 +148,7 @@ FAMILIES = (
         for call, columns in ((box_iou_rotated, 5), (box_iou_quadri, 8))
     ),
     *(
-        Family(
+        Operator(
             call.__name__,
             call,
             _draw_suppression(columns),

@@ -1,65 +1,22 @@
-"""Problems of box_key_points, bbox_overlaps, nms, batched_nms and soft_nms."""
+"""Problems of bbox_overlaps, nms, batched_nms and soft_nms."""
 
-import math
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem
 from visdet.ops import (
     batched_nms,
     bbox_overlaps,
-    box_key_points,
-    box_key_points_reference,
     nms,
     soft_nms,
 )
 from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
 
-from ..problem import EXTREME, Draw, Family, Problem
-from .attention import HALVES, largest
-
-__all__ = ["FAMILIES"]
-
-
-def _draw_key_points(draw: Draw) -> Problem:
-    B, Q, F, M = draw.size(3), draw.size(20), draw.size(8), draw.size(7)
-    if draw.is_big:
-        B, Q = 2, 900
-    dtype = draw.dtype(torch.float32, torch.float64)
-    anchors = draw.uniform(-2, 2, B, Q, draw.pick(8, 8, 9, 11, 12, 7 if draw.chance(0.1) else 8))
-    if draw.chance(0.3):
-        anchors = anchors * 6
-    if draw.chance(0.3):
-        logits = None
-    else:
-        logits = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, M * 3)), draw.dtype(dtype, *HALVES))
-    arguments = {
-        "anchors": draw.place(draw.with_bad_numbers(anchors), dtype),
-        "fixed": draw.place(draw.with_bad_numbers(draw.numbers(F, 3)), draw.dtype(dtype, *HALVES)),
-        "logits": logits,
-        "max_log_size": draw.pick(10.0, 10.0, 1.0, 4.5),
-    }
-    return Problem(
-        arguments,
-        differentiable=("anchors", "logits"),
-        wide=dtype,
-        error_factor=256.0,
-        skip={"anchors": ~(arguments["anchors"].abs() < EXTREME)},  # next to NaN, either side's gradient
-        may_refuse="anchors have fewer than 8 numbers" if anchors.shape[-1] < 8 else "",
-    )
-
-
-def _key_points_bounds(problem: Problem, bounds: dict[str, float]) -> None:
-    given = problem.arguments
-    anchors = given["anchors"].detach().double()
-    sizes = torch.where(anchors.abs() < 1e4, anchors, 0.0)[..., 3:6].clamp(max=given["max_log_size"])
-    size = math.exp(float(sizes.max())) if sizes.numel() else 1.0
-    place = max(0.5, largest(given["fixed"])) * size * (1 + largest(given["anchors"]))
-    bounds["output"] = largest(given["anchors"]) + 2 * place * max(1.0, largest(given["anchors"]))
-    for name in ("anchors", "logits"):
-        if name in bounds:
-            bounds[name] = 4 * bounds.get("grad_total", 0.0) * max(1.0, bounds["output"])
+__all__ = ["OPERATORS"]
 
 
 def _rows(draw: Draw, count: int, whole: bool) -> Tensor:
@@ -249,20 +206,22 @@ def _same_soft(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str,
     return ""
 
 
-FAMILIES = (
-    Family(
-        "box_key_points",
-        box_key_points,
-        _draw_key_points,
-        box_key_points_reference,
-        _key_points_bounds,
-        spoiled={
-            "anchors": ("rank", "type"),
-            "fixed": ("rank", "device", 1),
-            "logits": ("rank", "device", 0, 1, 2),
-        },
-    ),
-    Family(
+@st.composite
+def launches_of_nms(draw: st.DrawFn) -> dict[str, Any]:
+    N, dtype = draw(st.one_of(sizes.count, st.sampled_from([400_000]))), draw(sizes.value_types)
+    classes = sizes.empty(N, dtype=torch.int64) if draw(st.booleans()) else None
+    threshold = draw(st.sampled_from([0, 0.3]))
+    return {
+        "boxes": sizes.empty(N, 4, dtype=dtype),
+        "scores": sizes.empty(N, dtype=dtype),
+        "iou_threshold": 0.5,
+        "score_threshold": threshold,
+        "classes": classes,
+    }
+
+
+OPERATORS = (
+    Operator(
         "bbox_overlaps",
         bbox_overlaps,
         _draw_overlaps,
@@ -270,16 +229,17 @@ FAMILIES = (
         _overlap_bounds,
         spoiled={"bboxes1": ("rank", 1), "bboxes2": ("rank", 1)},
     ),
-    Family(
+    Operator(
         "nms",
         nms,
         _draw_nms,
         _nms,
         compare=same_kept,
         spoiled={"boxes": ("rank", 0, 1), "scores": ("rank", 0)},
+        launches=launches_of_nms,
     ),
-    Family("batched_nms", batched_nms, _draw_batched, _batched, compare=same_kept, aliases=("nms",)),
-    Family(
+    Operator("batched_nms", batched_nms, _draw_batched, _batched, compare=same_kept, aliases=("nms",)),
+    Operator(
         "soft_nms",
         soft_nms,
         _draw_soft,

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import EXTREME, Problem
-from .attention import HALVES
+from tests.fuzz.problem import EXTREME, HALVES, Problem
 
 __all__ = ["EXACT_STEPS", "Steps", "bounds_of", "epsilon_of", "greatest", "near_zero_of"]
 

@@ -1,0 +1,1 @@
+"""The tests. This file lets `python -m tests.fuzz` find the folder, whatever other packages are installed."""

@@ -1,1 +1,0 @@
-"""Tools that test the operators, such as the fuzzer ``python -m visdet.testing.fuzz``."""
