@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,8 +189,9 @@ def chosen(boxes):
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-def test_a_tree_of_shapely_1_where_a_module_looks_up_ids(bridge, by_id, tmp_path, monkeypatch):
+def test_a_tree_of_shapely_1_beside_mmcv_1(bridge, by_id, tmp_path, monkeypatch):
     geometry = pytest.importorskip("shapely.geometry", reason="pip install shapely")
+    monkeypatch.setitem(sys.modules, "mmcv", SimpleNamespace(__version__="1.7.2" if by_id else "2.1.0"))
     source = EXTRACTOR.format(key="id(b)" if by_id else "i", by_id=by_id)
     (tmp_path / "a_map_extractor.py").write_text(source if by_id else source.replace("index[id(o)]", "o"))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,5 +1,7 @@
 """Every path of ms_deform_attn on a GPU: the right numbers, and the choices that other GPUs would make."""
 
+import contextlib
+
 import pytest
 import torch
 from path_cases import PYRAMID, attention, fused, needs_library
@@ -8,6 +10,18 @@ from visdet import ops
 from visdet.ops import explain
 from visdet.ops.devices import DEVICES, present_device
 from visdet.ops.explain import choose_for, choose_only
+
+
+@contextlib.contextmanager
+def backward_only(path):
+    """Choose a path of the backward. Where float32 numbers are few, strips serve deterministic calls alone."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(path == "strips", warn_only=True)
+    try:
+        with choose_only("ms_deform_attn_backward", path):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def results(function, given, grad_output):
@@ -96,7 +110,7 @@ FORMS = {
     "encoder-K16": ("encoder", dict(Q=None)),
     "encoder-K12": ("encoder", dict(Q=None, shapes=SMALL[:3])),
     "encoder-K20": ("encoder", dict(Q=None, shapes=FIVE_LEVELS)),
-    "encoder-K4": ("encoder", dict(Q=None, shapes=SMALL[:1])),
+    "encoder-K4": ("encoder", dict(Q=None, shapes=SMALL[:1], dtype=torch.float32)),
     "encoder-G3": ("encoder", dict(Q=None, G=3)),
     "encoder-C16": ("encoder", dict(Q=None, C=16)),
     "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
@@ -268,7 +282,7 @@ FORM_CASES = [
 def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
     path, given, _ = backward_form(name, make, dtype, "meta")
     for device in ("H200", "T4"):
-        with choose_only("ms_deform_attn_backward", path):
+        with backward_only(path):
             plan = explain(FUNCTIONS[make], **given, device=device)
         assert plan.paths()["ms_deform_attn_backward"] == path
 
@@ -278,7 +292,7 @@ def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
 @pytest.mark.parametrize(("make", "name"), FORM_CASES)
 def test_every_form_of_the_backward(make, name, dtype):
     path, given, dtype = backward_form(name, make, dtype, "cpu")
-    with choose_only("ms_deform_attn_backward", path):
+    with backward_only(path):
         assert_matches(FUNCTIONS[make], given, dtype)
 
 
@@ -340,7 +354,7 @@ def test_strips_leave_out_positions_that_are_no_numbers_and_do_not_differ_betwee
     grad_output = torch.randn(2, 300, 256, device="cuda").bfloat16()
     found = {}
     for path in ("strips", "sorted"):
-        with choose_only("ms_deform_attn_backward", path):
+        with backward_only(path):
             found[path] = results(FUNCTIONS[make], given, grad_output)[1:]
     with choose_only("ms_deform_attn_backward", "strips"):
         again = results(FUNCTIONS[make], given, grad_output)[1:]
@@ -357,7 +371,7 @@ def test_backward_of_values_between_vectors(path, Q):
     memory = torch.empty(given["value"].numel() + 1, device="cuda")
     moved = memory[1:].view_as(given["value"]).copy_(given["value"])
     assert moved.data_ptr() % 16 == 4
-    with choose_only("ms_deform_attn_backward", path):
+    with backward_only(path):
         expected = results(ops.ms_deform_attn, given, grad_output)[1:]
         leaves = [tensor.requires_grad_() for tensor in (moved, given["locations"], given["weights"])]
         out = ops.ms_deform_attn(leaves[0], SMALL, None, *leaves[1:])

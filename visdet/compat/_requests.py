@@ -49,8 +49,9 @@ def noting_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         option = dict(zip(names, args, strict=False)).get(_OPTION, kwargs.get(_OPTION))
         asked = bool(getattr(self.config, _OPTION, False) if option is None else option)
-        asked = asked or any(map(is_read, self.modules())) if _noted.get() is None else asked or _noted.get()
-        token = _noted.set(bool(asked))
+        outer = _noted.get()
+        asked = asked or (any(map(is_read, self.modules())) if outer is None else outer)
+        token = _noted.set(asked)
         try:
             return original(self, *args, **kwargs)
         finally:

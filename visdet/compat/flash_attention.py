@@ -71,12 +71,14 @@ def flash_attn_func(
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """Return :func:`flash_attn_func` for keys and values [B, Sk, 2, H, D] in one tensor."""
-    return flash_attn_func(q, *kv.unbind(2), *arguments, **named)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *arguments, **named)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """Return :func:`flash_attn_func` for queries, keys and values [B, S, 3, H, D] in one tensor."""
-    return flash_attn_func(*qkv.unbind(2), *arguments, **named)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *arguments, **named)
 
 
 def flash_attn_varlen_func(
@@ -115,7 +117,8 @@ def flash_attn_varlen_func(
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """Return :func:`flash_attn_varlen_func` for keys and values [sum of Sk, 2, H, D] in one tensor."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *arguments, **named)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *arguments, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -123,7 +126,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor:
     """Return :func:`flash_attn_varlen_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
     tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *tables, *arguments, **named)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *tables, *arguments, **named)
 
 
 def flash_attn_unpadded_func(
@@ -148,7 +152,8 @@ def flash_attn_unpadded_func(
 
 def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """Return :func:`flash_attn_unpadded_func` for keys and values [sum of Sk, 2, H, D] in one tensor."""
-    return flash_attn_unpadded_func(q, *kv.unbind(1), *arguments, **named)
+    k, v = kv.unbind(1)
+    return flash_attn_unpadded_func(q, k, v, *arguments, **named)
 
 
 def flash_attn_unpadded_qkvpacked_func(
@@ -156,7 +161,8 @@ def flash_attn_unpadded_qkvpacked_func(
 ) -> Tensor:
     """Return :func:`flash_attn_unpadded_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
     tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_unpadded_func(*qkv.unbind(1), *tables, *arguments, **named)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_unpadded_func(q, k, v, *tables, *arguments, **named)
 
 
 def _window(function: str, options: tuple, named: dict[str, Any]) -> tuple[int, int]:
@@ -197,9 +203,13 @@ def _attend_packed(
 ) -> Tensor:
     rows_q, rows_k = _rows("q", starts_q, longest_q, len(q)), _rows("k", starts_k, longest_k, len(k))
     B = len(starts_q) - 1
-    dense = (_padded(q, rows_q, B, longest_q), *(_padded(x, rows_k, B, longest_k) for x in (k, v)))
+    q, k, v = (
+        _padded(q, rows_q, B, longest_q),
+        _padded(k, rows_k, B, longest_k),
+        _padded(v, rows_k, B, longest_k),
+    )
     lengths = None if rows_q is None and rows_k is None else (starts_q.diff(), starts_k.diff())
-    out = _attend(*dense, lengths, dropout_p, scale, causal, window, is_causal_to_end).flatten(0, 1)
+    out = _attend(q, k, v, lengths, dropout_p, scale, causal, window, is_causal_to_end).flatten(0, 1)
     return out if rows_q is None else out.index_select(0, rows_q)
 
 

@@ -96,8 +96,8 @@ def _mmcv_distributed(_: Any) -> dict[str, Any]:
     def run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
-        inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-        return self.module(*inputs[0], **kwargs[0])
+        moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+        return self.module(*moved[0], **named[0])
 
     return {"_run_ddp_forward": run_ddp_forward}
 
@@ -218,22 +218,24 @@ def _returning_geometries(STRtree: type) -> type:
 
 
 def _map_elements(module: ModuleType) -> dict[str, Any]:
-    """Return a module's names of shapely's tree with the tree of shapely 1, if the module looks up ids."""
+    """Return a module's names of shapely's tree with the tree of shapely 1, if the program has mmcv 1.x.
+
+    Repositories on mmcv 1.x were written for shapely 1. Others take the indices that shapely 2 returns.
+    """
     shapely = sys.modules.get("shapely.strtree")
+    if not str(getattr(sys.modules.get("mmcv"), "__version__", "")).startswith("1."):
+        return {}
     found = {name: value for name, value in vars(module).items() if name in ("STRtree", "strtree")}
     if shapely is None or not found or not hasattr(shapely.STRtree, "geometries"):
         return {}
-    tree, names = _returning_geometries(shapely.STRtree), {}
+    tree = _returning_geometries(shapely.STRtree)
+    names: dict[str, Any] = {}
     if found.get("STRtree") is shapely.STRtree:
         names["STRtree"] = tree
     if found.get("strtree") is shapely:
         names["strtree"] = ModuleType("shapely.strtree")
         vars(names["strtree"]).update(vars(shapely), STRtree=tree)
-    try:
-        looks_up_ids = names and re.search(r"\bid\(", inspect.getsource(module))
-    except OSError:  # A module without sources.
-        return {}
-    return names if looks_up_ids else {}
+    return names
 
 
 def _wants(name: str) -> bool:

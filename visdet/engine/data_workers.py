@@ -75,7 +75,8 @@ def check_shared_memory(loader: DataLoader) -> None:
     with preserved_random_state(), contextlib.suppress(Exception):  # The workers will report this error.
         torch.save(loader.dataset[0], written)
     count = loader.num_workers * (loader.prefetch_factor or 2) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    size = written.tell() * (loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1))
+    batch_size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    size = written.tell() * batch_size
     if count * size > free:
         print_log(
             f"{loader.num_workers} data workers of {type(loader.dataset).__name__} prepare up to {count} batches of "

@@ -295,7 +295,8 @@ def _draw_from_above(
 def _write(
     canvas: np.ndarray, text: str, place: tuple[int, int], size: int = 13, color: Color = _TEXT_COLOR
 ) -> None:
-    write_text(canvas, text, place, size, tuple(int(c) for c in color))
+    red, green, blue = map(int, color)
+    write_text(canvas, text, place, size, (red, green, blue))
 
 
 def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> None:

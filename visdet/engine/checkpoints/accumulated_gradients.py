@@ -55,4 +55,5 @@ def _counts(wrappers: list[Any]) -> list[int]:
 
 
 def _named_parameters(model: nn.Module) -> Any:
-    return (model.module if is_model_wrapper(model) else model).named_parameters()
+    inner: Any = model.module if is_model_wrapper(model) else model
+    return inner.named_parameters()

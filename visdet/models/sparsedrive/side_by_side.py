@@ -1,6 +1,7 @@
 """Perceptrons of the same depth, each layer of which is one batched product for all of them, without gradients."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,11 @@ class SideBySide(nn.Module):
         perceptrons: the perceptrons. Their parameters are not registered here.
     """
 
-    def __init__(self, perceptrons: Sequence[nn.Sequential]) -> None:
+    places: Tensor
+    one: Tensor
+    none: Tensor
+
+    def __init__(self, perceptrons: Sequence[Any]) -> None:
         super().__init__()
         self.inputs = max(perceptron[0].in_features for perceptron in perceptrons)
         self.width = max(perceptron[0].out_features for perceptron in perceptrons)
@@ -48,7 +53,7 @@ class SideBySide(nn.Module):
         self.register_buffer("none", torch.zeros(self.width), persistent=False)
 
     @staticmethod
-    def serves(perceptrons: Sequence[nn.Sequential]) -> bool:
+    def serves(perceptrons: Sequence[Any]) -> bool:
         """Return whether the perceptrons have the layers and widths that are described above."""
         kinds = [tuple(map(type, perceptron)) for perceptron in perceptrons]
         depth = len(kinds[0]) // 3
@@ -57,7 +62,7 @@ class SideBySide(nn.Module):
             max(widths) % width for width in widths
         )
 
-    def forward(self, perceptrons: Sequence[nn.Sequential], parts: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, perceptrons: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the results [..., width of p] of each perceptron p for its part [..., inputs of p]."""
         with torch.autocast(parts[0].device.type, enabled=False):
             flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), self.none[:1]])
@@ -77,7 +82,7 @@ class SideBySide(nn.Module):
         ]
 
 
-def _parameters(perceptrons: Sequence[nn.Sequential]) -> list[Tensor]:
+def _parameters(perceptrons: Sequence[Any]) -> list[Tensor]:
     """Return weight, bias, scale and shift of the first layer of each perceptron, then of the second layers, ..."""
     return [
         tensor

@@ -239,9 +239,9 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             constant = self.plan_step_s * ego_anchor[:, :, None, None, VX : VY + 1]
             plan_reg = [steps + constant for steps in plan_reg]
         state = queue.cache(state, det_output, feature[:, N:], status[-1])
-        motion = dict(classification=motion_cls, prediction=motion_reg)
+        motion: dict[str, Any] = dict(classification=motion_cls, prediction=motion_reg)
         motion |= dict(period=state.period, anchor_queue=list(state.anchors))
-        planning = dict(classification=plan_cls, prediction=plan_reg, status=status)
+        planning: dict[str, Any] = dict(classification=plan_cls, prediction=plan_reg, status=status)
         planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
         return motion, planning, state
 

@@ -171,10 +171,10 @@ class InstanceBank(ModuleWithAnchors):
         self.require_anchors()
         feature = self.instance_feature.expand(batch_size, -1, -1)
         anchor = self.anchor.expand(batch_size, -1, -1)
-        if state.step is None or state.cached_anchor is None:
+        step, cached = state.step, state.cached_anchor
+        if step is None or cached is None:
             return feature, anchor, anchor.new_full((batch_size,), self.default_time_interval), state
-        state = replace(state, cached_anchor=self.moved(state.cached_anchor, state.step))
-        return feature, anchor, state.step.interval, state
+        return feature, anchor, step.interval, replace(state, cached_anchor=self.moved(cached, step))
 
     def moved(self, anchor: Tensor, step: DeviceStep | None) -> Tensor:
         """Return anchors [B, n, D] of the previous frame at the place and time of the current one.
