@@ -251,11 +251,11 @@ class Gradient:
     """
 
     def __init__(self, name: str, wide: str | None = None, channels_last: Sequence[str] = ()) -> None:
-        self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
+        operator = self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
         arguments = getattr(torch.ops.visdet, name).default._schema.arguments
         names = [argument.name for argument in arguments]
-        given = [argument.name for argument in self._operator._schema.arguments]
-        results = [result.name.removeprefix("grad_") for result in self._operator._schema.returns]
+        given = [argument.name for argument in operator._schema.arguments]
+        results = [result.name.removeprefix("grad_") for result in operator._schema.returns]
         self._given, self._results, self._channels_last = given, results, channels_last
         self._flags = [
             None if flag == "deterministic" else names.index(flag.removeprefix("needs_"))
