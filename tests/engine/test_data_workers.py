@@ -145,7 +145,7 @@ def test_an_unreadable_image_says_how_to_go_on_without_it(tmp_path, workers, mis
     option = "train_dataloader.dataset.pipeline.1.ignore_empty=True"
     assert "without images" in hint and hint.endswith(f" --cfg-options {option}")
     cfg = toy_config(tmp_path / "run", **options)
-    cfg.merge_from_dict(dict([option.split("=")]))
+    cfg.merge_from_dict({option.partition("=")[0]: True})
     set_resume(cfg, "auto")
     build_runner(cfg).train()
 
