@@ -128,7 +128,7 @@ class Batch:
 
     def _stderr(self) -> str:
         with open(self.stderr_path, errors="replace") as file:
-            return file.read()[-3000:].strip()
+            return file.read()[-6000:].strip()
 
     @property
     def rest(self) -> Sequence[int]:

@@ -169,11 +169,10 @@ def measure(runner: Any, work: Path, device: str, scale: float, report: Report) 
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1],
-        Path(sys.argv[2]),
-        sys.argv[3],
-        float(sys.argv[4]),
-        Report(Path(sys.argv[5])),
-        *sys.argv[6:],
-    )
+    if "--help" in sys.argv:
+        print(
+            "python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
+        )
+    else:
+        name, folder, device, scale, path, *others = sys.argv[1:]
+        main(name, Path(folder), device, float(scale), Report(Path(path)), *others)
