@@ -171,7 +171,7 @@ def measure(runner: Any, work: Path, device: str, scale: float, report: Report) 
 if __name__ == "__main__":
     if "--help" in sys.argv:
         print(
-            "python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
+            "usage: python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
         )
     else:
         name, folder, device, scale, path, *others = sys.argv[1:]
