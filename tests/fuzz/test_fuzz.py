@@ -87,7 +87,9 @@ def test_a_hang_is_a_failure():
 def test_a_crash_that_needs_the_calls_before_it_is_repeated_with_them():
     body = "globals().setdefault('met', []).append(1); len(met) > 1 and os.abort(); return x * 2"
     result = run_planted(body)
-    _, second = next(pair for pair in itertools.pairwise(seeds_of_77(400)) if pair[0] // 100 == pair[1] // 100)
+    _, second = next(
+        pair for pair in itertools.pairwise(seeds_of_77(400)) if pair[0] // 100 == pair[1] // 100
+    )
     assert result.returncode == 1
     assert f"--seed {second}\n" in result.stdout
     assert "it needs the calls before it" in result.stdout
