@@ -112,6 +112,10 @@ def message_of(tmp_path, **options) -> str:
         ({"train_dataloader__dataset__count": "many"}, "train_dataloader.dataset.count must not be a text"),
         ({"val_evaluator__type": "ToyAcuracy"}, "'ToyAcuracy' is not in"),
         (
+            {"val_evaluator": {"_delete_": True, "type": "CocoMetric", "proposal_nums": 7}},
+            "CocoMetric: proposal_nums must be Sequence[int], got 7",
+        ),
+        (
             {"val_evaluator": {"_delete_": True, "type": "CocoMetric", "backend": "coco"}},
             "backend must be one of",
         ),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import build_step
-from visdet.registry import PARAM_SCHEDULERS, RUNNERS
+from visdet.registry import METRICS, PARAM_SCHEDULERS, RUNNERS
 
 from .advice import advice_for_training
 from .build_errors import building, check_texts
@@ -174,6 +174,12 @@ class DetRunner(CheckpointingRunner):
     def build_evaluator(self, evaluator: Any) -> Any:
         """Build the metrics of validation or of a test."""
         with building(self.cfg, "val_evaluator", "test_evaluator"):
+            if isinstance(evaluator, list) or (isinstance(evaluator, dict) and "metrics" not in evaluator):
+                metrics = evaluator if isinstance(evaluator, list) else [evaluator]
+                # visdet's registry compares the arguments with their types, which mmengine's evaluator does not.
+                evaluator = [
+                    METRICS.build(metric) if isinstance(metric, dict) else metric for metric in metrics
+                ]
             return super().build_evaluator(evaluator)
 
     def _build_what_needs_no_data(self, *stages: str) -> None:
