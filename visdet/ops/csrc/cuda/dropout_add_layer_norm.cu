@@ -281,9 +281,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   Tensor grad_residual = !residual || is_one ? grad_input : new_like(*residual);
   const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, 4);
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
-  dispatch(input, residual, packs_of(rows), [&](auto tag, auto residual_tag, auto packs) {
-    using T = decltype(tag);
-    using R = decltype(residual_tag);
+  dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({"dropout_add_layer_norm_backward", "backward_kernel", scope, blocks, kThreads},
            backward_kernel<T, R, packs()>, rows, data_of<float>(grad_output), data_of<float2>(statistics),
            mutable_data_of<T>(grad_input), residual && !is_one ? mutable_data_of<R>(grad_residual) : nullptr,
@@ -302,8 +300,7 @@ Tensor relu_dropout(const Tensor& input, const Tensor& seed, double p) {
   const DeviceScope scope(input);
   const int64_t packs = packs_in(input);
   Tensor output = new_like(input);
-  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
+  dispatch_all_but_double(kOp, input.scalar_type(), [&]<typename T>(T) {
     launch({"relu_dropout", "relu_dropout_kernel", scope, ceil_div(packs, kThreads), kThreads}, relu_dropout_kernel<T>,
            data_of<T>(input), packs, Dropout::of(data_of<int64_t>(seed), p), mutable_data_of<T>(output));
   });
@@ -316,8 +313,7 @@ Tensor relu_dropout_backward(const Tensor& grad_output, const Tensor& output, do
   VISDET_CHECK("relu_dropout", packs_in(grad_output) == packs && grad_output.scalar_type() == output.scalar_type(),
                "the gradient must have the shape and the type of the output");
   Tensor grad_input = new_like(output);
-  dispatch_all_but_double(kOp, output.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
+  dispatch_all_but_double(kOp, output.scalar_type(), [&]<typename T>(T) {
     launch({"relu_dropout_backward", "relu_dropout_backward_kernel", scope, ceil_div(packs, kThreads), kThreads},
            relu_dropout_backward_kernel<T>, data_of<T>(grad_output), data_of<T>(output), packs,
            static_cast<float>(1 / (1 - p)), mutable_data_of<T>(grad_input));
