@@ -106,15 +106,15 @@ def test_tensors_without_data_give_the_shapes(name, number):
         assert (one.device.type, one.shape, one.dtype) == ("meta", other.shape, other.dtype)
 
 
-def largest_problems(name, count=3):
-    """Return the random problems of an operator with most numbers."""
+def large_problems(name, count=3):
+    """Return problems of an operator with many rows, and of random ones those with most numbers."""
 
     def numbers(problem):
         return sum(value.numel() for value in problem.arguments.values() if isinstance(value, Tensor))
 
     drawn = [OPERATORS[name].draw(Draw(name, seed, "cpu")) for seed in range(DRAWN)]
     sound = [problem for problem in drawn if not problem.may_refuse and not problem.must_refuse]
-    return sorted(sound, key=numbers)[-count:]
+    return [of_size(2000) for of_size in OPERATORS[name].of_size] + sorted(sound, key=numbers)[-count:]
 
 
 def bits(tensor):
@@ -123,7 +123,7 @@ def bits(tensor):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_threads_change_no_bit(name):
-    problems = largest_problems(name)
+    problems = large_problems(name)
     with Recorded() as recorded:
         if not problems or not results(name, problems[0]) or not recorded.calls:
             pytest.skip("visdet has no kernels for it on the CPU")
