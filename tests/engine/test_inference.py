@@ -82,7 +82,7 @@ def test_what_a_detector_refuses(tmp_path, trained):
     field = toy_config(tmp_path)
     field.model = {"type": "LearnableGaussianField", "num_gaussians": 2}
     with pytest.raises(
-        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*tools/test.py"
+        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*visdet test"
     ):
         Detector(field, str(bare))
 

@@ -257,7 +257,9 @@ def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch)
 
     monkeypatch.setattr(ToyBoxes, "full_init", full_init)
     cfg = toy_config(tmp_path / "run", test_evaluator=metric)
-    with pytest.raises(UserError, match="classes"):  # The file was read: its categories are not those of the toy.
+    with pytest.raises(
+        UserError, match="classes"
+    ):  # The file was read: its categories are not those of the toy.
         build_runner(cfg).test()
     monkeypatch.undo()
     missing = toy_config(tmp_path / "run", test_evaluator={**metric, "ann_file": "nowhere.json"})

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         set_resume,
         write_detections,
     )
+    from .run import TrainingResult, evaluate, train
     from .runner import DetRunner
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -87,6 +88,7 @@ else:
                 "write_detections",
             ],
             "checkpoints.resume": ["newest_readable_checkpoint"],
+            "run": ["TrainingResult", "evaluate", "train"],
             "runner": ["DetRunner"],
         },
     )

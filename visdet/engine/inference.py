@@ -108,7 +108,7 @@ def _check_takes_images(model: nn.Module) -> None:
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
             f"{type(model).__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
-            "data set can read. Use tools/test.py CONFIG CHECKPOINT --out FILE --show-dir FOLDER to write and draw "
+            "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER to write and draw "
             "the predictions for the data set of the config"
         )
 

@@ -200,7 +200,9 @@ class DetRunner(CheckpointingRunner):
                     PARAM_SCHEDULERS.get(schedule["type"])
         for name in (f"_{stage}_evaluator" for stage in stages if stage != "train"):
             if getattr(self, name) is not None:
-                with suppress(MissingFileError):  # The data set may be drawn later. If it is not, the loop says so.
+                with suppress(
+                    MissingFileError
+                ):  # The data set may be drawn later. If it is not, the loop says so.
                     setattr(self, name, self.build_evaluator(getattr(self, name)))
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:

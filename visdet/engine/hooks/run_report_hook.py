@@ -84,7 +84,7 @@ class RunReportHook(Hook):
         say("look at it:")
         folder = shlex.quote(_short(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
-        say(f"  python tools/analyze_logs.py {folder}")
+        say(f"  visdet curves {folder}")
 
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
