@@ -1,6 +1,6 @@
 """Detect objects in image files. The detections are written to a JSON file and drawn into a copy of each image.
 
-visdet infer CONFIG CHECKPOINT IMAGE|FOLDER ...
+visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth data/shapes/val
 """
 
 import argparse
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--score-thr",
         type=float,
-        default=0.3,
-        help="leave out detections with a lower score (default: %(default)s)",
+        help="leave out detections with a lower score (default: the score of the best F1 of each class in the newest "
+        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
     )
     parser.add_argument(
         "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
@@ -56,10 +56,7 @@ def run(args: argparse.Namespace) -> None:
     check_work_dir(args.out_dir, "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
     drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
-    with detector.graphs_installed():
-        found, failures = detect_files(
-            detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr
-        )
+    found, failures = detect_files(detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr)
     total = sum(len(image["detections"]) for image in found)
     say(
         f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "
