@@ -47,14 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--score-thr",
         type=float,
-        default=0.3,
-        help="leave out boxes with a lower score (default: %(default)s)",
+        help="leave out boxes with a lower score (default: the score of the best F1 of each class in the newest "
+        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
     )
     parser.add_argument(
         "--map-score-thr",
         type=float,
-        default=0.4,
-        help="leave out map lines with a lower score (default: %(default)s)",
+        help="leave out map lines with a lower score (default: as for boxes, or 0.4)",
     )
     parser.add_argument(
         "--reach",
@@ -73,6 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
     from visdet.engine import UserError, check_work_dir, dataset_config, load_config
     from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.engine.score_thresholds import measured_thresholds
     from visdet.registry import DATASETS, VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
@@ -86,9 +86,13 @@ def run(args: argparse.Namespace) -> None:
             "cameras. visdet browse draws the samples of any data set"
         )
     model = load_model(cfg, args.checkpoint) if args.checkpoint else None
-    drawing = {"map_score_thr": args.map_score_thr, "reach_m": args.reach}
+    drawing = {"reach_m": args.reach}
     visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
     visualizer.dataset_meta = dataset.metainfo
+    thresholds = measured_thresholds(args.checkpoint)
+    for option, names in ((args.score_thr, "classes"), (args.map_score_thr, "map_classes")):
+        if option is not None:
+            thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), option)
 
     def draw(item: dict) -> np.ndarray:
         sample = item["data_samples"]
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
             with torch.no_grad():
                 (sample,) = model.test_step(pseudo_collate([item]))
         image = image_of_inputs(item["inputs"], is_bgr(cfg))
-        return visualizer.draw_sample(image, sample, pred_score_thr=args.score_thr)[0]
+        return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
 
     bounds = np.append(dataset.scene_starts, len(dataset))
     for scene in args.scenes:

@@ -34,7 +34,7 @@ from .given_images import each_image, frames_per_second, is_one_image, is_video
 from .graphs.methods import graphs_for
 from .image_files import pictures_folder
 from .picture_paths import PicturePaths
-from .score_thresholds import thresholds_for
+from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
@@ -88,7 +88,10 @@ class Detector:
                 allow_nonfinite=allow_nonfinite,
             )
         self.model.to(self.device).eval()
-        self.score_thresholds = thresholds_for(path, self.dataset_meta["classes"])
+        measured = measured_thresholds(path)
+        self.score_thresholds = [
+            measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
+        ]
         self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
