@@ -150,12 +150,13 @@ class Detector:
         self, given: Iterator[Any], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
     ) -> Iterator[Detections]:
         while batch := list(islice(given, batch_size)):
-            samples = self._predict([self._item(image) for image in batch], amp, graph)
+            samples = self._predict([self.item_of(image) for image in batch], amp, graph)
             for image, sample in zip(batch, samples, strict=True):
                 pixels = None if isinstance(image, str) else image
                 yield Detections(sample, self.dataset_meta["classes"], thresholds, pixels, self._picture)
 
-    def _item(self, image: "str | np.ndarray") -> dict[str, Any]:
+    def item_of(self, image: str | np.ndarray) -> dict[str, Any]:
+        """Return what the test pipeline makes of an image file, or of RGB values [H, W, 3]."""
         if isinstance(image, str):
             return self._pipeline({"img_path": image, "img_id": 0})
         first = self._pipeline.transforms[0]
