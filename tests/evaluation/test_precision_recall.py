@@ -69,6 +69,7 @@ def test_boxes_and_their_confusion_by_hand():
         row("2", 0, A, 0.6),  # right
         row("2", 1, C, 0.95),  # on the crowd: does not count
         row("2", 1, FAR, 0.2),  # wrong
+        row("2", 2, A, 0.2),  # of no class
     ]
     report = box_report(truth, found, [1, "2"], ("a", "b"))
     a, b = report.classes["a"], report.classes["b"]

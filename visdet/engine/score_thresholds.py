@@ -15,8 +15,10 @@ DEFAULT_THRESHOLD = 0.3
 
 
 def write_curves(metrics: Iterable[Any], folder: str, with_pictures: bool) -> list[str]:
-    """Write the ``report`` of each metric that has one to :data:`CURVES`, and its pictures, and return the paths."""
-    reports = {metric.prefix: metric.report for metric in metrics if getattr(metric, "report", None)}
+    """Write the ``curve_report`` of each metric to :data:`CURVES`, and its pictures, and return the paths."""
+    reports = {
+        metric.prefix: metric.curve_report for metric in metrics if getattr(metric, "curve_report", None)
+    }
     if not reports:
         return []
     path = Path(folder, CURVES)

@@ -151,7 +151,7 @@ class NuScenesMetric(DrivingBoxMetric):
             anchors = read_anchors(self.anchors)
             summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
         print_log(_as_text(rows, summary), logger="current")
-        self.report = self._report(results, classes)
+        self.curve_report = self._report(results, classes)
         return summary | metrics
 
     def _report(self, results: list[dict], classes: Sequence[str]) -> CurveReport:

@@ -129,7 +129,7 @@ def box_report(
         image_ids: the ids of the images that were evaluated.
         classes: the names of the labels.
     """
-    images = _by_image(truth, detections, image_ids)
+    images = _by_image(truth, detections, image_ids, len(classes))
     scores: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
     right: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
     num_truths = np.zeros(len(classes), dtype=int)
@@ -163,11 +163,13 @@ class _ImageBoxes:
 
 
 def _by_image(
-    truth: Iterable[Mapping], detections: Iterable[Mapping], image_ids: Iterable
+    truth: Iterable[Mapping], detections: Iterable[Mapping], image_ids: Iterable, num_classes: int
 ) -> list[_ImageBoxes]:
     of_image: dict[Any, tuple[list, list]] = defaultdict(lambda: ([], []))
     for kind, rows in enumerate((truth, detections)):
         for row in rows:
+            if row["category_id"] >= num_classes:
+                continue  # COCO's code leaves them out, too.
             of_image[row["image_id"]][kind].append(row)
     images = []
     for image_id in dict.fromkeys(image_ids):
@@ -197,7 +199,9 @@ def _take_best(iou: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
         return taken
     free = np.where(is_crowd[None], 0.0, iou)
     on_crowd = (np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1)
-    for row in range(len(iou)):
+    may_match = free.max(axis=1) >= _IOU
+    taken[on_crowd & ~may_match] = -2
+    for row in np.flatnonzero(may_match):
         best = int(free[row].argmax())
         if free[row, best] >= _IOU:
             taken[row] = best

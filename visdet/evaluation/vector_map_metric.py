@@ -100,7 +100,7 @@ class VectorMapMetric(DrivingMetric):
         for label, name in enumerate(classes):
             scores, hits, num_truths = self._hits(sampled, label)
             curves[name] = score_curve(scores, hits[middle], num_truths)
-        self.report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
+        self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
         table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
         metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
         if self.anchors is not None:

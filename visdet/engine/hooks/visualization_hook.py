@@ -124,7 +124,7 @@ class DetVisualizationHook(Hook):
         """Draw the sheet."""
         if not self._sheet or not self._trains:
             return
-        reports = [getattr(metric, "report", None) for metric in runner.val_evaluator.metrics]
+        reports = [getattr(metric, "curve_report", None) for metric in runner.val_evaluator.metrics]
         self._measured = thresholds_in(
             {str(n): report.to_dict() for n, report in enumerate(reports) if report}
         )
