@@ -128,7 +128,7 @@ def test_a_result_is_what_infer_writes(detector, file, tmp_path):
 def test_the_threshold(detector):
     scores = detector(RGB, score_threshold=0).scores
     least = float(scores[0])
-    assert len(detector(RGB, score_threshold=least)) == int((scores >= scores[0]).sum())
+    assert len(detector(RGB, np.int64(2), np.float32(least))) == int((scores >= scores[0]).sum())
     assert len(detector(RGB, score_threshold=1.5)) == 0 and "nothing in an image" in repr(
         detector(RGB, 1, 1.5)
     )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from visdet.evaluation import NuScenesMetric, VectorMapMetric
 from visdet.evaluation.precision_recall import CurveReport, box_report, confusion_matrix, score_curve
 
 
@@ -108,3 +109,35 @@ def test_pictures_and_numbers(tmp_path):
     record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert record["confusion_matrix"]["labels"] == ["круг", "无", "background"]
     assert len(CurveReport("nothing", {}).draw(tmp_path, "empty")) == 1
+
+
+def test_boxes_of_frames_and_map_lines_have_curves():
+    boxes = np.zeros((3, 9))
+    boxes[:, 0], boxes[:, 3:6] = (0, 10, 20), 1
+    moved = boxes + np.array([0.5, *[0] * 8])
+    frame = {
+        "pose": np.eye(4),
+        "vehicle": np.zeros(2),
+        "gt_boxes": boxes,
+        "gt_labels": np.array([0, 0, 1]),
+        "gt_attributes": None,
+        "boxes": np.concatenate([moved, moved[:1] + 30]),
+        "scores": np.array([0.9, 0.8, 0.7, 0.6]),
+        "labels": np.array([0, 1, 1, 0]),  # The second is a car that is taken for a bus.
+    }
+    metric = NuScenesMetric(classes=("car", "bus"))
+    metric.compute_metrics([frame, frame])
+    car, bus = metric.curve_report.classes.values()
+    assert (car["num_truths"], bus["num_truths"]) == (4, 2)
+    assert car["best_threshold"] == pytest.approx(0.75) and car["best_f1"] == pytest.approx(2 / 3)
+    assert bus["best_threshold"] == pytest.approx(0.35) and bus["best_f1"] == pytest.approx(2 / 3)
+    assert metric.curve_report.confusion.tolist() == [[2, 2, 0], [0, 2, 0], [0, 0, 0]]
+
+    line = np.array([[0.0, 0.0], [10.0, 0.0]])
+    lines = {"gt_lines": [line], "gt_labels": np.array([0]), "lines": [line + np.array([0, 0.8]), line + 20]}
+    metric = VectorMapMetric(classes=("divider", "boundary"))
+    metric.compute_metrics([lines | {"scores": np.array([0.4, 0.9]), "labels": np.array([0, 0])}])
+    divider, boundary = metric.curve_report.classes.values()
+    assert divider["precision"] == [0, 0.5] and divider["best_threshold"] == pytest.approx(0.2)
+    assert boundary["best_threshold"] is None and metric.curve_report.confusion is None
+    assert metric.curve_report.matched_by == "Chamfer distance 1 m"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,11 @@ class Detector:
         Raises:
             UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
         """
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
             raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
         thresholds = self.score_thresholds if score_threshold is None else score_threshold
         if score_threshold is not None:
-            is_number = isinstance(score_threshold, int | float) and not isinstance(score_threshold, bool)
+            is_number = isinstance(score_threshold, Real) and not isinstance(score_threshold, bool)
             if not is_number or math.isnan(score_threshold):
                 raise InvalidInputError(f"score_threshold must be a number, got {score_threshold!r}")
         given = each_image(images, channel_order)

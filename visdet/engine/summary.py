@@ -1,5 +1,6 @@
 """The parameters of a model, and the operations that it computes for one sample."""
 
+import copy
 from math import prod
 from typing import Any
 
@@ -38,13 +39,14 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
     Raises:
         ConfigError: the pipeline resizes to no size, and none is given.
     """
-    cfg = cfg.copy()
+    cfg = copy.deepcopy(cfg)
     complete_config(cfg)
     init_default_scope(cfg.default_scope)
     if issubclass(getattr(MODELS.get(cfg.model.type), "sample_type", DetDataSample), DetDataSample):
         detector = Detector(cfg, device="cpu")
         height, width = shape or _resized_to(cfg)
-        model, what = detector.model, f"an image of {height} x {width} pixels (height x width)"
+        model: Any = detector.model
+        what = f"an image of {height} x {width} pixels (height x width)"
         item = detector.item_of(np.zeros((height, width, 3), np.uint8))
     else:
         model = MODELS.build(cfg.model).eval()
@@ -54,7 +56,7 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
             return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     with torch.no_grad(), counter:
-        model.test_step(pseudo_collate([item]))  # type: ignore[operator]
+        model.test_step(pseudo_collate([item]))
     counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
     return "\n".join([*_rows(model, counts), f"FLOPs are those of the prediction for {what}."])
 

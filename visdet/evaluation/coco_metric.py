@@ -49,8 +49,8 @@ class CocoMetric(BaseMetric):
     evaluated count, and a warning is logged if the file has more.
 
     After an evaluation, ``classwise_results`` holds one dict per class on the main process, with ``name``,
-    ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m`` and ``mAP_l``. ``curve_report``
-    is a :class:`CurveReport` with the precision over the recall and the confusion matrix at IoU 0.5.
+    ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m`` and ``mAP_l``.
+    ``curve_report`` is a :class:`CurveReport` with the precision over the recall and the confusion matrix at IoU 0.5.
 
     Args:
         ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
