@@ -15,7 +15,7 @@ from visdet.registry import HOOKS
 from ..errors import ConfigError
 from ..picture_paths import PicturePaths
 from ..sample_images import image_of, is_bgr
-from ..score_thresholds import measured_thresholds, thresholds_in
+from ..score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
 
 __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 
@@ -84,8 +84,12 @@ class DetVisualizationHook(Hook):
         self._trains = False
         self._measured: dict[str, float] = {}
 
-    def _thresholds(self) -> float | dict[str, float]:
-        return self._measured if self.score_thr is None else self.score_thr
+    def _thresholds(self, runner: Any) -> float | dict[str, float]:
+        if self.score_thr is not None:
+            return self.score_thr
+        # Visualizers of other packages know one number only.
+        is_ours = isinstance(runner.visualizer, DrawsSheets)
+        return self._measured if self._measured and is_ours else DEFAULT_THRESHOLD
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
@@ -135,7 +139,7 @@ class DetVisualizationHook(Hook):
                 "val_pictures",
                 images,
                 samples,
-                pred_score_thr=self._thresholds(),
+                pred_score_thr=self._thresholds(runner),
                 out_file=out_file,
                 step=step,
             )
@@ -177,6 +181,6 @@ class DetVisualizationHook(Hook):
             show=self.show,
             wait_time=self.wait_time,
             out_file=path,
-            pred_score_thr=self._thresholds(),
+            pred_score_thr=self._thresholds(runner),
             step=step,
         )
