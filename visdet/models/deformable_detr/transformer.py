@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visdet.errors import InvalidInputError
+from visdet.registry import MODELS
 
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
@@ -96,6 +97,7 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
         return self.ffn(query, norm=self.norms[1])
 
 
+@MODELS.register_module()
 class DeformableDetrTransformerEncoder(BaseModule):
     """A stack of encoder layers.
 
@@ -212,6 +214,7 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
         return self.ffn(query, norm=self.norms[2])
 
 
+@MODELS.register_module()
 class DeformableDetrTransformerDecoder(BaseModule):
     """A stack of decoder layers, each of which may refine the references for the next layer.
 
@@ -252,7 +255,7 @@ class DeformableDetrTransformerDecoder(BaseModule):
     def forward(
         self,
         query: Tensor,
-        query_pos: Tensor,
+        query_pos: Tensor | None,
         memory: Tensor,
         references: Tensor,
         pyramid: FlatPyramid,
@@ -264,7 +267,8 @@ class DeformableDetrTransformerDecoder(BaseModule):
         The first reference is ``references``, and the others are the references after each layer.
 
         Args:
-            query, query_pos: [B, Q, C]. memory: [B, S, C].
+            query: [B, Q, C]. query_pos: [B, Q, C], or None if the decoder computes it from the references.
+            memory: [B, S, C].
             references: [B, Q, 2] points or [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
             pyramid: the pyramid of the memory.
             reg_branches: the branches that predict box deltas from the output of each layer. The deltas refine the
@@ -274,10 +278,26 @@ class DeformableDetrTransformerDecoder(BaseModule):
         """
         hidden_states, all_references = [], [references]
         for index, layer in enumerate(self.layers):
-            query = layer(query, query_pos, memory, pyramid.on_levels(references), pyramid, self_attn_mask)
-            if reg_branches is not None:
-                with torch.no_grad():
-                    references = refine_boxes(in_full_precision(reg_branches[index], query), references)
+            on_levels = pyramid.on_levels(references)
+            position = self.positions(on_levels) if query_pos is None else query_pos
+            query = layer(query, position, memory, on_levels, pyramid, self_attn_mask)
             hidden_states.append(query)
-            all_references.append(references)
-        return torch.stack(hidden_states), all_references
+            if reg_branches is None:
+                all_references.append(references)
+            else:
+                all_references.append(self.refined(references, reg_branches[index], query))
+                references = all_references[-1].detach()
+        return self.outputs(torch.stack(hidden_states)), all_references
+
+    def positions(self, on_levels: Tensor) -> Tensor:
+        """Return the positions [B, Q, C] of queries with references [B, Q, L, 4], if they are not learned."""
+        raise InvalidInputError(f"{type(self).__name__}: query_pos must be given")
+
+    def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
+        """Return the references [B, Q, 4] after a layer with the output ``query`` [B, Q, C]."""
+        with torch.no_grad():
+            return refine_boxes(in_full_precision(branch, query), references)
+
+    def outputs(self, hidden_states: Tensor) -> Tensor:
+        """Return what the head reads of the outputs [D, B, Q, C] of the layers."""
+        return hidden_states
