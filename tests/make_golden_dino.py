@@ -1,6 +1,6 @@
-"""Make the small golden vectors of DINO in tests/data, by ``python tests/make_golden_dino.py``.
+"""Make the small golden vectors of DINO and Swin in tests/data, by ``python tests/make_golden_dino.py``.
 
-It runs mmdet's DINO and needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv_lite.md). In place of random noise, its denoising
+It runs mmdet's models and needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv_lite.md). In place of random noise, denoising
 queries get drawn numbers. The names and shapes of the parameters of mmdet's configs are added to the lists of published
 parameters.
 """
@@ -58,8 +58,29 @@ def main() -> None:
         for name, value in mmdet_denoising_step(model.train(), images, samples, group_cfg):
             store(arrays, f"case/{case}/{name}", value)
     pack("dino_small", arrays)
-    add_published("dino-4scale_r50", mmdet_dino_shapes(MODELS, {}))
-    add_published("dino-5scale_r50", mmdet_dino_shapes(MODELS, FIVE_SCALES))
+    add_published("dino-4scale_r50", mmdet_dino_shapes(MODELS, "dino-4scale_r50_8xb2-12e_coco", {}))
+    add_published("dino-5scale_r50", mmdet_dino_shapes(MODELS, "dino-4scale_r50_8xb2-12e_coco", FIVE_SCALES))
+    add_published("dino-5scale_swin-l", mmdet_dino_shapes(MODELS, "dino-5scale_swin-l_8xb2-12e_coco", {}))
+    swin(MODELS)
+
+
+def swin(models: object) -> None:
+    """Run mmdet's Swin Transformer on images whose maps are padded to whole windows, and smaller than one."""
+    config = {"embed_dims": 24, "depths": (2, 2, 2), "num_heads": (1, 2, 3), "out_indices": (0, 2)}
+    config |= {"window_size": 7, "drop_path_rate": 0.0, "frozen_stages": 0}
+    arrays = {"config": np.array(json.dumps(config)), "drawn_gain": np.array(1.0)}
+    arrays["drawn/input/images"] = np.array((2, 3, 61, 90))
+    model = models.build({"type": "SwinTransformer", **config})
+    model.load_state_dict(golden_state(model, arrays))
+    model.train()
+    maps = model(torch.from_numpy(2 * drawn("input/images", (2, 3, 61, 90))))
+    for index, output in enumerate(maps):
+        store(arrays, f"output/{index}", output)
+    sum((output**2).mean() for output in maps).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            store(arrays, f"grad_norm/{name}", parameter.grad.norm().item())
+    pack("swin_small", arrays)
 
 
 def drawn_boxes(counts: tuple[int, ...]) -> list[np.ndarray]:
@@ -130,15 +151,14 @@ FIVE_SCALES = {
 }
 
 
-def mmdet_dino_shapes(models: object, changes: dict) -> dict[str, list[int]]:
+def mmdet_dino_shapes(models: object, name: str, changes: dict) -> dict[str, list[int]]:
     """Return names and shapes of the state of mmdet's config with changes."""
     import mmdet
     from mmengine.config import Config
 
-    path = Path(mmdet.__file__).parent / ".mim/configs/dino/dino-4scale_r50_8xb2-12e_coco.py"
-    config = Config.fromfile(path)
+    config = Config.fromfile(Path(mmdet.__file__).parent / f".mim/configs/dino/{name}.py")
     config.merge_from_dict({"model": changes})
-    return {name: list(value.shape) for name, value in models.build(config.model).state_dict().items()}
+    return {key: list(value.shape) for key, value in models.build(config.model).state_dict().items()}
 
 
 def add_published(name: str, shapes: dict[str, list[int]]) -> None:

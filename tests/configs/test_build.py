@@ -17,6 +17,7 @@ PUBLISHED = {
     "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco": "deformable_detr_mmdet_two_stage",
     "dino/dino-4scale_r50_8xb2-12e_coco": "dino-4scale_r50",
     "dino/dino-5scale_r50_8xb2-12e_coco": "dino-5scale_r50",
+    "dino/dino-5scale_swin-l_8xb2-12e_coco": "dino-5scale_swin-l",
 }
 
 

@@ -5,7 +5,7 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 from . import sparsedrive
-from .backbones import ResNet
+from .backbones import ResNet, SwinTransformer
 from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
@@ -45,6 +45,7 @@ __all__ = [
     "PointsDataPreprocessor",
     "ResNet",
     "SinePositionalEncoding",
+    "SwinTransformer",
     "TwoViewDepth",
     "sparsedrive",
 ]

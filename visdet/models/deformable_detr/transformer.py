@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from ..layers.dropout import draws_in_a_capture
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
@@ -137,24 +138,11 @@ class DeformableDetrTransformerEncoder(BaseModule):
         memory, reference_points = pyramid.features, pyramid.reference_points
         for index, layer in enumerate(self.layers):
             recomputes = index < self.num_cp and torch.is_grad_enabled()
-            if recomputes and not _draws_in_a_capture(layer, memory):
+            if recomputes and not draws_in_a_capture(layer, memory):
                 memory = checkpoint(layer, memory, reference_points, pyramid, use_reentrant=False)
             else:
                 memory = layer(memory, reference_points, pyramid)
         return memory
-
-
-def _draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured of a layer that drops anything.
-
-    The backward pass is another graph, in which a recomputation would draw other numbers.
-    """
-    if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return False
-    rates = [
-        getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
-    ]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 class DeformableDetrTransformerDecoderLayer(BaseModule):
