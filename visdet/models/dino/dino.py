@@ -80,7 +80,7 @@ class DINO(DeformableDetectionTransformer):
     def decoder_start(
         self, memory: Tensor, pyramid: FlatPyramid, batch: TrainingBatch | None = None
     ) -> DecoderStart:
-        """Return the learned queries, at the proposals whose best class has the highest logits, and denoising queries."""
+        """Return learned queries at the proposals with the highest logit of a class, and denoising queries."""
         classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
         origin, usable = pixel_proposals(pyramid)
         with torch.no_grad():
