@@ -81,7 +81,7 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def drawn_noise(batch_size: int, room: int, num_classes: int) -> tuple[torch.Tensor, ...]:
-    """Return drawn numbers in place of random ones for denoising queries [B, P]: see ``Noise``."""
+    """Return drawn numbers in place of random ones for the denoising queries [B, P] of ``CdnQueryGenerator``."""
     shape = (batch_size, room)
     numbers = [
         torch.from_numpy(drawn(f"noise/{i}", (batch_size, 500, 4)))[:, :room] for i in range(4)

@@ -19,7 +19,6 @@ from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.execution.tensor_tree import map_tensors
 from visdet.models import CdnQueryGenerator
 from visdet.models.boxes import cxcywh_to_xyxy, inverse_sigmoid
-from visdet.models.dino.denoising import Noise
 from visdet.models.matching import PaddedTargets
 from visdet.registry import MODELS
 
@@ -60,7 +59,7 @@ def test_denoising_step_of_mmdet(case, name):
     model = case.model.train()
     generator = CdnQueryGenerator(5, 256, group_cfg=json.loads(str(stored["config"]))["group_cfg"])
     generator.label_embedding = model.dn_query_generator.label_embedding
-    generator.draw = lambda batch_size, room, device: Noise(*drawn_noise(batch_size, room, 5))
+    generator.draw = lambda batch_size, room, device: drawn_noise(batch_size, room, 5)
     model.dn_query_generator = generator
     samples = case.samples()
     for i, sample in enumerate(samples):
@@ -149,9 +148,9 @@ def test_room_changes_nothing():
             boxes, labels = targets.boxes_xyxy[:, :room], targets.labels[:, :room]
             targets = dataclasses.replace(targets, boxes_xyxy=boxes, labels=labels)
         step = dataclasses.replace(step, targets=targets.padded_to(room))
-        drawn = Noise(*drawn_noise(2, 300, 3))
-        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: Noise(
-            *(numbers[:, :room] for numbers in drawn)
+        drawn = drawn_noise(2, 300, 3)
+        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: tuple(
+            numbers[:, :room] for numbers in drawn
         )
         predictions, costs = model.predictions_and_costs(step)
         losses = model.losses(predictions, step, model.assign(costs, step))
@@ -271,13 +270,15 @@ def _changed(**changes):
         (
             _changed(dn_cfg={"group_cfg": {"dynamic": False}}),
             ValueError,
-            "group_cfg.num_groups must be .* None",
+            "num_groups >= 1, got .*None",
         ),
         (
             _changed(dn_cfg={"group_cfg": {"num_dn_queries": 0}}),
             ValueError,
-            "num_dn_queries must be .* got 0",
+            "num_dn_queries >= 1, .*: 0",
         ),
+        (_changed(dn_cfg={"group_cfg": {"num_dn_query": 10}}), ValueError, "got .*'num_dn_query': 10"),
+        (_changed(dn_cfg={"num_classes": 3}), ValueError, "dn_cfg must not have num_classes or embed_dims"),
         (_changed(dn_cfg={"box_noise_scale": -1.0}), ValueError, "must not be negative, got 0.5 and -1.0"),
         (_changed(dn_cfg={"noise": 1}), TypeError, "unexpected keyword argument 'noise'"),
         (_changed(num_query=3), TypeError, "unexpected keyword argument 'num_query'"),

@@ -1,6 +1,6 @@
 """Contrastive denoising: queries made of ground truth with little noise, and with so much that they are background."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mmengine.model import BaseModule
@@ -13,22 +13,7 @@ from ..boxes import inverse_sigmoid, xyxy_to_cxcywh
 from ..deformable_detr.decoder_start import DenoisingQueries
 from ..matching.padded_targets import PaddedTargets
 
-__all__ = ["CdnQueryGenerator", "Noise"]
-
-
-class Noise(NamedTuple):
-    """What is drawn for P queries of each image.
-
-    Attributes:
-        chance: [B, P] in 0..1. A label is replaced if it is small.
-        label: [B, P] int64, the label that replaces it.
-        sign: [B, P, 4], -1 or 1. size: [B, P, 4] in 0..1. Together they shift the sides of the boxes.
-    """
-
-    chance: Tensor
-    label: Tensor
-    sign: Tensor
-    size: Tensor
+__all__ = ["CdnQueryGenerator"]
 
 
 @MODELS.register_module()
@@ -37,21 +22,16 @@ class CdnQueryGenerator(BaseModule):
 
     If M is the greatest number of boxes of an image, a group is M positive queries, which shall find the box that they
     were made of, and M negative ones, which shall find nothing. Images with fewer boxes get queries of zeros in the
-    middle of the image, which shall find nothing either. Groups do not see each other. There is room for the same
-    number of queries whatever M is, so that a step can be captured as a CUDA graph. Queries that are only room are not
-    seen and get no loss.
+    middle of the image, which shall find nothing either. Groups do not see each other. So that a step can be captured
+    as a CUDA graph, there is the same room whatever M is. Queries that are only room are not seen and get no loss.
 
     Args:
-        num_classes: number of classes.
-        embed_dims: channels of the queries.
+        num_classes: number of classes. embed_dims: channels of the queries.
         label_noise_scale: twice the share of labels that are replaced by a class at random.
         box_noise_scale: how far a side of a positive box is moved at most, in halves of the box's width or height.
             A side of a negative box is moved by one to two times as much.
         group_cfg: ``dict(dynamic=True, num_dn_queries=100)``, by which there are num_dn_queries // M groups, but at
             least one, or ``dict(dynamic=False, num_groups=...)``.
-
-    Raises:
-        ValueError: a number is out of range.
 
     Source: Zhang et al., DINO, ICLR 2023; names and defaults are mmdet's.
     """
@@ -65,16 +45,15 @@ class CdnQueryGenerator(BaseModule):
         group_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        group_cfg = {"dynamic": True, "num_dn_queries": 100, **(group_cfg or {})}
+        group_cfg = {"dynamic": True, "num_dn_queries": 100, "num_groups": None, **(group_cfg or {})}
         self.is_dynamic = group_cfg["dynamic"]
-        self.limit = group_cfg["num_dn_queries"] if self.is_dynamic else group_cfg.get("num_groups")
-        if not isinstance(self.limit, int) or self.limit < 1:
-            name = "num_dn_queries" if self.is_dynamic else "num_groups"
+        self.limit = group_cfg["num_dn_queries" if self.is_dynamic else "num_groups"]
+        if len(group_cfg) > 3 or not isinstance(self.limit, int) or self.limit < 1:
             raise InvalidInputError(
-                f"CdnQueryGenerator: group_cfg.{name} must be a positive int with dynamic={self.is_dynamic}, "
-                f"got {self.limit!r}"
+                "CdnQueryGenerator: group_cfg must have dynamic=True and num_dn_queries >= 1, or dynamic=False and "
+                f"num_groups >= 1, got {group_cfg}"
             )
-        if label_noise_scale < 0 or box_noise_scale < 0:
+        if min(label_noise_scale, box_noise_scale) < 0:
             raise InvalidInputError(
                 "CdnQueryGenerator: label_noise_scale and box_noise_scale must not be negative, got "
                 f"{label_noise_scale} and {box_noise_scale}"
@@ -92,15 +71,15 @@ class CdnQueryGenerator(BaseModule):
         """Return a number of queries that suffices for all batches whose images have at most ``most_boxes`` boxes."""
         return 2 * (max(self.limit, most_boxes) if self.is_dynamic else self.limit * most_boxes)
 
-    def draw(self, batch_size: int, room: int, device: torch.device) -> Noise:
-        """Return random numbers for queries."""
-        shape = (batch_size, room)
-        return Noise(
-            torch.rand(shape, device=device),
-            torch.randint(self.num_classes, shape, device=device),
-            torch.randint(2, (*shape, 4), device=device) * 2.0 - 1.0,
-            torch.rand((*shape, 4), device=device),
-        )
+    def draw(self, batch_size: int, room: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return random chances [B, P] in 0..1, labels [B, P], signs [B, P, 4] and sizes [B, P, 4] in 0..1.
+
+        A label replaces the true one if the chance is small. Signs and sizes shift the sides of the boxes.
+        """
+        shape, sides = (batch_size, room), (batch_size, room, 4)
+        signs = torch.randint(2, sides, device=device) * 2.0 - 1.0
+        labels = torch.randint(self.num_classes, shape, device=device)
+        return torch.rand(shape, device=device), labels, signs, torch.rand(sides, device=device)
 
     def forward(self, targets: PaddedTargets, counts: Tensor) -> DenoisingQueries:
         """Return the queries. All work runs on the device.
@@ -110,7 +89,7 @@ class CdnQueryGenerator(BaseModule):
         """
         B, N = targets.labels.shape
         room = self.room(N)
-        noise = self.draw(B, room, counts.device)
+        chance, other, sign, size = self.draw(B, room, counts.device)
         most = counts.max()
         per_group = 2 * most.clamp(min=1)
         num_groups = (2 * self.limit // per_group).clamp(min=1) if self.is_dynamic else self.limit
@@ -121,16 +100,15 @@ class CdnQueryGenerator(BaseModule):
         is_made = is_counted & (target < counts.unsqueeze(1))
 
         labels = targets.labels.gather(1, target)
-        labels = torch.where(noise.chance < self.label_noise_scale * 0.5, noise.label, labels)
+        labels = torch.where(chance < self.label_noise_scale * 0.5, other, labels)
         boxes = (targets.boxes_xyxy / targets.image_whwh).gather(1, target.unsqueeze(-1).expand(-1, -1, 4))
-        shift = (noise.size + is_negative.unsqueeze(-1)) * noise.sign
+        shift = (size + is_negative.unsqueeze(-1)) * sign
         sides = (boxes[..., 2:] - boxes[..., :2]).repeat(1, 1, 2)
         noisy = (boxes + shift * sides * self.box_noise_scale / 2).clamp(min=0.0, max=1.0)
         logits = inverse_sigmoid(xyxy_to_cxcywh(noisy), eps=1e-3)
-        is_made_ = is_made.unsqueeze(-1)
         return DenoisingQueries(
-            query=self.label_embedding(labels) * is_made_,
-            references=torch.where(is_made_, logits, 0.0).sigmoid(),
+            query=self.label_embedding(labels) * is_made.unsqueeze(-1),
+            references=torch.where(is_made.unsqueeze(-1), logits, 0.0).sigmoid(),
             targets=torch.where(is_made & ~is_negative, target, N),
             is_counted=is_counted,
             groups=torch.where(is_counted, slot // per_group, room + slot),

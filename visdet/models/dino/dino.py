@@ -25,11 +25,7 @@ __all__ = ["DINO", "DINOHead", "DenoisingBatch"]
 
 @dataclass(frozen=True)
 class DenoisingBatch(TrainingBatch):
-    """Images and their ground truth.
-
-    Attributes:
-        counts: [B] int64, the number of boxes of each image.
-    """
+    """Images and their ground truth, with the number of boxes of each image, [B] int64, on the device."""
 
     counts: Tensor
 
@@ -50,9 +46,6 @@ class DINO(DeformableDetectionTransformer):
         dn_cfg: ``label_noise_scale``, ``box_noise_scale`` and ``group_cfg`` of a ``CdnQueryGenerator``.
         **detector: see ``DeformableDetectionTransformer``. ``with_box_refine`` and ``as_two_stage`` must be True.
 
-    Raises:
-        ValueError: ``with_box_refine`` or ``as_two_stage`` is not True.
-
     Source: Zhang et al., DINO, ICLR 2023; keywords and parameter names are mmdet's.
     """
 
@@ -67,6 +60,8 @@ class DINO(DeformableDetectionTransformer):
             )
         self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims)
         sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
+        if sizes.keys() & (dn_cfg or {}):
+            raise InvalidInputError(f"DINO: dn_cfg must not have {' or '.join(sizes)}, got {dn_cfg}")
         self.dn_query_generator = self._part("dn_cfg", dn_cfg or {}, type="CdnQueryGenerator", **sizes)
 
     def init_weights(self) -> None:
