@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
@@ -16,7 +15,7 @@ from ..deformable_detr.decoder_start import DecoderStart
 from ..deformable_detr.flat_pyramid import FlatPyramid
 from ..deformable_detr.head import DeformableDETRHead
 from ..deformable_detr.proposals import pixel_proposals, rows_at
-from ..layers.precision import in_full_precision
+from ..layers.precision import in_full_precision, without_gradients
 from ..matching.padded_targets import PaddedTargets
 from ..transfer import to_device
 
@@ -78,7 +77,7 @@ class DINO(DeformableDetectionTransformer):
         """Return learned queries at the proposals with the highest logit of a class, and denoising queries."""
         classify, regress = self.bbox_head.cls_branches[-1], self.bbox_head.reg_branches[-1]
         origin, usable = pixel_proposals(pyramid)
-        with torch.no_grad():
+        with without_gradients(memory.device):
             scores = in_full_precision(classify, self.proposal_features(memory, usable)).amax(-1)
         best = scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
