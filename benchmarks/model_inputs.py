@@ -45,7 +45,6 @@ def _detector(name: str, batch_size: int, num_batches: int, tiny: bool) -> tuple
         config.backbone.base_channels = 8
         config.neck.in_channels = [16, 32, 64]
         config.encoder.num_layers = config.decoder.num_layers = 2
-        config.num_queries = min(config.num_queries, 300)
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (batch_size, 3, height, width), generator=generator, dtype=torch.uint8)
     samples = [_boxes(height, width, generator) for _ in range(batch_size)]
