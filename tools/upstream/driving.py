@@ -92,13 +92,17 @@ class Driving:
         self.parallel = MMDataParallel(model, device_ids=[-1 if device == "cpu" else 0])
         return model
 
+    def infos(self, work: Path) -> Path:
+        """Return the path of the info file."""
+        return write_infos(work)
+
     def batches(self, work: Path, training: bool) -> Iterator[dict]:
         """Yield the batches of one sample of consecutive frames, by the repository's own data set and pipeline."""
         from mmcv.parallel import collate
         from mmdet.datasets import DATASETS, build_dataset
 
         settings = self.settings.data["train" if training else "val"]
-        settings.ann_file = str(write_infos(work))
+        settings.ann_file = str(self.infos(work))
         settings.data_root = str(work)
         if self.dataset is not None:
             settings.type = self.dataset
@@ -170,13 +174,16 @@ def write_infos(work: Path) -> Path:
     scenes = work / "scenes"
     make_driving_scenes(scenes, 1, 1, 1, num_frames=4, image_size=(900, 1600))
     infos = list(load_infos(scenes / "driving_infos_train.npz")[0])
-    for info in infos:
+    for info, earlier in zip(infos, [None, *infos], strict=False):
         points = np.fromfile(scenes / info["lidar_path"], np.float32).reshape(-1, 3)
         info["lidar_path"] = str(work / Path(info["lidar_path"]).name)
         np.pad(points, ((0, 0), (0, 2))).tofile(info["lidar_path"])  # x, y, z, intensity and ring
         for camera in info["cams"].values():
             camera["data_path"] = str(scenes / camera["data_path"])
-        info.update(prev="", next="", can_bus=np.zeros(18))  # for BEVFormer
+        same = earlier is not None and earlier["scene_token"] == info["scene_token"]
+        info.update(
+            prev=earlier["token"] if same else "", next="", can_bus=np.zeros(18)
+        )  # for BEVFormer and MomAD
     path = work / "infos.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
     return path
