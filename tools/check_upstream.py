@@ -29,6 +29,7 @@ COLUMNS = (
     "seconds",
     "first obstacle",
 )
+TIMES = ("model", "code", "numbers", "training step", "prediction", "peak memory of training")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -39,7 +40,8 @@ def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Nam
     report.unlink(missing_ok=True)
     worker = Path(__file__).with_name("upstream") / "worker.py"
     command = [sys.executable, "-m", "visdet.compat", "run", str(worker), recipe.name]
-    command += [str(options.work), options.device, str(options.scale), str(report), *options.task]
+    command += [str(options.work), options.device, str(options.scale), str(report)]
+    command += [options.task, str(options.samples)]
     needed = [path for path in paths if any((path / name).is_dir() for name in recipe.needs)]
     path = os.pathsep.join(filter(None, [str(ROOT), *map(str, needed), os.environ.get("PYTHONPATH")]))
     start = time.perf_counter()
@@ -58,7 +60,14 @@ def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Nam
             process.wait()
             status = None
     seconds = time.perf_counter() - start
-    return row(recipe.name, options, read(report), status, seconds, log)
+    entries = read(report)
+    times = [cells for stage, cells in entries if stage == "time"]
+    if times:
+        print(
+            table(TIMES, [dict(zip(TIMES, [recipe.name, *cells], strict=True)) for cells in times]),
+            flush=True,
+        )
+    return row(recipe.name, options, entries, status, seconds, log)
 
 
 def read(report: Path) -> list[tuple[str, object]]:
@@ -91,10 +100,10 @@ def row(
     }
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(columns: tuple[str, ...], rows: list[dict[str, str]]) -> str:
     """Return the rows as a table in Markdown."""
-    lines = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
-    lines += [" | ".join(cells[column].replace("|", "/") for column in COLUMNS) for cells in rows]
+    lines = [" | ".join(columns), "|".join("---" for _ in columns)]
+    lines += [" | ".join(cells[column].replace("|", "/") for column in columns) for cells in rows]
     return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
 
 
@@ -120,16 +129,19 @@ def main() -> int:
         "--compare",
         dest="task",
         action="store_const",
-        const=["compare"],
-        default=[],
+        const="compare",
+        default="check",
         help="compare SparseDrive's sources with visdet's model on the same weights and frames",
     )
     parser.add_argument(
         "--time",
         dest="task",
         action="store_const",
-        const=["time"],
-        help="show the median time of a training step (column loss) and of a prediction, of one sample",
+        const="time",
+        help="show the median times of training steps and predictions of SparseDrive's sources and visdet's model",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="samples of a training step with --time (default: %(default)s)"
     )
     options = parser.parse_args()
     paths = [path.resolve() for path in options.paths]
@@ -149,7 +161,7 @@ def main() -> int:
         if options.only is None or options.only.lower() in recipe.name.lower():
             rows.append(run(recipe, path, paths, options))
             print(" | ".join(rows[-1].values()), flush=True)
-    print(f"\n{table(rows)}")
+    print(f"\n{table(COLUMNS, rows)}")
     if any(cells["device"].endswith("*") for cells in rows):
         print(
             "\n* This code asks for CUDA by itself. On a machine without a GPU, the check answers with the CPU."

@@ -50,6 +50,7 @@ class Driving:
         also: modules of the checkout that its config needs, but that the plugin does not import.
         anchors: entries for ``ANCHORS``.
         exact: whether the config is made deterministic, for a comparison.
+        half: whether a model whose config says so runs in 16 bits on a GPU.
         dataset: the data set of the repository that reads nuScenes' form, if its config names another one.
     """
 
@@ -60,6 +61,7 @@ class Driving:
     also: tuple[str, ...] = ()
     dataset: str | None = None
     exact: bool = False
+    half: bool = True
 
     def imports(self) -> None:
         for name, stand_in in self.missing.items():
@@ -82,10 +84,10 @@ class Driving:
         without_files(self.settings.model, work, ANCHORS | self.anchors)
         if self.exact:
             without_randomness(self.settings.model)
-            self.plain_model = copy.deepcopy(self.settings.model.to_dict())
+        self.plain_model = copy.deepcopy(self.settings.model.to_dict())
         model = build_detector(self.settings.model, test_cfg=self.settings.get("test_cfg"))
         model.init_weights()
-        if self.settings.get("fp16") and device != "cpu":
+        if self.half and self.settings.get("fp16") and device != "cpu":
             wrap_fp16_model(model)
         model.to(device)
         self.optimizer = build_optimizer(model, self.settings.optimizer)
@@ -96,21 +98,26 @@ class Driving:
         """Return the path of the info file."""
         return write_infos(work)
 
-    def batches(self, work: Path, training: bool) -> Iterator[dict]:
-        """Yield the batches of one sample of consecutive frames, by the repository's own data set and pipeline."""
+    def batches(self, work: Path, training: bool, samples: int = 1) -> Iterator[dict]:
+        """Yield batches of consecutive frames, by the repository's own data set and pipeline.
+
+        All samples of a batch are of the same frame.
+        """
         from mmcv.parallel import collate
         from mmdet.datasets import DATASETS, build_dataset
 
         settings = self.settings.data["train" if training else "val"]
         settings.ann_file = str(self.infos(work))
         settings.data_root = str(work)
+        if "sequences_split_num" in settings:
+            settings.sequences_split_num = 1  # The scene is shorter than the parts of nuScenes' scenes.
         if self.dataset is not None:
             settings.type = self.dataset
             for key in set(settings) - set(signature(DATASETS.get(self.dataset)).parameters) - {"type"}:
                 del settings[key]
         dataset = build_dataset(settings)
         for index in range(2):
-            yield collate([dataset[index]], samples_per_gpu=1)
+            yield collate([dataset[index] for _ in range(samples)], samples_per_gpu=samples)
 
     def train_step(self, batch: dict) -> torch.Tensor:
         return self.parallel.train_step(batch, self.optimizer)["loss"]

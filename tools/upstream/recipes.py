@@ -70,6 +70,12 @@ RECIPES = (
         needs=("detectron2",),
     ),
     Recipe("Deformable-DETR", "configs/r50_deformable_detr.sh", kind="detr.DeformableDETR"),
+    Recipe(
+        "Co-DETR (Deformable DETR)",
+        f"{_CONFIGS}/co_deformable_detr/co_deformable_detr_r50_1x_coco.py",
+        kind="codetr.CoDETR",
+    ),
+    Recipe("Co-DETR (DINO)", f"{_CONFIGS}/co_dino/co_dino_5scale_r50_1x_coco.py", kind="codetr.CoDETR"),
     Recipe("DINO", "config/DINO/DINO_4scale.py", kind="detr.DINO"),
     Recipe(
         "Mask2Former",

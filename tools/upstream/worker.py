@@ -1,4 +1,6 @@
-"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT [compare|time].
+"""One row of the table, in a process of its own.
+
+python worker.py RECIPE FOLDER DEVICE SCALE REPORT check|compare|time SAMPLES
 
 The process runs in the checkout's folder. It appends a line of JSON to the report for each stage that it reaches.
 """
@@ -6,7 +8,6 @@ The process runs in the checkout's folder. It appends a line of JSON to the repo
 import contextlib
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, for
         result(f"{sum(tensor.numel() for tensor in tensors)} numbers")
 
 
-def main(name: str, work: Path, device: str, scale: float, report: Report, task: str = "") -> None:
+def main(name: str, work: Path, device: str, scale: float, report: Report, task: str, samples: int) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -122,8 +123,10 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
             runner.exact = True
             compare(runner, work, device, scale, report, answers)
         elif task == "time":
-            with answers:
-                measure(runner, work, device, scale, report)
+            from upstream.times import measure
+
+            with report.stage("times"):
+                measure(runner, work, device, scale, samples, report, answers)
         else:
             with answers:
                 check(runner, work, device, scale, report, answers)
@@ -144,35 +147,11 @@ def check(runner: Any, work: Path, device: str, scale: float, report: Report, an
             part(runner, model, work, report, answers.available)
 
 
-def measure(runner: Any, work: Path, device: str, scale: float, report: Report) -> None:
-    """Report the median milliseconds of a training step and of a prediction, the batch being on the device before."""
-    runner.imports()
-    model = runner.build(work, device, scale)
-    for stage, training in (("loss", True), ("prediction", False)):
-        model.train(training)
-        batches = list(runner.batches(work, training))
-        times = []
-        for turn in range(23):
-            start = time.perf_counter()
-            with torch.set_grad_enabled(training):
-                if training:
-                    runner.train_step(batches[turn % 2]).backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 25.0)
-                    runner.optimizer.step()
-                    runner.optimizer.zero_grad()
-                else:
-                    runner.predict(batches[turn % 2])
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        report.add(stage, f"{1e3 * float(np.median(times[3:])):.1f} ms")
-
-
 if __name__ == "__main__":
     if "--help" in sys.argv:
         print(
             "usage: python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
         )
     else:
-        name, folder, device, scale, path, *others = sys.argv[1:]
-        main(name, Path(folder), device, float(scale), Report(Path(path)), *others)
+        name, folder, device, scale, path, task, samples = sys.argv[1:]
+        main(name, Path(folder), device, float(scale), Report(Path(path)), task, int(samples))
