@@ -11,6 +11,7 @@ names the packages that the repositories need.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Namespace) -> dict[str, str]:
     """Return the row of the table for one model."""
-    stem = recipe.name.lower().replace(" ", "_").replace("(", "").replace(")", "")
+    stem = re.sub(r"[^a-z0-9-]+", "_", recipe.name.lower()).strip("_")
     report, log = options.work / f"{stem}.json", options.work / f"{stem}.log"
     report.unlink(missing_ok=True)
     worker = Path(__file__).with_name("upstream") / "worker.py"

@@ -69,6 +69,11 @@ RECIPES = (
         f"{_CONFIGS}/bevformer/bevformer_tiny.py",
         needs=("detectron2",),
     ),
+    Recipe(
+        "RoboOrchardLab (BIP3D's operator)",
+        "robo_orchard_lab/ops/deformable_aggregation/deformable_aggregation.py",
+        kind="bip3d.BIP3D",
+    ),
     Recipe("Deformable-DETR", "configs/r50_deformable_detr.sh", kind="detr.DeformableDETR"),
     Recipe(
         "Co-DETR (Deformable DETR)",
