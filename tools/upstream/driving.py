@@ -69,6 +69,10 @@ class Driving:
         for name in (self.plugin, *self.also):
             importlib.import_module(name)
 
+    def config_file(self, work: Path, scale: float) -> str:
+        """Return the path of the config for images of the given scale."""
+        return smaller(self.config, work, scale)
+
     def build(self, work: Path, device: str, scale: float) -> Any:
         """Return the model without pretrained weights and with random anchors."""
         from mmcv import Config
@@ -76,7 +80,7 @@ class Driving:
         from mmcv.runner import build_optimizer, wrap_fp16_model
         from mmdet.models import build_detector
 
-        self.settings = Config.fromfile(smaller(self.config, work, scale))
+        self.settings = Config.fromfile(self.config_file(work, scale))
         for stage in self.settings.get("train_pipeline", []) + self.settings.get("test_pipeline", []):
             for part in (stage, *stage.get("transforms", [])):
                 if part["type"] == "RandomScaleImageMultiViewImage":
