@@ -30,7 +30,7 @@ COLUMNS = (
     "seconds",
     "first obstacle",
 )
-TIMES = ("model", "code", "numbers", "training step", "prediction", "peak memory of training")
+TIMES = ("model", "code", "numbers", "training step", "prediction", "memory reserved by training")
 ROOT = Path(__file__).resolve().parents[1]
 
 
