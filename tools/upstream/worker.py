@@ -120,7 +120,8 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
         if task == "compare":
             from upstream.compare import compare
 
-            runner.exact = True
+            runner.exact, runner.half = True, False
+            torch.backends.cudnn.allow_tf32 = False
             compare(runner, work, device, scale, report, answers)
         elif task == "time":
             from upstream.times import measure
