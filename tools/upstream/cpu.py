@@ -27,6 +27,7 @@ class CpuForCuda(TorchFunctionMode):
         with (
             patch("torch.cuda.is_available", lambda: True),
             patch("torch.cuda.get_device_name", lambda *device: "CPU"),
+            patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
         ):
             yield
 
