@@ -71,7 +71,7 @@ class Driving:
 
     def config_file(self, work: Path, scale: float) -> str:
         """Return the path of the config for images of the given scale."""
-        return smaller(self.config, work, scale)
+        return smaller(self.config, work, scale, 64 if self.exact else 32)
 
     def build(self, work: Path, device: str, scale: float) -> Any:
         """Return the model without pretrained weights and with random anchors."""
@@ -134,13 +134,13 @@ class Driving:
         return self.parallel(return_loss=False, rescale=True, **batch)
 
 
-def smaller(config: str, work: Path, scale: float) -> str:
-    """Return the path of the config, or of a copy with smaller images (multiples of 32 pixels)."""
+def smaller(config: str, work: Path, scale: float, multiple: int) -> str:
+    """Return the path of the config, or of a copy with smaller images, whose sides are multiples of a number."""
     text = Path(config).read_text()
     found = re.search(r"^input_shape = \((\d+), (\d+)\)", text, re.M)
     if scale == 1 or found is None:
         return config
-    size = ", ".join(str(int(int(number) * scale) // 32 * 32) for number in found.groups())
+    size = ", ".join(str(int(int(number) * scale) // multiple * multiple) for number in found.groups())
     path = work / f"smaller_{Path(config).stem.replace('-', '_')}.py"
     path.write_text(text.replace(found[0], f"input_shape = ({size})"))
     return str(path)
