@@ -111,6 +111,7 @@ class Driving:
         from mmdet.datasets import DATASETS, build_dataset
 
         settings = self.settings.data["train" if training else "val"]
+        settings.pop("samples_per_gpu", None)  # Of the loader, as mmdet's scripts read it.
         settings.ann_file = str(self.infos(work))
         settings.data_root = str(work)
         if "sequences_split_num" in settings:
