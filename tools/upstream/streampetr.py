@@ -37,7 +37,7 @@ class StreamPETR(Driving):
             corners = [rng.uniform((0, 0), (1200, 600), (3, 2)) for _ in cameras]
             boxes = [np.hstack([corner, corner + rng.uniform(80, 300, (3, 2))]) for corner in corners]
             info.update(
-                sweeps=[],
+                sweeps=[{}] * min(index, 1),  # Only a scene's first frame has none.
                 frame_idx=index,
                 bboxes2d=[box.astype(np.float32) for box in boxes],
                 labels2d=[rng.integers(0, 10, 3) for _ in cameras],
