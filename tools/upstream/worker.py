@@ -70,20 +70,20 @@ def numbers(value: Any) -> Iterator[torch.Tensor]:
         yield from numbers(vars(value))
 
 
-def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, forward: Callable) -> None:
+def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Take two training steps."""
     model.train()
     losses, counts = [], []
     for batch in runner.batches(work, training=True):
         with report.stage("loss") as result:
-            with forward():
+            with answers.available():
                 loss = runner.train_step(batch)
             losses.append(f"{loss.item():.3g}")
             if not loss.isfinite():
                 raise FloatingPointError(f"the loss is {loss.item()}")
             result(", ".join(losses))
         with report.stage("gradients") as result:
-            loss.backward()
+            answers.backward(loss)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             wrong = sum(not bool(g.isfinite().all()) for g in gradients)
             if wrong or not gradients:
@@ -95,13 +95,13 @@ def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, forwa
         runner.optimizer.zero_grad()
 
 
-def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, forward: Callable) -> None:
+def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Predict two frames or images."""
     model.eval()
     with report.stage("prediction") as result, torch.no_grad():
         tensors = []
         for batch in runner.batches(work, training=False):
-            with forward():
+            with answers.available():
                 tensors += numbers(runner.predict(batch))
         wrong = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
         if wrong or not tensors:
@@ -146,7 +146,7 @@ def check(runner: Any, work: Path, device: str, scale: float, report: Report, an
         result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
     for part in (train, predict):
         with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
-            part(runner, model, work, report, answers.available)
+            part(runner, model, work, report, answers)
 
 
 if __name__ == "__main__":
