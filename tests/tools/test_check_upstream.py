@@ -5,11 +5,13 @@ import sys
 import pytest
 import torch
 from toolbox import ROOT, run
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from check_upstream import COLUMNS, table
 from upstream.compare import differences, in_order_of
+from upstream.cpu import CpuForCuda
 from upstream.recipes import RECIPES, recognise
 
 MAIN = """
@@ -147,3 +149,18 @@ def test_boxes_and_lines_that_have_changed_places_are_compared_with_one_another(
 def test_a_loss_of_one_number_may_have_a_dimension():
     assert differences("loss", {"a": torch.tensor([2.0])}, {"a": torch.tensor(2.1)}) == [pytest.approx(0.05)]
     assert differences("gradients", {"a": torch.ones(2)}, {"a": torch.ones(3)}) == [float("inf")]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_gets_the_same_answers(reentrant):
+    answers, seen = CpuForCuda(), []
+
+    def layer(x):
+        seen.append(x.is_cuda and x.cuda().device.type == "cpu")
+        return x.square().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    with answers:
+        answers.backward(checkpoint(layer, x, use_reentrant=reentrant))
+    assert seen == [True, True]
+    assert x.grad.tolist() == [2, 2]

@@ -141,7 +141,9 @@ def smaller(config: str, work: Path, scale: float, multiple: int) -> str:
     found = re.search(r"^input_shape = \((\d+), (\d+)\)", text, re.M)
     if scale == 1 or found is None:
         return config
-    size = ", ".join(str(int(int(number) * scale) // multiple * multiple) for number in found.groups())
+    size = ", ".join(
+        str(max(int(int(number) * scale) // multiple, 1) * multiple) for number in found.groups()
+    )
     path = work / f"smaller_{Path(config).stem.replace('-', '_')}.py"
     path.write_text(text.replace(found[0], f"input_shape = ({size})"))
     return str(path)
