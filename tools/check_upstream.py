@@ -11,6 +11,7 @@ names the packages that the repositories need.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,17 +30,19 @@ COLUMNS = (
     "seconds",
     "first obstacle",
 )
+TIMES = ("model", "code", "numbers", "training step", "prediction", "memory reserved by training")
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Namespace) -> dict[str, str]:
     """Return the row of the table for one model."""
-    stem = recipe.name.lower().replace(" ", "_").replace("(", "").replace(")", "")
+    stem = re.sub(r"[^a-z0-9-]+", "_", recipe.name.lower()).strip("_")
     report, log = options.work / f"{stem}.json", options.work / f"{stem}.log"
     report.unlink(missing_ok=True)
     worker = Path(__file__).with_name("upstream") / "worker.py"
     command = [sys.executable, "-m", "visdet.compat", "run", str(worker), recipe.name]
-    command += [str(options.work), options.device, str(options.scale), str(report), *options.task]
+    command += [str(options.work), options.device, str(options.scale), str(report)]
+    command += [options.task, str(options.samples)]
     needed = [path for path in paths if any((path / name).is_dir() for name in recipe.needs)]
     path = os.pathsep.join(filter(None, [str(ROOT), *map(str, needed), os.environ.get("PYTHONPATH")]))
     start = time.perf_counter()
@@ -58,7 +61,14 @@ def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Nam
             process.wait()
             status = None
     seconds = time.perf_counter() - start
-    return row(recipe.name, options, read(report), status, seconds, log)
+    entries = read(report)
+    times = [cells for stage, cells in entries if stage == "time"]
+    if times:
+        print(
+            table(TIMES, [dict(zip(TIMES, [recipe.name, *cells], strict=True)) for cells in times]),
+            flush=True,
+        )
+    return row(recipe.name, options, entries, status, seconds, log)
 
 
 def read(report: Path) -> list[tuple[str, object]]:
@@ -91,10 +101,10 @@ def row(
     }
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(columns: tuple[str, ...], rows: list[dict[str, str]]) -> str:
     """Return the rows as a table in Markdown."""
-    lines = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
-    lines += [" | ".join(cells[column].replace("|", "/") for column in COLUMNS) for cells in rows]
+    lines = [" | ".join(columns), "|".join("---" for _ in columns)]
+    lines += [" | ".join(cells[column].replace("|", "/") for column in columns) for cells in rows]
     return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
 
 
@@ -120,16 +130,19 @@ def main() -> int:
         "--compare",
         dest="task",
         action="store_const",
-        const=["compare"],
-        default=[],
+        const="compare",
+        default="check",
         help="compare SparseDrive's sources with visdet's model on the same weights and frames",
     )
     parser.add_argument(
         "--time",
         dest="task",
         action="store_const",
-        const=["time"],
-        help="show the median time of a training step (column loss) and of a prediction, of one sample",
+        const="time",
+        help="show the median times of training steps and predictions of SparseDrive's sources and visdet's model",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="samples of a training step with --time (default: %(default)s)"
     )
     options = parser.parse_args()
     paths = [path.resolve() for path in options.paths]
@@ -149,7 +162,7 @@ def main() -> int:
         if options.only is None or options.only.lower() in recipe.name.lower():
             rows.append(run(recipe, path, paths, options))
             print(" | ".join(rows[-1].values()), flush=True)
-    print(f"\n{table(rows)}")
+    print(f"\n{table(COLUMNS, rows)}")
     if any(cells["device"].endswith("*") for cells in rows):
         print(
             "\n* This code asks for CUDA by itself. On a machine without a GPU, the check answers with the CPU."

@@ -3,11 +3,15 @@
 import sys
 
 import pytest
+import torch
 from toolbox import ROOT, run
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from check_upstream import COLUMNS, table
+from upstream.compare import differences, in_order_of
+from upstream.cpu import CpuForCuda
 from upstream.recipes import RECIPES, recognise
 
 MAIN = """
@@ -126,5 +130,37 @@ def test_a_fork_with_configs_of_sparsedrive_is_the_fork(tmp_path):
 
 
 def test_a_bar_in_a_cell_does_not_break_the_table():
-    text = table([dict.fromkeys(COLUMNS, "a|b")])
+    text = table(COLUMNS, [dict.fromkeys(COLUMNS, "a|b")])
     assert text.splitlines()[2].count("|") == len(COLUMNS) + 1
+
+
+def test_boxes_and_lines_that_have_changed_places_are_compared_with_one_another():
+    order = torch.tensor([2, 0, 1])
+    found = {"boxes_3d": torch.randn(3, 9), "scores_3d": torch.rand(3), "vectors": torch.randn(2, 20, 2)}
+    found["planning"] = torch.randn(6, 2)
+    own = found | {"boxes_3d": found["boxes_3d"][order], "scores_3d": found["scores_3d"][order]}
+    own["vectors"] = found["vectors"].flip(0)
+    assert max(differences("prediction", found, own)) > 0.1
+    assert max(differences("prediction", found, in_order_of(found, own))) == 0
+    own["scores_3d"] = own["scores_3d"] + 0.5
+    assert max(differences("prediction", found, in_order_of(found, own))) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_loss_of_one_number_may_have_a_dimension():
+    assert differences("loss", {"a": torch.tensor([2.0])}, {"a": torch.tensor(2.1)}) == [pytest.approx(0.05)]
+    assert differences("gradients", {"a": torch.ones(2)}, {"a": torch.ones(3)}) == [float("inf")]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_gets_the_same_answers(reentrant):
+    answers, seen = CpuForCuda(), []
+
+    def layer(x):
+        seen.append(x.is_cuda and x.cuda().device.type == "cpu")
+        return x.square().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    with answers:
+        answers.backward(checkpoint(layer, x, use_reentrant=reentrant))
+    assert seen == [True, True]
+    assert x.grad.tolist() == [2, 2]

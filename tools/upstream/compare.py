@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 
 from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
 from visdet.models.sparsedrive.sample_batch import batch_of
@@ -56,7 +57,8 @@ def trained(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple
         losses = theirs(**copy.deepcopy(data))
     with answers:
         sum(losses.values()).backward()
-    disturbed = [with_noise(ours, seed) for seed in range(2)]
+    # On a GPU, the order of sums differs more.
+    disturbed = [with_noise(ours, seed) for seed in range(6 if data["img"].is_cuda else 2)]
     for model in (*disturbed, ours):
         own_losses = model(data["img"], samples_of(data), mode="loss")
         sum(own_losses.values()).backward()
@@ -97,8 +99,22 @@ def predicted(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tup
     samples = samples_of(data)
     outs = ours(data["img"], samples, mode="tensor")
     own = of_samples(ours.head.select(outs, batch_of(samples)), ours.head.of_sample)[0]
-    names = [name for name in boxes if name in own and name != "cls_scores"]  # Their order differs.
-    return {"prediction": ({name: boxes[name] for name in names}, {name: own[name] for name in names})}
+    # The order of cls_scores differs, and boxes that are found at the same time may be numbered in another order.
+    names = [name for name in boxes if name in own and name not in ("cls_scores", "instance_ids")]
+    found, own = ({name: as_tensor(values[name]) for name in names} for values in (boxes, own))
+    return {"prediction": (found, in_order_of(found, own))}
+
+
+def in_order_of(found: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return our results with each box and line at the place of the repository's that is the nearest.
+
+    They are sorted by score, and scores that differ by rounding change places.
+    """
+    for name in ("boxes_3d", "vectors"):
+        distances = torch.cdist(found[name].flatten(1).double(), own[name].flatten(1).double())
+        order = torch.as_tensor(linear_sum_assignment(distances.cpu())[1])
+        own = {key: value[order] if len(value) == len(order) else value for key, value in own.items()}
+    return own
 
 
 def spread_scores(model: torch.nn.Module) -> None:
@@ -137,7 +153,9 @@ def differences(stage: str, values: dict, own_values: dict) -> list[float]:
     """
     found = {}
     for name, value in values.items():
-        theirs, ours = (as_tensor(entry).detach().double().cpu() for entry in (value, own_values[name]))
+        theirs, ours = (as_tensor(entry).double() for entry in (value, own_values[name]))
+        if stage == "loss":  # Some of the repository's losses are [1].
+            theirs, ours = theirs.squeeze(), ours.squeeze()
         if theirs.shape != ours.shape:
             found[name] = float("inf")
         elif theirs.numel():
@@ -149,4 +167,4 @@ def differences(stage: str, values: dict, own_values: dict) -> list[float]:
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value)
+    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value).detach().cpu()

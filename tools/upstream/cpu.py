@@ -27,8 +27,17 @@ class CpuForCuda(TorchFunctionMode):
         with (
             patch("torch.cuda.is_available", lambda: True),
             patch("torch.cuda.get_device_name", lambda *device: "CPU"),
+            patch("torch.cuda.get_rng_state", lambda *device: torch.get_rng_state()),
         ):
             yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients. A function mode does not reach what checkpoints compute again."""
+        with (
+            patch.object(torch.Tensor, "is_cuda", True),
+            patch.object(torch.Tensor, "cuda", lambda tensor, *others, **named: tensor),
+        ):
+            loss.backward()
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function == torch.Tensor.cuda:
@@ -55,3 +64,4 @@ class Nothing(nullcontext):
 
     asked = False
     available = nullcontext
+    backward = staticmethod(torch.Tensor.backward)

@@ -50,6 +50,7 @@ class Driving:
         also: modules of the checkout that its config needs, but that the plugin does not import.
         anchors: entries for ``ANCHORS``.
         exact: whether the config is made deterministic, for a comparison.
+        half: whether a model whose config says so runs in 16 bits on a GPU.
         dataset: the data set of the repository that reads nuScenes' form, if its config names another one.
     """
 
@@ -60,12 +61,17 @@ class Driving:
     also: tuple[str, ...] = ()
     dataset: str | None = None
     exact: bool = False
+    half: bool = True
 
     def imports(self) -> None:
         for name, stand_in in self.missing.items():
             sys.modules[name] = importlib.import_module(stand_in)
         for name in (self.plugin, *self.also):
             importlib.import_module(name)
+
+    def config_file(self, work: Path, scale: float) -> str:
+        """Return the path of the config for images of the given scale."""
+        return smaller(self.config, work, scale, 64 if self.exact else 32)
 
     def build(self, work: Path, device: str, scale: float) -> Any:
         """Return the model without pretrained weights and with random anchors."""
@@ -74,7 +80,7 @@ class Driving:
         from mmcv.runner import build_optimizer, wrap_fp16_model
         from mmdet.models import build_detector
 
-        self.settings = Config.fromfile(smaller(self.config, work, scale))
+        self.settings = Config.fromfile(self.config_file(work, scale))
         for stage in self.settings.get("train_pipeline", []) + self.settings.get("test_pipeline", []):
             for part in (stage, *stage.get("transforms", [])):
                 if part["type"] == "RandomScaleImageMultiViewImage":
@@ -82,31 +88,41 @@ class Driving:
         without_files(self.settings.model, work, ANCHORS | self.anchors)
         if self.exact:
             without_randomness(self.settings.model)
-            self.plain_model = copy.deepcopy(self.settings.model.to_dict())
+        self.plain_model = copy.deepcopy(self.settings.model.to_dict())
         model = build_detector(self.settings.model, test_cfg=self.settings.get("test_cfg"))
         model.init_weights()
-        if self.settings.get("fp16") and device != "cpu":
+        if self.half and self.settings.get("fp16") and device != "cpu":
             wrap_fp16_model(model)
         model.to(device)
         self.optimizer = build_optimizer(model, self.settings.optimizer)
         self.parallel = MMDataParallel(model, device_ids=[-1 if device == "cpu" else 0])
         return model
 
-    def batches(self, work: Path, training: bool) -> Iterator[dict]:
-        """Yield the batches of one sample of consecutive frames, by the repository's own data set and pipeline."""
+    def infos(self, work: Path) -> Path:
+        """Return the path of the info file."""
+        return write_infos(work)
+
+    def batches(self, work: Path, training: bool, samples: int = 1) -> Iterator[dict]:
+        """Yield batches of consecutive frames, by the repository's own data set and pipeline.
+
+        All samples of a batch are of the same frame.
+        """
         from mmcv.parallel import collate
         from mmdet.datasets import DATASETS, build_dataset
 
         settings = self.settings.data["train" if training else "val"]
-        settings.ann_file = str(write_infos(work))
+        settings.pop("samples_per_gpu", None)  # Of the loader, as mmdet's scripts read it.
+        settings.ann_file = str(self.infos(work))
         settings.data_root = str(work)
+        if "sequences_split_num" in settings:
+            settings.sequences_split_num = 1  # The scene is shorter than the parts of nuScenes' scenes.
         if self.dataset is not None:
             settings.type = self.dataset
             for key in set(settings) - set(signature(DATASETS.get(self.dataset)).parameters) - {"type"}:
                 del settings[key]
         dataset = build_dataset(settings)
         for index in range(2):
-            yield collate([dataset[index]], samples_per_gpu=1)
+            yield collate([dataset[index] for _ in range(samples)], samples_per_gpu=samples)
 
     def train_step(self, batch: dict) -> torch.Tensor:
         return self.parallel.train_step(batch, self.optimizer)["loss"]
@@ -119,13 +135,15 @@ class Driving:
         return self.parallel(return_loss=False, rescale=True, **batch)
 
 
-def smaller(config: str, work: Path, scale: float) -> str:
-    """Return the path of the config, or of a copy with smaller images (multiples of 32 pixels)."""
+def smaller(config: str, work: Path, scale: float, multiple: int) -> str:
+    """Return the path of the config, or of a copy with smaller images, whose sides are multiples of a number."""
     text = Path(config).read_text()
     found = re.search(r"^input_shape = \((\d+), (\d+)\)", text, re.M)
     if scale == 1 or found is None:
         return config
-    size = ", ".join(str(int(int(number) * scale) // 32 * 32) for number in found.groups())
+    size = ", ".join(
+        str(max(int(int(number) * scale) // multiple, 1) * multiple) for number in found.groups()
+    )
     path = work / f"smaller_{Path(config).stem.replace('-', '_')}.py"
     path.write_text(text.replace(found[0], f"input_shape = ({size})"))
     return str(path)
@@ -170,13 +188,16 @@ def write_infos(work: Path) -> Path:
     scenes = work / "scenes"
     make_driving_scenes(scenes, 1, 1, 1, num_frames=4, image_size=(900, 1600))
     infos = list(load_infos(scenes / "driving_infos_train.npz")[0])
-    for info in infos:
+    for info, earlier in zip(infos, [None, *infos], strict=False):
         points = np.fromfile(scenes / info["lidar_path"], np.float32).reshape(-1, 3)
         info["lidar_path"] = str(work / Path(info["lidar_path"]).name)
         np.pad(points, ((0, 0), (0, 2))).tofile(info["lidar_path"])  # x, y, z, intensity and ring
         for camera in info["cams"].values():
             camera["data_path"] = str(scenes / camera["data_path"])
-        info.update(prev="", next="", can_bus=np.zeros(18))  # for BEVFormer
+        same = earlier is not None and earlier["scene_token"] == info["scene_token"]
+        info.update(
+            prev=earlier["token"] if same else "", next="", can_bus=np.zeros(18)
+        )  # for BEVFormer and MomAD
     path = work / "infos.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-trainval"}}))
     return path

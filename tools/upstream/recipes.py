@@ -35,10 +35,6 @@ class Recipe:
 
 
 _CONFIGS = "projects/configs"
-_MOMAD_MISSING = {
-    f"projects.configs.sparsedrive_small_stage2_{name}": f"projects.configs.MomAD_small_stage2_{name}"
-    for name in ("roboAD", "roboAD_6s")
-}
 RECIPES = (
     Recipe("SparseDrive stage 1", f"{_CONFIGS}/sparsedrive_small_stage1.py"),
     Recipe("SparseDrive stage 2", f"{_CONFIGS}/sparsedrive_small_stage2.py"),
@@ -51,8 +47,8 @@ RECIPES = (
     Recipe(
         "MomAD",
         f"{_CONFIGS}/MomAD_small_stage2_roboAD.py",
+        kind="momad.MomAD",
         folder="open_loop",
-        options={"missing": _MOMAD_MISSING},
     ),
     Recipe("BridgeAD stage 1", f"{_CONFIGS}/BridgeAD_small_stage1.py"),
     Recipe("BridgeAD stage 2", f"{_CONFIGS}/BridgeAD_small_stage2.py"),
@@ -60,7 +56,7 @@ RECIPES = (
     Recipe(
         "SparseCoop (one vehicle)",
         f"{_CONFIGS}/griffin_50scenes_25m/vehicle-side/sparsecoop_v1-1_r50_448x800_bs2x8_100e.py",
-        options={"dataset": "NuScenes3DDetTrackDataset"},
+        kind="griffin.SparseCoop",
     ),
     Recipe(
         "SparseDriveV2 (bench2drive)",
@@ -73,7 +69,23 @@ RECIPES = (
         f"{_CONFIGS}/bevformer/bevformer_tiny.py",
         needs=("detectron2",),
     ),
+    Recipe(
+        "StreamPETR R50",
+        f"{_CONFIGS}/StreamPETR/stream_petr_r50_flash_704_bs2_seq_24e.py",
+        kind="streampetr.StreamPETR",
+    ),
+    Recipe(
+        "RoboOrchardLab (BIP3D's operator)",
+        "robo_orchard_lab/ops/deformable_aggregation/deformable_aggregation.py",
+        kind="bip3d.BIP3D",
+    ),
     Recipe("Deformable-DETR", "configs/r50_deformable_detr.sh", kind="detr.DeformableDETR"),
+    Recipe(
+        "Co-DETR (Deformable DETR)",
+        f"{_CONFIGS}/co_deformable_detr/co_deformable_detr_r50_1x_coco.py",
+        kind="codetr.CoDETR",
+    ),
+    Recipe("Co-DETR (DINO)", f"{_CONFIGS}/co_dino/co_dino_5scale_r50_1x_coco.py", kind="codetr.CoDETR"),
     Recipe("DINO", "config/DINO/DINO_4scale.py", kind="detr.DINO"),
     Recipe(
         "Mask2Former",

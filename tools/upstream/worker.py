@@ -1,4 +1,6 @@
-"""One row of the table, in a process of its own: python worker.py RECIPE FOLDER DEVICE SCALE REPORT [compare|time].
+"""One row of the table, in a process of its own.
+
+python worker.py RECIPE FOLDER DEVICE SCALE REPORT check|compare|time SAMPLES
 
 The process runs in the checkout's folder. It appends a line of JSON to the report for each stage that it reaches.
 """
@@ -6,7 +8,6 @@ The process runs in the checkout's folder. It appends a line of JSON to the repo
 import contextlib
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,20 +70,20 @@ def numbers(value: Any) -> Iterator[torch.Tensor]:
         yield from numbers(vars(value))
 
 
-def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, forward: Callable) -> None:
+def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Take two training steps."""
     model.train()
     losses, counts = [], []
     for batch in runner.batches(work, training=True):
         with report.stage("loss") as result:
-            with forward():
+            with answers.available():
                 loss = runner.train_step(batch)
             losses.append(f"{loss.item():.3g}")
             if not loss.isfinite():
                 raise FloatingPointError(f"the loss is {loss.item()}")
             result(", ".join(losses))
         with report.stage("gradients") as result:
-            loss.backward()
+            answers.backward(loss)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             wrong = sum(not bool(g.isfinite().all()) for g in gradients)
             if wrong or not gradients:
@@ -94,13 +95,13 @@ def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, forwa
         runner.optimizer.zero_grad()
 
 
-def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, forward: Callable) -> None:
+def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Predict two frames or images."""
     model.eval()
     with report.stage("prediction") as result, torch.no_grad():
         tensors = []
         for batch in runner.batches(work, training=False):
-            with forward():
+            with answers.available():
                 tensors += numbers(runner.predict(batch))
         wrong = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
         if wrong or not tensors:
@@ -108,7 +109,7 @@ def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, for
         result(f"{sum(tensor.numel() for tensor in tensors)} numbers")
 
 
-def main(name: str, work: Path, device: str, scale: float, report: Report, task: str = "") -> None:
+def main(name: str, work: Path, device: str, scale: float, report: Report, task: str, samples: int) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -119,11 +120,15 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
         if task == "compare":
             from upstream.compare import compare
 
-            runner.exact = True
+            runner.exact, runner.half = True, False
+            torch.backends.cudnn.allow_tf32 = False
+            torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
             compare(runner, work, device, scale, report, answers)
         elif task == "time":
-            with answers:
-                measure(runner, work, device, scale, report)
+            from upstream.times import measure
+
+            with report.stage("times"):
+                measure(runner, work, device, scale, samples, report, answers)
         else:
             with answers:
                 check(runner, work, device, scale, report, answers)
@@ -141,31 +146,7 @@ def check(runner: Any, work: Path, device: str, scale: float, report: Report, an
         result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
     for part in (train, predict):
         with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
-            part(runner, model, work, report, answers.available)
-
-
-def measure(runner: Any, work: Path, device: str, scale: float, report: Report) -> None:
-    """Report the median milliseconds of a training step and of a prediction, the batch being on the device before."""
-    runner.imports()
-    model = runner.build(work, device, scale)
-    for stage, training in (("loss", True), ("prediction", False)):
-        model.train(training)
-        batches = list(runner.batches(work, training))
-        times = []
-        for turn in range(23):
-            start = time.perf_counter()
-            with torch.set_grad_enabled(training):
-                if training:
-                    runner.train_step(batches[turn % 2]).backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 25.0)
-                    runner.optimizer.step()
-                    runner.optimizer.zero_grad()
-                else:
-                    runner.predict(batches[turn % 2])
-            if device != "cpu":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        report.add(stage, f"{1e3 * float(np.median(times[3:])):.1f} ms")
+            part(runner, model, work, report, answers)
 
 
 if __name__ == "__main__":
@@ -174,5 +155,5 @@ if __name__ == "__main__":
             "usage: python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
         )
     else:
-        name, folder, device, scale, path, *others = sys.argv[1:]
-        main(name, Path(folder), device, float(scale), Report(Path(path)), *others)
+        name, folder, device, scale, path, task, samples = sys.argv[1:]
+        main(name, Path(folder), device, float(scale), Report(Path(path)), task, int(samples))
