@@ -159,7 +159,7 @@ class DeformableDETRHead(BaseModule):
     ) -> dict[str, SetPrediction]:
         """Return the predictions that are matched and get losses.
 
-        The key "" holds the predictions of the decoder layers, and "enc_" the encoder's proposals, if there are any.
+        The key "" holds the predictions of the decoder layers, and ``"enc_"`` the encoder's proposals, if there are any.
 
         Args:
             hidden_states, references: as in ``forward``. encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4].
