@@ -177,7 +177,7 @@ def common_flags():
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
-    return ["-std=c++17", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
+    return ["-std=c++20", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
 
 
 class BuildOps(build_ext):

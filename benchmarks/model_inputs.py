@@ -14,12 +14,12 @@ from torch import nn
 from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 
-__all__ = ["Batches", "deformable_detr", "sparsedrive"]
+__all__ = ["Batches", "deformable_detr", "dino", "sparsedrive"]
 
 Batches = list[dict[str, Any]]  # the batches as a data loader collates them
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-BOXES = 10  # number of boxes in an image for Deformable DETR
+BOXES = 10  # number of boxes in an image for Deformable DETR and DINO
 NUM_DET, NUM_MAP, TINY_DET, TINY_MAP = 900, 100, 24, 8
 
 
@@ -28,7 +28,16 @@ def deformable_detr(batch_size: int, num_batches: int, folder: Path, tiny: bool)
 
     With ``tiny``, the backbone is a thin R18 and images have 64 x 96 pixels.
     """
-    config = Config.fromfile(CONFIGS / "deformable_detr" / "deformable-detr_r50_16xb2-50e_coco.py").model
+    return _detector("deformable_detr/deformable-detr_r50_16xb2-50e_coco.py", batch_size, num_batches, tiny)
+
+
+def dino(batch_size: int, num_batches: int, folder: Path, tiny: bool) -> tuple[nn.Module, Batches]:
+    """Return DINO R50 on four scales, and the batch of ``deformable_detr``."""
+    return _detector("dino/dino-4scale_r50_8xb2-12e_coco.py", batch_size, num_batches, tiny)
+
+
+def _detector(name: str, batch_size: int, num_batches: int, tiny: bool) -> tuple[nn.Module, Batches]:
+    config = Config.fromfile(CONFIGS / name).model
     config.backbone.init_cfg = None
     height, width = (64, 96) if tiny else (800, 1333)
     if tiny:

@@ -32,12 +32,12 @@ from visdet.engine.loops import living_objects_not_collected
 
 from .case import dtype_name
 from .environment import describe
-from .model_inputs import Batches, deformable_detr, sparsedrive
+from .model_inputs import Batches, deformable_detr, dino, sparsedrive
 
 __all__ = ["CASES", "ModelCase", "main", "measure", "measure_gpu"]
 
 WARM_UP = 4
-MAX_NORM = {"deformable_detr": 0.1, "sparsedrive": 25.0}
+MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ CASES = [
     ModelCase("deformable_detr train B2", "deformable_detr", deformable_detr, 2, True),
     ModelCase("deformable_detr train B8", "deformable_detr", deformable_detr, 8, True),
     ModelCase("deformable_detr predict B1", "deformable_detr", deformable_detr, 1, False),
+    ModelCase("dino train B2", "dino", dino, 2, True),
+    ModelCase("dino predict B1", "dino", dino, 1, False),
     ModelCase("sparsedrive stage1 train B4", "sparsedrive", sparsedrive(stage=1), 4, True),
     ModelCase("sparsedrive stage1 predict B1", "sparsedrive", sparsedrive(stage=1), 1, False),
     ModelCase("sparsedrive stage2 predict B1", "sparsedrive", sparsedrive(stage=2), 1, False),

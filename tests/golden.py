@@ -80,6 +80,21 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return (numbers.randint(-64, 65, size=shape) / 64).astype(np.float32)
 
 
+def drawn_noise(batch_size: int, room: int, num_classes: int) -> tuple[torch.Tensor, ...]:
+    """Return drawn numbers in place of random ones for the denoising queries [B, P] of ``CdnQueryGenerator``."""
+    shape = (batch_size, room)
+    numbers = [
+        torch.from_numpy(drawn(f"noise/{i}", (batch_size, 500, 4)))[:, :room] for i in range(4)
+    ]  # of each query the same, whatever the room
+    label = ((numbers[1][..., 0] + 1) * 64).long() % num_classes
+    return (
+        (numbers[0][..., 0].reshape(shape) + 1) / 2,
+        label,
+        torch.where(numbers[2] < 0, -1.0, 1.0),
+        (numbers[3] + 1) / 2,
+    )
+
+
 def golden_state(model: nn.Module, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Return the weights of a golden model: those stored, and where the file has a ``drawn_gain`` drawn ones.
 

@@ -5,6 +5,8 @@
 ``python tests/make_golden.py deformable_detr [FOLDER]``
     runs mmdet's Deformable DETR; needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv_lite.md). The sampling operator and the
     focal loss are mmcv's, in plain torch.
+``python tests/make_golden_dino.py``
+    runs mmdet's DINO in the same environment.
 ``python tests/make_golden.py sparsedrive [FOLDER]``
     runs visdet's own SparseDrive; only to be done where tests/models/sparsedrive passes on the large vectors, which
     are the original's numbers.
@@ -47,7 +49,7 @@ def read(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 def step_of(size: int) -> int:
     """Return the distance of the stored numbers of a result: 1, or a prime, which is in step with no dimension."""
-    step = -(-size // MOST_NUMBERS)
+    step = max(1, -(-size // MOST_NUMBERS))
     while any(step % divisor == 0 for divisor in range(2, step)):
         step += 1
     return step
@@ -75,13 +77,7 @@ def unit_cases(folder: Path) -> None:
 
 def deformable_detr(folder: Path) -> None:
     """Run mmdet's model in three variants."""
-    from visdet.compat.mmcv_ops import install
-
-    install()
-    from mmdet.registry import MODELS
-    from mmdet.utils import register_all_modules
-
-    register_all_modules(init_default_scope=True)
+    MODELS = mmdet_models()
     for variant in ("base", "refine", "two_stage"):
         large = read(folder, f"deformable_detr_{variant}")
         config = json.loads(str(large["config"]))
@@ -103,6 +99,18 @@ def deformable_detr(folder: Path) -> None:
         for name, value in mmdet_results(model, images, arrays, stored):
             store(arrays, name, value)
         pack(f"deformable_detr_small_{variant}", arrays)
+
+
+def mmdet_models() -> object:
+    """Return mmdet's registry of models, on visdet's operators."""
+    from visdet.compat.mmcv_ops import install
+
+    install()
+    from mmdet.registry import MODELS
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=True)
+    return MODELS
 
 
 def mmdet_samples(arrays: dict[str, np.ndarray], padded: bool, scaled: bool) -> list:
@@ -150,13 +158,15 @@ def mmdet_results(
             yield "output/two_stage/output_memory", memory
             yield "output/two_stage/proposals_unact", proposals
             yield "output/two_stage/enc_cls", logits
-            yield "output/two_stage/topk_indices", torch.topk(logits[..., 0], model.num_queries, dim=1)[1]
+            scores = logits.amax(-1) if hasattr(model, "dn_query_generator") else logits[..., 0]
+            yield "output/two_stage/topk_indices", torch.topk(scores, model.num_queries, dim=1)[1]
         for name, key in (
             ("query", "query"),
             ("query_pos", "query_pos"),
             ("initial_reference", "reference_points"),
         ):
-            yield f"output/decoder/{name}", start[key]
+            if key in start:
+                yield f"output/decoder/{name}", start[key]
         decoder_inputs.update(start)
         decoded = model.forward_decoder(**decoder_inputs)
         yield "output/decoder/hidden_states", decoded["hidden_states"]
@@ -171,6 +181,8 @@ def mmdet_results(
             for i, sample in enumerate(model(images, mmdet_samples(arrays, True, scaled), mode="predict")):
                 for key in ("bboxes", "scores", "labels"):
                     yield f"output/{name}/{i}/{key}", sample.pred_instances[key]
+    if hasattr(model, "dn_query_generator"):  # see mmdet_denoising_step
+        return
     losses = model.train()(images, samples, mode="loss")
     yield from ((f"loss/{name}", value.reshape(())) for name, value in losses.items())
     yield "loss/total", sum(losses.values()).reshape(())

@@ -121,7 +121,7 @@ def test_an_image_goes_the_way_that_contributing_describes(column, family, mode,
 
 
 def test_contributing_is_short():
-    assert len(text().splitlines()) <= 185
+    assert len(text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("detector", [DeformableDETR, SparseDrive])

@@ -6,6 +6,8 @@ from golden import OWN, SHARED, golden, published_shapes
 UNIT_CASES = ("modules", "fused_sample_ops", "gaussian_field")
 MODELS = (
     *(f"deformable_detr_small_{variant}" for variant in ("base", "refine", "two_stage")),
+    "dino_small",
+    "swin_small",
     *(f"sparsedrive_small_stage{stage}" for stage in (1, 2)),
 )
 

@@ -29,9 +29,7 @@ NOT_INSTALLED = (
         "mmdet",
     ),
 )
-TOOLS = sorted(
-    path.stem for path in (ROOT / "tools").glob("*.py") if "visdet.command_line" in path.read_text()
-)
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "visdet.commands" in path.read_text())
 
 
 def run_with_torch_alone(code, *arguments):
@@ -119,7 +117,7 @@ DISTRIBUTIONS = {
     "cv2": "opencv-python",
     "yaml": "mmengine",
 }
-OPTIONAL = {"shapely", "pycocotools", "mmcv", "mmdet", "transformers"}
+OPTIONAL = {"argcomplete", "supervision", "shapely", "pycocotools", "mmcv", "mmdet", "transformers"}
 
 
 def test_what_is_imported_is_required():

@@ -241,7 +241,7 @@ def test_errors_of_an_unfit_driver_or_gpu_are_explained(driver, tmp_path):
     source.write_text(ERRORS)
     include = f"-I{ROOT / 'visdet' / 'ops' / 'csrc'}"
     subprocess.run(
-        [nvcc, "-std=c++17", include, "-cudart", "static", str(source), "-o", str(program)], check=True
+        [nvcc, "-std=c++20", include, "-cudart", "static", str(source), "-o", str(program)], check=True
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": driver(12040)}
     answer = subprocess.run(

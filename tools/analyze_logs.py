@@ -1,42 +1,6 @@
-"""Draw the curves of the losses, the learning rate and the AP of one or several runs to a PNG file.
+"""Run ``visdet curves`` from a clone."""
 
-python tools/analyze_logs.py work_dirs/deformable-detr_shapes
-"""
-
-import argparse
-from pathlib import Path
-
-from visdet.command_line import check_installation
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="WORK_DIR|JSON", help="the folder of a run, or a scalars.json file"
-    )
-    parser.add_argument("--out", help="the PNG file to write (default: curves.png beside the first log)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_args()
-    check_installation()
-    from visdet.engine import check_out_file, draw_curves, read_scalars, say, tool_session
-
-    with tool_session():
-        first = Path(args.runs[0])
-        out_file = args.out or str((first if first.is_dir() else first.parent) / "curves.png")
-        runs = {str(Path(run)): read_scalars(run) for run in args.runs}
-        check_out_file(out_file)
-        draw_curves(runs, out_file)
-        for run, curves in runs.items():
-            last = {name: list(curve.values())[-1] for name, curve in curves.items()}
-            shown = [name for name in last if name in ("loss", "lr") or name.endswith("bbox_mAP")]
-            say(f"{run}: " + "  ".join(f"{name} {last[name]:.4g}" for name in shown))
-        say(f"wrote the curves to {out_file}")
-
+from visdet.commands import main
 
 if __name__ == "__main__":
-    main()
+    main("curves")

@@ -1,11 +1,30 @@
 """Detection operators, modules and detectors for PyTorch, chosen from mmengine-style configs.
 
-``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide ``mmcv._ext`` (visdet.compat.mmcv_ops).
+``visdet.init_detector`` gives a detector for images, and ``visdet.train`` and ``visdet.evaluate`` run a config. Their
+packages are imported when they are first used. ``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide
+``mmcv._ext`` (visdet.compat.mmcv_ops).
 """
 
 import os
+from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .engine.detections import Detections
+    from .engine.inference import Detector, init_detector
+    from .engine.run import TrainingResult, evaluate, train
+else:
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "engine.detections": ["Detections"],
+            "engine.inference": ["Detector", "init_detector"],
+            "engine.run": ["TrainingResult", "evaluate", "train"],
+        },
+    )
 
 if os.environ.get("VISDET_MMCV_OPS", "0") not in ("", "0"):
     from .compat.mmcv_ops import install

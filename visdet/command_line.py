@@ -11,7 +11,7 @@ from visdet.errors import MissingPackageError
 from visdet.option_values import option_value
 from visdet.train_extra import require_train_extra
 
-__all__ = ["CfgOptions", "check_installation", "positive_int"]
+__all__ = ["CfgOptions", "add_config_arguments", "check_installation", "positive_int"]
 
 # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
 # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
@@ -69,6 +69,18 @@ class CfgOptions(argparse.Action):
         setattr(namespace, self.dest, options)
 
 
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the argument ``config`` and the option ``--cfg-options`` of a command."""
+    parser.add_argument("config", help="a config file, or the name of a config that `visdet configs` lists")
+    parser.add_argument(
+        "--cfg-options",
+        nargs="+",
+        action=CfgOptions,
+        metavar="KEY=VALUE",
+        help="change values of the config, such as train_cfg.max_iters=100",
+    )
+
+
 def positive_int(text: str) -> int:
     """Return the number that an option of the command line gives. As a ``type`` of argparse it refuses others."""
     number = int(text) if text.isdecimal() else 0
@@ -77,7 +89,7 @@ def positive_int(text: str) -> int:
     return number
 
 
-def check_installation(program: str = sys.argv[0]) -> None:
+def check_installation(program: str) -> None:
     """End the program with a message if the packages of the extra ``train`` are not installed."""
     try:
         require_train_extra(program)

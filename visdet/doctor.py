@@ -1,4 +1,4 @@
-"""``python -m visdet.doctor`` reports versions, libraries, the backend of each operator, and what should be done."""
+"""Report versions, libraries, the backend of each operator, and what should be done."""
 
 import argparse
 import ctypes
@@ -280,18 +280,22 @@ def report() -> tuple[str, list[str]]:
     return "\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()), advice
 
 
-def main(arguments: list[str] | None = None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command ``visdet doctor``: there are none."""
+
+
+def run(_: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if the CPU operators are missing, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m visdet.doctor",
-        description="Report versions, libraries, the backend of each operator, and what should be done.",
-    )
-    parser.parse_args(arguments)
     from visdet.ops import build_info
 
-    text, _ = report()
-    print(text)
+    print(report()[0])
     return 0 if build_info()["cpu"]["loaded"] else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line of ``python -m visdet.doctor`` and run the report."""
+    parser = argparse.ArgumentParser(prog="python -m visdet.doctor", description=__doc__)
+    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

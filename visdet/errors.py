@@ -21,6 +21,7 @@ __all__ = [
     "add_hint",
     "build_step",
     "hints_of",
+    "where_to_get",
 ]
 
 _BUILDING = "while building "
@@ -63,6 +64,16 @@ def add_hint(error: BaseException, hint: str) -> None:
         error.add_note(hint)
     else:
         error.__notes__ = [*hints_of(error), hint]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def where_to_get(text: str) -> Iterator[None]:
+    """Add a hint to the error that a file of a data set is missing."""
+    try:
+        yield
+    except MissingFileError as error:
+        add_hint(error, text)
+        raise
 
 
 def hints_of(error: BaseException) -> list[str]:

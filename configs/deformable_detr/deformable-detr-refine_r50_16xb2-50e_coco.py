@@ -1,2 +1,3 @@
+# Deformable DETR with ResNet-50 and iterative box refinement on COCO.
 _base_ = "./deformable-detr_r50_16xb2-50e_coco.py"
 model = dict(with_box_refine=True)

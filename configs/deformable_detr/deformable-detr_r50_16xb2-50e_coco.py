@@ -1,3 +1,4 @@
+# Deformable DETR with ResNet-50 on COCO, 50 epochs with a total batch size of 32 images.
 _base_ = [
     "../_base_/datasets/coco_detection.py",
     "../_base_/schedules/schedule_50e_adamw.py",

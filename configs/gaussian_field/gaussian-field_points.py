@@ -1,5 +1,5 @@
 # Point samples of your own: [M, 4] rows of x, y, z, value in a .npy file, or a .npz file with points and values.
-# POINTS=samples.npz python tools/train.py configs/gaussian_field/gaussian-field_points.py
+# POINTS=samples.npz visdet train gaussian_field/gaussian-field_points
 _base_ = "./gaussian-field_synthetic.py"
 
 dataset = dict(_delete_=True, type="PointSampleDataset", path="{{$POINTS:data/points.npz}}", volume_size=10.0)

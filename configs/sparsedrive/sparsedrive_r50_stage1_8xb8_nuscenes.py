@@ -1,4 +1,4 @@
-# This command makes the anchors: tools/make_anchors.py data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
+# This command makes the anchors: visdet make-anchors data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
 _base_ = [
     "../_base_/models/sparsedrive_r50.py",
     "../_base_/datasets/nuscenes_driving.py",

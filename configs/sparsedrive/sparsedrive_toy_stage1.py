@@ -1,5 +1,5 @@
 # Detection, track ids and the vector map on the driving scenes, trained from scratch in minutes on two CPU cores.
-# This command makes the anchors and draws the scenes: python tools/make_anchors.py data/driving_scenes
+# This command makes the anchors and draws the scenes: visdet make-anchors data/driving_scenes
 # --out-dir data/driving_scenes --det 128 --map 30 --plan 1 --max-distance 33.
 _base_ = [
     "../_base_/models/sparsedrive_toy.py",

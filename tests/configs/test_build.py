@@ -12,9 +12,12 @@ from visdet.registry import MODELS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PUBLISHED = {
-    "deformable-detr_r50_16xb2-50e_coco": "base",
-    "deformable-detr-refine_r50_16xb2-50e_coco": "refine",
-    "deformable-detr-refine-twostage_r50_16xb2-50e_coco": "two_stage",
+    "deformable_detr/deformable-detr_r50_16xb2-50e_coco": "deformable_detr_mmdet_base",
+    "deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco": "deformable_detr_mmdet_refine",
+    "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco": "deformable_detr_mmdet_two_stage",
+    "dino/dino-4scale_r50_8xb2-12e_coco": "dino-4scale_r50",
+    "dino/dino-5scale_r50_8xb2-12e_coco": "dino-5scale_r50",
+    "dino/dino-5scale_swin-l_8xb2-12e_coco": "dino-5scale_swin-l",
 }
 
 
@@ -39,8 +42,8 @@ def test_config_builds_and_dumps(path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit(name):
-    published = published_shapes(f"deformable_detr_mmdet_{PUBLISHED[name]}")
-    own = build(CONFIGS / "deformable_detr" / f"{name}.py").state_dict()
+    published = published_shapes(PUBLISHED[name])
+    own = build(CONFIGS / f"{name}.py").state_dict()
     assert {key: tuple(value.shape) for key, value in own.items()} == published
 
 

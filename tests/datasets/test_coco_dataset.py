@@ -10,6 +10,7 @@ from mmengine.fileio import LocalBackend
 
 from visdet.datasets import CocoDataset, ShapesDataset
 from visdet.datasets.coco import COCO_CLASSES
+from visdet.errors import hints_of
 from visdet.registry import DATASETS
 
 __all__ = ["warnings_logged"]  # a fixture
@@ -217,8 +218,16 @@ def test_a_file_that_is_no_json_or_missing(tmp_path):
     (tmp_path / "ann.json").write_text("[]")
     with pytest.raises(ValueError, match=r"must hold a JSON object, got a list"):
         build(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"annotation file .*absent\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"annotation file .*absent\.json does not exist") as caught:
         build(tmp_path, ann_file="absent.json")
+    assert hints_of(caught.value) == [
+        "data_root, ann_file and data_prefix of the config say where the data set is"
+    ]
+    with pytest.raises(FileNotFoundError) as caught:
+        CocoDataset("absent.json", "data/coco")
+    assert (
+        "train2017.zip" in hints_of(caught.value)[0] and "unpacked in data/coco;" in hints_of(caught.value)[0]
+    )
 
 
 def test_ids_of_any_type(tmp_path):

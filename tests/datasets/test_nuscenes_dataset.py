@@ -10,6 +10,7 @@ from datasets.driving_files import driving_scenes
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, nuscenes, save_infos
 from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
+from visdet.errors import hints_of
 from visdet.registry import DATASETS
 
 AUGMENTATION = dict(
@@ -240,8 +241,9 @@ def test_published_paths(dataset_of, infos):
 
 
 def test_wrong_files(dataset_of, infos, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"info file .*nothing.npz does not exist"):
-        NuScenes3DDetTrackDataset(str(tmp_path / "nothing.npz"))
+    with pytest.raises(FileNotFoundError, match=r"info file .*nothing.npz does not exist") as caught:
+        NuScenes3DDetTrackDataset("infos/nothing.npz", data_root=str(tmp_path))
+    assert f"visdet prepare-nuscenes {tmp_path} --out-dir infos" in hints_of(caught.value)[0]
     with pytest.raises(ValueError, match="holds no frames"):
         dataset_of([])
     with pytest.raises(ValueError, match="sequences_split_num must be a positive number, -1 or 'all', got 0"):

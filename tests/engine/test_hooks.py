@@ -105,7 +105,7 @@ def test_a_terminal_gets_a_live_bar(tmp_path, terminal, monkeypatch):
     assert "iter 5/20" not in screen, "the bar replaces the plain lines"
     assert re.search(r"val  iter 20/20  toy/accuracy", screen), "results stay above the bar"
     assert screen.index("from scratch") < screen.index("\x1b[?25l"), "the summary comes before the bar"
-    assert screen.endswith(f"analyze_logs.py {tmp_path}\n"), "and the report after it"
+    assert screen.endswith(f"visdet curves {tmp_path}\n"), "and the report after it"
 
 
 def test_a_failing_run_gives_the_terminal_back(tmp_path, terminal):

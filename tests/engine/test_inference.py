@@ -12,7 +12,8 @@ from PIL import Image
 from toy_run import toy_config, toy_runner, train
 
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
-from visdet.engine.inference import detect_files, detections_of
+from visdet.engine.detections import detections_of
+from visdet.engine.inference import detect_files
 from visdet.engine.picture_paths import PicturePaths
 from visdet.engine.prepare import write_detections
 from visdet.engine.sample_images import image_file_of
@@ -44,7 +45,7 @@ def image(tmp_path) -> str:
 
 def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
-    sample = detector(image)
+    sample = detector(image, score_threshold=0).sample
     assert not detector.model.training and detector.dataset_meta["classes"] == ("dark", "bright")
     pixels = torch.from_numpy(np.array(Image.open(image))).permute(2, 0, 1)[None].float() / 255
     logits, boxes = detector.model(pixels)
@@ -82,7 +83,7 @@ def test_what_a_detector_refuses(tmp_path, trained):
     field = toy_config(tmp_path)
     field.model = {"type": "LearnableGaussianField", "num_gaussians": 2}
     with pytest.raises(
-        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*tools/test.py"
+        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*visdet test"
     ):
         Detector(field, str(bare))
 

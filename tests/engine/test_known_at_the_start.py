@@ -12,6 +12,7 @@ import pytest
 from toy_detection import ToyBoxes
 from toy_run import toy_config
 
+from visdet.datasets import make_shapes
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
 from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
 from visdet.engine.errors import explain
@@ -244,3 +245,23 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
         holder.wait()
     build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()  # A killed run leaves no lock.
     build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
+
+
+def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch):
+    metric = {"type": "CocoMetric", "ann_file": str(tmp_path / "data" / "annotations" / "instances_val.json")}
+    draw = ToyBoxes.full_init
+
+    def full_init(self):
+        make_shapes(tmp_path / "data", num_train=1, num_val=1, num_workers=1)
+        draw(self)
+
+    monkeypatch.setattr(ToyBoxes, "full_init", full_init)
+    cfg = toy_config(tmp_path / "run", test_evaluator=metric)
+    with pytest.raises(
+        UserError, match="classes"
+    ):  # The file was read: its categories are not those of the toy.
+        build_runner(cfg).test()
+    monkeypatch.undo()
+    missing = toy_config(tmp_path / "run", test_evaluator={**metric, "ann_file": "nowhere.json"})
+    with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
+        build_runner(missing).test()

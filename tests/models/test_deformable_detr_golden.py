@@ -1,4 +1,4 @@
-"""Deformable DETR against a peer's numbers: outputs, predictions, losses and gradients."""
+"""Deformable DETR and DINO against a peer's numbers: outputs, predictions, losses and gradients."""
 
 import json
 
@@ -11,8 +11,10 @@ from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
 VARIANTS = available(
-    *(f"deformable_detr_{kind}{name}" for kind in ("small_", "") for name in ("base", "refine", "two_stage"))
+    *(f"deformable_detr_{kind}{name}" for kind in ("small_", "") for name in ("base", "refine", "two_stage")),
+    "dino_small",
 )
+DETR_VARIANTS = [name for name in VARIANTS if name != "dino_small"]
 
 
 def close(actual, expected, tolerance=1e-4):
@@ -101,12 +103,13 @@ def test_stages_of_the_walk(case):
     case.close(seen["encoder"][1], "memory")
     (query, query_pos, _, reference, _), (hidden_states, references) = seen["decoder"]
     case.close(query, "decoder/query")
-    case.close(query_pos, "decoder/query_pos")
+    if query_pos is not None:
+        case.close(query_pos, "decoder/query_pos")
     case.close(reference, "decoder/initial_reference")
     case.close(hidden_states, "decoder/hidden_states")
     for index, reference in enumerate(references):
         case.close(reference, f"decoder/references/{index}")
-    if "two_stage/enc_cls" in case.output:
+    if "two_stage/enc_cls" in case.output and query_pos is not None:
         case.close(seen["memory_trans_norm"][1], "two_stage/output_memory")
 
 
@@ -158,7 +161,9 @@ def test_predictions(case, name):
         case.equal(predicted.labels, f"{name}/{i}/labels")
 
 
-def test_losses_and_gradients(case):
+@pytest.mark.parametrize("variant", DETR_VARIANTS)
+def test_losses_and_gradients(variant):
+    case = Case(variant)
     model = case.model.train()
     model.zero_grad()
     losses = model(case.images, case.samples(), mode="loss")

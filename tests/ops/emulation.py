@@ -33,7 +33,7 @@ def compiled(folder, program, headers=(), dynamic="", static=""):
     assert replaced > 0 or not headers
     source, output = folder / "program.cpp", folder / "program.so"
     source.write_text(program)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w"]
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
     command += [f"-I{path}" for path in (EMULATED, folder, SOURCES)]
     subprocess.run([*command, str(source), "-o", str(output)], check=True)
     return ctypes.CDLL(str(output))

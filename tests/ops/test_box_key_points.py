@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, largest, rand
@@ -235,39 +234,10 @@ def test_without_a_library_plain_torch_computes_the_same(monkeypatch):
     torch.testing.assert_close(box_key_points(*case), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_opcheck(device):
-    anchors, fixed, logits = make_case(1, 3, 11, 7, 6, dtype=torch.float32, device=device)
-    case = (anchors.requires_grad_(), fixed, logits.requires_grad_(), 10.0)
-    opcheck(torch.ops.visdet.box_key_points.default, case)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_keeps_every_type(device):
-    case = make_case(1, 4, 11, 7, 6, dtype=torch.float32, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = box_key_points(*case)
-    assert actual.dtype == torch.float32 and torch.equal(actual, box_key_points(*case))
-
-
 def test_converts_fixed_and_logits_to_the_type_of_anchors():
     anchors, fixed, logits = make_case(1, 4, 11, 7, 6)
     actual = box_key_points(anchors, fixed.float(), logits.bfloat16())
     assert torch.equal(actual, box_key_points(anchors, fixed.float().double(), logits.bfloat16().double()))
-
-
-def test_result_does_not_depend_on_the_number_of_threads():
-    case = make_case(2, 900, 11, 7, 6, dtype=torch.float32)
-    grad_output = torch.randn(2, 900, 13, 3)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for number in (1, 2, 7):
-            torch.set_num_threads(number)
-            results.append(gradients(box_key_points, case, grad_output))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @pytest.mark.cuda

@@ -59,7 +59,7 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corners")
     source, output = folder / "corners.cpp", folder / "corners.so"
     source.write_text(PROGRAM)
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{SOURCES}"]
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{SOURCES}"]
     subprocess.run([*command, str(source), "-o", str(output)], check=True)
     return ctypes.CDLL(str(output))
 

@@ -50,21 +50,6 @@ def arguments(dtype=torch.float64, B=2, C=4, G=2, groups=2, H=6, W=7):
     return tensors, ((2, 1), (2, 1), (2, 1))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_forward_and_backward_under_autocast_keep_the_type(groups, device):
-    """Autocast would round the products of matrices within the operator."""
-    tensors, settings = arguments(torch.float32, groups=groups)
-    tensors = [tensor.to(device).requires_grad_() for tensor in tensors]
-    found = []
-    for is_under in (False, True):
-        with torch.autocast(device, torch.bfloat16, enabled=is_under):
-            output = modulated_deform_conv2d(*tensors, *settings, groups, 2)
-            found.append([output, *torch.autograd.grad(output, tensors, torch.ones_like(output))])
-    for outside, under in zip(*found, strict=True):
-        torch.testing.assert_close(under, outside)
-
-
 def test_zero_offsets_are_the_convolution(backend):
     (x, offset, mask, weight, bias), settings = arguments()
     expected = F.conv2d(x, weight, None, *settings, groups=2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deform_conv_cases import CASES, TOLERANCE, Case, assert_near, expect, gradient_of, run
-from torch.library import opcheck
 
 from visdet.ops import (
     DeformConv2dPack,
@@ -147,21 +146,6 @@ def test_sizes_of_zero(device, case):
     assert not output.any()
     for tensor, grad in zip(tensors, grads, strict=True):
         assert grad.shape == tensor.shape and not grad.any()
-
-
-@devices
-@pytest.mark.parametrize("masked", [False, True])
-def test_registration(device, masked):
-    case = Case(masked=masked, reach=0.3)
-    tensors = case.tensors(torch.float32, device)
-    settings = (*map(list, case.settings[:3]), case.G, case.step)
-    grad = gradient_of(torch.ops.visdet.deform_conv2d(*tensors, *settings))
-    for needs in ((True, True, True), (False, True, False)):
-        opcheck(torch.ops.visdet.deform_conv2d_backward.default, (grad, *tensors, *settings, *needs))
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.requires_grad_()
-    opcheck(torch.ops.visdet.deform_conv2d.default, (*tensors, *settings))
 
 
 @devices

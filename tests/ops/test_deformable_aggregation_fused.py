@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from visdet.ops import (
     deformable_aggregation,
@@ -314,54 +313,6 @@ def test_rejects_a_projection_that_requires_grad():
         deformable_aggregation_fused(*case)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cameras", [False, True])
-def test_opcheck(cameras, device):
-    case = list(make_case(1, 3, 2, 2, 8, cameras=cameras, dtype=torch.float32, device=device))
-    for i in DIFFERENTIABLE.values():
-        if case[i] is not None:
-            case[i].requires_grad_()
-    if not cameras:
-        case[7] = case[6].new_empty(0)
-    opcheck(torch.ops.visdet.deformable_aggregation_fused.default, tuple(case))
-
-
-def test_compiles_without_graph_breaks_for_any_batch():
-    compiled = torch.compile(deformable_aggregation_fused, fullgraph=True, dynamic=True, backend="aot_eager")
-    for B in (2, 3):
-        case = list(make_case(B, 4, 3, 2, 8, dtype=torch.float32))
-        leaf = case[6].requires_grad_()
-        expected = deformable_aggregation_fused(*case)
-        actual = compiled(*case)
-        torch.testing.assert_close(actual, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(actual.sum(), leaf), torch.autograd.grad(expected.sum(), leaf)
-        )
-
-
-def test_exports():
-    class Module(torch.nn.Module):
-        def forward(self, features, points, projection, image_wh, logits, camera_logits):
-            tables = torch.tensor(SHAPES), torch.tensor([[0, 128], [160, 214]])
-            return deformable_aggregation_fused(
-                features, *tables, points, projection, image_wh, logits, camera_logits
-            )
-
-    case = make_case(1, 4, 3, 2, 8, keep=False, dtype=torch.float32)
-    arguments = (case[0], *case[3:8])
-    program = torch.export.export(Module(), arguments)
-    torch.testing.assert_close(program.module()(*arguments), Module()(*arguments))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_keeps_every_type(device):
-    case = make_case(1, 4, 3, 2, 8, dtype=torch.float32, device=device)
-    expected = deformable_aggregation_fused(*case)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = deformable_aggregation_fused(*case)
-    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
-
-
 def test_saves_the_inputs_and_nothing_else():
     case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32))
     case[6].requires_grad_()
@@ -370,21 +321,6 @@ def test_saves_the_inputs_and_nothing_else():
         deformable_aggregation_fused(*case)
     inputs = {t.data_ptr() for t in case if isinstance(t, torch.Tensor)}
     assert saved and all(t.data_ptr() in inputs for t in saved)
-
-
-@pytest.mark.parametrize("cameras", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_result_does_not_depend_on_the_number_of_threads(dtype, cameras):
-    case = make_case(2, 150, 5, 4, 32, cameras=cameras, dtype=dtype, logit_dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for number in (1, 2, 7):
-            torch.set_num_threads(number)
-            results.append(gradients(deformable_aggregation_fused, case, torch.ones(2, 150, 32)))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @pytest.mark.cuda

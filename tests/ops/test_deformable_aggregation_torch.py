@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from aggregation_cases import CASES, DEVICES, gradients, make_case
-from torch.library import opcheck
 
 from visdet.ops import (
     deformable_aggregation,
@@ -106,46 +105,6 @@ def test_rejects_tables_of_fractions(name):
         deformable_aggregation(**(case | {name: table}))
 
 
-def test_autocast_keeps_every_type():
-    case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=torch.float32)
-    expected = deformable_aggregation(*case)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(deformable_aggregation(*case), expected)
-        assert deformable_aggregation(case[0].bfloat16(), *case[1:]).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype, device):
-    case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype, device=device)
-    features, shapes, starts, locations, weights = case
-    leaves = (features.requires_grad_(), shapes, starts, locations.requires_grad_(), weights.requires_grad_())
-    opcheck(torch.ops.visdet.deformable_aggregation.default, leaves)
-
-
-def test_compiles_without_graph_breaks_for_any_batch():
-    compiled = torch.compile(deformable_aggregation, fullgraph=True, dynamic=True, backend="aot_eager")
-    for B, Q in ((2, 13), (3, 7)):
-        case = make_case(B, Q, 4, 2, 20, dtype=torch.float32)
-        output, grads = gradients(compiled, case, torch.ones(B, Q, 20))
-        expected, expected_grads = gradients(deformable_aggregation, case, torch.ones(B, Q, 20))
-        assert torch.equal(output, expected)
-        assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
-
-
-def test_exports():
-    class Module(torch.nn.Module):
-        def forward(self, features, locations, weights):
-            return deformable_aggregation(features, shapes.tolist(), starts.tolist(), locations, weights)
-
-    features, shapes, starts, locations, weights = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=torch.float32)
-    program = torch.export.export(Module(), (features, locations, weights))
-    assert torch.equal(
-        program.module()(features, locations, weights),
-        deformable_aggregation(features, shapes, starts, locations, weights),
-    )
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_between_maps_have_zero_gradients(dtype, device):
@@ -158,21 +117,6 @@ def test_rows_between_maps_have_zero_gradients(dtype, device):
     assert torch.equal(output_apart, output)
     torch.testing.assert_close(grads_apart[0][:, 3:-3], grads[0])
     assert (grads_apart[0][:, :3] == 0).all() and (grads_apart[0][:, -3:] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_result_does_not_depend_on_the_number_of_threads(dtype):
-    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for number in (1, 2, 7):
-            torch.set_num_threads(number)
-            output, grads = gradients(deformable_aggregation, case, torch.ones(3, 9, 256))
-            results.append((output, *grads))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 def test_feature_maps_format_and_back():

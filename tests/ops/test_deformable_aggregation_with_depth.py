@@ -146,12 +146,6 @@ def test_empty_sizes(axis, device):
     assert not any(grad.any() for grad in grads)
 
 
-def test_registration():
-    case = make(2, 3, 2, 2, 4, 3)
-    leaves = [one.requires_grad_() if one.is_floating_point() else one for one in case]
-    torch.library.opcheck(torch.ops.visdet.deformable_aggregation_with_depth.default, leaves)
-
-
 @pytest.mark.parametrize(
     ("changed", "value", "message"),
     [

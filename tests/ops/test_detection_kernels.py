@@ -3,7 +3,6 @@
 import pytest
 import torch
 from detection_cases import CASES, DEVICES, EMPTY, TOLERANCE, assert_near, draw, first_of, run
-from torch.library import opcheck
 
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
@@ -108,27 +107,6 @@ def test_gradients_numerically(case):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["roi_pool", "focal", "carafe"])
-def test_registration(case, device):
-    setup = CASES[case](torch.float32, device)
-    for i in setup.differentiable:
-        setup.arguments[i].requires_grad_()
-    opcheck(setup.op, setup.arguments)
-    output = setup.op(*setup.arguments)
-    tensors = [a.detach() for a in setup.arguments if torch.is_tensor(a)]
-    settings = [a for a in setup.arguments if not torch.is_tensor(a)]
-    grad = torch.ones_like(first_of(output)).detach()
-    if case == "roi_pool":
-        B, _, H, W = tensors[0].shape
-        opcheck(torch.ops.visdet.roi_pool_backward.default, (grad, tensors[1], output[1], B, H, W))
-    else:
-        opcheck(
-            getattr(torch.ops.visdet, f"{setup.op._schema.name.split('::')[1]}_backward").default,
-            (grad, *tensors, *settings),
-        )
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", EMPTY)
 def test_sizes_of_zero(case, dtype, device):
@@ -165,20 +143,6 @@ def test_strides_do_not_matter(case, device):
         run(setup.op, setup, one)[1], run(setup.op, setup, one.contiguous())[1], strict=True
     ):
         torch.testing.assert_close(first, second)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["roi_pool-many-bins", "focal-80", "carafe"])
-def test_threads_do_not_change_a_bit(case, dtype):
-    setup, before, results = CASES[case](dtype, "cpu"), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            results.append(run(setup.op, setup))
-    finally:
-        torch.set_num_threads(before)
-    for output, grads in results[1:]:
-        assert all(map(torch.equal, (output, *grads), (results[0][0], *results[0][1])))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -48,13 +48,6 @@ def test_exports(name):
     torch.testing.assert_close(program.module()(x), function(x))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_keeps_the_type(device):
-    with torch.autocast(device, dtype=torch.bfloat16):
-        for function, shape in PUBLIC.values():
-            assert function(draw(*shape).float().to(device)).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("case", "position", "replacement", "message"),
     [

@@ -12,12 +12,10 @@ from gaussian_field_cases import (
     OPS,
     TOLERANCE,
     arguments_of,
-    grad_shape,
     gradients,
     make_case,
     relative_error,
 )
-from torch.library import opcheck
 
 from visdet.ops import (
     gaussian_field,
@@ -95,55 +93,6 @@ def test_bad_diagonal_on_cuda_yields_nan(value):
     assert distance[:, 4].isnan().all() and distance[:, :4].isfinite().all()
     assert gaussian_field(*case).isnan().all()
     assert gaussian_field(*case, tolerance=1e-3).isnan().all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(name, device):
-    leaves = [tensor.requires_grad_() for tensor in arguments_of(name, make_case(6, 5, device=device))]
-    if name == "distance":
-        opcheck(torch.ops.visdet.mahalanobis_distance.default, tuple(leaves))
-        return
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    opcheck(torch.ops.visdet.gaussian_field.default, (*leaves, empty, empty, 0.0))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_compiles_without_graph_breaks_for_any_batch(name):
-    function = OPS[name][0]
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for B, N in ((6, 5), (9, 4)):
-        case = arguments_of(name, make_case(B, N))
-        grad_output = torch.ones(grad_shape(name, B, N))
-        output, grads = gradients(compiled, case, grad_output)
-        expected, expected_grads = gradients(function, case, grad_output)
-        assert torch.equal(output, expected)
-        assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_exports(name):
-    class Module(torch.nn.Module):
-        def forward(self, *tensors):
-            return OPS[name][0](*tensors)
-
-    case = tuple(arguments_of(name, make_case(6, 5)))
-    assert torch.equal(torch.export.export(Module(), case).module()(*case), OPS[name][0](*case))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_result_does_not_depend_on_the_number_of_threads(name):
-    case = arguments_of(name, make_case(3000, 150, dtype=torch.float32))
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for number in (1, 2, 7):
-            torch.set_num_threads(number)
-            output, grads = gradients(OPS[name][0], case, torch.ones(grad_shape(name, 3000, 150)))
-            results.append((output, *grads))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

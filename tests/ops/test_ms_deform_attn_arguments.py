@@ -223,17 +223,6 @@ def test_half_coordinates_are_converted_and_get_their_gradients_back(device):
     assert [grad.dtype for grad in grads] == [torch.float16] * 3
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_keeps_every_type(device):
-    value, shapes, starts, locations, weights = make_case(
-        *CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device=device
-    )
-    expected = ms_deform_attn(value, shapes, starts, locations, weights)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(ms_deform_attn(value, shapes, starts, locations, weights), expected)
-        assert ms_deform_attn(value.bfloat16(), shapes, starts, locations, weights).dtype == torch.bfloat16
-
-
 def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():
     value, locations, weights = (
         torch.rand(1, 12, 1, 2),

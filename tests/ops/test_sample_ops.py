@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from golden import golden, under
-from torch.library import opcheck
 
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 
@@ -261,63 +260,6 @@ def test_rejects(change):
     with pytest.raises(RuntimeError, match=message) as caught:
         OPS[name][0](**arguments)
     assert str(caught.value).startswith(f"sample_{name}: ")
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_autocast_keeps_every_type(name):
-    tensors, rest = make_case(name, *SIZES["plain"], dtype=torch.float32)
-    expected = OPS[name][0](*tensors, *rest)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(OPS[name][0](*tensors, *rest), expected)
-        assert OPS[name][0](tensors[0].bfloat16(), *tensors[1:], *rest).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(name, device):
-    tensors, rest = make_case(name, *SIZES["plain"], device=device)
-    leaves = tuple(tensor.requires_grad_() for tensor in tensors)
-    opcheck(getattr(torch.ops.visdet, f"sample_{name}").default, (*leaves, *rest))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_compiles_without_graph_breaks_for_any_batch(name):
-    function = OPS[name][0]
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for B, Q in ((2, 4), (3, 5)):
-        tensors, rest = make_case(name, B, 12, 5, 7, Q, 6, 2, 2)
-        output, grads = gradients(compiled, tensors, rest, torch.ones(1))
-        expected, expected_grads = gradients(function, tensors, rest, torch.ones(1))
-        assert torch.equal(output, expected)
-        assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_exports(name):
-    tensors, rest = make_case(name, *SIZES["plain"])
-
-    class Module(torch.nn.Module):
-        def forward(self, *given):
-            return OPS[name][0](*given, *rest)
-
-    program = torch.export.export(Module(), tuple(tensors))
-    assert torch.equal(program.module()(*tensors), OPS[name][0](*tensors, *rest))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_result_does_not_depend_on_the_number_of_threads(name, dtype):
-    tensors, rest = make_case(name, *SIZES["wide"], dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for number in (1, 2, 7):
-            torch.set_num_threads(number)
-            output, grads = gradients(OPS[name][0], tensors, rest, torch.ones(1))
-            results.append((output, *grads))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,7 +1,6 @@
 """Driving scenes drawn by the tool."""
 
 import pathlib
-import runpy
 
 import pytest
 import torch
@@ -51,7 +50,8 @@ def test_the_frames_of_a_data_set_are_browsed(tmp_path):
 
 
 def test_trust_is_the_configs(tmp_path):
-    load_model = runpy.run_path(str(ROOT / "tools" / "visualize_driving.py"))["load_model"]
+    from visdet.commands.visualize_driving import load_model
+
     model = {"type": "ResNet", "depth": 18, "base_channels": 4}
     checkpoint = str(tmp_path / "foreign.pth")
     foreign = pathlib.PurePosixPath  # a class is no plain value

@@ -11,7 +11,7 @@ from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
 
 from visdet.checks.similar_names import look_alike
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError, MissingFileError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 from visdet.structures.palette import class_palette
@@ -29,6 +29,12 @@ dining table, toilet, tv, laptop, mouse, remote, keyboard, cell phone, microwave
 refrigerator, book, clock, vase, scissors, teddy bear, hair drier, toothbrush
 """
 COCO_CLASSES = tuple(" ".join(_COCO_NAMES.split()).split(", "))
+
+_WHERE_DATA_ARE_NAMED = "data_root, ann_file and data_prefix of the config say where the data set is"
+_WHERE_COCO_IS = (
+    "for COCO 2017, get train2017.zip, val2017.zip and annotations_trainval2017.zip from cocodataset.org, unpacked "
+    f"in {{}}; for other data, {_WHERE_DATA_ARE_NAMED}"
+)
 
 # A box that extends beyond the image by less than this is not a mistake of the file. COCO's own boxes do, by rounding.
 _OVERHANG_PX = 1.0
@@ -176,7 +182,9 @@ class CocoDataset(BaseDataset):
 
     def load_data_list(self) -> list[dict]:
         """Return one record per image in the order of the file, after all boxes have been checked."""
-        content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
+        is_coco = tuple(self.metainfo["classes"]) == COCO_CLASSES
+        with where_to_get(_WHERE_COCO_IS.format(self.data_root or ".") if is_coco else _WHERE_DATA_ARE_NAMED):
+            content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
         label_of_category = self._match_categories(content)
         annotations_of_image = defaultdict(list)
         for annotation in content["annotations"]:

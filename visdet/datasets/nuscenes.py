@@ -13,7 +13,7 @@ from mmengine.dataset import Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
@@ -125,7 +125,12 @@ class NuScenes3DDetTrackDataset(Dataset):
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._class_like = {_folded(name): name for name in self.CLASSES}
         self._warned_about: set[str] = set()
-        self._infos, self.metadata = load_infos(self._resolve(ann_file))
+        root, out_dir = data_root or "FOLDER", Path(ann_file).parent
+        with where_to_get(
+            f"get nuScenes from nuscenes.org, unpack it in {root} and make its info files: visdet prepare-nuscenes "
+            f"{root} --out-dir {out_dir}; for frames of your own, set ann_file and data_root"
+        ):
+            self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
         self._interval = load_interval
         self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]

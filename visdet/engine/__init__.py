@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         load_config,
     )
     from .console import say
+    from .detections import Detections
     from .distributed import checked_launcher
     from .dump_detections import DumpDetections
     from .errors import CheckpointError, ConfigError, UserError, tool_session
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         RuntimeInfoHook,
     )
     from .image_files import find_images
-    from .inference import Detector, detect_files
+    from .inference import Detector, detect_files, init_detector
     from .log_curves import draw_curves, read_scalars
     from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
     from .optim_wrapper import AmpOptimWrapper, OptimWrapper
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         set_resume,
         write_detections,
     )
+    from .run import TrainingResult, evaluate, train
     from .runner import DetRunner
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -60,6 +62,7 @@ else:
             ],
             "console": ["say"],
             "distributed": ["checked_launcher"],
+            "detections": ["Detections"],
             "dump_detections": ["DumpDetections"],
             "errors": ["CheckpointError", "ConfigError", "UserError", "tool_session"],
             "hooks": [
@@ -73,7 +76,7 @@ else:
                 "RuntimeInfoHook",
             ],
             "image_files": ["find_images"],
-            "inference": ["Detector", "detect_files"],
+            "inference": ["Detector", "detect_files", "init_detector"],
             "log_curves": ["draw_curves", "read_scalars"],
             "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
             "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
@@ -87,6 +90,7 @@ else:
                 "write_detections",
             ],
             "checkpoints.resume": ["newest_readable_checkpoint"],
+            "run": ["TrainingResult", "evaluate", "train"],
             "runner": ["DetRunner"],
         },
     )

@@ -10,7 +10,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from visdet.command_line import CfgOptions
-from visdet.errors import add_hint
+from visdet.errors import InvalidTypeError, add_hint
 
 from .config_checks import check_counting, check_sections, is_iteration_based, schedules_of
 from .config_file import read_config
@@ -77,12 +77,12 @@ _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")
 
 
 def load_config(
-    path: str, options: dict[str, Any] | None = None, work_dir: str | None = None
+    config: str | os.PathLike | Config, options: dict[str, Any] | None = None, work_dir: str | None = None
 ) -> tuple[Config, list[str]]:
-    """Return the config at ``path`` with ``options`` merged in, and remarks for the terminal.
+    """Return a config with ``options`` merged in, and remarks for the terminal.
 
     Args:
-        path: the config file.
+        config: the config file, the name of one of the package's configs, or a config, which is not changed.
         options: the dotted keys and the values of ``--cfg-options``.
         work_dir: the folder that the run writes to. By default it is the config's ``work_dir``, or
             ``work_dirs/<name of the config>`` if the config has none.
@@ -93,7 +93,13 @@ def load_config(
             an unknown key.
         Exception: any error of a module of the user that the config imports.
     """
-    cfg = read_config(path)
+    if isinstance(config, Config):
+        cfg = copy.deepcopy(config)
+    elif isinstance(config, str | os.PathLike):
+        cfg = read_config(os.fspath(config))
+    else:
+        raise InvalidTypeError(f"config must be a path, a name or a Config, got {type(config).__name__}")
+    path = cfg.filename or "config"
     _import_custom_modules(cfg, path)
     known_before = set(cfg)
     for option, value in (options or {}).items():

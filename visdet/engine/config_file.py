@@ -19,36 +19,39 @@ from mmengine.config import Config, ConfigDict
 from visdet.errors import ConfigError, add_hint
 
 from .config_placeholders import BASE, Placeholders, rebuilt
-from .errors import nearest_names
+from .packaged_configs import PACKAGE, did_you_mean, existing_config, named_like
 
-__all__ = ["read_config"]
+__all__ = ["files_of_config", "read_config"]
 
 _SUFFIXES = (".py", ".json", ".yaml", ".yml")
 _DEPRECATION = "_deprecation_"
-_MOST_FILES_TO_LOOK_AT = 2000
-_MOST_FILES_OF_A_FOLDER = 300
 _Value = dict[str, Any]
+
+
+def files_of_config(name: str) -> list[Path]:
+    """Return the paths of a config and of the files that it inherits from, which need not be read to their end."""
+    path = existing_config(name)
+    found = [Path(os.path.normpath(path))]
+    for base in _names_of_bases(_parsed(_text_of(path), path), Placeholders(os.path.abspath(path))):
+        found += files_of_config(_path_of_base(base, os.path.abspath(path))[0])
+    return list(dict.fromkeys(found))
 
 
 def read_config(path: str) -> Config:
     """Return the config at ``path``, merged with its bases.
 
-    A config is a Python program, or a JSON or YAML file. It inherits from the files that ``_base_`` names. Modules,
-    functions and classes at its top level are not part of the result. mmengine reads configs that inherit by
-    ``with read_base():`` or that import other packages than Python's own and have no ``_base_``; imported names are
-    looked up in them only when a part is built.
+    ``path`` may also be the name of one of the package's configs (see :func:`find_config`). A config is a Python
+    program, or a JSON or YAML file. It inherits from the files that ``_base_`` names, where ``visdet::`` begins the
+    names of the package's configs. Modules, functions and classes at its top level are not part of the result. mmengine
+    reads configs that inherit by ``with read_base():`` or that import other packages than Python's own and have no
+    ``_base_``; imported names are looked up in them only when a part is built.
 
     Raises:
         ConfigError: the file or one of its bases does not exist or cannot be read. The message names the file and, if
             there is one, the line.
         Exception: any error of a module of the user that the config imports.
     """
-    if os.path.isdir(path):
-        raise ConfigError(f"config {path} is a folder; give one of its files")
-    if not os.path.exists(path):
-        raise ConfigError(
-            f"config {path} does not exist{_did_you_mean(_named_like(path, _folder_near(path)))}"
-        )
+    path = existing_config(path)
     text = _text_of(path)
     if path.endswith(".py") and _is_lazy(_parsed(text, path)):
         return _read_lazily(path)
@@ -179,6 +182,8 @@ def _assignments_of_base(tree: ast.Module) -> Iterator[Any]:
 
 def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     """Return the path of a base and the scope of its package, if it is written ``package::path``."""
+    if base.startswith(PACKAGE):  # mmengine needs pkg_resources for it, which setuptools no longer has.
+        return existing_config(base), None
     try:
         file, scope = Config._get_cfg_path(base, reader)
     except (
@@ -192,10 +197,10 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
         raise ConfigError(f"the base {base} cannot be found: {type(error).__name__}: {error}") from error
     if not os.path.isfile(file):
         folder = Path(reader).parent
-        near = [os.path.relpath(found, folder) for found in _named_like(file, folder)]
+        near = [os.path.relpath(found, folder) for found in named_like(file, folder)]
         what = f"the base {file} is a folder" if os.path.isdir(file) else f"there is no base {file}"
         raise ConfigError(
-            f"{what}. A path in {BASE} is relative to the folder of the file that it stands in{_did_you_mean(near)}"
+            f"{what}. A path in {BASE} is relative to the folder of the file that it stands in{did_you_mean(near)}"
         )
     return file, scope
 
@@ -272,39 +277,3 @@ def _warn_of_deprecation(notice: Any, path: str) -> None:
 def _shown(path: str) -> str:
     """Return the shorter one of a path and the same path from the current folder."""
     return min(path, os.path.relpath(path), key=len)
-
-
-def _named_like(path: str, folder: Path) -> list[str]:
-    """Return the configs in and a few levels below ``folder`` whose names are like that of ``path``.
-
-    Only the first files are looked at, so that a folder of many files takes no time.
-    """
-    files: dict[str, str] = {}
-    folders, count = [(folder, 0)] if folder.is_dir() else [], 0
-    for here, depth in folders:
-        try:
-            with os.scandir(here) as entries:
-                listed = [entry for entry, _ in zip(entries, range(_MOST_FILES_OF_A_FOLDER), strict=False)]
-        except OSError:
-            continue
-        count += len(listed)
-        for entry in sorted(listed, key=lambda entry: entry.name):
-            if entry.name.endswith(_SUFFIXES[0]):
-                files[entry.path] = entry.name
-            elif depth < 3 and not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                folders.append((Path(entry.path), depth + 1))
-        if count > _MOST_FILES_TO_LOOK_AT:
-            break
-    near = nearest_names(Path(path).name, files.values(), cutoff=0.7)
-    return [file for name in near for file, its_name in files.items() if its_name == name][:3]
-
-
-def _folder_near(path: str) -> Path:
-    """Return the folder of a file, or the one above if it does not exist, unless that is the root of all files."""
-    folder = Path(path).parent
-    above = folder.parent
-    return folder if folder.is_dir() or above == above.parent != Path(".") else above
-
-
-def _did_you_mean(candidates: list[str]) -> str:
-    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""

@@ -27,7 +27,7 @@ def checked_launcher(launcher: str | None) -> str:
         return launcher
     if "RANK" not in os.environ:
         raise UserError(
-            "--launcher pytorch needs torchrun: torchrun --nproc-per-node 2 tools/train.py CONFIG --launcher pytorch"
+            "--launcher pytorch needs torchrun: torchrun --nproc-per-node 2 -m visdet train CONFIG --launcher pytorch"
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
     if gpus is not None and int(os.environ["LOCAL_RANK"]) >= gpus:

@@ -17,7 +17,7 @@ __all__ = ["DumpDetections"]
 class DumpDetections(BaseMetric):
     """Writes the predictions for every sample of a test, gathered from all processes, to a JSON file.
 
-    :func:`record_of` describes the record of a sample. Detections in images have the layout of ``tools/infer.py``.
+    :func:`record_of` describes the record of a sample. Detections in images have the layout of ``visdet infer``.
 
     Args:
         out_file: the JSON file.

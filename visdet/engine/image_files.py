@@ -27,7 +27,7 @@ def pictures_folder(out_dir: str) -> str:
     return os.path.join(out_dir, "pictures")
 
 
-def find_images(paths: Sequence[str], out_dir: str) -> tuple[list[str], list[str]]:
+def find_images(paths: Sequence[str], out_dir: str | None = None) -> tuple[list[str], list[str]]:
     """Return the sorted paths of all image files, and a remark on each kind of file that is left out.
 
     A folder is searched with its subfolders, links to folders included. A file in it is an image if its suffix or its
@@ -35,13 +35,13 @@ def find_images(paths: Sequence[str], out_dir: str) -> tuple[list[str], list[str
 
     Args:
         paths: image files, folders, and patterns such as ``images/*.jpg``.
-        out_dir: the folder that is going to be written.
+        out_dir: the folder that is going to be written, if there is one.
 
     Raises:
         UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is no
             image at all.
     """
-    pictures = Path(os.path.realpath(pictures_folder(out_dir)))
+    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(out_dir)))
     images: dict[str, None] = {}
     left_out: dict[str, list[str]] = {}
     for path in (match for given in paths for match in _matches(given)):
@@ -53,8 +53,8 @@ def find_images(paths: Sequence[str], out_dir: str) -> tuple[list[str], list[str
         if os.path.isfile(path):
             if (mimetypes.guess_type(path)[0] or "").startswith("video/"):
                 raise UserError(
-                    f"{path} is a video. Write its frames to a folder first: "
-                    f"ffmpeg -i {shlex.quote(path)} FOLDER/%06d.png"
+                    f"{path} is a video. visdet.init_detector gives a detector that reads it, or write its frames to a "
+                    f"folder first: ffmpeg -i {shlex.quote(path)} FOLDER/%06d.png"
                 )
             images[path] = None
         elif os.path.isdir(path):
@@ -76,7 +76,7 @@ def _matches(path: str) -> list[str]:
     return matches or [path]
 
 
-def _files_below(folder: str, pictures: Path) -> Iterator[tuple[str, str]]:
+def _files_below(folder: str, pictures: Path | None) -> Iterator[tuple[str, str]]:
     """Yield every file in and below a folder with the reason for which it is left out, or with an empty text."""
     unreadable: list[OSError] = []
     seen = {os.path.realpath(folder)}

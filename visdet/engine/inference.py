@@ -1,15 +1,20 @@
-"""Running a trained model on image files."""
+"""Running a trained model on images."""
 
 import contextlib
 import copy
+import functools
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
@@ -17,33 +22,38 @@ from mmengine.registry import init_default_scope
 from mmengine.visualization import Visualizer
 from torch import nn
 
-from visdet.checks.finite import DIVERGED, check_finite
-from visdet.registry import MODELS
+from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
-from .config import complete_config
+from .config import complete_config, load_config
+from .detections import Detections
 from .errors import ConfigError, UserError
+from .given_images import each_image, frames_per_second, is_one_image, is_video
 from .graphs.methods import graphs_for
 from .image_files import pictures_folder
 from .picture_paths import PicturePaths
-from .sample_images import image_file_of
+from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
+from .videos import written_as_video
 
-__all__ = ["Detector", "detect_files", "detections_of", "write_detections_file"]
+__all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
 
 
 class Detector:
-    """Detects objects in image files by the model and the test pipeline of a config, with a checkpoint's weights.
+    """Detects objects in images by the model and the test pipeline of a config, with a checkpoint's weights.
 
     Args:
         cfg: the config that the checkpoint was trained with.
-        checkpoint: a file or an http(s) address.
+        checkpoint: a file or an http(s) address. Without one, the weights are random.
         device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
     Attributes:
         dataset_meta: a dict with ``classes`` and, if it is known, ``palette``. It comes from the checkpoint, or from
             the config's test data set if the checkpoint has none.
+        score_thresholds: for each class, the lowest score of the detections that are kept by default. That is the score
+            of the best F1 in the newest evaluation in the folder of the checkpoint, and 0.3 if there is none.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
@@ -52,7 +62,12 @@ class Detector:
         UserError: the device is not available.
     """
 
-    def __init__(self, cfg: Config, checkpoint: str, device: str | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        checkpoint: str | os.PathLike | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
@@ -60,43 +75,145 @@ class Detector:
         allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
         register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
-        content = read_checkpoint(checkpoint, trust=trust)
+        path = None if checkpoint is None else os.fspath(checkpoint)
+        content = {} if path is None else read_checkpoint(path, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
         _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
-        load_weights(
-            self.model,
-            weights_of(content, checkpoint),
-            checkpoint,
-            cfg.get("strict_load", True),
-            allow_nonfinite=allow_nonfinite,
-        )
+        if path is not None:
+            load_weights(
+                self.model,
+                weights_of(content, path),
+                path,
+                cfg.get("strict_load", True),
+                allow_nonfinite=allow_nonfinite,
+            )
         self.model.to(self.device).eval()
+        measured = measured_thresholds(path)
+        self.score_thresholds = [
+            measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
+        ]
         self._pipeline = Compose(_test_pipeline(cfg))
-        self._graphs = graphs_for(cfg, self.model, logging.getLogger(__name__))
+        self._cfg = cfg
 
-    @torch.no_grad()
-    def __call__(self, path: str | Path) -> DetDataSample:
-        """Return the detections in one image file, with boxes (x1, y1, x2, y2) in pixels of that image.
+    def __call__(
+        self,
+        images: Any,
+        batch_size: int = 1,
+        score_threshold: float | None = None,
+        *,
+        amp: bool = False,
+        graph: bool | None = None,
+        channel_order: str = "bgr",
+        save_video: str | os.PathLike | None = None,
+    ) -> Detections | list[Detections] | Iterator[Detections]:
+        """Return the detections in one image or in many.
+
+        One image gives one :class:`Detections`. A folder, a pattern, a list or a batch gives a list. A video or another
+        iterator gives an iterator, which reads ``batch_size`` images at a time.
+
+        Args:
+            images: a path, a ``file://`` address or a pattern of image files, folders or a video; an array [H, W, 3]; a
+                tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an iterator of these.
+                :func:`each_image` describes the values.
+            batch_size: number of images that the model takes at once.
+            score_threshold: the lowest score of the detections that are kept. The default is that of each class in
+                ``score_thresholds``.
+            amp: compute in bfloat16 where torch's autocast does.
+            graph: replay predictions as CUDA graphs on a GPU. The default is the config's choice. Only one thread at a
+                time may then call the detector.
+            channel_order: 'bgr' or 'rgb', the order of the channels of arrays and tensors.
+            save_video: an .mp4 file to write with the pictures of the detections. It is complete when all results have
+                been taken.
 
         Raises:
-            ValueError: the file is not an image. The message names the file.
-            FileNotFoundError: the file does not exist.
+            UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
         """
-        item = self._pipeline({"img_path": str(path), "img_id": 0})
+        if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
+            raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
+        thresholds = self.score_thresholds if score_threshold is None else score_threshold
+        if score_threshold is not None:
+            is_number = isinstance(score_threshold, Real) and not isinstance(score_threshold, bool)
+            if not is_number or math.isnan(score_threshold):
+                raise InvalidInputError(f"score_threshold must be a number, got {score_threshold!r}")
+        given = each_image(images, channel_order)
+        found = self._detect(given, batch_size, thresholds, amp, graph)
+        rate = frames_per_second(images) if is_video(images) else 25.0
+        if save_video is not None:
+            found = written_as_video(found, os.fspath(save_video), rate)
+        if is_one_image(images):
+            (result,) = found
+            return result
+        is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
+        return list(found) if is_finite and not is_video(images) else found
+
+    def _detect(
+        self, given: Iterator[Any], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
+    ) -> Iterator[Detections]:
+        while batch := list(islice(given, batch_size)):
+            samples = self._predict([self.item_of(image) for image in batch], amp, graph)
+            for image, sample in zip(batch, samples, strict=True):
+                pixels = None if isinstance(image, str) else image
+                yield Detections(sample, self.dataset_meta["classes"], thresholds, pixels, self._picture)
+
+    def item_of(self, image: str | np.ndarray) -> dict[str, Any]:
+        """Return what the test pipeline makes of an image file, or of RGB values [H, W, 3]."""
+        if isinstance(image, str):
+            return self._pipeline({"img_path": image, "img_id": 0})
+        first = self._pipeline.transforms[0]
+        if type(first).__name__ != "LoadImageFromFile":
+            raise ConfigError(
+                f"the test pipeline begins with {type(first).__name__}, which reads files only; LoadImageFromFile also "
+                "takes arrays, tensors and images of Pillow"
+            )
+        return self._pipeline({"img_path": None, "img_id": 0, "rgb": image.copy()})
+
+    @torch.no_grad()
+    def _predict(self, items: list[dict], amp: bool, graph: bool | None) -> list[DetDataSample]:
         model: Any = self.model
-        return model.test_step(pseudo_collate([item]))[0].to("cpu")
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp), ExitStack() as stack:
+            if self._cfg.get("graph", True) if graph is None else graph:
+                for graphs in self._graphs:
+                    stack.enter_context(graphs.installed())
+            return [sample.to("cpu") for sample in model.test_step(pseudo_collate(items))]
 
-    @contextmanager
-    def graphs_installed(self) -> Iterator[None]:
-        """Let the model run with CUDA graphs inside the block, unless the config says ``graph=False``.
+    @functools.cached_property
+    def _graphs(self) -> list[Any]:
+        return graphs_for({"graph": True}, self.model, logging.getLogger(__name__))
 
-        Only one thread at a time may call a detector within the block.
-        """
-        with ExitStack() as stack:
-            for graphs in self._graphs:
-                stack.enter_context(graphs.installed())
-            yield
+    @functools.cached_property
+    def _visualizer(self) -> Any:
+        drawing = self._cfg.get("visualizer") or {}
+        kind = drawing.get("type")
+        if not hasattr(VISUALIZERS.get(kind) if isinstance(kind, str) else kind, "draw_sample"):
+            drawing = {"type": "DetLocalVisualizer"}
+        visualizer = VISUALIZERS.build({**drawing, "vis_backends": None, "name": f"detector {id(self)}"})
+        visualizer.dataset_meta = self.dataset_meta
+        return visualizer
+
+    def _picture(self, image: np.ndarray, sample: DetDataSample) -> np.ndarray:
+        return self._visualizer.draw_sample(image, sample, draw_gt=False, pred_score_thr=-math.inf)[0]
+
+
+def init_detector(
+    config: str | os.PathLike | Config,
+    checkpoint: str | os.PathLike | None = None,
+    device: str | torch.device | None = None,
+) -> Detector:
+    """Return a detector for images: ``init_detector(config, checkpoint)("street.jpg").boxes``.
+
+    Args:
+        config: the config that the checkpoint was trained with: a file, the name of one of the package's configs, or a
+            loaded config, which is not changed.
+        checkpoint: a checkpoint file or its http(s) address. Without one, the weights are random.
+        device: the device to run on, such as 'cpu' or 'cuda:1'. The default is the GPU if there is one.
+
+    Raises:
+        UserError: see :class:`Detector`.
+    """
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise InvalidTypeError(f"checkpoint must be a path or None, got {type(checkpoint).__name__}")
+    return Detector(load_config(config)[0], checkpoint, device)
 
 
 def _check_takes_images(model: nn.Module) -> None:
@@ -108,13 +225,13 @@ def _check_takes_images(model: nn.Module) -> None:
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
             f"{type(model).__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
-            "data set can read. Use tools/test.py CONFIG CHECKPOINT --out FILE --show-dir FOLDER to write and draw "
-            "the predictions for the data set of the config"
+            "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or visdet.evaluate, to "
+            "write and draw the predictions for the data set of the config"
         )
 
 
 def detect_files(
-    detector: Detector, visualizer: Visualizer, images: list[str], out_dir: str, score_thr: float
+    detector: Detector, visualizer: Visualizer, images: list[str], out_dir: str, score_thr: float | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect objects in image files, and write ``predictions.json`` and a picture of each image below ``out_dir``.
 
@@ -126,10 +243,10 @@ def detect_files(
         visualizer: the visualizer that draws the pictures.
         images: the paths of the images.
         out_dir: the folder to write to.
-        score_thr: the lowest score of the detections that are kept.
+        score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
 
     Returns:
-        the detections in every image (see :func:`detections_of`), and a message for each file that is not an image.
+        the detections in every image (see :meth:`Detections.to_dict`), and a message for each file that is no image.
     """
     visualizer.dataset_meta = detector.dataset_meta
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
@@ -138,25 +255,25 @@ def detect_files(
     try:
         for path in images:
             try:
-                sample = detector(path)
+                (result,) = detector([path], score_threshold=score_thr)
             except UserError as error:
                 failures.append(str(error))
                 continue
             except OSError as error:  # The file may not be read, or has gone.
                 failures.append(f"cannot read image {path}: {error.strerror or error}")
                 continue
-            found.append(detections_of(sample, detector.dataset_meta["classes"], score_thr))
+            found.append(result.to_dict())
             picture = pictures.path_of(os.path.relpath(path, root))
-            image = image_file_of(sample)
+            image = result.image
             try:
                 picture.parent.mkdir(parents=True, exist_ok=True)
                 visualizer.add_datasample(
                     picture.name,
                     image,
-                    sample,
+                    result.sample,
                     draw_gt=False,
                     out_file=str(picture),
-                    pred_score_thr=score_thr,
+                    pred_score_thr=-math.inf,
                 )
             except OSError as error:
                 raise UserError(f"cannot write {picture}: {error.strerror or error}") from error
@@ -169,55 +286,18 @@ def detect_files(
     return found, failures
 
 
-def detections_of(sample: Any, classes: tuple[str, ...], score_thr: float = 0.0) -> dict[str, Any]:
-    """Return the detections of a sample, the highest score first, in types that JSON can represent.
-
-    Args:
-        sample: a DetDataSample with ``pred_instances`` and ``ori_shape``, or its dict.
-        classes: the names of the labels.
-        score_thr: the lowest score of the detections that are kept.
-
-    Returns:
-        a dict with the ``file`` of the image, its ``height`` and ``width`` in pixels, and ``detections``. That is a
-        list of dicts with ``class``, ``label``, ``score`` and ``bbox_xyxy``, the box (x1, y1, x2, y2) in pixels of
-        the image.
-    """
-    fields = sample.to_dict() if isinstance(sample, DetDataSample) else sample
-    predicted = fields["pred_instances"]
-    check_finite(
-        f"image {fields.get('img_path')}", DIVERGED, scores=predicted["scores"], bboxes=predicted["bboxes"]
-    )
-    height, width = (int(size) for size in fields["ori_shape"][:2])
-    order = torch.argsort(predicted["scores"], descending=True, stable=True)
-    return {
-        "file": fields.get("img_path"),
-        "height": height,
-        "width": width,
-        "detections": [
-            {
-                "class": classes[int(predicted["labels"][i])],
-                "label": int(predicted["labels"][i]),
-                "score": round(float(predicted["scores"][i]), 5),
-                "bbox_xyxy": [round(float(edge), 2) for edge in predicted["bboxes"][i]],
-            }
-            for i in order.tolist()
-            if predicted["scores"][i] >= score_thr
-        ],
-    }
-
-
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
     """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
 
 
-def _checked_device(device: str | None) -> torch.device:
+def _checked_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from error
 
 
@@ -239,7 +319,10 @@ def _test_pipeline(cfg: Config) -> list[dict]:
 def _dataset_meta(cfg: Config, checkpoint: dict) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
-    found = meta.get("dataset_meta") or _test_dataset(cfg).get("metainfo") or {}
+    dataset = _test_dataset(cfg)
+    found = meta.get("dataset_meta") or dataset.get("metainfo") or {}
+    if not found and not checkpoint:
+        found = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
     classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")
     if classes is None:
         raise ConfigError(

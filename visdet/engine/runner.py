@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 from torch.utils.data import DataLoader
 
-from visdet.errors import build_step
+from visdet.errors import MissingFileError, build_step
 from visdet.registry import METRICS, PARAM_SCHEDULERS, RUNNERS
 
 from .advice import advice_for_training
@@ -200,7 +200,10 @@ class DetRunner(CheckpointingRunner):
                     PARAM_SCHEDULERS.get(schedule["type"])
         for name in (f"_{stage}_evaluator" for stage in stages if stage != "train"):
             if getattr(self, name) is not None:
-                setattr(self, name, self.build_evaluator(getattr(self, name)))
+                with suppress(
+                    MissingFileError
+                ):  # The data set may be drawn later. If it is not, the loop says so.
+                    setattr(self, name, self.build_evaluator(getattr(self, name)))
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:
         """Build the optimizer and its wrapper."""

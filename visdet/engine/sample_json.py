@@ -5,8 +5,8 @@ from typing import Any
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.structures.driving_data_sample import predictions_of
 
+from .detections import detections_of
 from .errors import ConfigError
-from .inference import detections_of
 
 __all__ = ["record_of"]
 
@@ -22,7 +22,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     Returns:
         a dict. Its keys depend on the sample:
 
-        * The record of an image has the keys of :func:`detections_of`.
+        * The record of an image has the keys of :meth:`.Detections.to_dict`.
         * The record of a driving frame has its ``token``, and those of ``boxes``, ``lines`` and ``plan`` that the model
           predicts. Their coordinates are in metres in the lidar frame. A box has ``class``, ``label``, ``score`` and
           ``box_3d``. It also has ``track`` if the model tracks, and ``trajectories`` and ``trajectory_scores`` if the

@@ -24,6 +24,7 @@ from visdet.structures.coco_json import (
 )
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
+from .precision_recall import CurveReport, box_report
 from .tables import table_text
 
 __all__ = ["CocoMetric"]
@@ -49,6 +50,7 @@ class CocoMetric(BaseMetric):
 
     After an evaluation, ``classwise_results`` holds one dict per class on the main process, with ``name``,
     ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m`` and ``mAP_l``.
+    ``curve_report`` is a :class:`CurveReport` with the precision over the recall and the confusion matrix at IoU 0.5.
 
     Args:
         ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
@@ -115,6 +117,7 @@ class CocoMetric(BaseMetric):
                 f"CocoMetric: metric_items must be of {[*_PRECISIONS, *recalls]}, got {unknown}"
             )
         self.classwise_results: list[dict] = []
+        self.curve_report: CurveReport | None = None
         self._backend = import_backend(backend)
         self._ann_file = ann_file
         # Only the main process evaluates. It reads the file now, so that mistakes are found before training.
@@ -189,7 +192,7 @@ class CocoMetric(BaseMetric):
                 "CocoMetric: set dataset_meta, which names the classes, before evaluating"
             )
         classes = self._dataset_meta["classes"]
-        self.classwise_results = []
+        self.classwise_results, self.curve_report = [], None
         self._first_of_id = {}
         first_of_id: dict[Any, dict] = {}  # of the results of all processes
         for result in results:
@@ -211,6 +214,7 @@ class CocoMetric(BaseMetric):
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
         )
         self.classwise_results = _classwise(evaluation, truth, image_ids, classes)
+        self.curve_report = box_report(truth, detections, image_ids, classes)
         metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
         if self.classwise:
             metrics.update({f"bbox_mAP/{row['name']}": row["mAP"] for row in self.classwise_results})

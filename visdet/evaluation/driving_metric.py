@@ -14,6 +14,8 @@ from mmengine.logging import print_log
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 
+from .precision_recall import CurveReport
+
 __all__ = [
     "PREDICTED",
     "DrivingBoxMetric",
@@ -34,8 +36,11 @@ class DrivingMetric(BaseMetric):
 
     Each process keeps one dict per frame, which :meth:`keep` completes. At the end, the frames of all processes are
     gathered, and every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of
-    frames. Different frames must have different tokens.
+    frames. Different frames must have different tokens. After an evaluation, ``curve_report`` holds the precision over
+    the recall of each class, if the metric measures it.
     """
+
+    curve_report: CurveReport | None = None
 
     def keep(self, sample: Mapping[str, Any], frame: dict[str, Any]) -> None:
         """Add what is kept of a frame to the results, with the ``token`` and the ``place`` of its sample."""

@@ -10,7 +10,15 @@ from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.driving_data_sample import predictions_of
 
-from .detection_curves import TP_ERRORS, Boxes, Curve, accumulate, average_precision, tp_error
+from .detection_curves import (
+    TP_ERRORS,
+    Boxes,
+    Curve,
+    accumulate,
+    average_precision,
+    take_nearest,
+    tp_error,
+)
 from .driving_metric import (
     PREDICTED,
     DrivingBoxMetric,
@@ -19,6 +27,7 @@ from .driving_metric import (
     vehicle_in_world,
     within,
 )
+from .precision_recall import CurveReport, confusion_matrix, score_curve
 from .tables import summary_line, table_text
 
 __all__ = ["CLASS_RANGE", "NuScenesMetric"]
@@ -142,7 +151,45 @@ class NuScenesMetric(DrivingBoxMetric):
             anchors = read_anchors(self.anchors)
             summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
         print_log(_as_text(rows, summary), logger="current")
+        self.curve_report = self._report(results, classes)
         return summary | metrics
+
+    def _report(self, results: list[dict], classes: Sequence[str]) -> CurveReport:
+        """Return the curves of each class, and the confusion matrix of boxes, which may match across classes."""
+        boxes = [self._boxes_of_class(results, label, name) for label, name in enumerate(classes)]
+        curves = {}
+        for name, (truths, predictions) in zip(classes, boxes, strict=True):
+            taken = [
+                take_nearest(t.values, p, _TP_DISTANCE) for t, p in zip(truths, predictions, strict=True)
+            ]
+            scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
+            is_right = np.concatenate([np.zeros(0, int), *taken]) >= 0
+            curves[name] = score_curve(scores, is_right, sum(len(frame.values) for frame in truths))
+        least = [curve["best_threshold"] for curve in curves.values()]
+        frames = (self._confident_matches(boxes, frame, least) for frame in range(len(results)))
+        return CurveReport(
+            f"centre distance {_TP_DISTANCE:g} m", curves, confusion_matrix(len(classes), frames)
+        )
+
+    def _confident_matches(
+        self, boxes: list[tuple[list[Boxes], list[Boxes]]], frame: int, least: list[float | None]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        truth = [truths[frame].values for truths, _ in boxes]
+        kept = []
+        for (_, predictions), threshold in zip(boxes, least, strict=True):
+            found = predictions[frame]
+            assert found.scores is not None
+            rows = found.scores >= (np.inf if threshold is None else threshold)
+            kept.append(Boxes(found.values[rows], found.scores[rows]))
+        predicted = Boxes(
+            np.concatenate([part.values for part in kept]), np.concatenate([part.scores for part in kept])
+        )
+        taken = take_nearest(np.concatenate(truth), predicted, _TP_DISTANCE)
+        labels = [
+            np.repeat(np.arange(len(boxes)), list(map(len, part)))
+            for part in (truth, [k.values for k in kept])
+        ]
+        return labels[0], labels[1], taken
 
     def _boxes_of_class(self, results: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
         reach = self.range_of(name)

@@ -12,6 +12,7 @@ from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import resample
 
 from .driving_metric import DrivingMetric, as_array, read_anchors
+from .precision_recall import CurveReport, score_curve
 from .tables import summary_line, table_text
 
 __all__ = ["VectorMapMetric", "area_under_curve", "chamfer_distance", "match_lines"]
@@ -94,6 +95,12 @@ class VectorMapMetric(DrivingMetric):
         """Return mAP and the AP of each class."""
         classes = self.classes or self.dataset_meta["map_classes"]
         sampled = [self._sample(frame) for frame in results]
+        middle = len(self.thresholds) // 2
+        curves = {}
+        for label, name in enumerate(classes):
+            scores, hits, num_truths = self._hits(sampled, label)
+            curves[name] = score_curve(scores, hits[middle], num_truths)
+        self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
         table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
         metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
         if self.anchors is not None:
@@ -119,6 +126,12 @@ class VectorMapMetric(DrivingMetric):
 
     def _precisions(self, frames: list[dict], label: int) -> list[float]:
         """Return the AP of one class at each threshold."""
+        scores, hits, num_truths = self._hits(frames, label)
+        order = np.argsort(-scores, kind="stable")
+        return [area_under_curve(row[order], num_truths) for row in hits]
+
+    def _hits(self, frames: list[dict], label: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the scores [m] of a class, whether each is right at each threshold [T, m], and the number of lines."""
         num_truths, scores, hits = 0, [np.zeros(0)], [np.zeros((len(self.thresholds), 0), dtype=bool)]
         for frame in frames:
             truth = frame["gt_lines"][frame["gt_labels"] == label]
@@ -126,8 +139,7 @@ class VectorMapMetric(DrivingMetric):
             num_truths += len(truth)
             scores.append(frame["scores"][mine])
             hits.append(match_lines(frame["lines"][mine], frame["scores"][mine], truth, self.thresholds))
-        order = np.argsort(-np.concatenate(scores), kind="stable")
-        return [area_under_curve(row[order], num_truths) for row in np.concatenate(hits, axis=1)]
+        return np.concatenate(scores), np.concatenate(hits, axis=1), num_truths
 
     def _as_text(
         self, table: dict[str, list[float]], counts: dict[str, int], metrics: dict[str, float]

@@ -5,10 +5,11 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 from . import sparsedrive
-from .backbones import ResNet
+from .backbones import ResNet, SwinTransformer
 from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
+from .dino import DINO, CdnQueryGenerator, DINOHead, DinoTransformerDecoder
 from .driving_data_preprocessor import DrivingDataPreprocessor
 from .gaussian_field import LearnableGaussianField, PointsDataPreprocessor
 from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
@@ -18,15 +19,19 @@ from .necks import ChannelMapper
 from .two_view_depth import TwoViewDepth
 
 __all__ = [
+    "DINO",
     "FFN",
     "BBoxL1Cost",
     "BaseDetector",
+    "CdnQueryGenerator",
     "ChannelMapper",
     "ClassificationCost",
     "ConvModule",
+    "DINOHead",
     "DeformableDETR",
     "DeformableDETRHead",
     "DetDataPreprocessor",
+    "DinoTransformerDecoder",
     "DrivingDataPreprocessor",
     "FocalLoss",
     "FocalLossCost",
@@ -40,6 +45,7 @@ __all__ = [
     "PointsDataPreprocessor",
     "ResNet",
     "SinePositionalEncoding",
+    "SwinTransformer",
     "TwoViewDepth",
     "sparsedrive",
 ]

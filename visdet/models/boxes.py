@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["cxcywh_to_xyxy", "elementwise_overlaps", "xyxy_to_cxcywh"]
+__all__ = ["cxcywh_to_xyxy", "elementwise_overlaps", "inverse_sigmoid", "xyxy_to_cxcywh"]
 
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
@@ -17,6 +17,15 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     """Return centre and size (cx, cy, w, h) [..., 4] of boxes given by their corners (x1, y1, x2, y2) [..., 4]."""
     low, high = boxes_xyxy.split(2, dim=-1)
     return torch.cat(((low + high) * 0.5, high - low), dim=-1)
+
+
+def inverse_sigmoid(x: Tensor, eps: float) -> Tensor:
+    """Return log(max(x, eps) / max(1 - x, eps)) for x clamped to 0..1.
+
+    It is mmdet's function, and differs from ``torch.logit(x, eps)`` by up to ``eps`` where it clamps.
+    """
+    x = x.clamp(min=0, max=1)
+    return (x.clamp(min=eps) / (1 - x).clamp(min=eps)).log()
 
 
 def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", eps: float = 1e-6) -> Tensor:

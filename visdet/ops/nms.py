@@ -60,10 +60,11 @@ def nms(
         compared = torch.cat([wide[:, :2], wide[:, 2:] + offset], 1)
     else:
         compared = boxes
+    table = torch.cat([boxes, scores[:, None]], 1)  # before the host waits for the number of boxes
     keep = kept_indices(compared, scores, iou_threshold, classes, is_candidate)
     if max_num > 0:
         keep = keep[:max_num]
-    detections = torch.cat([boxes.index_select(0, keep), scores.index_select(0, keep)[:, None]], 1)
+    detections = table.index_select(0, keep)
     return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
 
 

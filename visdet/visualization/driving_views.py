@@ -81,19 +81,22 @@ def scene_of_truth(sample: DrivingDataSample) -> Scene:
 
 
 def scene_of_prediction(
-    sample: DrivingDataSample, score_thr: float = 0.3, map_score_thr: float = 0.4, num_modes: int = 3
+    sample: DrivingDataSample,
+    score_thr: float | np.ndarray = 0.3,
+    map_score_thr: float | np.ndarray = 0.4,
+    num_modes: int = 3,
 ) -> Scene:
     """Return the predictions for one frame.
 
     Args:
         sample: the sample with the predictions.
-        score_thr: boxes with a lower score are left out.
-        map_score_thr: map lines with a lower score are left out.
+        score_thr: boxes with a lower score are left out; one number, or one for each class.
+        map_score_thr: map lines with a lower score are left out; the same.
         num_modes: the number of trajectories per box, the most probable ones.
     """
     result = predictions_of(sample)
     kept = (
-        np.flatnonzero(_numpy(result["scores_3d"]) >= score_thr)
+        np.flatnonzero(_numpy(result["scores_3d"]) >= _least(score_thr, _numpy(result["labels_3d"])))
         if "scores_3d" in result
         else np.zeros(0, int)
     )
@@ -114,11 +117,16 @@ def scene_of_prediction(
         for line, score, label in zip(
             result["vectors"], _numpy(result["scores"]), _numpy(result["labels"]), strict=True
         ):
-            if score >= map_score_thr:
+            if score >= _least(map_score_thr, label):
                 scene.lines.append((int(label), _numpy(line)))
     if "final_planning" in result:
         scene.plan = _numpy(result["final_planning"])
     return scene
+
+
+def _least(thresholds: float | np.ndarray, labels: Any) -> Any:
+    """Return the threshold of each label."""
+    return thresholds[labels] if isinstance(thresholds, np.ndarray) else thresholds
 
 
 def draw_frame(

@@ -1,5 +1,6 @@
 """The visualizer of driving samples."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from visdet.registry import VISUALIZERS
 from visdet.structures import DrivingDataSample
 
 from .driving_views import draw_frame, scene_of_prediction, scene_of_truth
-from .sample_visualizer import SampleVisualizer
+from .sample_visualizer import SampleVisualizer, threshold_of_each
 
 __all__ = ["DrivingVisualizer"]
 
@@ -39,7 +40,7 @@ class DrivingVisualizer(SampleVisualizer):
         data_sample: DrivingDataSample,
         draw_gt: bool = True,
         draw_pred: bool = True,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
     ) -> list[np.ndarray]:
         """Return one picture of a frame; see :func:`draw_frame`.
 
@@ -47,14 +48,21 @@ class DrivingVisualizer(SampleVisualizer):
             image: RGB [V, H, W, 3], the views as the model saw them.
             data_sample: a sample with ``projection_mat``. If it has no predictions, the ground truth is drawn.
             draw_gt, draw_pred: whether the ground truth and the predictions are drawn.
-            pred_score_thr: predicted boxes with a lower score are not drawn.
+            pred_score_thr: predicted boxes with a lower score are not drawn. It may be a number for each class by its
+                name, of boxes and of lines.
         """
         sample = data_sample.detach().cpu()
         views = [np.ascontiguousarray(view.clip(0, 255).astype(np.uint8)) for view in image]
         has_predictions = any(name.startswith("pred_") for name, _ in sample.items())
         prediction = None
         if draw_pred and has_predictions:
-            prediction = scene_of_prediction(sample, pred_score_thr, self.map_score_thr)
+            meta = self.dataset_meta or {}
+            of_lines: float | np.ndarray = self.map_score_thr
+            if isinstance(pred_score_thr, Mapping) and "map_classes" in meta:
+                of_lines = threshold_of_each(pred_score_thr, meta["map_classes"], self.map_score_thr)
+            prediction = scene_of_prediction(
+                sample, threshold_of_each(pred_score_thr, meta["classes"]), of_lines
+            )
         picture = draw_frame(
             views,
             sample.projection_mat.numpy(),

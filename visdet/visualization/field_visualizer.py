@@ -1,6 +1,6 @@
 """The visualizer of scalar fields in space, which draws the true field, the fitted field and the error of the fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class FieldVisualizer(SampleVisualizer):
         data_sample: FieldDataSample,
         draw_gt: bool = True,
         draw_pred: bool = True,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
     ) -> list[np.ndarray]:
         """Return a picture, uint8 [900, W, 3]. It has a row per cut, and columns for the truth, the fit and its error.
 

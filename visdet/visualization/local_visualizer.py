@@ -1,6 +1,6 @@
 """The visualizer of detection samples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from visdet.structures import DetDataSample
 from visdet.structures.palette import class_palette
 
 from .drawing import draw_boxes, enlarge
-from .sample_visualizer import SampleVisualizer
+from .sample_visualizer import SampleVisualizer, threshold_of_each
 
 __all__ = ["DetLocalVisualizer"]
 
@@ -61,7 +61,7 @@ class DetLocalVisualizer(SampleVisualizer):
         data_sample: DetDataSample | None = None,
         draw_gt: bool = True,
         draw_pred: bool = True,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
     ) -> list[np.ndarray]:
         """Return the pictures of the ground truth and of the predictions of one sample, as far as it has them.
 
@@ -72,7 +72,7 @@ class DetLocalVisualizer(SampleVisualizer):
             data_sample: the sample to draw. With ``None``, the image is returned without boxes.
             draw_gt: draw ``gt_instances``, and ``ignored_instances`` in grey.
             draw_pred: draw ``pred_instances``.
-            pred_score_thr: draw predictions with a higher score only.
+            pred_score_thr: draw predictions with a higher score only, which may be a number for each class by its name.
         """
         image = np.ascontiguousarray(image.clip(0, 255).astype(np.uint8))
         canvas, factor = enlarge(image, self.min_side)
@@ -89,9 +89,20 @@ class DetLocalVisualizer(SampleVisualizer):
             pictures.append(self._draw(picture, truth, to_truth * factor))
         if draw_pred and "pred_instances" in sample:
             predictions = sample.pred_instances
-            confident = predictions[predictions.scores > pred_score_thr]
+            confident = predictions[
+                predictions.scores > self._least_scores(predictions.labels, pred_score_thr)
+            ]
             pictures.append(self._draw(canvas, confident, to_predictions * factor))
         return pictures or [canvas]
+
+    def _least_scores(
+        self, labels: torch.Tensor, thresholds: float | Mapping[str, float]
+    ) -> float | torch.Tensor:
+        """Return the threshold of each prediction [N]. Without names of classes, a mapping has none."""
+        classes = (self.dataset_meta or {}).get("classes")
+        if not isinstance(thresholds, Mapping) or classes is None:
+            return 0.3 if isinstance(thresholds, Mapping) else thresholds
+        return torch.from_numpy(threshold_of_each(thresholds, classes))[labels]
 
     def _draw(
         self, canvas: np.ndarray, instances: InstanceData, scale: np.ndarray, colour: tuple | None = None

@@ -1,7 +1,7 @@
 """The base class of all visualizers, which draws samples one by one or on sheets."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 from .drawing import contact_sheet, side_by_side
 
-__all__ = ["SampleVisualizer"]
+__all__ = ["SampleVisualizer", "threshold_of_each"]
 
 _LONGEST_SIDE_ON_A_SHEET = 1200  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
 
@@ -61,7 +61,7 @@ class SampleVisualizer(Visualizer):
         data_sample: Any,
         draw_gt: bool = True,
         draw_pred: bool = True,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
     ) -> list[np.ndarray]:
         """Return the pictures of one sample, RGB uint8 [H, W, 3], in the order from left to right.
 
@@ -69,7 +69,8 @@ class SampleVisualizer(Visualizer):
             image: RGB [H, W, 3], or [V, H, W, 3] for several views, or the points [n, 3] of a field.
             data_sample: the sample to draw.
             draw_gt, draw_pred: whether the ground truth and the predictions are drawn.
-            pred_score_thr: predictions with a lower score are not drawn.
+            pred_score_thr: predictions with a lower score are not drawn. It may be a number for each class by its name;
+                other classes then have 0.3.
         """
 
     @master_only
@@ -83,7 +84,7 @@ class SampleVisualizer(Visualizer):
         show: bool = False,
         wait_time: float = 0,
         out_file: str | None = None,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
         step: int = 0,
     ) -> None:
         """Draw a sample, and show the picture, write it to ``out_file`` or pass it to the backends.
@@ -108,7 +109,7 @@ class SampleVisualizer(Visualizer):
         images: Sequence[np.ndarray],
         data_samples: Sequence[BaseDataElement],
         columns: int | None = None,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
         out_file: str | None = None,
         step: int = 0,
     ) -> None:
@@ -151,6 +152,15 @@ class SampleVisualizer(Visualizer):
         else:
             # LocalVisBackend loses a picture whose name has a slash, because it makes no folders.
             self.add_image(name.replace("/", "_"), drawn, step)
+
+
+def threshold_of_each(
+    thresholds: float | Mapping[str, float], classes: Sequence[str], default: float = 0.3
+) -> np.ndarray:
+    """Return the threshold of each class [C] from a number, or from numbers by the names of classes."""
+    if isinstance(thresholds, Mapping):
+        return np.array([thresholds.get(name, default) for name in classes], dtype=np.float32)
+    return np.full(len(classes), thresholds, dtype=np.float32)
 
 
 def _shrunk(picture: np.ndarray) -> np.ndarray:

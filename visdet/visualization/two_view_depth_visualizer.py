@@ -1,5 +1,6 @@
 """The visualizer of pairs of views with depth."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -36,7 +37,7 @@ class TwoViewDepthVisualizer(SampleVisualizer):
         data_sample: TwoViewDataSample,
         draw_gt: bool = True,
         draw_pred: bool = True,
-        pred_score_thr: float = 0.3,
+        pred_score_thr: float | Mapping[str, float] = 0.3,
     ) -> list[np.ndarray]:
         """Return the pictures of a pair, which are both views, the true depth, the predicted depth and its error.
 

@@ -1,4 +1,4 @@
-# nuScenes with tracks, futures and maps, and six cameras of 704 x 256 pixels. tools/prepare_nuscenes.py makes the info
+# nuScenes with tracks, futures and maps, and six cameras of 704 x 256 pixels. visdet prepare-nuscenes makes the info
 # files (.npz). The published ones (.pkl) can be read, too. The augmentation is that of the published SparseDrive.
 dataset_type = "NuScenes3DDetTrackDataset"
 data_root = "data/nuscenes/"

@@ -1,5 +1,5 @@
 # A small SparseDrive for the driving scenes with six cameras of 256 x 96 pixels. It has a ResNet-18 of half width,
-# three levels, three decoder layers, and denoising. This command makes its anchors: tools/make_anchors.py
+# three levels, three decoder layers, and denoising. This command makes its anchors: visdet make-anchors
 # data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 --max-distance 33.
 _base_ = "./sparsedrive_r50.py"
 

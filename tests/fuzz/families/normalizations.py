@@ -1,4 +1,4 @@
-"""Problems of batch_norm_add_relu, dropout_add_layer_norm and relu_dropout."""
+"""Problems of batch_norm_add_relu and dropout_add_layer_norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
-from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm, relu_dropout
+from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 
 __all__ = ["OPERATORS"]
 
@@ -239,29 +239,6 @@ def _dropped(x: Tensor, p: float, kept: Tensor) -> Tensor:
     return x * kept if p in (0.0, 1.0) else x * (kept.double() / (1 - p))
 
 
-def _draw_relu_dropout(draw: Draw) -> Problem:
-    shape = [draw.size(40) for _ in range(draw.pick(0, 1, 2, 2, 3))]
-    dtype, p, seed = draw.dtype(), draw.pick(0.0, 0.1, 0.5, 0.9, 1.0), draw.random.getrandbits(40)
-    x = draw.place(draw.with_bad_numbers(draw.numbers(*shape)), dtype)
-    kept = _kept(draw, x, p, lambda ones: _relu_dropout(ones, p, seed, None))
-    return Problem(
-        {"input": x, "p": p, "seed": seed, "kept": kept},
-        differentiable=("input",),
-        wide=wide_of(dtype),
-        epsilon=epsilon_of(dtype),
-        error_factor=4.0,
-    )
-
-
-def _relu_dropout(input: Tensor, p: float, seed: int, kept: Tensor | None) -> Tensor:
-    torch.manual_seed(seed)
-    return relu_dropout(input, p)
-
-
-def _relu_dropout_reference(input: Tensor, p: float, seed: int, kept: Tensor) -> Tensor:
-    return _dropped(EXACT_STEPS.relu(input, None), p, kept)
-
-
 OPERATORS = (
     Operator(
         "batch_norm_add_relu",
@@ -290,12 +267,5 @@ OPERATORS = (
             "weight": ("rank", "type", "device", 0),
             "bias": ("rank", "type", "device", 0),
         },
-    ),
-    Operator(
-        "relu_dropout",
-        _relu_dropout,
-        _draw_relu_dropout,
-        _relu_dropout_reference,
-        spoiled={"input": ("type",)},
     ),
 )

@@ -207,7 +207,7 @@ def test_missing_anchor_file(tmp_path):
     handler = {"type": "SparseBox3DKeyPointsGenerator"}
     with pytest.warns(UserWarning, match="InstanceBank: no anchor file .*npy.*zeros"):
         bank = InstanceBank(5, 4, path, anchor_handler=handler)
-    with pytest.raises(FileNotFoundError, match=r"tools/make_anchors\.py, or load a checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"visdet make-anchors, or load a checkpoint"):
         bank.get(InstanceBankState(), 1)
     bank.load_state_dict(bank.state_dict())
     assert bank.get(InstanceBankState(), 1)[1].shape == (1, 5, 11)

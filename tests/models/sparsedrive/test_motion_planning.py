@@ -305,7 +305,7 @@ def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):
         head = MotionPlanningHead(**head_parts(), **sizes, **files)
     assert len(said) == 2
     assert head.motion_anchor.shape == (5, 6, 12, 2) and head.plan_anchor.shape == (3, 6, 6, 2)
-    with pytest.raises(FileNotFoundError, match=r"needs the motion_anchor file .*make_anchors\.py"):
+    with pytest.raises(FileNotFoundError, match=r"needs the motion_anchor file .*make-anchors"):
         head.train()({}, {}, [], None, None, None, None)
     with pytest.raises(ValueError, match="detection must give ids"):  # evaluation gets past the anchors
         head.eval()({}, {}, [], None, None, None, None)

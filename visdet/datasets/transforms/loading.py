@@ -28,7 +28,8 @@ class LoadImageFromFile(BaseTransform):
 
     Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte. The EXIF
     orientation is applied, as in image viewers. If only the stored orientation has the height and width of the
-    annotation file, the stored orientation is kept, because the boxes were drawn on it.
+    annotation file, the stored orientation is kept, because the boxes were drawn on it. If the results hold ``rgb``
+    (uint8 [H, W, 3]), that is taken instead of a file.
 
     Args:
         to_float32: give float32 values in 0..255.
@@ -82,7 +83,9 @@ class LoadImageFromFile(BaseTransform):
 
     def transform(self, results: dict) -> dict | None:
         try:
-            rgb = self._read(results["img_path"], (results.get("height"), results.get("width")))
+            rgb = results.pop("rgb", None)
+            if rgb is None:
+                rgb = self._read(results["img_path"], (results.get("height"), results.get("width")))
         except UserError:
             if self.ignore_empty:
                 return None
@@ -108,14 +111,7 @@ class LoadImageFromFile(BaseTransform):
                         f"its {width}x{height} pixels are more than max_pixels={self.max_pixels}; set "
                         "LoadImageFromFile's max_pixels in the pipeline to read it"
                     )
-                stored.load()
-                image = stored
-                # Pillow's function copies an image that need not be turned, too.
-                if self.color_type == "color" and stored.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-                    image = ImageOps.exif_transpose(stored)
-                if None not in expected_shape and image.size[::-1] != expected_shape == stored.size[::-1]:
-                    image = stored
-                rgb = _to_rgb(image)
+                rgb = self.rgb_of(stored, expected_shape)
         except (
             UnidentifiedImageError,
             OSError,
@@ -136,6 +132,22 @@ class LoadImageFromFile(BaseTransform):
                 f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
             )
         return rgb
+
+    def rgb_of(self, stored: Image.Image, expected_shape: tuple = (None, None)) -> np.ndarray:
+        """Return the RGB values of an image of Pillow, uint8 [H, W, 3], turned as its EXIF data say.
+
+        Args:
+            stored: the image.
+            expected_shape: the (height, width) of the annotation file, if it is known.
+        """
+        stored.load()
+        image = stored
+        # Pillow's function copies an image that need not be turned, too.
+        if self.color_type == "color" and stored.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(stored)
+        if None not in expected_shape and image.size[::-1] != expected_shape == stored.size[::-1]:
+            image = stored
+        return _to_rgb(image)
 
 
 def _open(content: bytes) -> Image.Image:

@@ -15,6 +15,7 @@ import visdet
 from visdet.registry import HOOKS
 
 from ..console import console, is_main_process, say
+from ..score_thresholds import write_curves
 from .visualization_hook import val_pictures_folder
 
 __all__ = ["RunReportHook"]
@@ -28,6 +29,7 @@ class RunReportHook(Hook):
 
     def __init__(self) -> None:
         self.metrics: dict = {}
+        self.files: list[str] = []
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
@@ -57,12 +59,16 @@ class RunReportHook(Hook):
             say(f"{name:<10} {row}")
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Keep the newest metrics."""
+        """Keep the newest metrics, and write the precision over the recall of each class."""
         self.metrics = metrics or {}
+        if is_main_process():
+            write_curves(runner.val_evaluator.metrics, runner.work_dir, with_pictures=False)
 
     def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Keep the metrics."""
+        """Keep the metrics, and write and draw the precision over the recall of each class."""
         self.metrics = metrics or {}
+        if is_main_process():
+            self.files = write_curves(runner.test_evaluator.metrics, runner.work_dir, with_pictures=True)
 
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
@@ -84,12 +90,14 @@ class RunReportHook(Hook):
         say("look at it:")
         folder = shlex.quote(_short(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
-        say(f"  python tools/analyze_logs.py {folder}")
+        say(f"  visdet curves {folder}")
 
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
         if is_main_process():
             self._print_metrics(runner.test_evaluator)
+            for file in self.files:
+                say(f"curves: {_short(file)}")
             say(f"log: {_short(runner.logger.log_file)}")
 
     def _print_metrics(self, evaluator: Any) -> None:

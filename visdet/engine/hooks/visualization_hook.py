@@ -15,6 +15,7 @@ from visdet.registry import HOOKS
 from ..errors import ConfigError
 from ..picture_paths import PicturePaths
 from ..sample_images import image_of, is_bgr
+from ..score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
 
 __all__ = ["DetVisualizationHook", "val_pictures_folder"]
 
@@ -46,7 +47,8 @@ class DetVisualizationHook(Hook):
         draw: whether to draw the first image of every ``interval``-th validation batch, and every image of a test,
             into the visualizer's backends.
         interval: number of validation batches between two drawn images.
-        score_thr: predictions with a higher score than this are drawn.
+        score_thr: predictions with a higher score than this are drawn. By default, each class has the score of the best
+            F1 in the newest validation, or in the folder of the checkpoint, and 0.3 if there is none.
         show: whether a window opens for each drawn image.
         wait_time: the time in seconds that a window stays open. With 0 it stays until a key is pressed.
         test_out_dir: folder for the pictures of a test, relative to the run's log folder. A distributed test writes
@@ -63,7 +65,7 @@ class DetVisualizationHook(Hook):
         self,
         draw: bool = False,
         interval: int = 50,
-        score_thr: float = 0.3,
+        score_thr: float | None = None,
         show: bool = False,
         wait_time: float = 0.0,
         test_out_dir: str | None = None,
@@ -80,6 +82,14 @@ class DetVisualizationHook(Hook):
         self._images_tested = 0
         self._pictures = PicturePaths("")
         self._trains = False
+        self._measured: dict[str, float] = {}
+
+    def _thresholds(self, runner: Any) -> float | dict[str, float]:
+        if self.score_thr is not None:
+            return self.score_thr
+        # Visualizers of other packages know one number only.
+        is_ours = isinstance(runner.visualizer, DrawsSheets)
+        return self._measured if self._measured and is_ours else DEFAULT_THRESHOLD
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
@@ -118,6 +128,10 @@ class DetVisualizationHook(Hook):
         """Draw the sheet."""
         if not self._sheet or not self._trains:
             return
+        reports = [getattr(metric, "curve_report", None) for metric in runner.val_evaluator.metrics]
+        self._measured = thresholds_in(
+            {str(n): report.to_dict() for n, report in enumerate(reports) if report}
+        )
         step = runner.iter
         images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
@@ -125,14 +139,15 @@ class DetVisualizationHook(Hook):
                 "val_pictures",
                 images,
                 samples,
-                pred_score_thr=self.score_thr,
+                pred_score_thr=self._thresholds(runner),
                 out_file=out_file,
                 step=step,
             )
         self._sheet = []
 
     def before_test_epoch(self, runner: Any) -> None:
-        """Start counting images."""
+        """Start counting images, and look for the thresholds of the checkpoint."""
+        self._measured = measured_thresholds(runner.cfg.get("load_from"))
         self._images_tested = 0
         if self.test_out_dir is not None:
             self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
@@ -166,6 +181,6 @@ class DetVisualizationHook(Hook):
             show=self.show,
             wait_time=self.wait_time,
             out_file=path,
-            pred_score_thr=self.score_thr,
+            pred_score_thr=self._thresholds(runner),
             step=step,
         )

@@ -1,6 +1,7 @@
 """Loading of pretrained backbone weights from torchvision or from a file."""
 
 import logging
+from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
 
@@ -26,6 +27,7 @@ def load_pretrained(
     prefix: str | None = None,
     map_location: str = "cpu",
     if_unavailable: str = "error",
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> None:
     """Load weights that were pretrained on classification into a backbone.
 
@@ -40,6 +42,7 @@ def load_pretrained(
         map_location: the device that the file is read to.
         if_unavailable: 'error', or 'random' to warn and keep the random initialisation if the weights can be neither
             found nor downloaded.
+        convert: a function that gives the state dict the backbone's names.
 
     Raises:
         PretrainedWeightsError: the weights are not available and ``if_unavailable`` is 'error', or they belong to
@@ -71,7 +74,7 @@ def load_pretrained(
         state_dict = {
             key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)
         }
-    _fill(backbone, state_dict, checkpoint)
+    _fill(backbone, state_dict if convert is None else convert(state_dict), checkpoint)
 
 
 def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:

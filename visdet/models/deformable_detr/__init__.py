@@ -1,5 +1,7 @@
 """Deformable DETR."""
 
+from .base import DeformableDetectionTransformer
+from .decoder_start import DecoderStart, DenoisingQueries
 from .deformable_detr import DeformableDETR
 from .flat_pyramid import FlatPyramid, flatten_pyramid
 from .head import DeformableDETRHead
@@ -11,12 +13,15 @@ from .transformer import (
 )
 
 __all__ = [
+    "DecoderStart",
     "DeformableDETR",
     "DeformableDETRHead",
+    "DeformableDetectionTransformer",
     "DeformableDetrTransformerDecoder",
     "DeformableDetrTransformerDecoderLayer",
     "DeformableDetrTransformerEncoder",
     "DeformableDetrTransformerEncoderLayer",
+    "DenoisingQueries",
     "FlatPyramid",
     "flatten_pyramid",
 ]

@@ -17,6 +17,7 @@ from ..matching.assignment import for_solver, solve_padded
 from ..matching.padded_targets import PaddedTargets
 from ..mean_count import mean_count
 from ..transfer import to_device
+from .decoder_start import DecoderStart
 from .transformer import refine_boxes
 
 __all__ = ["DeformableDETRHead", "SetPrediction"]
@@ -40,10 +41,18 @@ _PRIOR_PROBABILITY = 0.01
 
 
 class SetPrediction(NamedTuple):
-    """Logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, in float32 or a wider dtype."""
+    """Predictions of D layers that get a loss.
+
+    Attributes:
+        logits: [D, B, Q, C], in float32 or a wider dtype. boxes: [D, B, Q, 4] (cx, cy, w, h) in 0..1, likewise.
+        targets: [B, Q], the targets of queries that were made of ground truth, or None if the assigner finds them.
+        is_counted: [Q] bool, False for such queries without a loss.
+    """
 
     logits: Tensor
     boxes: Tensor
+    targets: Tensor | None = None
+    is_counted: Tensor | None = None
 
 
 @MODELS.register_module()
@@ -151,28 +160,45 @@ class DeformableDETRHead(BaseModule):
         return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
 
     def set_predictions(
-        self,
-        hidden_states: Tensor,
-        references: Sequence[Tensor],
-        encoder_logits: Tensor | None = None,
-        encoder_boxes: Tensor | None = None,
+        self, hidden_states: Tensor, references: Sequence[Tensor], start: DecoderStart
     ) -> dict[str, SetPrediction]:
-        """Return the predictions that are matched and get losses.
+        """Return the predictions that get losses.
 
-        The key "" holds the predictions of the decoder layers, and ``"enc_"`` the encoder's proposals, if there are any.
+        The key "" holds the predictions of the decoder layers, "dn_" those of the denoising queries among them, and
+        "enc_" the encoder's proposals, if there are any.
 
         Args:
-            hidden_states, references: as in ``forward``. encoder_logits: [B, S, C]. encoder_boxes: [B, S, 4].
+            hidden_states, references: as in ``forward``. start: what the decoder started from.
         """
-        sets = {"": SetPrediction(*map(at_least_float32, self(hidden_states, references)))}
-        if encoder_logits is not None and encoder_boxes is not None:
-            encoder = (at_least_float32(value.unsqueeze(0)) for value in (encoder_logits, encoder_boxes))
+        logits, boxes = map(at_least_float32, self(hidden_states, references))
+        sets = {"": SetPrediction(logits, boxes)}
+        if start.denoising is not None:
+            count = len(start.denoising.is_counted)
+            sets = {
+                "": SetPrediction(logits[:, :, count:], boxes[:, :, count:]),
+                "dn_": SetPrediction(
+                    logits[:, :, :count],
+                    boxes[:, :, :count],
+                    start.denoising.targets,
+                    start.denoising.is_counted,
+                ),
+            }
+        if start.encoder_logits is not None and start.encoder_boxes is not None:
+            encoder = (
+                at_least_float32(value.unsqueeze(0)) for value in (start.encoder_logits, start.encoder_boxes)
+            )
             sets["enc_"] = SetPrediction(*encoder)
         return sets
+
+    def targets_of(self, name: str, targets: PaddedTargets) -> PaddedTargets:
+        """Return the targets of a set. Those of the encoder's proposals have no classes, they are objects."""
+        return targets.without_classes() if name == "enc_" else targets
 
     @torch.no_grad()
     def costs(self, sets: Mapping[str, SetPrediction], targets: PaddedTargets) -> dict[str, Tensor]:
         """Return the cost of every pair of a prediction and a target for the solver, by the name of the set.
+
+        Sets whose targets are known have none.
 
         Returns:
             [D, B, N, Q] of each set, see ``for_solver``.
@@ -180,9 +206,12 @@ class DeformableDETRHead(BaseModule):
         if self.assigner is None:
             raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
         result = {}
-        for name, (logits, boxes) in sets.items():
-            boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
-            result[name] = for_solver(self.assigner.cost(logits, boxes_px, _for_set(name, targets)))
+        for name, (logits, boxes, known, _) in sets.items():
+            if known is None:
+                boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+                result[name] = for_solver(
+                    self.assigner.cost(logits, boxes_px, self.targets_of(name, targets))
+                )
         return result
 
     def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
@@ -206,13 +235,16 @@ class DeformableDETRHead(BaseModule):
         result = {}
         for name, cost in costs.items():
             result[f"{name}index"] = solve_padded(cost, counts)
-            num_boxes = to_device(
-                [sum(min(count, cost.shape[-1]) for count in counts)], device, torch.float32
-            )
-            mean_boxes = mean_count(num_boxes, device)
-            cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
-            result[f"{name}num_boxes"] = torch.cat((cls_boxes, mean_boxes))
+            matched = sum(min(count, cost.shape[-1]) for count in counts)
+            result[f"{name}num_boxes"] = self.divisors(matched, device)
         return result
+
+    def divisors(self, matched: int, device: torch.device) -> Tensor:
+        """Return the divisors [2] of the class loss and of the other losses for a number of matched predictions."""
+        num_boxes = to_device([matched], device, torch.float32)
+        mean_boxes = mean_count(num_boxes, device)
+        cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
+        return torch.cat((cls_boxes, mean_boxes))
 
     def losses(
         self, sets: Mapping[str, SetPrediction], targets: PaddedTargets, assignment: Mapping[str, Tensor]
@@ -220,19 +252,21 @@ class DeformableDETRHead(BaseModule):
         """Return ``loss_cls``, ``loss_bbox`` and ``loss_iou`` of the last layer, each a scalar.
 
         The losses of the other layers are called ``d0.loss_cls`` and so on, those of the encoder's proposals
-        ``enc_loss_cls`` and so on.
+        ``enc_loss_cls`` and so on, and those of the denoising queries ``dn_loss_cls``, ``d0.dn_loss_cls`` and so on.
 
         Args:
-            sets, targets: as in ``costs``. For the encoder's proposals, every object has class 0.
-            assignment: the result of ``assign``.
+            sets, targets: as in ``costs``.
+            assignment: the result of ``assign``, which also has the divisors of sets whose targets are known.
         """
         result = {}
         for name, prediction in sets.items():
-            index, num_boxes = assignment[f"{name}index"], assignment[f"{name}num_boxes"]
-            by_layer = self._set_losses(prediction, _for_set(name, targets), index, num_boxes)
+            index = assignment[f"{name}index"] if prediction.targets is None else prediction.targets
+            index = index.expand(len(prediction.logits), -1, -1)
+            num_boxes = assignment[f"{name}num_boxes"]
+            by_layer = self._set_losses(prediction, self.targets_of(name, targets), index, num_boxes)
             last = len(prediction.logits) - 1
             for layer, losses in enumerate(zip(*by_layer.values(), strict=True)):
-                prefix = name if layer == last else f"{name}d{layer}."
+                prefix = name if layer == last else f"d{layer}.{name}"
                 result.update({f"{prefix}{kind}": loss for kind, loss in zip(by_layer, losses, strict=True)})
         return result
 
@@ -243,7 +277,7 @@ class DeformableDETRHead(BaseModule):
 
         Predictions without a target get a weight of 0 in the box losses, so that shapes do not depend on the matching.
         """
-        logits, boxes = prediction
+        logits, boxes, _, is_counted = prediction
         labels, true_px = targets.of_predictions(index, background=self.num_classes)
         is_matched = (labels < self.num_classes).to(boxes.dtype)
         loss_cls = self.loss_cls(logits.flatten(0, 2), labels.flatten(), reduction_override="none")
@@ -251,6 +285,8 @@ class DeformableDETRHead(BaseModule):
         loss_bbox = self.loss_bbox(boxes, true, reduction_override="none")
         boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
         loss_iou = self.loss_iou(boxes_px, true_px, reduction_override="none")
+        if is_counted is not None:
+            loss_cls = loss_cls.view_as(logits) * is_counted.unsqueeze(-1)
         loss_cls = loss_cls.reshape(len(index), -1).sum(1) / num_boxes[0]
         loss_bbox = (loss_bbox * is_matched.unsqueeze(-1)).flatten(1).sum(1) / num_boxes[1]
         loss_iou = (loss_iou * is_matched).flatten(1).sum(1) / num_boxes[1]
@@ -283,8 +319,3 @@ class DeformableDETRHead(BaseModule):
         boxes = cxcywh_to_xyxy(at_least_float32(boxes).gather(1, query.unsqueeze(-1).expand(-1, -1, 4)))
         boxes = torch.minimum((boxes * limit).clamp(min=0), limit) / scale
         return {"bboxes": boxes, "scores": scores, "labels": pairs % self.num_classes}
-
-
-def _for_set(name: str, targets: PaddedTargets) -> PaddedTargets:
-    """Return the targets of a set. For the encoder's proposals they have no classes, only objects and background."""
-    return targets.without_classes() if name == "enc_" else targets

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..layers.positional_encoding import sine_embedding
 from .flat_pyramid import FlatPyramid
 
-__all__ = ["pixel_proposals", "proposal_embedding"]
+__all__ = ["box_embedding", "pixel_proposals", "rows_at"]
 
 
 def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
@@ -32,6 +32,11 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
     return torch.logit(boxes).masked_fill(~usable, math.inf), usable
 
 
-def proposal_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
+def box_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
     """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1."""
     return sine_embedding(boxes_cxcywh * (2 * math.pi), num_feats).flatten(-2)
+
+
+def rows_at(index: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows [B, K, C] of [B or 1, S, C] at ``index`` [B, K]."""
+    return rows.expand(len(index), -1, -1).gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visdet.errors import InvalidInputError
+from visdet.registry import MODELS
 
+from ..layers.dropout import draws_in_a_capture
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
@@ -96,6 +98,7 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
         return self.ffn(query, norm=self.norms[1])
 
 
+@MODELS.register_module()
 class DeformableDetrTransformerEncoder(BaseModule):
     """A stack of encoder layers.
 
@@ -135,24 +138,11 @@ class DeformableDetrTransformerEncoder(BaseModule):
         memory, reference_points = pyramid.features, pyramid.reference_points
         for index, layer in enumerate(self.layers):
             recomputes = index < self.num_cp and torch.is_grad_enabled()
-            if recomputes and not _draws_in_a_capture(layer, memory):
+            if recomputes and not draws_in_a_capture(layer, memory):
                 memory = checkpoint(layer, memory, reference_points, pyramid, use_reentrant=False)
             else:
                 memory = layer(memory, reference_points, pyramid)
         return memory
-
-
-def _draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured of a layer that drops anything.
-
-    The backward pass is another graph, in which a recomputation would draw other numbers.
-    """
-    if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return False
-    rates = [
-        getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
-    ]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 class DeformableDetrTransformerDecoderLayer(BaseModule):
@@ -212,6 +202,7 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
         return self.ffn(query, norm=self.norms[2])
 
 
+@MODELS.register_module()
 class DeformableDetrTransformerDecoder(BaseModule):
     """A stack of decoder layers, each of which may refine the references for the next layer.
 
@@ -252,7 +243,7 @@ class DeformableDetrTransformerDecoder(BaseModule):
     def forward(
         self,
         query: Tensor,
-        query_pos: Tensor,
+        query_pos: Tensor | None,
         memory: Tensor,
         references: Tensor,
         pyramid: FlatPyramid,
@@ -264,7 +255,8 @@ class DeformableDetrTransformerDecoder(BaseModule):
         The first reference is ``references``, and the others are the references after each layer.
 
         Args:
-            query, query_pos: [B, Q, C]. memory: [B, S, C].
+            query: [B, Q, C]. query_pos: [B, Q, C], or None if the decoder computes it from the references.
+            memory: [B, S, C].
             references: [B, Q, 2] points or [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
             pyramid: the pyramid of the memory.
             reg_branches: the branches that predict box deltas from the output of each layer. The deltas refine the
@@ -274,10 +266,26 @@ class DeformableDetrTransformerDecoder(BaseModule):
         """
         hidden_states, all_references = [], [references]
         for index, layer in enumerate(self.layers):
-            query = layer(query, query_pos, memory, pyramid.on_levels(references), pyramid, self_attn_mask)
-            if reg_branches is not None:
-                with torch.no_grad():
-                    references = refine_boxes(in_full_precision(reg_branches[index], query), references)
+            on_levels = pyramid.on_levels(references)
+            position = self.positions(on_levels) if query_pos is None else query_pos
+            query = layer(query, position, memory, on_levels, pyramid, self_attn_mask)
             hidden_states.append(query)
-            all_references.append(references)
-        return torch.stack(hidden_states), all_references
+            if reg_branches is None:
+                all_references.append(references)
+            else:
+                all_references.append(self.refined(references, reg_branches[index], query))
+                references = all_references[-1].detach()
+        return self.outputs(torch.stack(hidden_states)), all_references
+
+    def positions(self, on_levels: Tensor) -> Tensor:
+        """Return the positions [B, Q, C] of queries with references [B, Q, L, 4], if they are not learned."""
+        raise InvalidInputError(f"{type(self).__name__}: query_pos must be given")
+
+    def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
+        """Return the references [B, Q, 4] after a layer with the output ``query`` [B, Q, C]."""
+        with torch.no_grad():
+            return refine_boxes(in_full_precision(branch, query), references)
+
+    def outputs(self, hidden_states: Tensor) -> Tensor:
+        """Return what the head reads of the outputs [D, B, Q, C] of the layers."""
+        return hidden_states

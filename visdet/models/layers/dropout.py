@@ -2,21 +2,23 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-__all__ = ["build_dropout"]
+__all__ = ["build_dropout", "draws_in_a_capture"]
 
 
 def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
     """Return a dropout layer.
 
     Args:
-        dropout_layer: ``dict(type='Dropout', drop_prob=p)``, where p is 0.5 by default, the config of another
-            registered type, or None for the identity.
+        dropout_layer: ``dict(type='Dropout', drop_prob=p)``, where p is 0.5 by default, ``dict(type='DropPath',
+            drop_prob=p)`` to drop whole samples, where p is 0.1 by default, the config of another registered type, or
+            None for the identity.
 
-    Source: the keyword ``drop_prob`` is mmcv's.
+    Source: names and defaults are mmcv's.
     """
     if dropout_layer is None:
         return nn.Identity()
@@ -24,4 +26,21 @@ def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
     if options.get("type") == "Dropout":
         options.pop("type")
         return nn.Dropout(options.pop("drop_prob", 0.5), **options)
+    if options.get("type") == "DropPath":
+        from torchvision.ops import StochasticDepth  # It takes a second to import.
+
+        return StochasticDepth(options.get("drop_prob", 0.1), "row")
     return MODELS.build(options)
+
+
+def draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured of a layer that drops anything.
+
+    The backward pass is another graph, in which a recomputation would draw other numbers.
+    """
+    if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return False
+    rates = [
+        getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
+    ]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

@@ -1,15 +1,33 @@
 """Control of the precision of single operations under autocast."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["as_autocast_input", "at_least_float32", "autocast_dtype", "in_full_precision"]
+__all__ = [
+    "as_autocast_input",
+    "at_least_float32",
+    "autocast_dtype",
+    "in_full_precision",
+    "without_gradients",
+]
 
 
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)`` without autocast, in the dtype of the module's weights."""
     with torch.autocast(x.device.type, enabled=False):
         return module(x.to(next(module.parameters()).dtype))
+
+
+@contextmanager
+def without_gradients(device: torch.device) -> Iterator[None]:
+    """Run a block without gradients. Autocast keeps no casts of weights that a later call with gradients would read."""
+    kind = device.type
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class ModuleWithAnchors(BaseModule):
             name, path = next(iter(self.missing_anchor_files.items()))
             raise MissingFileError(
                 f"{type(self).__name__}: training needs the {name} file {path}. "
-                "Make it with tools/make_anchors.py, or load a checkpoint"
+                "Make it with visdet make-anchors, or load a checkpoint"
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -22,8 +22,7 @@ Tensor box_key_points(const Tensor& anchors_in, const Tensor& fixed_in, const Te
   const Tensor anchors = dense(anchors_in), fixed = dense(fixed_in), logits = dense(logits_in);
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
-  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.output = mutable_data_of<A>(output);
     run(a, best_kernels<KeyPointsKernels<A>>().forward);
@@ -40,8 +39,7 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
                logits = dense(logits_in);
   Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
-  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.grad_output = data_of<A>(grad_output);
     a.grad_anchors = mutable_data_of<A>(grad_anchors);

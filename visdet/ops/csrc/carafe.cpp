@@ -1,7 +1,7 @@
 // carafe: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
+
 #include "carafe.h"
 
-#include "cpu/carafe.h"
 #include "cpu/dispatch.h"
 
 namespace visdet {
@@ -9,8 +9,7 @@ namespace {
 
 template <typename T, typename A>
 CarafeArrays<T, A> arrays_of(const CarafeProblem& p, const Tensor& features, const Tensor& masks) {
-  CarafeArrays<T, A> a{};
-  a.B = p.B, a.C = p.C, a.H = p.H, a.W = p.W, a.G = p.G, a.K = p.K, a.s = p.s;
+  CarafeArrays<T, A> a{p};
   a.features = data_of<T>(features);
   a.masks = data_of<T>(masks);
   return a;
@@ -42,9 +41,7 @@ Tensor carafe(const Tensor& features_in, const Tensor& masks_in, int64_t K, int6
   const Tensor features = dense(features_in), masks = dense(masks_in);
   Tensor output = new_empty(features, {problem.B, problem.C, problem.H * s, problem.W * s});
   if (output.numel() == 0) return output;
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = arrays_of<T, A>(problem, features, masks);
     a.output = mutable_data_of<T>(output);
     const auto phases = prepare(a);
@@ -63,9 +60,7 @@ std::tuple<Tensor, Tensor> carafe_backward(const Tensor& grad_output_in, const T
   const Tensor grad_output = dense(grad_output_in), features = dense(features_in), masks = dense(masks_in);
   Tensor grad_features = new_like(features), grad_masks = new_like(masks);
   if (grad_output.numel() == 0) return {zero_(grad_features), zero_(grad_masks)};
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = arrays_of<T, A>(problem, features, masks);
     a.grad_output = data_of<T>(grad_output);
     a.grad_features = mutable_data_of<T>(grad_features);

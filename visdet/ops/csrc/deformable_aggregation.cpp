@@ -68,10 +68,7 @@ Tensor aggregate(const Tensor& features_in, const Tensor* depths_in, const Tenso
   check_camera_levels(problem, data_of<int64_t>(level_shapes), data_of<int64_t>(level_starts));
   Tensor output = new_empty(features_in, {problem.B, problem.Q, problem.C});
   if (output.numel() == 0) return output;
-  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
     auto a = arrays_of<T, TW, A>(problem, features, depths, level_shapes, level_starts, locations, weights);
     a.output = mutable_data_of<T>(output);
     const auto run = best_kernels<DeformableAggregationKernels<T, TW>>().forward_row;
@@ -101,10 +98,7 @@ std::array<Tensor, 4> gradients(const Tensor& grad_output_in, const Tensor& feat
   Tensor grad_features = new_like(features), grad_depths = depths ? new_like(*depths) : grad_features;
   if (!is_rounded || rows.total < problem.S || problem.C == 0) zero_(grad_features), zero_(grad_depths);
   if (problem.C > 0) {
-    dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using TW = decltype(weight_tag);
-      using A = decltype(accumulate_tag);
+    dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
       auto a = arrays_of<T, TW, A>(problem, features, depths, level_shapes, level_starts, locations, weights);
       a.grad_output = data_of<T>(grad_output);
       a.grad_starts = is_rounded ? rows.starts.data() : a.level_starts;

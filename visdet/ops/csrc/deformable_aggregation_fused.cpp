@@ -57,9 +57,7 @@ int64_t scratch_size(const FusedAggregationArrays<TL, A>& a) {
 // Makes the arguments of deformable_aggregation.
 void prepare(const FusedAggregationInputs& it) {
   if (it.weights.numel() == 0) return;
-  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(it.logits.scalar_type(), [&]<typename TL, typename A>(TL, A) {
     const auto a = arrays_of<TL, A>(it);
     const auto run = best_kernels<FusedAggregationKernels<TL, A>>().prepare_queries;
     parallel_for(0, a.B * a.Q, kQueryGrain, [&](int64_t begin, int64_t end) {
@@ -96,9 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad_out
     zero_(grad_key_points), zero_(grad_logits), zero_(grad_camera_logits);
     return {grad_features, grad_key_points, grad_logits, grad_camera_logits};
   }
-  dispatch_value_type(it.logits.scalar_type(), [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(it.logits.scalar_type(), [&]<typename TL, typename A>(TL, A) {
     auto a = arrays_of<TL, A>(it);
     const int64_t N = a.V * a.L * a.P * a.G;
     const Scratch<A> part_sums(a.camera_logits ? a.B * a.parts * N : 0);

@@ -1,4 +1,4 @@
-// dropout_add_layer_norm and relu_dropout: schemas. The kernels are for CUDA alone;
+// dropout_add_layer_norm: schemas. The kernels are for CUDA alone;
 // visdet/ops/fused/dropout_add_layer_norm.py calls torch's operators elsewhere.
 #include "common/torch.h"
 
@@ -10,6 +10,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       "dropout_add_layer_norm_backward(Tensor grad_output, Tensor input, Tensor? residual, Tensor weight,"
       " Tensor statistics, Tensor? seed, float p, bool relu)"
       " -> (Tensor grad_input, Tensor grad_residual, Tensor block_sums)");
-  m.def("relu_dropout(Tensor input, Tensor seed, float p) -> Tensor");
-  m.def("relu_dropout_backward(Tensor grad_output, Tensor output, float p) -> Tensor");
 }

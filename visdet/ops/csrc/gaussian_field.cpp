@@ -1,12 +1,11 @@
 // mahalanobis_distance and gaussian_field: schemas, and the functions for CPU tensors. cpu/kernels.h names the other
 // parts.
-#include "cpu/gaussian_field.h"
+#include "gaussian_field.h"
 
 #include <atomic>
 #include <initializer_list>
 
 #include "cpu/dispatch.h"
-#include "gaussian_field.h"
 
 namespace visdet {
 namespace {
@@ -37,8 +36,7 @@ Scratch<A> prepare(const char* op, GaussianArrays<A>& a) {
 template <typename A>
 GaussianArrays<A> arrays_of(const GaussianProblem& problem, const Tensor& points, const Tensor& means,
                             const Tensor& cholesky) {
-  GaussianArrays<A> a{};
-  a.B = problem.B, a.N = problem.N;
+  GaussianArrays<A> a{problem};
   a.points = data_of<A>(points);
   a.means = data_of<A>(means);
   a.cholesky = data_of<A>(cholesky);
@@ -67,8 +65,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in);
   Tensor output = new_empty(points, {problem.B, problem.N});
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(problem, points, means, cholesky);
     a.output = mutable_data_of<A>(output);
     const auto blocks = prepare(op, a);
@@ -96,8 +93,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
   Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     auto a = arrays_of<A>(problem, points, means, cholesky);
     a.grad_output = data_of<A>(grad_output);
     a.grad_points = mutable_data_of<A>(grad_points);
@@ -132,8 +128,7 @@ Tensor gaussian_field(const Tensor& points_in, const Tensor& means_in, const Ten
   const Tensor points = dense(points_in), means = dense(means_in), cholesky = dense(cholesky_in),
                weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor output = new_empty(points, {problem.B});
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
     a.output = mutable_data_of<A>(output);
     const auto blocks = prepare(op, a);
@@ -155,8 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
                cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),
          grad_weights = new_like(weights);
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     auto a = field_arrays<A>(problem, points, means, cholesky, weights, gaussian_order, tolerance);
     a.grad_output = data_of<A>(grad_output);
     a.grad_points = mutable_data_of<A>(grad_points);

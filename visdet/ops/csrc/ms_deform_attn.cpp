@@ -106,9 +106,7 @@ Tensor forward(const MsDeformAttnProblem& problem, const Geometry& geometry, con
   if (output.numel() == 0) return output;
   if (problem.K == 0) return zero_(output);
   const Copies copies(problem, geometry);
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(value.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
     a.output = mutable_data_of<T>(output);
@@ -143,9 +141,7 @@ template <typename Fill>
 void backward(const MsDeformAttnProblem& problem, const Geometry& geometry, const Tensor& grad_output,
               const Tensor& value_in, Tensor& grad_value, const Fill& fill) {
   const Tensor value = dense(value_in);
-  dispatch_value_type(value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(value.scalar_type(), [&]<typename T, typename A>(T, A) {
     auto a = arrays_of<T, A>(problem, geometry, value);
     fill(a);
     a.grad_output = data_of<T>(grad_output);

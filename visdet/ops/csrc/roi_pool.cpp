@@ -1,11 +1,10 @@
 // roi_pool: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
-#include "cpu/roi_pool.h"
+#include "roi_pool.h"
 
 #include <cmath>
 
 #include "cpu/dispatch.h"
 #include "cpu/images.h"
-#include "roi_pool.h"
 
 namespace visdet {
 namespace {
@@ -67,19 +66,8 @@ std::tuple<Tensor, Tensor> roi_pool(const Tensor& input_in, const Tensor& rois_i
   const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    const RoIPoolArrays<T> a{problem.B,
-                             problem.C,
-                             problem.H,
-                             problem.W,
-                             problem.N,
-                             PH,
-                             PW,
-                             data_of<T>(input),
-                             mutable_data_of<T>(output),
-                             mutable_data_of<int32_t>(argmax)};
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
+    const RoIPoolArrays<T> a{problem, data_of<T>(input), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax)};
     const Scratch<int32_t> intervals(problem.N * 2 * (PH + PW));
     const auto images = sort_regions<A>(problem, data_of<A>(rois), static_cast<A>(spatial_scale), intervals.data());
     const auto& kernels = best_kernels<RoIPoolKernels<T, A>>();
@@ -100,9 +88,7 @@ Tensor roi_pool_backward(const Tensor& grad_output_in, const Tensor& rois_in, co
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
   const int64_t bins = problem.PH * problem.PW, pixels = H * W;
-  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
     const T* gradient = data_of<T>(grad_output);
     const A* boxes = data_of<A>(rois);
     const int32_t* index = data_of<int32_t>(argmax);

@@ -10,13 +10,46 @@
 // the batch, gives 0 and -1.
 #pragma once
 
-#include "common/rois.h"
+#include <cstdint>
+
+#include "cpu/windows.h"
 
 namespace visdet {
 
 struct RoIPoolProblem {
   int64_t B, C, H, W, N, PH, PW;
 };
+
+template <typename T>
+struct RoIPoolArrays : RoIPoolProblem {
+  const T* input;   // [B, C, H, W]
+  T* output;        // [N, C, PH, PW]
+  int32_t* argmax;  // [N, C, PH, PW]
+};
+
+// A region: its bins, half-open intervals inside the map, and the smallest window around them.
+struct RoIPoolRegion {
+  int64_t n;
+  const int32_t* rows;     // [PH, 2]
+  const int32_t* columns;  // [PW, 2]
+  Window window;
+};
+
+template <typename T, typename A>
+struct RoIPoolKernels {
+  LayOutWindow<T, A> lay_out;
+  // Pools one region over a block of channels from c0 on. pixels [window, kBlock] holds at least the region's window.
+  // peaks and indices: scratch of [PH * PW, kBlock] each.
+  void (*pool)(const RoIPoolArrays<T>& a, const RoIPoolRegion& region, int64_t c0, const Window& window,
+               const A* pixels, A* peaks, int32_t* indices);
+};
+
+}  // namespace visdet
+
+#ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include "common/rois.h"
+
+namespace visdet {
 
 inline RoIPoolProblem check_roi_pool(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW) {
   constexpr const char* op = "roi_pool";
@@ -41,3 +74,4 @@ inline RoIPoolProblem check_roi_pool_backward(const Tensor& grad_output, const T
 }
 
 }  // namespace visdet
+#endif

@@ -117,9 +117,7 @@ Tensor sample_sum(const Tensor& images_in, const Tensor& samples_in, const Tenso
   const auto problem = check_sample_sum("sample_sum", images_in, samples_in, weights_in);
   const Tensor samples = dense(samples_in), weights = dense(weights_in);
   Tensor output = images_in;
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     Tensor sums = new_empty(samples, {problem.B, problem.G, problem.Q, problem.C});
     auto a = arrays_of<T, A>(problem, images, samples);
@@ -138,9 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_sum_backward(const Tensor& grad_output
   check_grouped(op, "grad_output", grad_output_in, {"C", problem.C}, samples_in, problem, problem.G);
   const Tensor grad_output = dense(grad_output_in), samples = dense(samples_in), weights = dense(weights_in);
   Tensor grad_images = images_in, grad_samples = new_like(samples), grad_weights = new_like(weights);
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     auto a = arrays_of<T, A>(problem, images, samples);
     a.coefficients = data_of<A>(weights), a.rows = data_of<A>(grad_output);
@@ -156,9 +152,7 @@ Tensor sample_dot(const Tensor& images_in, const Tensor& samples_in, const Tenso
   const auto problem = check_sample_dot("sample_dot", images_in, samples_in, queries_in, depths_in, num_octaves);
   const Tensor samples = dense(samples_in), queries = dense(queries_in), depths = dense(depths_in);
   Tensor output = images_in;
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     Tensor dots = new_empty(samples, {problem.B, problem.G, problem.Q, problem.D});
     auto a = arrays_of<T, A>(problem, images, samples);
@@ -180,9 +174,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample_dot_backward(const Tensor& gra
                depths = dense(depths_in);
   Tensor grad_images = images_in, grad_samples = new_like(samples), grad_queries = new_like(queries),
          grad_depths = new_like(depths);
-  dispatch_value_type(images_in.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(images_in.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Tensor images = in_channels_last<T>(images_in, problem);
     auto a = arrays_of<T, A>(problem, images, samples);
     a.coefficients = data_of<A>(grad_output), a.rows = data_of<A>(queries), a.depths = data_of<A>(depths);

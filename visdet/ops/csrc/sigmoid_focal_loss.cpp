@@ -1,8 +1,7 @@
 // sigmoid_focal_loss: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
-#include "cpu/sigmoid_focal_loss.h"
+#include "sigmoid_focal_loss.h"
 
 #include "cpu/dispatch.h"
-#include "sigmoid_focal_loss.h"
 
 namespace visdet {
 namespace {
@@ -17,11 +16,8 @@ Tensor run_focal(const FocalProblem& problem, const Tensor* grad_output_in, cons
   if (output.numel() == 0) return output;
   const bool one_number = GRAD && is_one_number(*grad_output_in);
   const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
-    FocalArrays<T, A> a{};
-    a.N = problem.N, a.C = problem.C;
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
+    FocalArrays<T, A> a{problem};
     a.input = data_of<T>(input);
     a.target = data_of<int64_t>(target);
     a.weight = weight.numel() ? data_of<A>(weight) : nullptr;

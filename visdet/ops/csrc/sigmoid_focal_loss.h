@@ -11,13 +11,38 @@
 // float64; results have the type of input. s = max(a, 0) + log1p(exp(-|a|)) loses no digits.
 #pragma once
 
-#include "common/checks.h"
+#include <cstdint>
 
 namespace visdet {
 
 struct FocalProblem {
   int64_t N, C;
 };
+
+template <typename T, typename A>
+struct FocalArrays : FocalProblem {
+  const T* input;         // [N, C]
+  const int64_t* target;  // [N]
+  const A* weight;        // [C], or null
+  A gamma, alpha;
+  const T* grad_output;  // [N, C], or null: forward
+  int64_t grad_step;     // 1, or 0: one number for all
+  T* output;             // [N, C]: losses, or their gradients
+};
+
+// The kernels write rows [begin, end) of the losses, or of their gradients.
+template <typename T, typename A>
+struct FocalKernels {
+  void (*losses)(const FocalArrays<T, A>& a, int64_t begin, int64_t end);
+  void (*gradients)(const FocalArrays<T, A>& a, int64_t begin, int64_t end);
+};
+
+}  // namespace visdet
+
+#ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+#include "common/checks.h"
+
+namespace visdet {
 
 inline FocalProblem check_sigmoid_focal_loss(const char* op, const Tensor& input, const Tensor& target,
                                              const Tensor& weight) {
@@ -45,3 +70,4 @@ inline void check_focal_gradient(const char* op, const Tensor& grad_output, cons
 }
 
 }  // namespace visdet
+#endif

@@ -83,8 +83,7 @@ std::tuple<Tensor, Tensor> soft_nms(const Tensor& boxes_in, const Tensor& scores
     std::copy_n(data_of<int64_t>(classes), class_of.size(), class_of.begin());
   }
   const Classes classes = group_by_class(class_of);
-  return dispatch_sum_type(boxes.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  return dispatch_sum_type(boxes.scalar_type(), [&]<typename A>(A) {
     SoftNmsArrays<A> settings{};
     settings.method = method;
     settings.iou_threshold = static_cast<A>(iou_threshold), settings.sigma = static_cast<A>(sigma);

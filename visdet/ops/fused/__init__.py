@@ -6,7 +6,7 @@ They are not part of the public list of operators. Elsewhere than on CUDA, torch
 from .._library import differentiable_once
 from .autocast_linear import autocast_linear, suits_autocast_linear
 from .batch_norm_add_relu import batch_norm_add_relu
-from .dropout_add_layer_norm import dropout_add_layer_norm, relu_dropout
+from .dropout_add_layer_norm import dropout_add_layer_norm
 from .linear_sum_assignment import linear_sum_assignment, solves_assignments_on
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "differentiable_once",
     "dropout_add_layer_norm",
     "linear_sum_assignment",
-    "relu_dropout",
     "solves_assignments_on",
     "suits_autocast_linear",
 ]

@@ -1,12 +1,11 @@
 """A float32 linear layer under autocast, whose gradients are not rounded to autocast's type."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._library import declares, differentiable_once
+from .._library import differentiable_once
 from ..tracing import is_traced
 
 __all__ = ["autocast_linear", "suits_autocast_linear"]
@@ -28,7 +27,7 @@ def suits_autocast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, le
     if not torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"):
         return False
     dtype = torch.get_autocast_dtype("cuda")
-    if dtype not in _HALVES or input.dtype not in (torch.float32, dtype) or not declares("autocast_linear"):
+    if dtype not in _HALVES or input.dtype not in (torch.float32, dtype):
         return False
     if not all(_is_trained_in_float32(parameter, input.device) for parameter in (weight, bias)):
         return False
@@ -53,10 +52,8 @@ def autocast_linear(
 ) -> Tensor:  # [..., D]
     """Return ``torch.nn.functional.linear`` in this type, of float32 weight and bias.
 
-    Autocast rounds the gradients of weight and bias to 16 bits and then converts them, by a kernel each, and torch sums
-    the bias's by a kernel that takes longer than the products of a decoder. Here, the products are written in float32,
-    and visdet's kernel sums the columns. Weight and bias are converted in every call, by one launch, since what
-    autocast keeps for later calls has to be recorded in their graph. Differentiable once.
+    Autocast rounds the gradients of weight and bias to 16 bits and then converts them, by a kernel each. Here, the
+    products are written in float32. Differentiable once.
 
     Args:
         input: The rows, in float32 or in ``dtype``.
@@ -64,42 +61,53 @@ def autocast_linear(
         dtype: The type of the output.
 
     Raises:
-        OutOfMemoryError: The GPU has not enough memory, in the forward or in the backward (before torch 2.13, whose
-            errors do not say why a call from C++ failed, this is a RuntimeError).
         RuntimeError: The shapes do not fit.
     """
+    if not (
+        input.dim()
+        and weight.dim() == 2
+        and input.shape[-1:] == weight.shape[1:]
+        and bias.shape == weight.shape[:1]
+    ):
+        raise RuntimeError(
+            "autocast_linear: input must be [..., C], weight [D, C] and bias [D], got "
+            f"{list(input.shape)}, {list(weight.shape)} and {list(bias.shape)}"
+        )
     return _AutocastLinear.apply(input, weight, bias, dtype)
 
 
-def _run(operator: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
-    """Return the results of a C++ operator. If the GPU lacks memory, the error has torch's type for that again.
-
-    The stable interface of C++ turns every error of a nested call into a RuntimeError with the same message. Only the
-    text then tells what the error was.
-    """
-    try:
-        return operator(*arguments)
-    except RuntimeError as error:
-        if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise
-
-
 class _AutocastLinear(torch.autograd.Function):
-    """One call of C++ forward and one backward (csrc/autocast_linear.cpp)."""
-
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-        operator = torch.ops.visdet.autocast_linear.default
-        output, *saved = _run(operator, input, weight, bias, dtype)
-        ctx.save_for_backward(*saved)
+        rows, weight, bias = input.to(dtype), weight.to(dtype), bias.to(dtype)
+        output = rows.new_empty(*input.shape[:-1], len(bias))
+        # Written into a tensor, a product takes no part in autocast, and the output is no view, which may be changed.
+        torch.addmm(bias, _as_matrix(rows), weight.T, out=_as_matrix(output))
+        ctx.save_for_backward(rows, weight)
         ctx.input_dtype = input.dtype
         return output
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        operator = torch.ops.visdet.autocast_linear_backward.default
-        grads = _run(operator, grad_output, *ctx.saved_tensors, ctx.needs_input_grad[0], ctx.input_dtype)
-        of_weight, of_bias, *of_input = grads
-        return of_input[0] if of_input else None, of_weight, of_bias, None
+        rows, weight = ctx.saved_tensors
+        grad = _as_matrix(grad_output)
+        with torch.autocast(grad.device.type, enabled=False):
+            of_weight = _product(grad.T, _as_matrix(rows), torch.float32)
+            # torch's sum takes up to four times as long as this product.
+            of_bias = _product(grad.new_ones(1, len(grad)), grad, torch.float32)[0]
+            of_input = None
+            if ctx.needs_input_grad[0]:
+                of_input = _product(grad, weight, ctx.input_dtype).view(rows.shape)
+        return of_input, of_weight, of_bias, None
+
+
+def _as_matrix(rows: Tensor) -> Tensor:
+    return torch.atleast_2d(rows).flatten(0, -2)
+
+
+def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of two matrices in this type. On CUDA, a kernel writes it in this type."""
+    if one.is_cuda and one.dtype != dtype:
+        return torch.mm(one, other, out_dtype=dtype)
+    return torch.mm(one, other).to(dtype)

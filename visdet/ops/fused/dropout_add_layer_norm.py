@@ -1,4 +1,4 @@
-"""Layer normalisation of a residual sum, and ReLU, each together with the dropout before or after it."""
+"""Layer normalisation of a residual sum, together with the dropout before it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .._library import CONSTANTS, differentiable_once
 from ..tracing import is_traced
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
 
-__all__ = ["dropout_add_layer_norm", "relu_dropout"]
+__all__ = ["dropout_add_layer_norm"]
 
 _PACK = CONSTANTS.get("norm_pack", 1)  # values that a thread holds side by side
 _MAX_CHANNELS = CONSTANTS.get("max_norm_channels", 0)
@@ -51,7 +51,8 @@ def dropout_add_layer_norm(
     The kernels serve float32 weights and C that is a multiple of 8 and at most 512, on CUDA. Elsewhere, and under
     ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
     """
-    _check_probability("dropout_add_layer_norm", p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_add_layer_norm: p must be a probability within 0..1, got {p}")
     if not _serves_norm(input, residual, weight, bias):
         _check_rows(input, residual, weight, bias)
         activated = F.relu(input) if relu else input
@@ -62,32 +63,6 @@ def dropout_add_layer_norm(
     if not torch.is_grad_enabled():  # a node of the autograd graph takes longer on the host than the operator
         return _normalise(input, residual, weight, bias, p, relu, eps)[0]
     return _DropoutAddLayerNorm.apply(input, residual, weight, bias, p, relu, eps)
-
-
-def relu_dropout(input: Tensor, p: float) -> Tensor:
-    """Return ``dropout(relu(input), p)``, in the shape and the type of ``input``.
-
-    On a GPU, one kernel computes it. Its gradient follows from the sign of the output, and no mask is kept; see
-    :func:`dropout_add_layer_norm`. The kernels serve float32, float16 and bfloat16.
-
-    Args:
-        input: A tensor of any float type.
-        p: The probability with which an element becomes zero. The others are divided by ``1 - p``.
-
-    Raises:
-        ValueError: ``p`` is not within 0..1.
-        TypeError: ``input`` has no floating-point type.
-    """
-    _check_probability("relu_dropout", p)
-    check_floating("relu_dropout", "input", input)
-    if p == 0 or not has_kernel("relu_dropout", input) or input.numel() % _PACK != 0:
-        return F.dropout(F.relu(input), p)
-    return _ReluDropout.apply(input, p)
-
-
-def _check_probability(op: str, p: float) -> None:
-    if not 0 <= p <= 1:
-        raise ValueError(f"{op}: p must be a probability within 0..1, got {p}")
 
 
 def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
@@ -169,18 +144,3 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         grad_weight, grad_bias = block_sums.sum(0).unbind()
         has_residual = saved[1] is not None
         return grad_input, grad_residual if has_residual else None, grad_weight, grad_bias, None, None, None
-
-
-class _ReluDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, p: float) -> Tensor:
-        output = torch.ops.visdet.relu_dropout.default(packed(input), _seed(p, input.device), p)
-        ctx.save_for_backward(output)
-        ctx.p = p
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        (output,) = ctx.saved_tensors
-        return torch.ops.visdet.relu_dropout_backward.default(packed(grad_output), output, ctx.p), None

@@ -32,11 +32,8 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return call_for<1>(name, overload, arguments...)[0];
 }
 
-// The same memory from `offset` elements on, with these sizes and strides. No operator is called.
-Tensor strided(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-               int64_t offset = 0);
-
-// The same of a contiguous tensor's memory, contiguous, and within it.
+// The memory of a contiguous tensor from `offset` elements on, with these sizes, contiguous, and within it. No operator
+// is called.
 Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t offset = 0);
 
 }  // namespace visdet

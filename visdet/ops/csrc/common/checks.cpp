@@ -135,14 +135,6 @@ bool is_channels_last(const Tensor& images) {
   return true;
 }
 
-Tensor strided(const Tensor& tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-               int64_t offset) {
-  AtenTensorHandle view = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                        strides.data(), offset, &view));
-  return Tensor(view);
-}
-
 Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t offset) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1, count = 1;
@@ -153,7 +145,10 @@ Tensor shaped(const Tensor& tensor, const std::vector<int64_t>& sizes, int64_t o
   if (!tensor.is_contiguous() || offset + count > tensor.numel()) {
     fail("a tensor of ", shape_text(tensor), " must be contiguous and hold ", count, " elements from ", offset, " on");
   }
-  return strided(tensor, sizes, strides, offset);
+  AtenTensorHandle view = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                        strides.data(), offset, &view));
+  return Tensor(view);
 }
 
 }  // namespace visdet

@@ -4,7 +4,7 @@
 // one phase and one tap each, [B, G, H, s * s, K * K, W]; then all three passes are sums of products of rows of W
 // numbers. Forward and the gradient of masks are parallel over rows of the map, the gradient of features over its
 // channels.
-#include "cpu/carafe.h"
+#include "carafe.h"
 
 #include "cpu/vec.h"
 

@@ -5,7 +5,7 @@
 // are solved by substitution: an explicit inverse costs as much and loses the digits of ill-conditioned factors.
 // Forward and the gradient of points are parallel over points, the gradients of Gaussians over blocks, so there are no
 // races and no dependence on the number of threads.
-#include "cpu/gaussian_field.h"
+#include "gaussian_field.h"
 
 #include "cpu/exp.h"
 #include "cpu/vec.h"

@@ -3,7 +3,7 @@
 // Forward: parallel over blocks of channels, which lie side by side in the lanes: a window of the map is laid out pixel
 // by pixel once, then every bin is searched without branches, in reading order. Backward: parallel over channels, each
 // adding its regions in order.
-#include "cpu/roi_pool.h"
+#include "roi_pool.h"
 
 #include "cpu/regions.h"
 

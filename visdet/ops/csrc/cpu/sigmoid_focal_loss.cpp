@@ -2,7 +2,7 @@
 //
 // Most elements are not the target of their row. So the kernels first compute a whole row as background, in vectors,
 // and then compute the few targets once more. They are parallel over rows.
-#include "cpu/sigmoid_focal_loss.h"
+#include "sigmoid_focal_loss.h"
 
 #include "cpu/exp.h"
 #include "cpu/vec.h"

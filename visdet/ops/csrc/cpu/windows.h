@@ -1,7 +1,7 @@
 // Windows of maps for the operators that pool regions on the CPU.
 #pragma once
 
-#include "cpu/kernels.h"
+#include <cstdint>
 
 namespace visdet {
 

@@ -354,8 +354,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tens
   Tensor output = new_like(input);
   Tensor statistics = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
-  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
+  dispatch_all_but_double(kOp, input.scalar_type(), [&]<typename T>(T) {
     launch({kOp, "sums_kernel", scope, grid, kThreads}, sums_kernel<T>, rows, data_of<T>(input),
            mutable_data_of<float>(block_sums));
     launch({kOp, "statistics_kernel", scope, ceil_div(rows.C, kSumChannels), kSumThreads}, statistics_kernel<T>, rows,
@@ -383,8 +382,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   Tensor grad_residual = output ? new_like(input) : grad_input;
   Tensor sums = new_empty(input, {2, rows.C}, ScalarType::Float);
   Tensor block_sums = new_empty(input, {grid.x, 2, rows.C}, ScalarType::Float);
-  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
+  dispatch_all_but_double(kOp, input.scalar_type(), [&]<typename T>(T) {
     Gradients<T> from{data_of<T>(grad_output), data_of<T>(input), output ? data_of<T>(*output) : nullptr, relu};
     launch({kBackward, "backward_sums_kernel", scope, grid, kThreads}, backward_sums_kernel<T>, rows, from,
            data_of<float>(statistics), data_of<float>(weight), data_of<float>(bias),

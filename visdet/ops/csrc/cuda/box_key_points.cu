@@ -94,8 +94,7 @@ Tensor forward(const Tensor& anchors_in, const Tensor& fixed_in, const Tensor& l
   const Tensor anchors = dense(anchors_in), fixed = dense(fixed_in), logits = dense(logits_in);
   Tensor output = new_empty(anchors, {problem.B, problem.Q, problem.F + problem.M, 3});
   if (output.numel() == 0) return output;
-  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.output = mutable_data_of<A>(output);
     launch({kOp, "forward_kernel", scope, ceil_div(output.numel() / 3, kThreads), kThreads}, forward_kernel<A>, a);
@@ -112,8 +111,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
                logits = dense(logits_in);
   Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);
   if (grad_anchors.numel() == 0) return {grad_anchors, grad_logits};
-  dispatch_sum_type(anchors.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(anchors.scalar_type(), [&]<typename A>(A) {
     auto a = key_points_arrays<A>(problem, anchors, fixed, logits, max_log_size);
     a.grad_output = data_of<A>(grad_output);
     a.grad_anchors = mutable_data_of<A>(grad_anchors), a.grad_logits = mutable_data_of<A>(grad_logits);

@@ -166,9 +166,7 @@ Tensor forward(const Tensor& features_in, const Tensor& masks_in, int64_t K, int
   if (output.numel() == 0) return output;
   const int64_t pixels = problem.H * problem.W * s * s;
   const CarafeSizes sizes = sizes_of(op, problem, pixels, problem.C / G, kChannels);
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     launch({op, "upsample_kernel", scope, blocks_of(problem, sizes), kThreads}, upsample_kernel<T, A>,
            data_of<T>(features), data_of<T>(masks), mutable_data_of<T>(output), sizes);
   });
@@ -187,9 +185,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
   const int64_t map = problem.H * problem.W;
   const CarafeSizes by_channels = sizes_of(op, problem, map, problem.C / G, kChannels),
                     by_taps = sizes_of(op, problem, map * s * s, K * K, kTaps);
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     const T* grad = data_of<T>(grad_output);
     launch({op, "grad_features_kernel", scope, blocks_of(problem, by_channels), kThreads}, grad_features_kernel<T, A>,
            grad, data_of<T>(masks), mutable_data_of<T>(grad_features), by_channels);

@@ -1,4 +1,4 @@
-// dropout_add_layer_norm and relu_dropout on CUDA. The contract is in visdet/ops/fused/dropout_add_layer_norm.py.
+// dropout_add_layer_norm on CUDA. The contract is in visdet/ops/fused/dropout_add_layer_norm.py.
 //
 // A group of lanes, as many as a power of two, owns a row of C values. A lane holds PACKS packs of eight neighbouring
 // values, each `lanes` packs behind the one before it, so that a row is read once and stays in registers.
@@ -177,34 +177,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread owns eight neighbouring values.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    relu_dropout_kernel(const T* __restrict__ input, int64_t packs, const Dropout dropout, T* __restrict__ output) {
-  const int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (pack >= packs) return;
-  float x[kValues], factors[kValues];
-  load_pack<T>(input + pack * kValues, x);
-  dropout.factors(pack * kValues, factors);
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) x[i] = x[i] <= 0 || factors[i] == 0 ? 0.f : x[i] * factors[i];  // NaN stays
-  store_pack(output + pack * kValues, x);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    relu_dropout_backward_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, int64_t packs,
-                                 float scale, T* __restrict__ grad_input) {
-  const int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (pack >= packs) return;
-  float y[kValues], grad[kValues];
-  load_pack<T>(output + pack * kValues, y);
-  load_pack<T>(grad_output + pack * kValues, grad);
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) grad[i] = y[i] <= 0 ? 0.f : grad[i] * scale;
-  store_pack(grad_input + pack * kValues, grad);
-}
-
 constexpr const char* kOp = "dropout_add_layer_norm";
 
 // Calls f(T{}, R{}, PACKS) for the types of input and residual, of which the second is the first or float32.
@@ -281,48 +253,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
   Tensor grad_residual = !residual || is_one ? grad_input : new_like(*residual);
   const int64_t blocks = bounded_blocks(scope, rows.count * rows.lanes, kThreads, 4);
   Tensor block_sums = new_empty(input, {blocks, 2, rows.C}, ScalarType::Float);
-  dispatch(input, residual, packs_of(rows), [&](auto tag, auto residual_tag, auto packs) {
-    using T = decltype(tag);
-    using R = decltype(residual_tag);
+  dispatch(input, residual, packs_of(rows), [&]<typename T, typename R>(T, R, auto packs) {
     launch({"dropout_add_layer_norm_backward", "backward_kernel", scope, blocks, kThreads},
            backward_kernel<T, R, packs()>, rows, data_of<float>(grad_output), data_of<float2>(statistics),
            mutable_data_of<T>(grad_input), residual && !is_one ? mutable_data_of<R>(grad_residual) : nullptr,
            mutable_data_of<float>(block_sums));
   });
   return {grad_input, grad_residual, block_sums};
-}
-
-int64_t packs_in(const Tensor& tensor) {
-  VISDET_CHECK("relu_dropout", tensor.is_contiguous() && tensor.numel() % kValues == 0 && aligned(tensor, kVectorBytes),
-               "tensors must be contiguous, aligned to 16 bytes, and have a multiple of 8 values");
-  return tensor.numel() / kValues;
-}
-
-Tensor relu_dropout(const Tensor& input, const Tensor& seed, double p) {
-  const DeviceScope scope(input);
-  const int64_t packs = packs_in(input);
-  Tensor output = new_like(input);
-  dispatch_all_but_double(kOp, input.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
-    launch({"relu_dropout", "relu_dropout_kernel", scope, ceil_div(packs, kThreads), kThreads}, relu_dropout_kernel<T>,
-           data_of<T>(input), packs, Dropout::of(data_of<int64_t>(seed), p), mutable_data_of<T>(output));
-  });
-  return output;
-}
-
-Tensor relu_dropout_backward(const Tensor& grad_output, const Tensor& output, double p) {
-  const DeviceScope scope(output);
-  const int64_t packs = packs_in(output);
-  VISDET_CHECK("relu_dropout", packs_in(grad_output) == packs && grad_output.scalar_type() == output.scalar_type(),
-               "the gradient must have the shape and the type of the output");
-  Tensor grad_input = new_like(output);
-  dispatch_all_but_double(kOp, output.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
-    launch({"relu_dropout_backward", "relu_dropout_backward_kernel", scope, ceil_div(packs, kThreads), kThreads},
-           relu_dropout_backward_kernel<T>, data_of<T>(grad_output), data_of<T>(output), packs,
-           static_cast<float>(1 / (1 - p)), mutable_data_of<T>(grad_input));
-  });
-  return grad_input;
 }
 
 }  // namespace
@@ -332,6 +269,4 @@ VISDET_CUDA_OPERATORS(dropout_add_layer_norm, m) {
   using namespace visdet::dropout_add_layer_norm;
   m.impl("dropout_add_layer_norm", TORCH_BOX(&forward));
   m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&backward));
-  m.impl("relu_dropout", TORCH_BOX(&relu_dropout));
-  m.impl("relu_dropout_backward", TORCH_BOX(&relu_dropout_backward));
 }

@@ -85,9 +85,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input_in, const Tensor& rois_in
   Tensor output = new_empty(input, {problem.N, problem.C, PH, PW});
   Tensor argmax = new_empty(input, {problem.N, problem.C, PH, PW}, ScalarType::Int);
   if (output.numel() == 0) return {output, argmax};
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     launch({op, "pool_kernel", scope, ceil_div(output.numel(), kThreads), kThreads}, pool_kernel<T, A>,
            data_of<T>(input), data_of<A>(rois), mutable_data_of<T>(output), mutable_data_of<int32_t>(argmax), problem,
            static_cast<A>(spatial_scale));
@@ -104,9 +102,7 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, const Tenso
   Tensor grad_input = new_empty(rois, {B, problem.C, H, W});
   zero_(grad_input);
   if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
-  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
     launch({op, "scatter_kernel", scope, ceil_div(grad_output.numel(), kThreads), kThreads}, scatter_kernel<T, A>,
            data_of<T>(grad_output), data_of<A>(rois), data_of<int32_t>(argmax), mutable_data_of<A>(grad_input),
            problem);

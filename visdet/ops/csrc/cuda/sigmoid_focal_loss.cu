@@ -70,9 +70,7 @@ Tensor run_focal(const char* op, const FocalProblem& problem, const Tensor* grad
   if (output.numel() == 0) return output;
   const bool one_number = GRAD && is_one_number(*grad_output_in);
   const Tensor grad_output = GRAD && !one_number ? dense(*grad_output_in) : GRAD ? *grad_output_in : input;
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     constexpr int kPack = sizeof(T) == 8 ? 1 : kVectorValues<T>;
     const bool packed = problem.C % kPack == 0 && aligned(input, kVectorBytes) && aligned(output, kVectorBytes) &&
                         (one_number || aligned(grad_output, kVectorBytes));

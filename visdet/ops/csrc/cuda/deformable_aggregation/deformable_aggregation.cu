@@ -31,10 +31,7 @@ const char* packs_decline_backward(const BackwardCall& call) {
 
 template <bool PACKS>
 void launch_backward(const BackwardCall& call) {
-  dispatch_types(call.features, call.weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_types(call.features, call.weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
     if constexpr (kHasKernels<T, PACKS>) {
       const auto& problem = call.problem;
       Sizes sizes = sizes_of(problem, call.maps.cell_entries, kPackValues<T, PACKS>);

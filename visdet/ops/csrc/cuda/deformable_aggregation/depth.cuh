@@ -288,10 +288,7 @@ Tensor forward_with_depth(const Tensor& features_in, const Tensor& depths_in, co
   if (output.numel() == 0) return output;
   if (problem.S == 0 || weights.numel() == 0) return zero_(output);
   const DepthCall call{problem, maps, features, depths, locations, weights};
-  dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
     const int64_t warps = problem.B * problem.Q * ceil_div(problem.C, 32 * kSlabChannels);
     launch({kDepthOp, "depth_forward_kernel", scope, ceil_div(warps, kDepthWarps), kDepthThreads},
            depth_forward_kernel<T, TW, A>, call.inputs<T, TW, A>(), mutable_data_of<T>(output));
@@ -320,10 +317,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_with_depth(const Tensor& gra
     const DepthCall call{problem, maps, features, depths, locations, weights};
     const int64_t corners = deterministic ? 4 * problem.B * problem.Q * problem.P * problem.V * problem.L : 0;
     const Tensor corner_grads = new_empty(features, {corners}, sums);
-    dispatch_types(features, weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-      using T = decltype(value_tag);
-      using TW = decltype(weight_tag);
-      using A = decltype(accumulate_tag);
+    dispatch_types(features, weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
       const auto in = call.inputs<T, TW, A>();
       A* of_corners = deterministic ? mutable_data_of<A>(corner_grads) : nullptr;
       launch({kDepthBackwardOp, "depth_backward_kernel", scope, ceil_div(problem.B * problem.Q, kDepthWarps),

@@ -141,10 +141,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 template <bool PACKS>
 void launch_forward(const ForwardCall& call) {
-  dispatch_types(call.features, call.weights, [&](auto value_tag, auto weight_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using TW = decltype(weight_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_types(call.features, call.weights, [&]<typename T, typename TW, typename A>(T, TW, A) {
     constexpr int kVec = kPackValues<T, PACKS>;
     if constexpr (kHasKernels<T, PACKS>) {
       const auto& [scope, problem, maps, features, locations, weights] = static_cast<const Call&>(call);

@@ -256,9 +256,7 @@ struct Prepared : FusedAggregationInputs {
 // Calls f(TL{}, A{}) for the types of logits and key points.
 template <typename F>
 void dispatch_logits(const Tensor& features, const Tensor& logits, const F& f) {
-  dispatch_value_type(features.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
     if (logits.scalar_type() == features.scalar_type()) return f(T{}, A{});
     if constexpr (!std::is_same_v<T, A>) f(A{}, A{});
   });
@@ -275,9 +273,7 @@ Prepared prepare(const DeviceScope& scope, const Tensor& features, const FusedAg
               B * Q,
               V * L * P * G > 16384 ? kMaxThreads : 256};
   if (it.weights.numel() == 0) return it;
-  dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_logits(features, it.logits, [&]<typename TL, typename A>(TL, A) {
     launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
            prepare_kernel<TL, A>, data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh),
            data_of<TL>(it.logits), data_of<TL>(it.camera_logits), data_of<bool>(it.keep), static_cast<A>(it.keep_scale),
@@ -304,9 +300,7 @@ void launch_finish(const DeviceScope& scope, const Prepared& it, const Tensor& f
   const FusedAggregationProblem& problem = it.problem;
   const int64_t N = problem.V * problem.L * problem.P * problem.G;
   const Tensor grad_pairs = torch::stable::new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
-  dispatch_logits(features, it.logits, [&](auto logit_tag, auto accumulate_tag) {
-    using TL = decltype(logit_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_logits(features, it.logits, [&]<typename TL, typename A>(TL, A) {
     auto* of_pairs = mutable_data_of<A>(grad_pairs);
     launch(
         {kFusedBackwardOp, "finish_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},

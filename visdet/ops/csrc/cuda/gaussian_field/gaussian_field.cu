@@ -46,8 +46,7 @@ void launch_culled(const Call& call) {
 // All pairs, one point a thread.
 template <typename Call>
 void launch_one_point(const Call& call) {
-  dispatch_sum_type(call.points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(call.points.scalar_type(), [&]<typename A>(A) {
     launch_pairs<A, Call::kTask, false>(call.op, call.scope, call.template inputs<A>(), call.points,
                                         call.template outputs<A>());
   });

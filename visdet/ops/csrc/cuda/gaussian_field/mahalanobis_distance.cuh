@@ -62,8 +62,7 @@ Tensor mahalanobis_distance(const Tensor& points_in, const Tensor& means_in, con
   Tensor output = new_empty(points, {problem.B, problem.N});
   if (output.numel() == 0) return output;
   const int64_t columns = ceil_div(problem.N, kThreads);
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     auto in = inputs_of<A>(problem, points, means, cholesky);
     in.part = std::clamp<int64_t>(ceil_div(problem.B * columns, 4 * wanted_blocks(scope)), 1, 64);
     const int64_t parts = ceil_div(problem.B, in.part);
@@ -86,8 +85,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
     zero_(grad_points), zero_(grad_means), zero_(grad_cholesky);
     return {grad_points, grad_means, grad_cholesky};
   }
-  dispatch_sum_type(points.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
     const auto in = inputs_of<A>(problem, points, means, cholesky);
     const A* grad = data_of<A>(grad_output);
     launch({op, "distance_point_kernel", scope, ceil_div(problem.B, kThreads / 32), kThreads}, distance_point_kernel<A>,

@@ -90,8 +90,7 @@ void direct_launch(const BackwardCall<Form>& call) {
   const LevelPlan* plan = call.plans.get();
   const bool is_float = call.value.scalar_type() == ScalarType::Float;
   Tensor sums = is_float ? zero_(call.grad_value) : new_zeros(call.value, call.value.sizes(), ScalarType::Float);
-  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
+  dispatch_value_type(call.value.scalar_type(), [&]<typename T>(T, auto accumulate_tag) {
     if constexpr (std::is_same_v<decltype(accumulate_tag), float>) {
       const auto source = call.form.template source_with_softmax<T, float>();
       using Source = std::decay_t<decltype(source)>;

@@ -391,9 +391,7 @@ void encoder_launch(const BackwardCall<Form>& call) {
   auto* order_data = mutable_data_of<uint32_t>(order);
   launch({kOp, "order_queries_kernel", call.scope, kOrderQueryBlocks, kOrderQueryThreads, plan.order_shared},
          order_queries_kernel, call.levels, known_regions(call.levels, L), L, problem.S, order_data);
-  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(call.value.scalar_type(), [&]<typename T, typename A>(T, A) {
     if constexpr (sizeof(A) == 4) {
       const auto source = call.form.template source<T, A>();
       using Source = std::decay_t<decltype(source)>;

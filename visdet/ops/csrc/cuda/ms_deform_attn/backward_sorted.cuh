@@ -31,9 +31,7 @@ void sorted_launch(const BackwardCall<Form>& call) {
          bin_starts = new_zeros(call.value, {2, heads * sizes.bin_starts}, ScalarType::Int);
   auto* of_cells = mutable_data_of<int32_t>(cell_starts);
   auto* of_bins = mutable_data_of<int32_t>(bin_starts);
-  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(call.value.scalar_type(), [&]<typename T, typename A>(T, A) {
     const int64_t record_bytes = samples * static_cast<int64_t>(sizeof(Record<A>));
     Tensor binned = new_empty(call.value, {record_bytes}, ScalarType::Byte),
            sorted = new_empty(call.value, {record_bytes}, ScalarType::Byte);

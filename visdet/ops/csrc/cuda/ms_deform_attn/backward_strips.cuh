@@ -372,8 +372,7 @@ template <typename Form>
 void strips_launch(const BackwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
   const Strips strips = strips_of(call);
-  dispatch_value_type(call.value.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
+  dispatch_value_type(call.value.scalar_type(), [&]<typename T>(T, auto accumulate_tag) {
     if constexpr (std::is_same_v<decltype(accumulate_tag), float>) {
       const auto source = call.form.template source_with_softmax<T, float>();
       using Source = std::decay_t<decltype(source)>;

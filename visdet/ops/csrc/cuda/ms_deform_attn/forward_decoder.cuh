@@ -273,8 +273,7 @@ void decoder_launch(const ForwardCall<Form>& call) {
                            static_cast<int32_t>(problem.C),
                            static_cast<int32_t>(problem.L),
                            static_cast<int32_t>(problem.K)};
-  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    using T = decltype(value_tag);
+  call.visit_tuned([&]<typename T>(T, auto vec, auto lanes) {
     constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
     dispatch_split<kLanes>(blocks.split, [&](auto split) {
       const auto source = call.form.template source<T, float>();

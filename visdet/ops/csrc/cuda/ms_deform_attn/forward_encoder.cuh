@@ -310,8 +310,7 @@ void encoder_launch(const ForwardCall<Form>& call) {
   const MsDeformAttnProblem& problem = call.problem;
   const EncoderPlan plan = encoder_plan(call);
   const KnownLevels known = known_levels(call.levels, problem, static_cast<uint32_t>(call.texel_bytes()));
-  call.visit_tuned([&](auto value_tag, auto vec, auto lanes) {
-    using T = decltype(value_tag);
+  call.visit_tuned([&]<typename T>(T, auto vec, auto lanes) {
     constexpr int kVec = decltype(vec)::value, kLanes = decltype(lanes)::value;
     const auto source = call.form.template source<T, float>();
     using Source = std::decay_t<decltype(source)>;

@@ -46,8 +46,9 @@ Tensor suppress(const Problem& p, const Boxes& rule) {
   launch({kOp, "suppress_kernel", p.scope, tiles, kThreads}, suppress_kernel<Boxes>, rule, data_of<Box>(sorted),
          data_of<int32_t>(starts), data_or_null<int64_t>(p.ranks), static_cast<int32_t>(N),
          Progress{word, reinterpret_cast<uint32_t*>(word + 2 * tiles + 1)}, mutable_data_of<uint8_t>(is_kept));
-  launch({kOp, "select_kernel", p.scope, 1, kSelectThreads}, select_kernel, data_of<uint8_t>(is_kept),
-         data_of<int64_t>(p.order), flags, mutable_data_of<int64_t>(keep), count);
+  launch({kOp, "select_kernel", p.scope, ceil_div(flags, kSelectThreads * kFlagsOfThread), kSelectThreads},
+         select_kernel, data_of<uint8_t>(is_kept), data_of<int64_t>(p.order), flags, mutable_data_of<int64_t>(keep),
+         count);
   return p.scope.is_plan() ? keep : shaped(keep, {read_number(kOp, p.scope, count)});
 }
 

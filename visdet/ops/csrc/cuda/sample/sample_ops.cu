@@ -16,9 +16,7 @@ namespace {
 template <typename Passes>
 void run(const char* op, const SampleProblem& problem, const DeviceScope& scope, const Tensor& images,
          const Tensor& samples, const Passes& passes) {
-  dispatch_value_type(images.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(images.scalar_type(), [&]<typename T, typename A>(T, A) {
     const Images<T> in_order(images, problem);
     passes(Inputs<T, A>{op, scope, sizes_of(problem), in_order, samples});
   });

@@ -1,0 +1,252 @@
+"""The Python API of a detector: what it takes as images, what it returns, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_inference import PIPELINE
+from toy_run import toy_config
+
+import visdet
+from visdet.engine.inference import detect_files
+from visdet.errors import MissingPackageError, UserError
+from visdet.registry import VISUALIZERS
+
+RGB = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    torch.manual_seed(0)
+    cfg = toy_config(tmp_path_factory.mktemp("toy"), test_dataloader__dataset__pipeline=PIPELINE)
+    return visdet.init_detector(cfg, device="cpu")
+
+
+@pytest.fixture
+def file(tmp_path):
+    Image.fromarray(RGB).save(tmp_path / "a b.png")
+    return tmp_path / "a b.png"
+
+
+def boxes(found):
+    return torch.cat([found.boxes, found.scores[:, None], found.labels[:, None]], dim=1)
+
+
+FORMS = {
+    "bgr": (RGB[..., ::-1], "bgr"),
+    "rgb": (RGB, "rgb"),
+    "fortran": (np.asfortranarray(RGB), "rgb"),
+    "read-only": (np.frombuffer(RGB.tobytes(), np.uint8).reshape(RGB.shape), "rgb"),
+    "strided": (np.repeat(RGB, 2, axis=1)[:, ::2], "rgb"),
+    "rgba": (np.dstack([RGB, RGB[..., 0]]), "rgb"),
+    "uint16": (RGB.astype(np.uint16) * 257, "rgb"),
+    "int64": (RGB.astype(np.int64), "rgb"),
+    "float64": (RGB / 255, "rgb"),
+    "tensor": (torch.from_numpy(RGB).permute(2, 0, 1), "rgb"),
+    "bgr tensor": (torch.from_numpy(RGB).permute(2, 0, 1).flip(0), "bgr"),
+    "float tensor": (torch.from_numpy(RGB).permute(2, 0, 1) / 255, "rgb"),
+    "learning tensor": ((torch.from_numpy(RGB).permute(2, 0, 1) / 255).requires_grad_(), "rgb"),
+    "pillow": (Image.fromarray(RGB), "bgr"),
+    "pillow rgba": (Image.fromarray(RGB).convert("RGBA"), "bgr"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_in_memory_gives_what_its_file_gives(detector, file, form):
+    given, order = FORMS[form]
+    before = given.copy() if isinstance(given, np.ndarray) else None
+    expected = detector(file, score_threshold=0)
+    found = detector(given, score_threshold=0, channel_order=order)
+    assert len(expected) and torch.equal(boxes(found), boxes(expected))
+    assert np.array_equal(found.image, RGB) and found.path is None and found.shape == (30, 40)
+    assert before is None or np.array_equal(given, before)
+
+
+def test_grey_images_are_three_equal_channels(detector):
+    grey = RGB[..., 0]
+    expected = boxes(detector(np.dstack([grey] * 3), score_threshold=0))
+    for given in (
+        grey,
+        grey[..., None],
+        torch.from_numpy(grey),
+        torch.from_numpy(grey)[None],
+        Image.fromarray(grey),
+    ):
+        assert torch.equal(boxes(detector(given, score_threshold=0)), expected)
+
+
+def test_one_image_gives_one_result_and_many_give_a_list_or_an_iterator(detector, file):
+    for one in (file, str(file), file.as_uri(), RGB):
+        assert isinstance(detector(one), visdet.Detections)
+    for many, number in (
+        (file.parent, 1),
+        (str(file.parent / "*.png"), 1),
+        ([file, RGB], 2),
+        ((RGB,), 1),
+        ([], 0),
+        (np.stack([RGB, RGB]), 2),
+        (torch.zeros(3, 3, 8, 9), 3),
+    ):
+        found = detector(many, batch_size=2)
+        assert isinstance(found, list) and len(found) == number
+    read = []
+    results = detector((read.append(n) or RGB for n in range(9)), batch_size=2)
+    assert not read and len(next(results).image) == 30 and read == [0, 1], "as many as a batch are read"
+    assert len(list(results)) == 8 and list(detector(iter([]))) == []
+
+
+def test_a_batch_gives_what_single_images_give(detector):
+    images = [np.roll(RGB, n, axis=0) for n in range(5)]
+    for one, of_batch in zip(images, detector(images, batch_size=3, score_threshold=0), strict=True):
+        torch.testing.assert_close(boxes(of_batch), boxes(detector(one, score_threshold=0)))
+
+
+def test_a_result_is_what_infer_writes(detector, file, tmp_path):
+    visualizer = VISUALIZERS.build(
+        {"type": "DetLocalVisualizer", "vis_backends": None, "name": "given images"}
+    )
+    (written,), _ = detect_files(detector, visualizer, [str(file)], str(tmp_path / "out"), 0.0)
+    result = detector(str(file), score_threshold=0.0)
+    assert json.loads(result.to_json()) == result.to_dict() == written
+    picture = result.draw(tmp_path / "drawn" / "a.png")
+    with (
+        Image.open(tmp_path / "drawn" / "a.png") as stored,
+        Image.open(tmp_path / "out/pictures/a b.png") as other,
+    ):
+        assert np.array_equal(np.asarray(picture), np.asarray(stored))
+        assert np.array_equal(np.asarray(picture), np.asarray(other))
+    with pytest.raises(UserError, match=r"cannot write .*a\.nonsense"):
+        result.draw(tmp_path / "a.nonsense")
+
+
+def test_the_threshold(detector):
+    scores = detector(RGB, score_threshold=0).scores
+    least = float(scores[0])
+    assert len(detector(RGB, np.int64(2), np.float32(least))) == int((scores >= scores[0]).sum())
+    assert len(detector(RGB, score_threshold=1.5)) == 0 and "nothing in an image" in repr(
+        detector(RGB, 1, 1.5)
+    )
+    assert detector.score_thresholds == [0.3, 0.3]
+
+
+def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector, tmp_path):
+    path, size = str(tmp_path / "in.mp4"), (64, 48)
+    writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), 7, size)
+    for level in (0, 100, 200):
+        writer.write(np.full((48, 64, 3), level, np.uint8))
+    writer.release()
+    results = detector(path, batch_size=2, save_video=tmp_path / "out.mp4")
+    assert not isinstance(results, list)
+    assert [round(float(result.image.mean()), -2) for result in results] == [0, 100, 200]
+    video = cv2.VideoCapture(str(tmp_path / "out.mp4"))
+    assert (video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)) == (3, 7)
+    with pytest.raises(UserError, match=r"must name an \.mp4 file"):
+        list(detector([RGB], save_video="out.gif"))
+    with pytest.raises(UserError, match="frames must be of one size"):
+        detector(
+            [np.zeros((600, 600, 3), np.uint8), np.zeros((700, 600, 3), np.uint8)],
+            save_video=tmp_path / "b.mp4",
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "images must be .*got NoneType"),
+        (3, "got int"),
+        ({}, "got dict"),
+        (b"a.png", "got bytes"),
+        ([[RGB]], "got a list in a list"),
+        ([RGB, None], "got NoneType"),
+        ("", "is neither an image file nor a folder"),
+        ("nowhere.png", "nowhere.png is neither an image file nor a folder"),
+        ("http://a/b.png", "download it first"),
+        ("nowhere.mp4", "nowhere.mp4 does not exist"),
+        (RGB.transpose(2, 0, 1), r"an array must be .*\[H, W, 3\].*got \[3, 30, 40\]"),
+        (torch.from_numpy(RGB), r"a tensor must be .*\[3, H, W\].*got \[30, 40, 3\]"),
+        (np.zeros(5), r"an array must be .*got \[5\]"),
+        (np.zeros((0, 4, 3), np.uint8), r"no pixels, its shape is \[0, 4, 3\]"),
+        (torch.zeros(3, 4, 0), "no pixels"),
+        (Image.new("RGB", (0, 0)), "no pixels"),
+        (torch.full((3, 4, 4), torch.nan), "float32 must be from 0 to 1, got nan to nan"),
+        (np.full((4, 4, 3), np.inf), "from 0 to 1, got inf to inf"),
+        (RGB.astype(np.float32), "from 0 to 1, got 0 to 255; divide them by 255"),
+        (np.full((4, 4), -1), "from 0 to 255, got -1 to -1"),
+        (np.full((4, 4), 256), "from 0 to 255, got 256"),
+        (np.zeros((4, 4), bool), "whole numbers or floats, got bool"),
+        (np.zeros((4, 4), complex), "got complex128"),
+        (np.array([["a"]]), "got <U1"),
+    ],
+)
+def test_what_is_no_image_is_one_message(detector, given, message):
+    with pytest.raises(UserError, match=message):
+        detector(given)
+
+
+@pytest.mark.parametrize("name", ["bad.png", "bad.mp4"])
+def test_a_damaged_file_is_named(detector, file, name):
+    (file.parent / name).write_text("hello")
+    with pytest.raises(UserError, match=name):
+        list(detector([file, file.parent / name]))
+    if name == "bad.png":
+        with pytest.raises(UserError, match=name):
+            detector(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a positive whole number, got 0"),
+        ({"batch_size": 1.5}, r"got 1\.5"),
+        ({"score_threshold": "0.3"}, "score_threshold must be a number, got '0.3'"),
+        ({"score_threshold": float("nan")}, "got nan"),
+        ({"channel_order": "gbr"}, "channel_order must be one of .*got 'gbr'"),
+    ],
+)
+def test_wrong_arguments_are_one_message(detector, options, message):
+    with pytest.raises(UserError, match=message):
+        detector([RGB], **options)
+
+
+def test_what_init_detector_refuses():
+    with pytest.raises(UserError, match="config must be a path, a name or a Config, got int"):
+        visdet.init_detector(3)
+    with pytest.raises(UserError, match="checkpoint must be a path or None, got int"):
+        visdet.init_detector("x.py", 3)
+    with pytest.raises(UserError, match="config nothing does not exist"):
+        visdet.init_detector("nothing")
+    with pytest.raises(UserError, match=r"SparseDrive does not take image files.*visdet\.evaluate"):
+        visdet.init_detector("sparsedrive/sparsedrive_toy_stage1", device="cpu")
+
+
+def test_supervision(detector, monkeypatch):
+    class Taken(dict):
+        def __init__(self, **given):
+            super().__init__(given)
+
+    monkeypatch.setitem(sys.modules, "supervision", type("Stub", (), {"Detections": Taken}))
+    result = detector(RGB, score_threshold=0)
+    taken = result.to_supervision()
+    assert taken["xyxy"].shape == (len(result), 4) and taken["class_id"].tolist() == result.labels.tolist()
+    assert taken["data"]["class_name"].tolist() == result.class_names
+    assert detector(RGB, score_threshold=2).to_supervision()["xyxy"].shape == (0, 4)
+    monkeypatch.setitem(sys.modules, "supervision", None)
+    with pytest.raises(MissingPackageError, match="pip install supervision"):
+        result.to_supervision()
+
+
+def test_the_names_of_the_package_come_at_their_first_use():
+    code = (
+        "import sys, visdet\n"
+        "assert not {'torch', 'mmengine', 'numpy'} & set(sys.modules)\n"
+        "assert {'init_detector', 'train', 'evaluate', 'Detections'} <= set(visdet.__all__) & set(dir(visdet))\n"
+        "assert visdet.train.__module__ == 'visdet.engine.run' and 'torch' not in sys.modules\n"
+        "assert visdet.init_detector.__module__ == 'visdet.engine.inference'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(visdet.__file__).parents[1])

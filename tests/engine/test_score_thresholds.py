@@ -1,0 +1,115 @@
+"""The thresholds of an evaluation reach the pictures and the detector."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from mmengine.structures import InstanceData
+from test_inference import PIPELINE
+from toy_run import toy_config, train
+
+import visdet
+from visdet.engine import Detector, build_runner
+from visdet.engine.score_thresholds import measured_thresholds
+from visdet.errors import UserError
+from visdet.registry import VISUALIZERS
+from visdet.structures import DetDataSample
+
+METRICS = [{"type": "ToyAccuracy"}, {"type": "CocoMetric"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, val_evaluator=METRICS, train_cfg__max_iters=150, train_cfg__val_interval=150)
+    return folder
+
+
+def test_a_validation_writes_what_the_detector_reads(folder):
+    record = json.loads((folder / "precision_recall.json").read_text())
+    classes = record["coco"]["classes"]
+    assert list(record) == ["coco"] and list(classes) == ["dark", "bright"]
+    assert not list(folder.glob("*.png")), "a validation draws no curves"
+    cfg = toy_config(folder, test_dataloader__dataset__pipeline=PIPELINE)
+    expected = [0.3 if c["best_threshold"] is None else c["best_threshold"] for c in classes.values()]
+    assert expected != [0.3, 0.3]
+    detector = Detector(cfg, folder / "iter_150.pth", "cpu")
+    assert detector.score_thresholds == expected
+    image = np.full((32, 32, 3), 60, np.uint8)
+    (label,) = detector(image, score_threshold=0).labels.tolist()
+    for threshold, number in ((0.0, 1), (1.5, 0)):
+        detector.score_thresholds = [2.0, 2.0]
+        detector.score_thresholds[label] = threshold
+        assert len(detector(image)) == number
+
+
+def test_a_test_draws_the_curves_and_uses_the_thresholds_of_the_checkpoint(folder, tmp_path, monkeypatch):
+    cfg = toy_config(tmp_path / "test", load_from=str(folder / "iter_150.pth"), test_evaluator=METRICS)
+    cfg.visualizer = {"type": "DetLocalVisualizer"}
+    cfg.default_hooks.visualization = {
+        "type": "DetVisualizationHook",
+        "test_out_dir": str(tmp_path / "drawn"),
+    }
+    used = []
+    runner = build_runner(cfg)
+    monkeypatch.setattr(
+        runner.visualizer, "add_datasample", lambda *a, pred_score_thr, **k: used.append(pred_score_thr)
+    )
+    monkeypatch.setattr("visdet.engine.hooks.visualization_hook.image_of", lambda *a: None)
+    runner.test()
+    names = sorted(path.name for path in (tmp_path / "test").iterdir() if path.is_file())
+    assert {"coco_confusion_matrix.png", "coco_precision_recall.png", "precision_recall.json"} <= set(names)
+    assert used and all(given == measured_thresholds(folder / "iter_150.pth") for given in used)
+
+
+def test_a_file_that_is_damaged_is_named_and_other_classes_do_not_count(folder, tmp_path):
+    (tmp_path / "precision_recall.json").write_text(
+        '{"coco": {"classes": {"other": {"best_threshold": 0.9}}}}'
+    )
+    assert measured_thresholds(tmp_path / "a.pth") == {"other": 0.9}
+    for text in ("{", "[]", '{"coco": 3}'):
+        (tmp_path / "precision_recall.json").write_text(text)
+        with pytest.raises(UserError, match=r"precision_recall\.json cannot be used, remove it"):
+            measured_thresholds(tmp_path / "a.pth")
+    assert measured_thresholds(None) == measured_thresholds("https://a/b.pth") == {}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "drawn"),
+    [(0.3, 2), ({"dark": 0.7}, 1), ({"dark": 0.5, "bright": 0.95}, 1), ({"other": 0.9}, 2)],
+)
+def test_pictures_have_a_threshold_for_each_class(threshold, drawn, monkeypatch):
+    visualizer = VISUALIZERS.build(
+        {"type": "DetLocalVisualizer", "vis_backends": None, "name": f"{threshold}"}
+    )
+    visualizer.dataset_meta = {"classes": ("dark", "bright")}
+    shown = []
+    monkeypatch.setattr(
+        visualizer, "_draw", lambda canvas, instances, *_: shown.append(len(instances)) or canvas
+    )
+    sample = DetDataSample()
+    sample.pred_instances = InstanceData(
+        bboxes=torch.zeros(2, 4), scores=torch.tensor([0.6, 0.9]), labels=torch.tensor([0, 1])
+    )
+    visualizer.draw_sample(np.zeros((8, 8, 3), np.uint8), sample, pred_score_thr=threshold)
+    assert shown == [drawn]
+
+
+def test_train_and_evaluate_return_what_they_measured(tmp_path):
+    cfg = toy_config(tmp_path)
+    result = visdet.train(cfg, {"train_cfg.max_iters": 10}, work_dir=tmp_path / "run", randomness={"seed": 1})
+    assert result.work_dir == str(tmp_path / "run") and result.last_checkpoint.endswith("iter_10.pth")
+    assert "toy/accuracy" in result.metrics and "toy_accuracy" in result.best_checkpoint
+    cfg.experiment_name = "another"
+    metrics = visdet.evaluate(
+        cfg, result.last_checkpoint, work_dir=tmp_path / "test", out=tmp_path / "found.json"
+    )
+    assert metrics["toy/images"] == 13 and len(json.loads((tmp_path / "found.json").read_text())) == 13
+    assert cfg.train_cfg.max_iters == 20 and cfg.get("load_from") is None, "the config is not changed"
+    with pytest.raises(UserError, match="checkpoint must be a path, got NoneType"):
+        visdet.evaluate(cfg, None)
+    with pytest.raises(UserError, match="unknown key 'train_cgf'"):
+        visdet.train(cfg, train_cgf={"max_iters": 3})
+    with pytest.raises(UserError, match="config must be a path"):
+        visdet.train(None)

@@ -1,0 +1,52 @@
+"""Parameters and FLOPs of a model."""
+
+import pytest
+
+from visdet.engine import load_config
+from visdet.engine.summary import _flops_of, model_summary
+from visdet.errors import ConfigError
+
+
+def test_parameters_and_flops_of_a_detector():
+    cfg, _ = load_config("deformable_detr/deformable-detr_shapes", {"model.encoder.num_layers": 1})
+    rows = {line.split()[0]: line.split()[1:] for line in model_summary(cfg, (64, 96)).splitlines()}
+    assert rows["part"] == ["parameters", "trained", "FLOPs"]
+    numbers = {name: row for name, row in rows.items() if len(row) == 4}
+    counts = {name: int(row[0].replace(",", "")) for name, row in numbers.items()}
+    level_embed = 3 * 96  # belongs to no part
+    assert counts.pop("all") == sum(counts.values()) + level_embed
+    parts = sum(float(row[2]) for name, row in numbers.items() if name != "all")
+    assert parts == pytest.approx(float(numbers["all"][2]), abs=0.01) and parts > 0.1
+    # A neck of 1x1 convolutions on maps of 8x12, 4x6 and 2x3, two operations for each weight and place.
+    neck = 2 * 96 * (64 * 96 + 128 * 24 + 256 * 6) / 1e9
+    assert float(numbers["neck"][2]) == pytest.approx(neck, abs=6e-4)
+    assert "64 x 96 pixels" in model_summary(cfg, (64, 96))
+
+
+def test_a_part_whose_parts_are_called_from_outside_has_their_flops():
+    counts = {"Global": 9, "M": 9, "M.head.a": 2, "M.head.a.b": 1, "M.head.c": 3, "M.header": 4}
+    assert (
+        _flops_of("M.head", counts) == 5
+        and _flops_of("Global", counts) == 9
+        and _flops_of("M.x", counts) == 0
+    )
+
+
+def test_a_model_without_a_sample_has_its_parameters(tmp_path):
+    cfg, _ = load_config(
+        "sparsedrive/sparse4dv3_r50_8xb6_nuscenes", {"test_dataloader.dataset.data_root": str(tmp_path)}
+    )
+    cfg.model.img_backbone.pop("init_cfg", None)
+    text = model_summary(cfg)
+    assert (
+        "img_backbone" in text
+        and "FLOPs are not counted without a sample" in text
+        and "does not exist" in text
+    )
+
+
+def test_the_size_must_be_known():
+    cfg, _ = load_config("deformable_detr/deformable-detr_shapes")
+    cfg.test_dataloader.dataset.type = "CocoDataset"
+    with pytest.raises(ConfigError, match="give the size by --shape HEIGHT WIDTH"):
+        model_summary(cfg)

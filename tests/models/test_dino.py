@@ -1,0 +1,326 @@
+"""DINO: denoising against mmdet's numbers, at toy size all modes and counts of boxes, graphs, refusals."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from golden import drawn_noise, every, sampled, under
+from mmengine.optim import OptimWrapper
+from mmengine.structures import InstanceData
+from test_cuda_graphs import STEPS, assert_same_boxes, images_without_boxes, predictions, train
+from test_deformable_detr import batch, config
+from test_deformable_detr_golden import Case, close
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from visdet.engine import AmpOptimWrapper
+from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.execution.tensor_tree import map_tensors
+from visdet.models import CdnQueryGenerator
+from visdet.models.boxes import cxcywh_to_xyxy, inverse_sigmoid
+from visdet.models.matching import PaddedTargets
+from visdet.registry import MODELS
+
+
+def dino_config(num_dn_queries=10, **options):
+    given = config(
+        with_box_refine=True,
+        as_two_stage=True,
+        dn_cfg={"group_cfg": {"dynamic": True, "num_dn_queries": num_dn_queries}},
+        **options,
+    )
+    given["bbox_head"]["type"] = "DINOHead"
+    return {**given, "type": "DINO"}
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = MODELS.build(dino_config(**options))
+    model.init_weights()
+    for branch in model.bbox_head.reg_branches:  # a start of zeros would hide errors
+        torch.nn.init.normal_(branch[-1].weight, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def case():
+    return Case("dino_small")
+
+
+@pytest.mark.parametrize("name", ["some", "one_empty", "all_empty", "more_than_denoising_queries", "static"])
+def test_denoising_step_of_mmdet(case, name):
+    """Queries, mask, losses and gradients of mmdet, which has no room for more queries than it makes."""
+    stored = {
+        key.removeprefix(f"case/{name}/"): value
+        for key, value in case.arrays.items()
+        if key.startswith(f"case/{name}/")
+    }
+    model = case.model.train()
+    generator = CdnQueryGenerator(5, 256, group_cfg=json.loads(str(stored["config"]))["group_cfg"])
+    generator.label_embedding = model.dn_query_generator.label_embedding
+    generator.draw = lambda batch_size, room, device: drawn_noise(batch_size, room, 5)
+    model.dn_query_generator = generator
+    samples = case.samples()
+    for i, sample in enumerate(samples):
+        sample.gt_instances = InstanceData(
+            bboxes=torch.from_numpy(stored[f"input/gt_bboxes/{i}"]),
+            labels=torch.from_numpy(stored[f"input/gt_labels/{i}"]),
+        )
+    training = model.training_batch(case.images, samples)
+    queries = generator(training.targets, training.counts)
+    count = int(stored["num_queries"])
+    room = len(queries.is_counted)
+    assert queries.is_counted.tolist() == [True] * count + [False] * (room - count)
+    if count:
+        made = {
+            "query": queries.query[:, :count],
+            "box_logits": inverse_sigmoid(queries.references[:, :count], 1e-9),
+            "mask": queries.mask(20)[[*range(count), *range(room, room + 20)]][
+                :, [*range(count), *range(room, room + 20)]
+            ],
+        }
+        for key, value in stored.items():
+            kind, step = every(key)
+            if kind in made:
+                close(sampled(made[kind].float(), step), torch.from_numpy(value).float())
+    assert queries.mask(20)[:count, count:room].all() and queries.mask(20)[room:, :room].all()
+
+    model.zero_grad()
+    losses = model(case.images, samples, mode="loss")
+    expected = under(stored, "loss")
+    assert set(losses) == set(expected)
+    for key, loss in losses.items():
+        close(loss, expected[key])
+    sum(losses.values()).backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    model.eval()
+    norms = under(stored, "grad_norm")
+    assert set(gradients) == set(norms)
+    for key, norm in norms.items():
+        assert float(gradients[key].norm()) == pytest.approx(float(norm), rel=1e-4, abs=1e-5), key
+    for key, gradient in under(stored, "grad").items():
+        key, step = every(key)
+        difference = (sampled(gradients[key], step) - gradient).norm()
+        assert float(difference) <= 1e-4 * max(1e-3, float(gradient.norm())), key
+
+
+def test_all_modes():
+    model = build()
+    images, samples = batch()
+    losses = model.train()(images, samples, mode="loss")
+    kinds = ("loss_cls", "loss_bbox", "loss_iou")
+    assert set(losses) == {f"{p}{kind}" for p in ("", "d0.", "dn_", "d0.dn_", "enc_") for kind in kinds}
+    model.parse_losses(losses)[0].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    with torch.no_grad():
+        for training in (True, False):
+            logits, boxes = model.train(training)(images, samples, mode="tensor")
+            assert logits.shape == (2, 2, 7, 3) and boxes.shape == (2, 2, 7, 4)
+        assert set(model(images, samples, mode="loss")) == {
+            f"{p}{kind}" for p in ("", "d0.") for kind in kinds
+        }
+        predicted = model(images, samples, mode="predict")
+    assert all(sample.pred_instances.bboxes.shape == (5, 4) for sample in predicted)
+
+
+@pytest.mark.parametrize("counts", [(0, 3), (0, 0), (12, 1)])
+def test_any_number_of_objects(counts):
+    model = build().train()
+    losses = model(*batch(counts), mode="loss")
+    assert all(loss.isfinite() for loss in losses.values())
+    if not any(counts):
+        assert all(loss == 0 for name, loss in losses.items() if "dn_" in name or not name.endswith("cls"))
+    sum(losses.values()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_room_changes_nothing():
+    """The queries, the losses and the gradients are those of a step without room for more boxes."""
+    images, samples = batch((3, 1))
+    results = []
+    for room in (3, 8, 64):
+        model = build().train()
+        step = model.training_batch(images, samples)
+        targets = step.targets
+        if room < targets.labels.shape[1]:
+            boxes, labels = targets.boxes_xyxy[:, :room], targets.labels[:, :room]
+            targets = dataclasses.replace(targets, boxes_xyxy=boxes, labels=labels)
+        step = dataclasses.replace(step, targets=targets.padded_to(room))
+        drawn = drawn_noise(2, 300, 3)
+        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: tuple(
+            numbers[:, :room] for numbers in drawn
+        )
+        predictions, costs = model.predictions_and_costs(step)
+        losses = model.losses(predictions, step, model.assign(costs, step))
+        sum(losses.values()).backward()
+        results.append({**losses, **{name: p.grad for name, p in model.named_parameters()}})
+    for other in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_training_lowers_the_loss():
+    model = build().train()
+    images, samples = batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    history = []
+    for _ in range(40):
+        loss, _ = model.parse_losses(model(images, samples, mode="loss"))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    assert sum(history[-5:]) < 0.8 * sum(history[:5])
+
+
+def test_noise_is_within_its_scales():
+    generator = CdnQueryGenerator(
+        1000, 8, label_noise_scale=0.5, box_noise_scale=0.4, group_cfg={"dynamic": False, "num_groups": 500}
+    )
+    generator.label_embedding.weight.data = torch.arange(1000.0).unsqueeze(1).expand(-1, 8)
+    _, samples = batch((1, 1))
+    targets = PaddedTargets.from_samples(samples, [(64, 96)] * 2, torch.device("cpu"))
+    queries = generator(targets, torch.tensor([1, 1]))
+    is_positive = torch.arange(1000) % 2 == 0
+    assert torch.equal(queries.targets == 0, is_positive.expand(2, -1))
+    boxes = cxcywh_to_xyxy(queries.references)
+    true = (targets.boxes_xyxy / targets.image_whwh).expand_as(boxes)
+    sides = (true[..., 2:] - true[..., :2]).repeat(1, 1, 2)
+    moved = (boxes - true).abs() / (sides * 0.2)
+    inside = (boxes > 0.01) & (boxes < 0.99)
+    assert (moved[:, is_positive] <= 1.01).all()
+    assert (moved[:, ~is_positive][inside[:, ~is_positive]] >= 0.98).all() and (moved <= 2.02).all()
+    replaced = (queries.query[..., 0] != targets.labels).float().mean()
+    assert 0.2 < replaced < 0.3
+
+
+def test_fewer_pixels_than_queries():
+    model = build(num_queries=500)
+    images, samples = batch()
+    assert all(loss.isfinite() for loss in model.train()(images, samples, mode="loss").values())
+    assert model.eval()(images, samples, mode="tensor")[0].shape[2] == 4 * 6 + 2 * 3 + 1 * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_autocast(device):
+    images, samples = batch()
+    images, samples = images.to(device), [sample.to(device) for sample in samples]
+    gradients = []
+    for enabled in (False, True):
+        model = build().to(device).train()
+        drawn = [numbers.to(device) for numbers in drawn_noise(2, 300, 3)]
+        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: tuple(
+            numbers[:, :room] for numbers in drawn
+        )
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            losses = model(images, samples, mode="loss")
+        assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
+        sum(losses.values()).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    # What is computed without gradients first must leave no casts of weights that have none.
+    for name in (
+        "memory_trans_fc.weight",
+        "memory_trans_norm.weight",
+        "decoder.ref_point_head.layers.0.weight",
+    ):
+        exact, rounded = (each[name] for each in gradients)
+        assert (rounded - exact).norm() < 0.5 * exact.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_model_converted_to_another_type(dtype):
+    model = build().eval().to(dtype)
+    images, samples = batch()
+    (predicted, _) = model(images.to(dtype), samples, mode="predict")
+    assert predicted.pred_instances.bboxes.isfinite().all()
+
+
+def test_nothing_in_a_step_waits_for_the_device():
+    """Numbers of fake tensors do not exist, so that whatever asks for one fails, as a capture would."""
+    model = build().train()
+    images, samples = batch((3, 0), sizes=((64, 96), (50, 80)))
+    step = model.training_batch(images, samples)
+    model.predictions_and_costs(step)  # It makes the tables that are kept.
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        predictions, costs = model.predictions_and_costs(map_tensors(fakes.from_tensor, step))
+    assert predictions["dn_"].logits.shape == (2, 2, 20, 3)
+    assert set(costs) == {"", "enc_"}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("wrapper, tolerance", [(OptimWrapper, 1e-3), (AmpOptimWrapper, 3e-2)])
+def test_replayed_steps_are_eager_steps(wrapper, tolerance):
+    eager, graphed = build().cuda().train(), build().cuda().train()
+    expected = train(eager, wrapper)
+    graphs = GraphedLoss(graphed)
+    losses = train(graphed, wrapper, graphs)
+    assert graphs.counts == {"of a new shape": 2, "replayed": STEPS - 2}, graphs.report()
+    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.cuda
+def test_replayed_predictions_are_eager_predictions():
+    model = build().cuda().eval()
+    graphs = GraphedPrediction(model)
+    for index in range(6):
+        data = images_without_boxes(index, "cuda")
+        with torch.no_grad():
+            expected = predictions(model, data)
+            with graphs.installed():
+                assert_same_boxes(predictions(model, data), expected, 1e-5)
+    assert graphs.counts == {"of a new shape": 2, "replayed": 4}, graphs.report()
+
+
+def _changed(**changes):
+    return {**dino_config(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (_changed(with_box_refine=False), ValueError, "DINO: with_box_refine and as_two_stage must be True"),
+        (_changed(as_two_stage=False), ValueError, "must be True, got True and False"),
+        (_changed(encoder=None), ValueError, "DINO: encoder must be given"),
+        (
+            _changed(dn_cfg={"group_cfg": {"dynamic": False}}),
+            ValueError,
+            "num_groups >= 1, got .*None",
+        ),
+        (
+            _changed(dn_cfg={"group_cfg": {"num_dn_queries": 0}}),
+            ValueError,
+            "num_dn_queries >= 1, .*: 0",
+        ),
+        (_changed(dn_cfg={"group_cfg": {"num_dn_query": 10}}), ValueError, "got .*'num_dn_query': 10"),
+        (_changed(dn_cfg={"num_classes": 3}), ValueError, "dn_cfg must not have num_classes or embed_dims"),
+        (_changed(dn_cfg={"box_noise_scale": -1.0}), ValueError, "must not be negative, got 0.5 and -1.0"),
+        (_changed(dn_cfg={"noise": 1}), TypeError, "unexpected keyword argument 'noise'"),
+        (_changed(num_query=3), TypeError, "unexpected keyword argument 'num_query'"),
+    ],
+)
+def test_configs_that_cannot_work(given, error, message):
+    with pytest.raises(error, match=message):
+        MODELS.build(given)
+
+
+def test_building_leaves_the_config_alone():
+    given = dino_config()
+    before = copy.deepcopy(given)
+    MODELS.build(given)
+    assert given == before
+
+
+def test_boxes_at_the_border():
+    """A side of 0 or 1 is refined from mmdet's logit, log(max(x, eps) / max(1 - x, eps)) with eps = 0.001."""
+    sides = torch.tensor([[[0.0, 1.0, 0.0005, 0.25]]])
+    model = build()
+    branch = torch.nn.Linear(16, 4)
+    torch.nn.init.zeros_(branch.weight), torch.nn.init.zeros_(branch.bias)
+    refined = model.decoder.refined(sides, branch, torch.ones(1, 1, 16))
+    expected = [0.001 / 1.001, 1 / 1.001, 0.001 / (0.001 + 0.9995), 0.25]
+    torch.testing.assert_close(refined[0, 0], torch.tensor(expected))
+    assert inverse_sigmoid(torch.tensor([-1.0, 0.5, 2.0]), 1e-3).tolist() == pytest.approx(
+        [-6.9078, 0, 6.9078], abs=1e-4
+    )

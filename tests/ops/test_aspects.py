@@ -1,0 +1,138 @@
+"""What every operator promises: autocast changes no type, threads change no bit, and its registration is sound."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fuzz.operators import OPERATORS
+from tests.fuzz.problem import Draw
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+SIZED = [(name, number) for name, operator in OPERATORS.items() for number in range(len(operator.of_size))]
+sized = pytest.mark.parametrize(("name", "number"), SIZED)
+devices = pytest.mark.parametrize("device", DEVICES)
+DRAWN = 60  # random problems, of which the largest are shared by several threads
+
+
+def problem_of(name, number, size, device):
+    problem = OPERATORS[name].of_size[number](size)
+    problem.arguments = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in problem.arguments.items()
+    }
+    return problem
+
+
+def results(name, problem):
+    """Return the results and the gradients of a call."""
+    given = {
+        key: value.detach().requires_grad_(key in problem.differentiable and value.is_floating_point())
+        if isinstance(value, Tensor)
+        else value
+        for key, value in problem.arguments.items()
+    }
+    found = OPERATORS[name].call(**given)
+    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, Tensor)]
+    sources = [one for one in outputs if one.requires_grad]
+    leaves = [one for one in given.values() if isinstance(one, Tensor) and one.requires_grad]
+    if not sources or not leaves:
+        return outputs
+    ones = [torch.ones_like(one) for one in sources]
+    grads = torch.autograd.grad(sources, leaves, ones, allow_unused=True, materialize_grads=True)
+    return [one.detach() for one in (*outputs, *grads)]
+
+
+class Recorded(TorchDispatchMode):
+    """Keeps the calls of visdet's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if operator.namespace == "visdet":
+            self.calls.append((operator, arguments))
+        return operator(*arguments, **(options or {}))
+
+
+def differentiable(operator):
+    """Return the names of the arguments to which the operator gives gradients, by the schema of its backward."""
+    name = operator._schema.name.removeprefix("visdet::")
+    if name.endswith("_backward") or not hasattr(torch.ops.visdet, f"{name}_backward"):
+        return set()
+    backward = getattr(torch.ops.visdet, f"{name}_backward").default
+    return {result.name.removeprefix("grad_") for result in backward._schema.returns}
+
+
+@devices
+@sized
+def test_registrations(name, number, device):
+    with Recorded() as recorded:
+        results(name, problem_of(name, number, 3, device))
+    if not recorded.calls:
+        pytest.skip("plain torch or torchvision serves it")
+    for operator, arguments in recorded.calls:
+        names = [argument.name for argument in operator._schema.arguments]
+        with_gradients = differentiable(operator)
+        opcheck(
+            operator,
+            tuple(
+                value.detach().clone().requires_grad_(argument in with_gradients)
+                if isinstance(value, Tensor)
+                else value
+                for argument, value in zip(names, arguments, strict=False)
+            ),
+        )
+
+
+@devices
+@sized
+def test_autocast_changes_no_number_and_no_type(name, number, device):
+    expected = results(name, problem_of(name, number, 5, device))
+    with torch.autocast(device, torch.bfloat16):
+        found = results(name, problem_of(name, number, 5, device))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)  # types, too
+
+
+@sized
+def test_tensors_without_data_give_the_shapes(name, number):
+    problem = problem_of(name, number, 5, "cpu")
+    expected = results(name, problem)
+    problem.arguments = problem_of(name, number, 5, "meta").arguments
+    for one, other in zip(results(name, problem), expected, strict=True):
+        assert (one.device.type, one.shape, one.dtype) == ("meta", other.shape, other.dtype)
+
+
+def large_problems(name, count=3):
+    """Return problems of an operator with many rows, and of random ones those with most numbers."""
+
+    def numbers(problem):
+        return sum(value.numel() for value in problem.arguments.values() if isinstance(value, Tensor))
+
+    drawn = [OPERATORS[name].draw(Draw(name, seed, "cpu")) for seed in range(DRAWN)]
+    sound = [problem for problem in drawn if not problem.may_refuse and not problem.must_refuse]
+    return [of_size(2000) for of_size in OPERATORS[name].of_size] + sorted(sound, key=numbers)[-count:]
+
+
+def bits(tensor):
+    return tensor.nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_threads_change_no_bit(name):
+    problems = large_problems(name)
+    with Recorded() as recorded:
+        if not problems or not results(name, problems[0]) or not recorded.calls:
+            pytest.skip("visdet has no kernels for it on the CPU")
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            found.append([one for problem in problems for one in results(name, problem)])
+    finally:
+        torch.set_num_threads(threads)
+    for others in found[1:]:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))

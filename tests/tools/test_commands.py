@@ -1,0 +1,100 @@
+"""The program ``visdet`` and the configs of the package, which are found from any folder."""
+
+import re
+import runpy
+import sys
+
+import pytest
+from mmengine.config import Config
+
+import visdet
+from visdet.commands import _MODULES
+from visdet.engine.config_file import files_of_config, read_config
+from visdet.engine.packaged_configs import CONFIGS, find_config, packaged_configs
+
+SHAPES = "deformable_detr/deformable-detr_shapes"
+
+
+@pytest.fixture
+def program(monkeypatch, capsys, tmp_path):
+    """A function that runs ``python -m visdet`` in an empty folder, and returns its status and both outputs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["visdet", *map(str, arguments)])
+        status = 0
+        try:
+            runpy.run_module("visdet", run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_help_names_every_command_and_first_steps(program):
+    status, out, _ = program("--help")
+    assert status == 0 and program()[1] == out
+    assert all(re.search(rf"^    {name}\b", out, re.M) for name in _MODULES)
+    assert f"visdet train {SHAPES}" in out
+    assert program("--version")[1] == f"visdet {visdet.__version__}\n"
+    status, _, err = program("trian")
+    assert status == 2 and "invalid choice: 'trian'" in err
+
+
+def test_a_config_is_named_by_its_path_without_a_clone(program, tmp_path):
+    status, whole, _ = program("print-config", SHAPES)
+    assert status == 0 and "ShapesDataset" in whole
+    for name in (f"{SHAPES}.py", f"visdet::{SHAPES}", f"visdet::{SHAPES}.py"):
+        assert program("print-config", name)[1] == whole
+    (tmp_path / "deformable-detr_shapes.py").write_text(f'_base_ = "visdet::{SHAPES}.py"\n')
+    assert program("print-config", "deformable-detr_shapes")[1] == whole
+    (tmp_path / "runtime.py").write_text(
+        '_base_ = ["visdet::_base_/default_runtime.py"]\nlog_level = "ERROR"\n'
+    )
+    values = read_config("runtime.py").to_dict()
+    assert values == {**read_config("visdet::_base_/default_runtime").to_dict(), "log_level": "ERROR"}
+
+
+def test_a_file_of_the_user_goes_before_a_config_of_the_package(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deformable_detr").mkdir()
+    assert find_config(SHAPES) == str(CONFIGS / f"{SHAPES}.py")
+    (tmp_path / f"{SHAPES}.py").write_text("")
+    assert find_config(SHAPES) == f"{SHAPES}.py"
+    assert find_config(f"visdet::{SHAPES}") == str(CONFIGS / f"{SHAPES}.py")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deformable-detr_shapes", "deformabel_detr/deformable-detr_shapes", "visdet::deformable-detr-shapes.py"],
+)
+def test_an_unknown_name_lists_near_ones(program, name):
+    status, _, err = program("print-config", name)
+    assert status == 1 and err.startswith(f"error: config {name} does not exist; did you mean {SHAPES}")
+    assert program("train", "nonsense")[2].endswith("; `visdet configs` lists those of the package\n")
+    assert "is a folder" in program("train", ".")[2]
+
+
+def test_an_unknown_base_lists_near_ones(program, tmp_path):
+    (tmp_path / "mine.py").write_text('_base_ = "visdet::deformable-detr_shapes.py"\n')
+    assert f"did you mean {SHAPES}" in program("print-config", "mine")[2]
+
+
+def test_the_configs_are_listed_and_copied_with_their_bases(program, tmp_path):
+    listed = program("configs")[1]
+    assert [line.split()[0] for line in listed.splitlines()] == packaged_configs()
+    assert all(len(line.split()) > 4 for line in listed.splitlines()), "each config says what it is"
+    status, out, _ = program("configs", "copy", SHAPES, "mine")
+    assert status == 0 and out.count("wrote mine/") == len(files_of_config(SHAPES)) == 4
+    assert program("print-config", f"mine/{SHAPES}")[1] == program("print-config", SHAPES)[1]
+    assert program("configs", "copy", SHAPES, "mine")[0] == 0, "equal files are no obstacle"
+    (tmp_path / "mine" / f"{SHAPES}.py").write_text("a = 1\n")
+    assert "exists and differs" in program("configs", "copy", SHAPES, "mine")[2]
+    assert f"did you mean {SHAPES}" in program("configs", "copy", "deformable-detr_shapes", "other")[2]
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", packaged_configs())
+def test_every_config_of_the_package_can_be_read(name):
+    assert read_config(name).to_dict() == Config.fromfile(CONFIGS / f"{name}.py").to_dict()

@@ -1,0 +1,80 @@
+"""The program ``visdet``. Each module here is a command, and files of ``tools`` run some of them from a clone."""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import visdet
+from visdet.command_line import check_installation
+
+__all__ = ["main"]
+
+# The module of each command. Its docstring is the description, and it has ``add_arguments`` and ``run``.
+_MODULES = {
+    "train": "visdet.commands.train",
+    "test": "visdet.commands.test",
+    "infer": "visdet.commands.infer",
+    "configs": "visdet.commands.configs",
+    "print-config": "visdet.commands.print_config",
+    "browse": "visdet.commands.browse",
+    "curves": "visdet.commands.curves",
+    "visualize-driving": "visdet.commands.visualize_driving",
+    "make-shapes": "visdet.commands.make_shapes",
+    "make-driving-scenes": "visdet.commands.make_driving_scenes",
+    "make-anchors": "visdet.commands.make_anchors",
+    "prepare-nuscenes": "visdet.commands.prepare_nuscenes",
+    "doctor": "visdet.doctor",
+}
+_DESCRIPTION = """Train, evaluate and use detectors that config files describe.
+
+First steps, in any folder:
+  visdet configs                                           # the configs of the package
+  visdet train deformable_detr/deformable-detr_shapes      # on images that are drawn first
+  visdet infer CONFIG CHECKPOINT IMAGE|FOLDER ...          # detections in your own images
+
+A CONFIG is a file of yours, or the name of one of the package's configs. `visdet COMMAND --help` explains a command."""
+
+
+def main(command: str | None = None) -> None:
+    """Run the program ``visdet`` on the arguments of the process.
+
+    Args:
+        command: the only command of the program, as in the files of ``tools``. The default is the first argument.
+    """
+    modules = {
+        name: importlib.import_module(path) for name, path in _MODULES.items() if command in (None, name)
+    }
+    if command is None:
+        parser = argparse.ArgumentParser(prog="visdet", **_described(_DESCRIPTION))
+        parser.add_argument("--version", action="version", version=f"visdet {visdet.__version__}")
+        commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+        for name, module in modules.items():
+            text = module.__doc__ or ""
+            summary = text.partition("\n")[0].partition(". ")[0].rstrip(".")
+            module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
+    else:
+        parser = argparse.ArgumentParser(**_described(modules[command].__doc__ or ""))
+        modules[command].add_arguments(parser)
+    with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
+        importlib.import_module("argcomplete").autocomplete(parser)
+    arguments = parser.parse_args(None if command or sys.argv[1:] else ["--help"])
+    name = command or arguments.command
+    if status := _run(name, modules[name], arguments):
+        sys.exit(status)
+
+
+def _described(text: str) -> dict[str, Any]:
+    return {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | None:
+    if name == "doctor":  # It tells what is not installed.
+        return module.run(arguments)
+    check_installation(f"visdet {name}")
+    from visdet.engine import tool_session
+
+    with tool_session():
+        return module.run(arguments)

@@ -1,0 +1,86 @@
+"""Show the samples of a config's data set after all transforms, as the model gets them.
+
+A sample is an image with its boxes, a frame of several cameras, or a pair of views with its depth. A field is shown as
+a whole.
+
+visdet browse CONFIG --output-dir work_dirs/browse --not-show
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from visdet.command_line import add_config_arguments, positive_int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--output-dir", help="write the pictures to this folder, and sheet.png with the first twelve"
+    )
+    parser.add_argument("--not-show", action="store_true", help="do not open a window")
+    parser.add_argument(
+        "--split",
+        choices=("train", "val", "test"),
+        default="train",
+        help="data set to show (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--number", type=positive_int, default=24, help="number of samples to show (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--show-interval",
+        type=float,
+        default=0,
+        help="seconds for which each picture is shown; 0 waits for a key (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the augmentations (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    import torch
+    from mmengine.registry import init_default_scope
+
+    from visdet.datasets import FieldDataset
+    from visdet.engine import check_work_dir, dataset_config, load_config, say
+    from visdet.engine.loops import check_there_are_samples
+    from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.registry import DATASETS, VISUALIZERS
+
+    cfg, _ = load_config(args.config, args.cfg_options)
+    has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    show = has_screen and not args.not_show
+    folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
+    if folder:
+        check_work_dir(folder, "--output-dir")
+    init_default_scope(cfg.get("default_scope", "visdet"))
+    torch.manual_seed(args.seed)
+    dataset = DATASETS.build(dataset_config(cfg, args.split))
+    check_there_are_samples(dataset, f"{args.split}_dataloader")
+    drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
+    visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
+    visualizer.dataset_meta = dataset.metainfo
+    images, samples = [], []
+    # The items of a field are single points, which are for training.
+    is_field = isinstance(dataset, FieldDataset)
+    for index in range(min(args.number, 1 if is_field else len(dataset))):
+        item = dataset.whole() if is_field else dataset[index]
+        image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
+        name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
+        out_file = Path(folder, f"{name}.png") if folder else None
+        if show or out_file:
+            visualizer.add_datasample(
+                name, image, sample, show=show, wait_time=args.show_interval, out_file=out_file
+            )
+        if len(images) < 12:
+            images.append(image)
+            samples.append(sample)
+    if folder:
+        visualizer.add_contact_sheet(
+            "sheet", images, samples, 2 * visualizer.sheet_columns, out_file=Path(folder, "sheet.png")
+        )
+        say(f"wrote the pictures to {folder} and an overview to {folder}/sheet.png")

@@ -1,0 +1,71 @@
+"""Detect objects in image files. The detections are written to a JSON file and drawn into a copy of each image.
+
+visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth data/shapes/val
+"""
+
+import argparse
+import sys
+
+from visdet.command_line import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser)
+    parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
+    parser.add_argument(
+        "images",
+        nargs="+",
+        help="image files, or folders that are searched for image files with their subfolders",
+    )
+    parser.add_argument(
+        "--out-dir", default="work_dirs/detections", help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--score-thr",
+        type=float,
+        help="leave out detections with a lower score (default: the score of the best F1 of each class in the newest "
+        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
+    )
+    parser.add_argument(
+        "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
+    )
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay predictions as CUDA graphs on a GPU (default: the config's graph, True)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from visdet.engine import (
+        Detector,
+        check_work_dir,
+        detect_files,
+        find_images,
+        load_config,
+        say,
+    )
+    from visdet.registry import VISUALIZERS
+
+    cfg, _ = load_config(args.config, args.cfg_options)
+    if args.graph is not None:
+        cfg.graph = args.graph
+    images, left_out = find_images(args.images, args.out_dir)
+    check_work_dir(args.out_dir, "--out-dir")
+    detector = Detector(cfg, args.checkpoint, args.device)
+    drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
+    found, failures = detect_files(detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr)
+    total = sum(len(image["detections"]) for image in found)
+    say(
+        f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "
+        f"{args.out_dir}/pictures"
+    )
+    for remark in left_out:
+        say(remark)
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    if failures:
+        print(f"{len(failures)} of {len(images)} images could not be read", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,165 @@
+"""Make the anchors of a driving model by k-means over the frames of an info file. They are saved as float32 .npy files.
+
+visdet make-anchors my_recording.py
+visdet make-anchors data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
+visdet make-anchors data/driving_scenes --out-dir data/driving_scenes --det 128 --map 30 --plan 1 \\
+    --max-distance 33
+
+For a config, the training frames, the classes, the numbers of anchors and the files to write are those of the config,
+and only --seed counts.
+
+A folder instead of an info file is the folder of the driving scenes, which are drawn if they are missing. The files are
+kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [classes, K, 12, 2] and kmeans_plan_K.npy
+[3, K, 6, 2]. If a number is 0, its file is not written.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Maker = Callable[[int], np.ndarray]
+
+
+_FRAMES = (".npz", ".pkl", ".pickle")  # the suffixes of info files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "infos",
+        help="a config, the info file (.npz or .pkl) of the training frames, or the folder of driving scenes",
+    )
+    parser.add_argument("--out-dir", default="data/kmeans", help="folder to write (default: %(default)s)")
+    parser.add_argument("--det", type=int, default=900, help="number of box anchors (default: %(default)s)")
+    parser.add_argument(
+        "--map", type=int, default=100, help="number of polyline anchors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--motion", type=int, default=6, help="number of motion modes of each class (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plan", type=int, default=6, help="number of plan modes of each command (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--points", type=int, default=20, help="number of points of a polyline (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-distance",
+        type=float,
+        default=55.0,
+        help="use boxes up to this distance in metres (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--classes",
+        nargs="+",
+        help="names of the classes (default: those of nuScenes, or of the driving scenes)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of k-means (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    import numpy as np
+
+    from visdet.engine import check_work_dir
+    from visdet.engine.packaged_configs import find_config
+    from visdet.errors import UserError, add_hint
+
+    path = Path(args.infos)
+    from_config = path.suffix == ".py" or (path.suffix not in _FRAMES and find_config(args.infos) is not None)
+    if not from_config:
+        check_work_dir(Path(args.out_dir), "--out-dir")
+    source, infos, wanted = frames_of_config(args) if from_config else frames_of_file(args)
+    for number, path, anchors_of in wanted:
+        try:
+            anchors = anchors_of(number).astype(np.float32)
+        except UserError as error:
+            add_hint(error, f"while making {path} from {source}")
+            raise
+        check_work_dir(path.parent, "the config's folder of anchors")
+        np.save(path, anchors)
+        print(f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to {path}")
+
+
+def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tuple[int, Path, Maker]]]":
+    """Return the info file, its frames, and the number, file and maker of each kind of anchors."""
+    from visdet.datasets import load_infos
+    from visdet.datasets.nuscenes_tables import NUSCENES_CLASSES
+
+    path, classes = Path(args.infos), args.classes or NUSCENES_CLASSES
+    if path.suffix not in _FRAMES:
+        from visdet.datasets import make_driving_scenes
+        from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
+
+        path = make_driving_scenes(path) / "driving_infos_train.npz"
+        classes = args.classes or DRIVING_CLASSES
+    infos = list(load_infos(path)[0])
+    wanted = []
+    for kind, maker in makers(infos, classes, args.points, args.max_distance, args.seed).items():
+        number = getattr(args, kind)
+        if number:
+            wanted.append((number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker))
+    return path, infos, wanted
+
+
+def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[tuple[int, Path, Maker]]]":
+    """Return the info file, its frames, and the number, file and maker of each kind of anchors of a config's model."""
+    from mmengine.registry import init_default_scope
+
+    from visdet.engine import UserError, dataset_config, load_config
+    from visdet.registry import DATASETS
+
+    cfg, _ = load_config(args.infos)
+    init_default_scope(cfg.get("default_scope", "visdet"))
+    settings = dataset_config(cfg, "train")
+    dataset = DATASETS.build({**settings, "pipeline": []})
+    if not hasattr(dataset, "get_info"):
+        raise UserError(f"{args.infos}: the data set {settings['type']} has no frames of several cameras")
+    infos = [dataset.get_info(index) for index in range(len(dataset))]
+    reach = 55.0
+    for step in settings.get("pipeline", ()):
+        if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step:
+            distances = step["class_dist_thred"]
+            reach = float(distances if isinstance(distances, (int, float)) else max(distances))
+    wanted, num_points = [], 20
+    for kind, number, path, head in anchors_of_head(cfg.model.get("head", {})):
+        if kind == "map":
+            num_points = head["anchor_encoder"]["num_sample"]
+        wanted.append((kind, number, Path(path)))
+    if not wanted:
+        raise UserError(f"{args.infos}: model.head names no files of anchors")
+    maker_of = makers(infos, dataset.CLASSES, num_points, reach, args.seed)
+    return str(dataset.ann_file), infos, [(number, path, maker_of[kind]) for kind, number, path in wanted]
+
+
+def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, dict]]":
+    """Yield the kind, number and file of the anchors of the head of a config, and the config that names them."""
+    tasks = head.get("task_config") or {"with_det": True, "with_map": True, "with_motion_plan": True}
+    boxes = head.get("det_head") if tasks.get("with_det") else None
+    lines = head.get("map_head") if tasks.get("with_map") else None
+    for kind, part in (("det", head if "instance_bank" in head else boxes), ("map", lines)):
+        bank = (part or {}).get("instance_bank") or {}
+        if isinstance(bank.get("anchor"), str):
+            yield kind, bank["num_anchor"], bank["anchor"], part
+    motion = (head.get("motion_plan_head") if tasks.get("with_motion_plan") else None) or {}
+    for kind, modes in (("motion", "fut_mode"), ("plan", "ego_fut_mode")):
+        if isinstance(motion.get(f"{kind}_anchor"), str):
+            yield kind, motion[modes], motion[f"{kind}_anchor"], motion
+
+
+def makers(
+    infos: "list[dict]", classes: "list[str]", num_points: int, max_distance: float, seed: int
+) -> "dict[str, Maker]":
+    """Return the function that makes a number of anchors, for each kind of anchors."""
+    from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors
+
+    return {
+        "det": lambda number: detection_anchors(infos, number, max_distance, seed),
+        "map": lambda number: map_anchors(infos, number, num_points, seed),
+        "motion": lambda number: motion_anchors(infos, classes, number, max_distance, seed),
+        "plan": lambda number: planning_anchors(infos, number, seed),
+    }

@@ -1,0 +1,77 @@
+"""Make info files from raw nuScenes data, convert a published info file to a safe format, or check an info file.
+
+visdet prepare-nuscenes data/nuscenes --version v1.0-trainval --can-bus data/nuscenes --out-dir data/infos
+visdet prepare-nuscenes --convert data/infos/nuscenes_infos_train.pkl
+visdet prepare-nuscenes --check data/mine/infos_train.npz --data-root data/mine
+
+The command needs nuScenes' tables, samples and map expansion (maps/expansion/*.json), and the package shapely for the
+map. With --no-map, it needs neither the map expansion nor shapely. The status of the vehicle comes from the CAN bus
+expansion (can_bus/*.json) and is zero without it. The command writes nuscenes_infos_{train,val,test}.npz. Training
+reads these files without unpickling anything.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("root", nargs="?", help="the folder of nuScenes, with v1.0-…/, samples/ and maps/")
+    parser.add_argument(
+        "--version", default="v1.0-trainval", help="version of nuScenes (default: %(default)s)"
+    )
+    parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
+    parser.add_argument("--out-dir", default="data/infos", help="folder to write (default: %(default)s)")
+    parser.add_argument("--no-map", action="store_true", help="write no map elements")
+    source.add_argument(
+        "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"
+    )
+    source.add_argument(
+        "--check",
+        metavar="INFOS",
+        help="check every frame of this info file and every image, and print what a config must say about it",
+    )
+    parser.add_argument(
+        "--data-root", help="for --check: the folder that the paths in the file are relative to"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from rich.progress import track
+
+    from visdet.datasets.info_files import load_infos
+    from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
+    from visdet.engine import check_out_file, check_work_dir
+
+    if args.check:
+        from visdet.datasets.recording_report import recording_report
+
+        print("\n".join(recording_report(args.check, args.data_root)))
+        return
+    if args.convert:
+        check_out_file(Path(args.convert).with_suffix(".npz"), "a copy of the file elsewhere")
+        infos, metadata = load_infos(args.convert)
+        write(Path(args.convert).with_suffix(".npz"), infos, metadata)
+        return
+    check_work_dir(args.out_dir, "--out-dir")
+    converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
+    infos_of_split: dict[str, list[dict]] = {}
+    for scene in track(converter.tables.scenes(), description="scenes"):
+        split = split_of_scene(args.version, scene["name"])
+        infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
+    if converter.scenes_without_can_bus:
+        print(
+            f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages, so that their ego_status "
+            "is 0"
+        )
+    for split, infos in infos_of_split.items():
+        write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})
+
+
+def write(path: Path, infos: list[dict], metadata: dict) -> None:
+    from visdet.datasets.info_files import save_infos
+
+    save_infos(path, infos, metadata)
+    print(f"wrote {len(infos)} frames to {path}")

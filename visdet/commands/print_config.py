@@ -1,0 +1,43 @@
+"""Print a config after merging it with its bases.
+
+visdet print-config CONFIG --cfg-options train_cfg.max_iters=100
+visdet print-config CONFIG --summary
+"""
+
+import argparse
+
+from visdet.command_line import add_config_arguments, positive_int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--summary", action="store_true", help="print the parameters and the FLOPs of the model instead"
+    )
+    parser.add_argument(
+        "--shape",
+        nargs=2,
+        type=positive_int,
+        metavar=("HEIGHT", "WIDTH"),
+        help="for --summary: size of an image (default: the size that the test pipeline resizes to)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from visdet.engine import load_config
+    from visdet.engine.config_text import config_text, values_without_code
+
+    cfg, remarks = load_config(args.config, args.cfg_options)
+    if args.summary:
+        from visdet.engine.summary import model_summary
+
+        print(model_summary(cfg, args.shape and tuple(args.shape)))
+        return
+    for remark in remarks:
+        print(f"# {remark}")
+    values = cfg.to_dict()
+    for path in values_without_code(values):
+        print(f"# {path} cannot be written as code")
+    print(config_text(values), end="")

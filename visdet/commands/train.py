@@ -1,0 +1,55 @@
+"""Train the model of a config, and validate it as the config says.
+
+visdet train deformable_detr/deformable-detr_shapes
+visdet train my_config.py --work-dir work_dirs/first --cfg-options train_cfg.max_iters=1000
+torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
+"""
+
+import argparse
+
+from visdet.command_line import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser)
+    parser.add_argument("--work-dir", help="folder to write (default: work_dirs/<name of the config>)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="auto|PATH",
+        help="continue from the newest checkpoint of the work_dir, if there is one, or from the file or folder PATH",
+    )
+    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on a CPU or a GPU")
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="replay training steps and predictions as CUDA graphs on a GPU (default: the config's graph, True)",
+    )
+    parser.add_argument(
+        "--auto-scale-lr",
+        action="store_true",
+        help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("none", "pytorch"),
+        help="launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from visdet.engine import train
+
+    train(
+        args.config,
+        args.cfg_options,
+        work_dir=args.work_dir,
+        resume=args.resume,
+        amp=args.amp,
+        graph=args.graph,
+        auto_scale_lr=args.auto_scale_lr,
+        launcher=args.launcher,
+    )

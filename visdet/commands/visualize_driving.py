@@ -1,0 +1,145 @@
+"""Draw the frames of driving scenes as pictures with the camera views and a top view, and make a GIF of each scene.
+
+visdet visualize-driving CONFIG CHECKPOINT --out-dir work_dirs/pictures --scenes 0 1
+visdet visualize-driving CONFIG --out-dir work_dirs/pictures
+
+Without a checkpoint, the pictures show the ground truth. The scenes are those of the config's test data set. The model
+predicts the frames of a scene one after another.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from visdet.command_line import add_config_arguments, positive_int
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    import torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        help="a checkpoint file or its http(s) address (default: draw the ground truth)",
+    )
+    parser.add_argument(
+        "--out-dir", default="work_dirs/driving_pictures", help="folder to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scenes",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="numbers of the scenes to draw, from 0 (default: 0)",
+    )
+    parser.add_argument(
+        "--max-frames",
+        type=positive_int,
+        default=1000,
+        help="maximum number of frames to draw per scene (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--score-thr",
+        type=float,
+        help="leave out boxes with a lower score (default: the score of the best F1 of each class in the newest "
+        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
+    )
+    parser.add_argument(
+        "--map-score-thr",
+        type=float,
+        help="leave out map lines with a lower score (default: as for boxes, or 0.4)",
+    )
+    parser.add_argument(
+        "--reach",
+        type=float,
+        default=32.0,
+        help="distance in metres that the top view shows in every direction (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    import numpy as np
+    import torch
+    from mmengine.dataset import pseudo_collate
+    from mmengine.registry import init_default_scope
+
+    from visdet.engine import UserError, check_work_dir, dataset_config, load_config
+    from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.engine.score_thresholds import measured_thresholds
+    from visdet.registry import DATASETS, VISUALIZERS
+
+    cfg, _ = load_config(args.config, args.cfg_options)
+    init_default_scope(cfg.get("default_scope", "visdet"))
+    out_dir = Path(args.out_dir)
+    check_work_dir(out_dir, "--out-dir")
+    dataset = DATASETS.build(dataset_config(cfg, "test"))
+    if not hasattr(dataset, "scene_starts"):
+        raise UserError(
+            f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
+            "cameras. visdet browse draws the samples of any data set"
+        )
+    model = load_model(cfg, args.checkpoint) if args.checkpoint else None
+    drawing = {"reach_m": args.reach}
+    visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
+    visualizer.dataset_meta = dataset.metainfo
+    thresholds = measured_thresholds(args.checkpoint)
+    for option, names in ((args.score_thr, "classes"), (args.map_score_thr, "map_classes")):
+        if option is not None:
+            thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), option)
+
+    def draw(item: dict) -> np.ndarray:
+        sample = item["data_samples"]
+        if model is not None:
+            with torch.no_grad():
+                (sample,) = model.test_step(pseudo_collate([item]))
+        image = image_of_inputs(item["inputs"], is_bgr(cfg))
+        return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
+
+    bounds = np.append(dataset.scene_starts, len(dataset))
+    for scene in args.scenes:
+        if not 0 <= scene < len(bounds) - 1:
+            raise UserError(
+                f"--scenes must be numbers from 0 to {len(bounds) - 2}, as the data set has {len(bounds) - 1} "
+                f"scenes, got {scene}"
+            )
+        frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
+        write_scene(map(draw, (dataset[index] for index in frames)), out_dir / f"scene_{scene:03d}")
+
+
+def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
+    """Return the config's model with the weights of the checkpoint, in evaluation mode."""
+    import torch
+
+    from visdet.engine.checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+    from visdet.engine.checkpoints.weights import load_weights, weights_of
+    from visdet.registry import MODELS
+
+    trust, allow_nonfinite = (
+        bool(cfg.get(key, False)) for key in ("trust_checkpoint", "allow_nonfinite_weights")
+    )
+    register_checkpoint_readers(trust, allow_nonfinite)
+    model = MODELS.build(cfg.model)
+    weights = weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint)
+    load_weights(model, weights, checkpoint, allow_nonfinite=allow_nonfinite)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:
+    """Write the pictures [H, W, 3] uint8 of a scene to ``name_NNN.png`` and to ``name.gif``."""
+    from PIL import Image
+
+    from visdet.visualization.driving_views import write_gif
+
+    written = []
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(f"{name}_{number:03d}.png")
+        written.append(picture)
+    write_gif(f"{name}.gif", written)
+    print(f"wrote {len(written)} pictures to {name}_*.png and a GIF to {name}.gif")

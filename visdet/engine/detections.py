@@ -1,0 +1,160 @@
+"""The detections in one image, as a detector returns them."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.structures import InstanceData
+from PIL import Image
+from torch import Tensor
+
+from visdet.checks.finite import DIVERGED, check_finite
+from visdet.errors import MissingPackageError, UserError
+from visdet.structures import DetDataSample
+
+from .sample_images import image_file_of
+
+__all__ = ["Detections", "detections_of"]
+
+
+class Detections:
+    """The detections in one image, the highest score first.
+
+    Args:
+        sample: the predictions of the model for the image, on the CPU.
+        classes: the names of the labels.
+        thresholds: the lowest score of the detections that are kept, one number or one for each class.
+        image: the pixels, RGB uint8 [H, W, 3]. The default is to read the file of the sample when they are needed.
+        draw: a function of the pixels and a sample that returns the picture.
+
+    Attributes:
+        boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image.
+        scores: float32 [N] in 0..1.
+        labels: int64 [N], positions in ``classes``.
+        classes: the names of all labels.
+        path: the file of the image, or None.
+        shape: the (height, width) of the image.
+        sample: the sample with the detections that are kept.
+
+    Raises:
+        InvalidInputError: a score or a box is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        sample: DetDataSample,
+        classes: Sequence[str],
+        thresholds: float | Sequence[float] = 0.0,
+        image: np.ndarray | None = None,
+        draw: Callable[[np.ndarray, DetDataSample], np.ndarray] | None = None,
+    ) -> None:
+        found = sample.pred_instances
+        self.path: str | None = sample.get("img_path")
+        check_finite(f"image {self.path}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
+        scores = found.scores.float()
+        order = torch.argsort(scores, descending=True, stable=True)
+        least = torch.as_tensor(thresholds, dtype=torch.float32)
+        kept = order[scores[order] >= (least[found.labels[order]] if least.dim() else least)]
+        self.boxes: Tensor = found.bboxes[kept].float()
+        self.scores: Tensor = scores[kept]
+        self.labels: Tensor = found.labels[kept]
+        self.classes = tuple(classes)
+        self.shape = tuple(int(size) for size in sample.ori_shape[:2])
+        self.sample = sample.new()
+        self.sample.pred_instances = InstanceData(bboxes=self.boxes, scores=self.scores, labels=self.labels)
+        self._image, self._draw = image, draw
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __repr__(self) -> str:
+        names = self.class_names
+        counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "nothing"
+        return f"Detections({counts} in {self.path or 'an image'} of {self.shape[1]}x{self.shape[0]} pixels)"
+
+    @property
+    def class_names(self) -> list[str]:
+        """The name of the class of each detection."""
+        return [self.classes[label] for label in self.labels.tolist()]
+
+    @property
+    def image(self) -> np.ndarray:
+        """The pixels of the image, RGB uint8 [H, W, 3]."""
+        return image_file_of(self.sample) if self._image is None else self._image
+
+    def draw(self, out_file: str | os.PathLike | None = None) -> Image.Image:
+        """Return a picture of the image with its detections, and write it to ``out_file`` if that is given.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        if self._draw is None:
+            raise UserError("these detections come from no detector, which would draw them")
+        picture = Image.fromarray(self._draw(self.image, self.sample))
+        if out_file is not None:
+            try:
+                Path(out_file).parent.mkdir(parents=True, exist_ok=True)
+                picture.save(out_file)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"cannot write {out_file}: {getattr(error, 'strerror', None) or error}"
+                ) from error
+        return picture
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record of the image in ``predictions.json`` of ``visdet infer``, in types of JSON.
+
+        Its keys are ``file``, ``height``, ``width`` and ``detections``. That is a list of dicts with ``class``,
+        ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2 decimals).
+        """
+        rows = zip(self.class_names, self.labels.tolist(), self.scores, self.boxes, strict=True)
+        return {
+            "file": self.path,
+            "height": self.shape[0],
+            "width": self.shape[1],
+            "detections": [
+                {
+                    "class": name,
+                    "label": label,
+                    "score": round(float(score), 5),
+                    "bbox_xyxy": [round(float(edge), 2) for edge in box],
+                }
+                for name, label, score, box in rows
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as a text in JSON."""
+        return json.dumps(self.to_dict())
+
+    def to_supervision(self) -> Any:
+        """Return the detections as ``supervision.Detections``, with ``data['class_name']``.
+
+        Raises:
+            MissingPackageError: the package supervision is not installed.
+        """
+        try:
+            import supervision
+        except ImportError as error:
+            raise MissingPackageError("to_supervision needs supervision: pip install supervision") from error
+        return supervision.Detections(
+            xyxy=self.boxes.numpy().reshape(-1, 4),
+            confidence=self.scores.numpy(),
+            class_id=self.labels.numpy().astype(int),
+            data={"class_name": np.array(self.class_names, dtype=str)},
+        )
+
+
+def detections_of(
+    sample: DetDataSample | dict[str, Any], classes: Sequence[str], score_thr: float = 0.0
+) -> dict[str, Any]:
+    """Return the record of a sample, or of its dict, in ``predictions.json``; see :meth:`Detections.to_dict`."""
+    if isinstance(sample, dict):
+        instances = {key: sample["pred_instances"][key] for key in ("bboxes", "scores", "labels")}
+        metainfo = {key: sample[key] for key in ("img_path", "ori_shape") if key in sample}
+        sample = DetDataSample(metainfo=metainfo, pred_instances=InstanceData(**instances))
+    return Detections(sample, classes, score_thr).to_dict()

@@ -1,0 +1,108 @@
+"""Where a config is: a file of the user, or one of the configs that the package brings along."""
+
+import os
+from pathlib import Path
+
+from mmengine.config.utils import MODULE2PACKAGE
+
+from visdet.errors import ConfigError
+
+from .errors import nearest_names
+
+__all__ = [
+    "CONFIGS",
+    "PACKAGE",
+    "did_you_mean",
+    "existing_config",
+    "find_config",
+    "named_like",
+    "packaged_configs",
+]
+
+CONFIGS = Path(__file__).parents[1] / ".mim" / "configs"  # where mmengine looks for the configs of a package
+PACKAGE = "visdet::"
+MODULE2PACKAGE.setdefault("visdet", "visdet")  # mmengine's own Config finds ``visdet::...``, too.
+_MOST_FILES_TO_LOOK_AT = 2000
+_MOST_FILES_OF_A_FOLDER = 300
+
+
+def packaged_configs() -> list[str]:
+    """Return the names of the package's configs, without those that are only bases."""
+    names = (path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.glob("*/*.py"))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def find_config(name: str) -> str | None:
+    """Return the path of a config, or None if there is none.
+
+    Args:
+        name: a path, or the name of one of the package's configs, such as ``deformable_detr/deformable-detr_shapes``.
+            Both may lack the suffix, and ``visdet::`` may stand before a name.
+    """
+    inside = name.removeprefix(PACKAGE)
+    paths = [] if inside != name else [Path(name), Path(f"{name}.py")]
+    paths += [CONFIGS / inside, CONFIGS / f"{inside}.py"]
+    return next((str(path) for path in paths if path.is_file()), None)
+
+
+def existing_config(name: str) -> str:
+    """Return the path of a config; see :func:`find_config`.
+
+    Raises:
+        ConfigError: there is none. The message has similar names.
+    """
+    found = find_config(name)
+    if found is not None:
+        return found
+    if os.path.isdir(name):
+        raise ConfigError(f"config {name} is a folder; give one of its files")
+    near = [] if name.startswith(PACKAGE) else named_like(name, folder_near(name))
+    near = near or _packaged_like(name)
+    hint = did_you_mean(near) or "; `visdet configs` lists those of the package"
+    raise ConfigError(f"config {name} does not exist{hint}")
+
+
+def _packaged_like(name: str) -> list[str]:
+    """Return the package's configs whose names, with or without their folders, are like a name."""
+    wanted = name.removeprefix(PACKAGE).removesuffix(".py")
+    known = {full.rpartition("/")[2]: full for full in packaged_configs()} | {
+        full: full for full in packaged_configs()
+    }
+    near = [*nearest_names(wanted, known), *nearest_names(wanted.rpartition("/")[2], known)]
+    return list(dict.fromkeys(known[found] for found in near))[:3]
+
+
+def named_like(path: str, folder: Path) -> list[str]:
+    """Return the configs in and a few levels below ``folder`` whose names are like that of ``path``.
+
+    Only the first files are looked at, so that a folder of many files takes no time.
+    """
+    files: dict[str, str] = {}
+    folders, count = [(folder, 0)] if folder.is_dir() else [], 0
+    for here, depth in folders:
+        try:
+            with os.scandir(here) as entries:
+                listed = [entry for entry, _ in zip(entries, range(_MOST_FILES_OF_A_FOLDER), strict=False)]
+        except OSError:
+            continue
+        count += len(listed)
+        for entry in sorted(listed, key=lambda entry: entry.name):
+            if entry.name.endswith(".py"):
+                files[entry.path] = entry.name
+            elif depth < 3 and not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                folders.append((Path(entry.path), depth + 1))
+        if count > _MOST_FILES_TO_LOOK_AT:
+            break
+    near = nearest_names(Path(path).name, files.values(), cutoff=0.7)
+    return [file for name in near for file, its_name in files.items() if its_name == name][:3]
+
+
+def folder_near(path: str) -> Path:
+    """Return the folder of a file, or the one above if it does not exist, unless that is the root of all files."""
+    folder = Path(path).parent
+    above = folder.parent
+    return folder if folder.is_dir() or above == above.parent != Path(".") else above
+
+
+def did_you_mean(candidates: list[str]) -> str:
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""

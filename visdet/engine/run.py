@@ -1,0 +1,149 @@
+"""Training and evaluating a config: what the commands ``visdet train`` and ``visdet test`` do."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visdet.errors import InvalidTypeError
+
+from .config import check_required_keys, load_config
+from .console import say
+from .places import check_work_dir
+
+if TYPE_CHECKING:
+    from mmengine.config import Config
+
+__all__ = ["TrainingResult", "evaluate", "train"]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training leaves.
+
+    Attributes:
+        work_dir: the folder of the run.
+        last_checkpoint, best_checkpoint: paths, or None if the run wrote no such checkpoint.
+        metrics: the metrics of the last validation by name, such as ``coco/bbox_mAP``.
+    """
+
+    work_dir: str
+    last_checkpoint: str | None
+    best_checkpoint: str | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def train(
+    config: "str | os.PathLike | Config",
+    options: Mapping[str, Any] | None = None,
+    /,
+    *,
+    work_dir: str | os.PathLike | None = None,
+    resume: str | os.PathLike | None = None,
+    amp: bool = False,
+    graph: bool | None = None,
+    auto_scale_lr: bool = False,
+    launcher: str | None = None,
+    **overrides: Any,
+) -> TrainingResult:
+    """Train the model of a config, and validate it as the config says. This is the command ``visdet train``.
+
+    Args:
+        config: a config file, the name of one of the package's configs, or a loaded config, which is not changed.
+        options: values of the config to change by their dotted keys, such as ``{"train_cfg.max_iters": 100}``.
+        work_dir: the folder to write. The default is ``work_dirs/<name of the config>``.
+        resume: 'auto' to continue from the newest checkpoint of the folder if there is one, or a checkpoint.
+        amp: train under bfloat16 autocast.
+        graph: replay steps as CUDA graphs on a GPU. The default is the config's choice.
+        auto_scale_lr: scale the learning rate by the total batch size over ``auto_scale_lr.base_batch_size``.
+        launcher: 'none' or 'pytorch'. The default is 'pytorch' under torchrun.
+        overrides: more options. A dict is merged into that of the config: ``train_cfg=dict(max_iters=100)``.
+
+    Raises:
+        UserError: the config, an option or the data cannot be used. The message says why.
+    """
+    cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
+    # These import torch, and a mistake in the config is told before.
+    from .checkpoints.checkpoint import LAST_CHECKPOINT
+    from .distributed import checked_launcher
+    from .hooks import RunReportHook
+    from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
+
+    cfg.launcher = checked_launcher(launcher)
+    if amp:
+        enable_amp(cfg)
+    if graph is not None:
+        cfg.graph = graph
+    if auto_scale_lr:
+        enable_auto_scale_lr(cfg)
+    if resume:
+        set_resume(cfg, os.fspath(resume))
+    for remark in remarks:
+        say(remark)
+    runner = build_runner(cfg)
+    runner.train()
+    pointer = Path(runner.work_dir, LAST_CHECKPOINT)
+    reports = [hook for hook in runner.hooks if isinstance(hook, RunReportHook)]
+    return TrainingResult(
+        runner.work_dir,
+        pointer.read_text().strip() if pointer.is_file() else None,
+        runner.message_hub.get_info("best_ckpt"),
+        dict(reports[0].metrics) if reports else {},
+    )
+
+
+def evaluate(
+    config: "str | os.PathLike | Config",
+    checkpoint: str | os.PathLike,
+    options: Mapping[str, Any] | None = None,
+    /,
+    *,
+    work_dir: str | os.PathLike | None = None,
+    out: str | os.PathLike | None = None,
+    show_dir: str | os.PathLike | None = None,
+    graph: bool | None = None,
+    launcher: str | None = None,
+    **overrides: Any,
+) -> dict[str, float]:
+    """Evaluate a checkpoint on the test set of a config and return the metrics. This is the command ``visdet test``.
+
+    Args:
+        config, options, work_dir, graph, launcher, overrides: see :func:`train`.
+        checkpoint: a checkpoint file or its http(s) address.
+        out: a JSON file to write the predictions of every sample to.
+        show_dir: a folder to write pictures of predictions and ground truth to.
+
+    Raises:
+        UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
+    """
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise InvalidTypeError(f"checkpoint must be a path, got {type(checkpoint).__name__}")
+    cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
+    from .distributed import checked_launcher
+    from .prepare import build_runner, draw_detections, write_detections
+
+    cfg.launcher = checked_launcher(launcher)
+    cfg.load_from, cfg.resume = os.fspath(checkpoint), False
+    if graph is not None:
+        cfg.graph = graph
+    if out:
+        write_detections(cfg, os.fspath(out))
+    if show_dir:
+        check_work_dir(show_dir, "--show-dir")
+        draw_detections(cfg, os.fspath(show_dir))
+    for remark in remarks:
+        say(remark)
+    metrics = build_runner(cfg).test()
+    for path, what in ((out, "predictions"), (show_dir, "pictures")):
+        if path:
+            say(f"{what}: {path}")
+    return metrics
+
+
+def _loaded(
+    config: Any, options: Any, overrides: dict, work_dir: Any, for_training: bool
+) -> tuple[Any, list[str]]:
+    cfg, remarks = load_config(config, {**(options or {}), **overrides}, work_dir and os.fspath(work_dir))
+    check_required_keys(cfg, for_training)
+    return cfg, remarks

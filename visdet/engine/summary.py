@@ -1,0 +1,115 @@
+"""The parameters of a model, and the operations that it computes for one sample."""
+
+import copy
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import init_default_scope
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from visdet.errors import ConfigError, MissingFileError
+from visdet.registry import DATASETS, MODELS
+from visdet.structures import DetDataSample
+
+from .config import complete_config, dataset_config
+from .inference import Detector
+
+__all__ = ["model_summary"]
+
+_PER_SAMPLE = 10  # Four taps and a weight are multiplied and added for each channel of a sampling point.
+
+
+def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
+    """Return a table of the parameters and the FLOPs of each part of a config's model.
+
+    A multiplication and an addition are two operations. Those of convolutions, products of matrices, attention and
+    sampling are counted, as torch.utils.flop_counter does, for the prediction of one image, or of the first sample of
+    the test set if the model takes no images.
+
+    Args:
+        cfg: the config.
+        shape: the (height, width) of the image before the test pipeline. The default is the size that the pipeline
+            resizes to.
+
+    Raises:
+        ConfigError: the pipeline resizes to no size, and none is given.
+    """
+    cfg = copy.deepcopy(cfg)
+    complete_config(cfg)
+    init_default_scope(cfg.default_scope)
+    if issubclass(getattr(MODELS.get(cfg.model.type), "sample_type", DetDataSample), DetDataSample):
+        detector = Detector(cfg, device="cpu")
+        height, width = shape or _resized_to(cfg)
+        model: Any = detector.model
+        what = f"an image of {height} x {width} pixels (height x width)"
+        item = detector.item_of(np.zeros((height, width, 3), np.uint8))
+    else:
+        model = MODELS.build(cfg.model).eval()
+        try:
+            item, what = DATASETS.build(dataset_config(cfg, "test"))[0], "the first sample of the test set"
+        except (MissingFileError, ConfigError) as error:
+            return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    with torch.no_grad(), counter:
+        model.test_step(pseudo_collate([item]))
+    counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
+    return "\n".join([*_rows(model, counts), f"FLOPs are those of the prediction for {what}."])
+
+
+def _resized_to(cfg: Config) -> tuple[int, int]:
+    """Return the (height, width) of the images that the test pipeline makes."""
+    dataset = dataset_config(cfg, "test")
+    for step in dataset.get("pipeline", ()):
+        if step.get("type") == "Resize" and isinstance(step.get("scale"), list | tuple):
+            width, height = step["scale"]
+            return height, width
+    if dataset.get("type") == "ShapesDataset":
+        side = dataset.get("generator", {}).get("image_size", 128)
+        return side, side
+    raise ConfigError(
+        "the test pipeline does not resize images to one size: give the size by --shape HEIGHT WIDTH"
+    )
+
+
+def _formulas() -> dict[Any, Any]:
+    """Return the formulas of visdet's sampling operators. They get the shapes of the arguments."""
+    operators = torch.ops.visdet
+    formulas: dict[Any, Any] = {
+        operators.ms_deform_attn: lambda value, shapes, starts, locations, weights, **_: (
+            _PER_SAMPLE * prod(weights) * value[-1]
+        ),
+        operators.ms_deform_attn_fused: lambda value, shapes, starts, points, offsets, logits, *_, **__: (
+            _PER_SAMPLE * prod(logits) * value[-1]
+        ),
+        operators.deformable_aggregation: lambda features, shapes, starts, locations, weights, **_: (
+            _PER_SAMPLE * prod(weights[:-1]) * features[-1]
+        ),
+        operators.deformable_aggregation_fused: lambda features, a, b, points, cameras, c, logits, *_, **__: (
+            _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
+        ),
+    }
+    return formulas
+
+
+def _flops_of(part: str, counts: dict[str, int]) -> int:
+    """Return the FLOPs of a part, whose own parts may be called by others than itself."""
+    names = [name for name in counts if f"{name}.".startswith(f"{part}.")]
+    return sum(counts[name] for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def _rows(model: nn.Module, counts: dict[str, int]) -> list[str]:
+    root = type(model).__name__
+    parts = {name: part for name, part in model.named_children() if any(True for _ in part.parameters())}
+    rows = [("part", "parameters", "trained", "FLOPs")]
+    for name, part in [*parts.items(), ("all", model)]:
+        total = sum(p.numel() for p in part.parameters())
+        trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
+        flops = _flops_of("Global" if part is model else f"{root}.{name}", counts)
+        rows.append((name, f"{total:,}", f"{trained:,}", f"{flops / 1e9:.3f} G" if counts else "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

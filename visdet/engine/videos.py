@@ -1,0 +1,53 @@
+"""Writing the pictures of detections as a video."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from visdet.errors import UserError
+
+from .detections import Detections
+from .places import check_out_file
+
+__all__ = ["written_as_video"]
+
+
+def written_as_video(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
+    """Yield the detections, and write their pictures to a video as they pass.
+
+    Args:
+        found: the detections in the frames.
+        path: the .mp4 file to write.
+        rate: the number of frames in a second.
+
+    Raises:
+        UserError: the file cannot be written, or a frame has another size than the first one.
+    """
+    import cv2
+
+    if not path.endswith(".mp4"):
+        raise UserError(f"save_video must name an .mp4 file, got {path!r}")
+    check_out_file(path, "save_video")
+    writer: Any = None
+    try:
+        for result in found:
+            picture = result.draw()
+            # The codec takes even sizes only.
+            size = (picture.width // 2 * 2, picture.height // 2 * 2)
+            if writer is None:
+                first, writer = size, cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
+                if not writer.isOpened():
+                    raise UserError(f"OpenCV cannot write the video {path}")
+            if size != first:
+                raise UserError(f"save_video: the frames must be of one size, got {first} and {size}")
+            writer.write(_bgr(picture.crop((0, 0, *size))))
+            yield result
+    finally:
+        if writer is not None:
+            writer.release()
+
+
+def _bgr(picture: Any) -> Any:
+    import cv2
+    import numpy as np
+
+    return cv2.cvtColor(np.asarray(picture), cv2.COLOR_RGB2BGR)

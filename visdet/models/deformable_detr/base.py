@@ -1,0 +1,308 @@
+"""The base of the detectors with deformable attention and a decoder of queries."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmengine.structures import InstanceData
+from torch import Tensor, nn
+
+from visdet.errors import InvalidInputError
+from visdet.registry import MODELS
+from visdet.structures import DetDataSample
+
+from ..base_detector import BaseDetector, image_sizes
+from ..layers.normalization import LayerNorm
+from ..matching.padded_targets import PaddedTargets
+from ..transfer import to_device
+from .decoder_start import DecoderStart
+from .flat_pyramid import FlatPyramid, flatten_pyramid
+from .head import SetPrediction
+
+__all__ = ["DeformableDetectionTransformer", "PredictionBatch", "TrainingBatch"]
+
+# Least number of boxes per image after padding. Each number is a shape of its own for CUDA graphs.
+_LEAST_ROOM, _LEAST_ROOM_ON_GPU = 8, 64
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Images and their ground truth.
+
+    Attributes:
+        images: [B, 3, H, W].
+        image_sizes: [B, 2], the (height, width) without padding, or None if no image is padded.
+        targets: the ground truth of the images.
+    """
+
+    images: Tensor
+    image_sizes: Tensor | None
+    targets: PaddedTargets
+
+
+@dataclass(frozen=True)
+class PredictionBatch:
+    """Images, and the sizes by which their boxes are clipped and scaled.
+
+    Attributes:
+        images, image_sizes: as in ``TrainingBatch``.
+        limit: [B, 1, 4], the (width, height, width, height) of the images without padding, in pixels.
+        scale: [B, 1, 4], the size of these images divided by that of the original images, in the same order.
+    """
+
+    images: Tensor
+    image_sizes: Tensor | None
+    limit: Tensor
+    scale: Tensor
+
+
+def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:
+    """Return the (height, width) [B, 2] of images on their device, or None if no image is padded."""
+    if all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
+        return None
+    return to_device(sizes, inputs.device)
+
+
+class DeformableDetectionTransformer(BaseDetector):
+    """The base class of Deformable DETR and its descendants.
+
+    images -> backbone -> neck -> flat pyramid -> encoder -> start of the decoder -> decoder -> head.
+
+    A subclass says how the decoder starts (``decoder_start``) and which decoder there is by default.
+
+    Args:
+        backbone, neck: configs. The neck returns ``num_feature_levels`` maps with the encoder's ``embed_dims``.
+        encoder: config of the encoder, by default a ``DeformableDetrTransformerEncoder``.
+        decoder: config of the decoder, by default a ``decoder_type``.
+        positional_encoding: config of the encoding of pixels, by default a ``SinePositionalEncoding``. Its
+            ``num_feats`` is half the encoder's ``embed_dims``.
+        bbox_head: config of the head. Its ``embed_dims`` is the encoder's by default.
+        num_queries: number of queries of the decoder.
+        train_cfg, test_cfg: those of the head.
+        data_preprocessor: config of a ``DetDataPreprocessor``.
+        with_box_refine: whether every decoder layer has its own branches and refines the boxes of the layer before.
+        as_two_stage: whether the decoder starts from the encoder's best proposals instead of learned references.
+        num_feature_levels: number of levels of the pyramid.
+
+    Raises:
+        ValueError: a required config is missing, or the widths or levels of the parts do not fit together.
+
+    Source: Zhu et al., Deformable DETR, ICLR 2021; keywords and parameter names are mmdet's.
+    """
+
+    decoder_type = "DeformableDetrTransformerDecoder"
+    assigns_all_pixels = (
+        False  # whether the proposals of all pixels are assigned to ground truth, not the best alone
+    )
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        neck: dict[str, Any] | None = None,
+        encoder: dict[str, Any] | None = None,
+        decoder: dict[str, Any] | None = None,
+        positional_encoding: dict[str, Any] | None = None,
+        bbox_head: dict[str, Any] | None = None,
+        num_queries: int = 100,
+        train_cfg: dict[str, Any] | None = None,
+        test_cfg: dict[str, Any] | None = None,
+        data_preprocessor: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | None = None,
+        with_box_refine: bool = False,
+        as_two_stage: bool = False,
+        num_feature_levels: int = 4,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self.num_queries = num_queries
+        self.with_box_refine = with_box_refine
+        self.as_two_stage = as_two_stage
+        self.backbone = MODELS.build(backbone)
+        self.neck = nn.Identity() if neck is None else MODELS.build(neck)
+        self.encoder = self._part("encoder", encoder, type="DeformableDetrTransformerEncoder")
+        self.decoder = self._part("decoder", decoder, type=self.decoder_type)
+        self.positional_encoding = self._part(
+            "positional_encoding", positional_encoding, type="SinePositionalEncoding"
+        )
+        self.embed_dims = self.encoder.embed_dims
+        head = {
+            **(bbox_head or {}),
+            "train_cfg": train_cfg,
+            "test_cfg": test_cfg,
+            "share_pred_layer": not with_box_refine,
+            "num_pred_layer": self.decoder.num_layers + int(as_two_stage),
+            "as_two_stage": as_two_stage,
+        }
+        self.bbox_head = self._part("bbox_head", bbox_head and head, embed_dims=self.embed_dims)
+        self._check_widths(num_feature_levels)
+        self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
+        if as_two_stage:
+            self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
+            self.memory_trans_norm = LayerNorm(self.embed_dims)
+
+    def _part(self, name: str, config: dict[str, Any] | None, **defaults: Any) -> Any:
+        """Return a part that is built from its config, which is completed by ``defaults``."""
+        if config is None:
+            raise InvalidInputError(f"{type(self).__name__}: {name} must be given")
+        return MODELS.build({**defaults, **config})
+
+    def _check_widths(self, num_feature_levels: int) -> None:
+        """Raise an error if the parts do not fit together, so that this is known before the first batch."""
+        widths = {
+            "decoder embed_dims": self.decoder.embed_dims,
+            "bbox_head.embed_dims": self.bbox_head.embed_dims,
+            "2 * positional_encoding.num_feats": 2 * self.positional_encoding.num_feats,
+        }
+        for name, width in widths.items():
+            if width != self.embed_dims:
+                raise InvalidInputError(
+                    f"{type(self).__name__}: {name} must be the encoder's embed_dims {self.embed_dims}, got {width}"
+                )
+        for name, part in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if part.num_levels != num_feature_levels:
+                raise InvalidInputError(
+                    f"{type(self).__name__}: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
+                    f"attention has num_levels={part.num_levels}"
+                )
+
+    def init_weights(self) -> None:
+        """Initialise the weights of all parts, each by its own rule."""
+        super().init_weights()
+        nn.init.normal_(self.level_embed)
+        if self.as_two_stage:
+            nn.init.xavier_uniform_(self.memory_trans_fc.weight)
+
+    def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
+        batch = self.training_batch(inputs, data_samples)
+        predictions, costs = self.predictions_and_costs(batch)
+        return self.losses(predictions, batch, self.assign(costs, batch))
+
+    def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
+        """Return images and targets as tensors.
+
+        The boxes of each image are padded to a power of two. It is at least 8, and at least 64 on a GPU unless the
+        proposals of all pixels are assigned, too.
+        """
+        sizes = image_sizes(inputs, data_samples)
+        targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
+        least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.assigns_all_pixels else _LEAST_ROOM
+        room = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
+        targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
+        return TrainingBatch(inputs, padded_sizes(inputs, sizes), targets)
+
+    def predictions_and_costs(
+        self, batch: TrainingBatch
+    ) -> tuple[dict[str, SetPrediction], dict[str, Tensor]]:
+        """Return the head's predictions and the costs of assigning them. All work runs on the device."""
+        hidden_states, references, start = self.forward_transformer(batch.images, batch.image_sizes, batch)
+        predictions = self.bbox_head.set_predictions(hidden_states, references, start)
+        return predictions, self.bbox_head.costs(predictions, batch.targets)
+
+    def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
+        """Return the assignment of least cost as tensors, which a kernel computes for costs on a GPU."""
+        return self.bbox_head.assign(costs, batch.targets)
+
+    def losses(
+        self, predictions: dict[str, SetPrediction], batch: TrainingBatch, assignment: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the losses by name. All work runs on the device."""
+        return self.bbox_head.losses(predictions, batch.targets, assignment)
+
+    def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
+        detections = self.detections(self.prediction_batch(inputs, data_samples))
+        return self.with_detections(detections, data_samples)
+
+    def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> PredictionBatch:
+        """Return the images and the sizes by which their boxes are clipped and scaled, as tensors.
+
+        Boxes are divided by the ``scale_factor`` (width, height) of a sample, which converts them to pixels of the
+        original image. If there is none, they stay in pixels of the network's input.
+        """
+        sizes = image_sizes(inputs, data_samples)
+        factors = []
+        for sample in data_samples:
+            factor = sample.metainfo.get("scale_factor")
+            factors.append([1.0, 1.0] if factor is None else [float(number) for number in factor[:2]])
+        limits = [[width, height] for height, width in sizes]
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
+        limit, scale = torch.cat([extents, extents], dim=-1)
+        return PredictionBatch(inputs, padded_sizes(inputs, sizes), limit, scale)
+
+    def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
+        """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
+        hidden_states, references, _ = self.forward_transformer(batch.images, batch.image_sizes)
+        return self.bbox_head.detections(hidden_states, references, batch.limit, batch.scale)
+
+    def with_detections(
+        self, detections: Mapping[str, Tensor], data_samples: Sequence[DetDataSample]
+    ) -> list[DetDataSample]:
+        """Fill the detections of each image into its sample and return the samples."""
+        for index, sample in enumerate(data_samples):
+            sample.pred_instances = InstanceData(
+                **{name: tensor[index] for name, tensor in detections.items()}
+            )
+        return list(data_samples)
+
+    def raw_outputs(
+        self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1 of D decoder layers."""
+        sizes = padded_sizes(inputs, image_sizes(inputs, data_samples))
+        hidden_states, references, _ = self.forward_transformer(inputs, sizes)
+        return self.bbox_head(hidden_states, references)
+
+    def forward_transformer(
+        self, inputs: Tensor, sizes: Tensor | None, batch: TrainingBatch | None = None
+    ) -> tuple[Tensor, list[Tensor], DecoderStart]:
+        """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and its inputs.
+
+        Args:
+            inputs: [B, 3, H, W].
+            sizes: [B, 2], the (height, width) of the images without padding, or None if no image is padded.
+            batch: the batch of a training step, whose ground truth the start of the decoder may use.
+        """
+        height, width = inputs.shape[-2:]
+        pyramid = flatten_pyramid(
+            self.extract_feat(inputs), sizes, (height, width), self.positional_encoding, self.level_embed
+        )
+        memory = self.encoder(pyramid)
+        start = self.decoder_start(memory, pyramid, batch)
+        query, references = start.query, start.references
+        if start.denoising is not None:
+            query = torch.cat((start.denoising.query, query), dim=1)
+            references = torch.cat((start.denoising.references, references), dim=1)
+        hidden_states, all_references = self.decoder(
+            query,
+            start.query_pos,
+            memory,
+            references,
+            pyramid,
+            reg_branches=self.bbox_head.reg_branches if self.with_box_refine else None,
+            self_attn_mask=None if start.denoising is None else start.denoising.mask(start.query.shape[1]),
+        )
+        return hidden_states, all_references, start
+
+    @abstractmethod
+    def decoder_start(
+        self, memory: Tensor, pyramid: FlatPyramid, batch: TrainingBatch | None = None
+    ) -> DecoderStart:
+        """Return the inputs of the decoder.
+
+        Args:
+            memory: [B, S, C], the output of the encoder. pyramid: the pyramid that the encoder has read.
+            batch: the batch of a training step, or None.
+        """
+
+    def proposal_features(self, memory: Tensor, usable: Tensor) -> Tensor:
+        """Return the features [B, K, C] from which proposals are predicted.
+
+        Args:
+            memory: [B, K, C], pixels of the encoder's output. usable: [B, K, 1] bool, see ``pixel_proposals``.
+        """
+        return self.memory_trans_norm(self.memory_trans_fc(memory.masked_fill(~usable, 0.0)))
+
+    def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W]."""
+        return self.neck(self.backbone(inputs))
