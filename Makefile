@@ -1,6 +1,7 @@
 # make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
 # make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
-# make test   set up, then lint, compile every .cu file, and run the tests
+# make test   set up, then lint, compile every .cu file, build the documentation, and run the tests
+# make docs   the documentation as a site, in work_dirs/docs
 # make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
@@ -25,9 +26,9 @@ TORCH ?= torch==2.14.1 torchvision==0.29.1
 CONFIG ?= configs/deformable_detr/deformable-detr_shapes.py
 WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
 SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
-LINTED := visdet tools tests configs benchmarks setup.py
+LINTED := visdet tools tests configs benchmarks docs setup.py
 
-.PHONY: setup demo demo-drive train test lint format cuda-check abi-check check-mmdet wheel check-wheel bench clean
+.PHONY: setup demo demo-drive train test lint docs format cuda-check abi-check check-mmdet wheel check-wheel bench clean
 
 setup: $(VENV)/.installed $(VENV)/.built
 
@@ -36,7 +37,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
-	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint
+	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint --extra docs
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed
@@ -97,7 +98,7 @@ train: setup
 # Two processes: each test uses one thread, and no two share a file or a port.
 TEST_PROCESSES ?= 2
 test: setup
-	$(MAKE) --no-print-directory --jobs=2 lint cuda-check
+	$(MAKE) --no-print-directory --jobs=2 lint cuda-check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 lint: setup
@@ -105,6 +106,11 @@ lint: setup
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 	$(BIN)/mypy
+	$(BIN)/torch-abi-audit --check torch visdet/ops/*.so
+
+# The site with the API reference, in work_dirs/docs. A broken link or a public name without an entry is an error.
+docs: setup
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs work_dirs/docs
 
 format: setup
 	$(BIN)/ruff check --fix $(LINTED)

@@ -1,4 +1,4 @@
-"""README's snippets run as they stand."""
+"""The snippets of README.md and of the pages for beginners run as they stand."""
 
 import json
 import re
@@ -10,43 +10,47 @@ from visdet.ops import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_there_are_the_promised_snippets():
-    assert len(SNIPPETS) == 4
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_snippet_runs(index):
-    exec(compile(SNIPPETS[index], f"README snippet {index}", "exec"), {})
+CONFIG, CALL, LOOK_UP = snippets("README.md")
+
+
+def test_the_readme_is_read_in_two_minutes():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_pages_show_the_same_snippets():
+    assert snippets("docs/own_data.md") == [CONFIG]
+    assert snippets("docs/operators.md")[0] == CALL
+
+
+@pytest.mark.parametrize("snippet", [CALL, LOOK_UP], ids=["call", "look-up"])
+def test_snippet_runs(snippet):
+    exec(compile(snippet, "README snippet", "exec"), {})
 
 
 def test_the_explanation_follows_the_operator_call(capsys):
     if not _library.is_loaded("cuda"):
         pytest.skip("the CUDA library, which makes the plans, is not built")
     names = {}
-    for index in (0, 3):
-        exec(compile(SNIPPETS[index], f"README snippet {index}", "exec"), names)
+    for snippet in snippets("docs/operators.md"):
+        exec(compile(snippet, "snippet of docs/operators.md", "exec"), names)
     assert "ms_deform_attn: path 'decoder'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["configs", "."], ids=["in configs", "in the root"])
 @pytest.mark.parametrize(
     "base", ["deformable-detr-refine-twostage_r50_16xb2-50e_coco", "deformable-detr_small_coco"]
 )
-def test_own_data_config_resolves(tmp_path, place, base):
-    from mmengine import Config
+def test_own_data_config_resolves(tmp_path, base):
+    from visdet.engine import load_config
 
-    (tmp_path / "configs").mkdir()
-    for folder in (ROOT / "configs").iterdir():
-        (tmp_path / "configs" / folder.name).symlink_to(folder)
-    text = SNIPPETS[2].replace("deformable-detr-refine-twostage_r50_16xb2-50e_coco", base)
-    path = tmp_path / place / "my_config.py"
-    path.write_text(
-        text if place == "configs" else text.replace('"deformable_detr/', '"configs/deformable_detr/')
-    )
-    config = Config.fromfile(path)
+    path = tmp_path / "my_config.py"
+    path.write_text(CONFIG.replace("deformable-detr-refine-twostage_r50_16xb2-50e_coco", base))
+    config = load_config(str(path))
     assert config.model.bbox_head.num_classes == 3
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         dataset = loader.dataset
@@ -94,8 +98,11 @@ def h200_figures(op: str, case: str, dtype: str, peer: str) -> list[float]:
     ]
 
 
-def test_every_command_of_the_readme_exists():
-    for script in set(re.findall(r"tools/\w+\.py", README)):
-        assert (ROOT / script).exists(), script
+def test_every_command_of_the_pages_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"make (\w[\w-]*)", README)) - {"and"} <= targets
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = path.read_text()
+        for script in set(re.findall(r"(?<![\w/])tools/\w+\.py", text)):
+            assert (ROOT / script).exists(), (path, script)
+        for pair in re.findall(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)", text, flags=re.MULTILINE):
+            assert {*pair} - {""} <= targets, (path, pair)

@@ -12,7 +12,7 @@ __all__ = ["GIoULoss", "L1Loss"]
 
 @MODELS.register_module()
 class L1Loss(ReducedLoss):
-    """|pred - target| of each coordinate.
+    """Absolute difference of prediction and target in each coordinate.
 
     Args:
         reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
