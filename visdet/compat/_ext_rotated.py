@@ -31,9 +31,7 @@ __all__ = [
 ]
 
 
-def _linear(
-    name: str, function: Callable[..., Tensor]
-) -> tuple[Callable[..., None], Callable[..., None]]:
+def _linear(name: str, function: Callable[..., Tensor]) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return a forward and a backward entry for a function that is linear in its first tensor.
 
     The gradient of a linear function does not depend on the values of that tensor.
@@ -68,7 +66,8 @@ riroi_align_rotated_forward, riroi_align_rotated_backward = _linear(
     "riroi_align_rotated", _riroi_align_rotated
 )
 rotated_feature_align_forward, rotated_feature_align_backward = _linear(
-    "rotated_feature_align", lambda features, boxes, settings: ops.rotated_feature_align(features, boxes, **settings)
+    "rotated_feature_align",
+    lambda features, boxes, settings: ops.rotated_feature_align(features, boxes, **settings),
 )
 active_rotated_filter_forward, active_rotated_filter_backward = _linear(
     "active_rotated_filter", lambda input, indices, _: ops.active_rotated_filter(input, indices)
@@ -94,7 +93,11 @@ def points_in_polygons_forward(points: Tensor, polygons: Tensor, output: Tensor)
 
 def diff_iou_rotated_sort_vertices_forward(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor:
     B, N = vertices.shape[:2]
-    shapes = {"vertices": (vertices, [B, N, 24, 2]), "mask": (mask, [B, N, 24]), "num_valid": (num_valid, [B, N])}
+    shapes = {
+        "vertices": (vertices, [B, N, 24, 2]),
+        "mask": (mask, [B, N, 24]),
+        "num_valid": (num_valid, [B, N]),
+    }
     for name, (tensor, expected) in shapes.items():
         if list(tensor.shape) != expected:
             raise ValueError(

@@ -78,7 +78,7 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
     """
     angle = torch.atan2(vertices[..., 1], vertices[..., 0])
     angle = torch.where(angle < 0, angle + 2 * torch.pi, angle)
-    order = torch.where(mask, angle, torch.inf).argsort(-1, stable=True)  # the valid ones come first
+    order = torch.where(mask, angle, torch.inf).sort(dim=-1, stable=True)[1]  # the valid ones come first
     count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
     rank = torch.arange(mask.shape[-1], device=mask.device)
     ordered = vertices.gather(2, order[..., None].expand_as(vertices))
@@ -86,9 +86,9 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
         2, ((rank - 1) % count.clamp(min=1))[..., None].expand_as(ordered)
     )  # the last one is before the first
     gap = torch.where(rank < count, (ordered - before).square().sum(-1), -1.0)
-    is_kept = gap.argsort(-1, descending=True, stable=True).argsort(-1) < 8
+    is_kept = gap.sort(dim=-1, descending=True, stable=True)[1].argsort(-1) < 8
     is_kept &= rank < count
-    order = order.gather(2, (~is_kept).int().argsort(-1, stable=True))[..., :9]
+    order = order.gather(2, (~is_kept).int().sort(dim=-1, stable=True)[1])[..., :9]
     count = is_kept.sum(-1, keepdim=True)
     crossing = 8 + (~mask[..., 8:]).int().argmax(-1, keepdim=True)
     place = rank[:9]

@@ -29,10 +29,12 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
 
     Where the hull has fewer than K points, the first one follows the last, again and again.
     """
-    N, K, _ = points.shape
+    K = points.shape[1]
     edges = points[:, None] - points[:, :, None]  # [N, from, to]
     length = edges.square().sum(-1)
-    side = _cross(edges[:, :, :, None], edges[:, :, None])  # [N, from, to, other]: negative if right of the edge
+    side = _cross(
+        edges[:, :, :, None], edges[:, :, None]
+    )  # [N, from, to, other]: negative if right of the edge
     slack = 1e-14 * length.flatten(1).amax(1)[:, None, None]
     # A point's successor has all others to its left; the furthest one of those on a line.
     has_no_other = (side >= -slack[..., None]).all(-1) & (length > 0)
@@ -53,7 +55,8 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
 
 def _hulls(points: Tensor) -> Tensor:
     indices = [hull_indices(some) for some in points.detach().split(max(PAIRS_AT_ONCE // 32, 1))]
-    return points.gather(1, torch.cat(indices)[..., None].expand(-1, -1, 2))
+    hulls = points.gather(1, torch.cat(indices)[..., None].expand(-1, -1, 2))
+    return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
 def _area(polygons: Tensor) -> Tensor:
@@ -99,7 +102,9 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
     return ious
 
 
-def convex_giou(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:  # [N, 18], [N, 8] -> [N], [N, 18]
+def convex_giou(
+    pointsets: Tensor, polygons: Tensor
+) -> tuple[Tensor, Tensor]:  # [N, 18], [N, 8] -> [N], [N, 18]
     """Return the generalised IoU of each point set's hull with the polygon of its row, and its gradient.
 
     Args:

@@ -37,10 +37,8 @@ def rotated_feature_align(
     Source: R3Det, arXiv 1908.05612; the signature is mmcv's.
     """
     if features.dim() != 4:
-        raise ValueError(
-            f"rotated_feature_align: features must be [B, C, H, W], got {list(features.shape)}"
-        )
-    B, C, H, W = features.shape
+        raise ValueError(f"rotated_feature_align: features must be [B, C, H, W], got {list(features.shape)}")
+    B, _, H, W = features.shape
     if best_rbboxes.shape != (B, H, W, 5):
         raise ValueError(
             f"rotated_feature_align: best_rbboxes must be {[B, H, W, 5]}, got {list(best_rbboxes.shape)}"
