@@ -36,7 +36,11 @@ CONFIGS = (
 
 def check(config_path: Path, device: str) -> str:
     """Return a text with the loss of one training step and the number of predicted boxes."""
+    from mmengine.config import Config
     from mmrotate.testing import demo_mm_inputs
+
+    steps = Config.fromfile(config_path).train_pipeline
+    targets = [step.box_type_mapping.gt_bboxes for step in steps if "ConvertBoxType" in step.type]
 
     def inputs(count: int) -> list:
         return demo_mm_inputs(
@@ -44,7 +48,7 @@ def check(config_path: Path, device: str) -> str:
             [[3, 128, 128]] * count,
             num_classes=15,
             use_box_type=True,
-            use_qbox="qbox" in config_path.name,
+            use_qbox="qbox" in targets,
             device=device,
         )
 

@@ -65,9 +65,17 @@ roi_align_rotated_forward, roi_align_rotated_backward = _linear("roi_align_rotat
 riroi_align_rotated_forward, riroi_align_rotated_backward = _linear(
     "riroi_align_rotated", _riroi_align_rotated
 )
+
+
+def _rotated_feature_align(features: Tensor, best_bboxes: Tensor, settings: dict) -> Tensor:
+    B, _, H, W = features.shape
+    if best_bboxes.numel() == B * H * W * 5:
+        best_bboxes = best_bboxes.reshape(B, H, W, 5)  # R3Det gives [B * H * W, 5]
+    return ops.rotated_feature_align(features, best_bboxes, **settings)
+
+
 rotated_feature_align_forward, rotated_feature_align_backward = _linear(
-    "rotated_feature_align",
-    lambda features, boxes, settings: ops.rotated_feature_align(features, boxes, **settings),
+    "rotated_feature_align", _rotated_feature_align
 )
 active_rotated_filter_forward, active_rotated_filter_backward = _linear(
     "active_rotated_filter", lambda input, indices, _: ops.active_rotated_filter(input, indices)

@@ -243,16 +243,26 @@ def chamfer_distance(
 def nearest(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor]:  # int64 [B, N], [B, M]
     """Return the index of the nearest point of the other set for each point."""
     found = []
-    wide = torch.promote_types(xyz1.dtype, torch.float32)
-    for one, other in ((xyz1.to(wide), xyz2.to(wide)), (xyz2.to(wide), xyz1.to(wide))):
+    for one, other in ((xyz1, xyz2), (xyz2, xyz1)):
         index = torch.zeros(one.shape[:2], dtype=torch.int64, device=one.device)
         if other.shape[1]:
             step = max(8 * PAIRS_AT_ONCE // max(one.shape[0] * other.shape[1], 1), 1)
             for begin in range(0, one.shape[1], step):
-                apart = one[:, begin : begin + step, None] - other[:, None]
-                index[:, begin : begin + step] = apart.square().sum(-1).argmin(-1)
+                index[:, begin : begin + step] = _apart(
+                    one[:, begin : begin + step, None], other[:, None]
+                ).argmin(-1)
         found.append(index)
     return found[0], found[1]
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return squared distances. Those of float16 points are rounded as mmcv rounds them, unless they are too large."""
+    wide = torch.promote_types(one.dtype, torch.float32)
+    apart = (one.to(wide) - other.to(wide)).square().sum(-1)
+    if one.dtype != torch.float16:
+        return apart
+    rounded = (one - other).square().sum(-1)
+    return torch.where(rounded.isfinite(), rounded, apart)
 
 
 def squared_distances(
