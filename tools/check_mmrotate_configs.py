@@ -42,10 +42,12 @@ def check(config_path: Path, device: str) -> str:
     steps = Config.fromfile(config_path).train_pipeline
     targets = [step.box_type_mapping.gt_bboxes for step in steps if "ConvertBoxType" in step.type]
 
+    size = 512 if "sasm" in config_path.name else 128  # SASM selects nine positions of every level.
+
     def inputs(count: int) -> list:
         return demo_mm_inputs(
             count,
-            [[3, 128, 128]] * count,
+            [[3, size, size]] * count,
             num_classes=15,
             use_box_type=True,
             use_qbox="qbox" in targets,
