@@ -147,6 +147,34 @@ def test_min_area_polygons_by_hand():
     assert giou.item() == 1 and gradient.shape == (1, 18)
 
 
+def test_the_gradient_where_sides_coincide_is_mmcvs():
+    """A hull whose left and lower sides lie on those of the polygon; the shared area has 0 or 1 as derivative there."""
+    points = torch.tensor([[1.0, 1, 2, 2, 1, 2, 2, 1, 1, 3, 3, 1, 2, 3, 3, 2, 1.5, 1.5]])
+    giou, gradient = convex_giou(points, torch.tensor([[1.0, 1, 1, 2, 2, 2, 2, 1]]))
+    assert giou.item() == pytest.approx(2 / 7)
+    corners = [
+        0.0204,
+        0.0408,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0.0612,
+        -0.0408,
+        -0.0408,
+        0.0816,
+        -0.0408,
+        -0.0816,
+        -0.0816,
+        -0.0408,
+        0,
+        0,
+    ]
+    assert gradient[0].tolist() == pytest.approx(corners, abs=1e-4)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_in_polygons(device):
     points, polygons = uniform(60, 2), quadrilaterals(9)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..box_iou_rotated import quadrilateral_area, shared_area
+from .triangle_overlap import overlap_by_triangles
 
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
 
@@ -59,10 +60,14 @@ def _hulls(points: Tensor) -> Tensor:
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
-def _area(polygons: Tensor) -> Tensor:
-    """Return the areas of polygons [..., K, 2] by the shoelace formula, relative to their first corners."""
+def _signed_area(polygons: Tensor) -> Tensor:
+    """Return the areas of polygons [..., K, 2] by the shoelace formula, negative if they turn from y towards x."""
     corners = polygons - polygons[..., :1, :].detach()
-    return _cross(corners, corners.roll(-1, -2)).sum(-1).abs() / 2
+    return _cross(corners, corners.roll(-1, -2)).sum(-1) / 2
+
+
+def _area(polygons: Tensor) -> Tensor:
+    return _signed_area(polygons).abs()
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
@@ -114,7 +119,8 @@ def convex_giou(
     Returns:
         ([N], [N, 18]). The IoU minus the share of the common hull that neither covers, and its derivatives with respect
         to ``pointsets``, both in the type of ``pointsets``. They are computed in float64. Points inside the hull have
-        no gradient. A set and a polygon without area give 0, and numbers that are not finite NaN.
+        no gradient. Where sides or corners coincide, the derivatives are mmcv's, between those of both sides. A set and
+        a polygon without area give 0, and numbers that are not finite NaN.
 
     The results are not differentiable: losses multiply the derivatives themselves. It is deterministic.
 
@@ -133,7 +139,8 @@ def convex_giou(
         points, q = leaf.view(-1, 9, 2), polygons.detach().double().view(-1, 4, 2)
         p = _hulls(points)
         areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
-        shared = torch.minimum(shared_area(p, q, are_boxes=False), torch.minimum(areas, q_areas))
+        turned = torch.where((_signed_area(q) < 0)[:, None, None], q.flip(1), q)
+        shared = overlap_by_triangles(p, turned)
         union = areas + q_areas - shared
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
         (gradient,) = torch.autograd.grad(giou.sum(), leaf)
