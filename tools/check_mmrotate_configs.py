@@ -40,8 +40,7 @@ def check(config_path: Path, device: str) -> str:
     from mmrotate.testing import demo_mm_inputs
 
     steps = Config.fromfile(config_path).train_pipeline
-    targets = [step.box_type_mapping.gt_bboxes for step in steps if "ConvertBoxType" in step.type]
-
+    box_types = [step.get("box_type") or step.get("box_type_mapping", {}).get("gt_bboxes") for step in steps]
     size = 512 if "sasm" in config_path.name else 128  # SASM selects nine positions of every level.
 
     def inputs(count: int) -> list:
@@ -50,7 +49,7 @@ def check(config_path: Path, device: str) -> str:
             [[3, size, size]] * count,
             num_classes=15,
             use_box_type=True,
-            use_qbox="qbox" in targets,
+            use_qbox=[name for name in box_types if name][-1] == "qbox",
             device=device,
         )
 
