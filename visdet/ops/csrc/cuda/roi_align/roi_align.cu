@@ -1,8 +1,7 @@
 // roi_align on CUDA. The contract is in ../../roi_align.h.
-#include <optional>
+#include <type_traits>
 
 #include "common/launch.h"
-#include "common/paths.h"
 #include "cuda/roi_align/sums.cuh"
 #include "cuda/roi_align/windows.cuh"
 
