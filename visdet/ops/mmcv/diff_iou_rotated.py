@@ -23,11 +23,17 @@ def _shared(box1: Tensor, box2: Tensor) -> Tensor:
 
 
 def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each -> [B, N]
-    """Return the IoU of each rotated box (x, y, w, h, angle) of ``box1`` with that of the same place in ``box2``.
+    """Return the IoU of each rotated box of ``box1`` with that of the same place in ``box2``.
 
-    Angles are in radians and turn from the x axis towards the y axis. The IoU is computed in float64 and returned in
-    the type of ``box1``. If neither box has an area, it is NaN. It is differentiable with respect to both boxes; where
-    they do not overlap, the gradient is 0.
+    Args:
+        box1: [B, N, 5] (x, y, w, h, angle). The centres and sides, and the angles in radians, which turn from the x
+            axis towards the y axis.
+        box2: [B, N, 5]. Boxes of the same kind.
+
+    Returns:
+        [B, N]. The IoU in the type of ``box1``, computed in float64. If neither box has an area, it is NaN.
+
+    It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
 
     Raises:
         ValueError: The shapes do not fit. The message names the argument.
@@ -41,12 +47,22 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
 
 
 def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] each -> [B, N]
-    """Return the IoU of upright boxes (x, y, z, w, h, l, angle) in space, whose length l is along z.
+    """Return the IoU of each upright box in space of ``box3d1`` with that of the same place in ``box3d2``.
 
-    It is that of ``diff_iou_rotated_2d`` with volumes in place of areas.
+    Args:
+        box3d1: [B, N, 7] (x, y, z, w, h, l, angle). The centres, the sides along x, y and z, and the angles around z in
+            radians.
+        box3d2: [B, N, 7]. Boxes of the same kind.
+
+    Returns:
+        [B, N]. The IoU in the type of ``box3d1``, computed in float64. If neither box has a volume, it is NaN.
+
+    It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
 
     Raises:
         ValueError: The shapes do not fit. The message names the argument.
+
+    Source: arXiv 1908.03851; the signature is mmcv's.
     """
     _check("diff_iou_rotated_3d", 7, "x, y, z, w, h, l, angle", box3d1=box3d1, box3d2=box3d2)
     flat = [0, 1, 3, 4, 6]

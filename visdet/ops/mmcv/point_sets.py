@@ -149,15 +149,21 @@ def convex_giou(
 
 @torch.no_grad()
 def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
-    """Return the corners of the box of the smallest area around each set of nine points (x1, y1, ..., x9, y9).
+    """Return the corners of the box of the smallest area around each set of nine points.
 
-    One of its sides is on an edge of the convex hull, of equal boxes the first from the point of least y on. The first
-    corner is the one of greatest x and least y before the box is rotated by an angle of 0 to 90 degrees, and the others
-    follow from there against x. They are in the type of ``pointsets`` and computed in float64. It is not
-    differentiable. It is deterministic.
+    Args:
+        pointsets: [N, 18] (x1, y1, ..., x9, y9). Sets of nine points.
+
+    Returns:
+        [N, 8] (x1, y1, ..., x4, y4). The corners in the type of ``pointsets``, computed in float64. One side of the box
+        is on an edge of the convex hull, of equal boxes on the first from the point of least y on. The first corner is
+        the one of greatest x and least y before the box is rotated by an angle of 0 to 90 degrees, and the others
+        follow from there against x.
+
+    It is not differentiable. It is deterministic.
 
     Raises:
-        ValueError: ``pointsets`` is not [N, 18].
+        ValueError: A shape does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
@@ -183,10 +189,17 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
 
 @torch.no_grad()
 def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [M, 8] -> [N, M]
-    """Return 1.0 where a point (x, y) lies in a quadrilateral (x1, y1, ..., x4, y4), and 0.0 elsewhere, in float32.
+    """Return 1.0 where a point lies in a quadrilateral, and 0.0 elsewhere.
 
-    A point is inside if a ray from it towards greater x crosses the sides an odd number of times. For a point on the
-    boundary the result is either, the same as mmcv's. It is not differentiable. It is deterministic.
+    Args:
+        points: [N, 2] (x, y). The points.
+        polygons: [M, 8] (x1, y1, ..., x4, y4). Quadrilaterals that do not cross themselves, either way round.
+
+    Returns:
+        [N, M] float32. A point is inside if a ray from it towards greater x crosses the sides an odd number of times.
+        For a point on the boundary the result is either, the same as mmcv's. A point with NaN is outside.
+
+    It is not differentiable. It is deterministic.
 
     Raises:
         ValueError: A shape does not fit. The message names the argument.
