@@ -80,7 +80,9 @@ def test_roi_align_rotated_is_its_definition(ratio, aligned, clockwise):
     assert expected[:3].flatten(1).any(1).all()
     torch.testing.assert_close(roi_align_rotated(x, rois(), *settings), expected)
     torch.testing.assert_close(RoIAlignRotated(*settings)(x, rois()), expected)
-    assert torch.autograd.gradcheck(lambda x: roi_align_rotated(x, rois(), *settings), x.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: roi_align_rotated(x, rois(), *settings), x.requires_grad_(), fast_mode=True
+    )
 
 
 def test_without_an_angle_it_is_roi_align():
@@ -111,7 +113,9 @@ def test_riroi_align_rotated_turns_orientations(clockwise):
     expected = expected.flatten(1, 2)
     torch.testing.assert_close(riroi_align_rotated(x, rois(), *settings), expected)
     torch.testing.assert_close(RiRoIAlignRotated(*settings)(x, rois()), expected)
-    assert torch.autograd.gradcheck(lambda x: riroi_align_rotated(x, rois(), *settings), x.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: riroi_align_rotated(x, rois(), *settings), x.requires_grad_(), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("points", [1, 5])
@@ -147,7 +151,9 @@ def test_active_rotated_filter_is_its_definition():
             expected[:, k, :, target - 1] = weight.flatten(2)[:, :, place]
     found = active_rotated_filter(weight, indices.int())
     assert torch.equal(found, expected.view(12, 4, 3, 3))
-    assert torch.autograd.gradcheck(lambda w: active_rotated_filter(w, indices), weight.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda w: active_rotated_filter(w, indices), weight.requires_grad_(), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
