@@ -9,10 +9,10 @@ __all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
 
 
 def _check(op: str, columns: int, layout: str, **boxes: Tensor) -> None:
-    shapes = {tuple(tensor.shape) for tensor in boxes.values()}
+    first, second = boxes.values()
     for name, tensor in boxes.items():
-        if tensor.dim() != 3 or tensor.shape[2] != columns or len(shapes) > 1:
-            given = " and ".join(str(list(tensor.shape)) for tensor in boxes.values())
+        if tensor.dim() != 3 or tensor.shape[2] != columns or first.shape != second.shape:
+            given = f"{list(first.shape)} and {list(second.shape)}"
             raise ValueError(f"{op}: {name} must be [B, N, {columns}] ({layout}) as the other, got {given}")
 
 
