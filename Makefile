@@ -4,6 +4,7 @@
 # make docs   the documentation as a site, in work_dirs/docs
 # make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
+# make check-mmrotate  stock mmrotate 1.x configs on visdet's operators, in an environment of its own (docs/mmrotate.md)
 # make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
@@ -152,6 +153,14 @@ clean:
 # PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
 check-mmdet:
 	$(PYTHON) tools/check_mmdet_configs.py
+
+# mmrotate 1.x on mmcv-lite, in an environment of its own. mmrotate refuses newer versions of mmcv and mmdet.
+MMROTATE ?= mmrotate==1.0.0rc1 mmdet==3.0.0 mmcv-lite==2.0.1
+.PHONY: check-mmrotate
+check-mmrotate: setup
+	$(PYTHON) -m venv $(VENV)-mmrotate
+	$(VENV)-mmrotate/bin/python -m pip install --quiet $(TORCH) $(MMROTATE)
+	PYTHONPATH=$(CURDIR) $(VENV)-mmrotate/bin/python tools/check_mmrotate_configs.py
 
 # mmcv 1.x under visdet.compat, in an environment of its own; nothing is skipped there. Its setup needs an old setuptools.
 MMCV1 ?= mmcv==1.7.2

@@ -5,10 +5,12 @@ Each model runs one training step and one prediction. The environment needs mmcv
 
 import argparse
 import contextlib
+import importlib
 import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,69 +40,87 @@ def keep_every_box(settings: Any) -> None:
 
 
 def check(config_path: Path, device: str) -> str:
+    """Return a text with the loss of one training step and the number of predicted boxes."""
+    import torch
+    from mmdet.testing import demo_mm_inputs
+
+    # CornerNet's hourglass needs images of at least 511 pixels. DINO selects 900 positions of the pyramid.
+    size = next((size for name, size in (("cornernet", 512), ("dino", 256)) if name in config_path.name), 128)
+
+    def inputs(count: int) -> Any:
+        has_masks = "mask" in config_path.name
+        return demo_mm_inputs(
+            count, [[3, size, size]] * count, num_classes=80, with_mask=has_masks, device=device
+        )
+
+    # RepPoints' assigner makes its indices on the default device (open-mmlab/mmdetection#10436).
+    with torch.device(device) if "reppoints" in config_path.name else contextlib.nullcontext():
+        return step_and_predict(config_path, device, inputs)
+
+
+def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any]) -> str:
     """Return a text with the loss of one training step and the number of predicted boxes.
+
+    Args:
+        inputs: a function that returns a batch of so many images.
 
     Raises:
         RuntimeError: a gradient is missing or not finite, or no box is predicted.
     """
     import torch
     from mmdet.registry import MODELS
-    from mmdet.testing import demo_mm_inputs
     from mmengine.config import Config
+    from mmengine.model import revert_sync_batchnorm
 
     torch.manual_seed(0)
     model_config = Config.fromfile(config_path).model
     for part in (model_config, model_config.get("backbone", {})):
         part.pop("init_cfg", None)  # The check does not need pretrained weights, which would be downloaded.
     keep_every_box(model_config.get("test_cfg"))
-    model = MODELS.build(model_config).to(device)
-    has_masks = "mask" in config_path.name
-    # CornerNet's hourglass needs images of at least 511 pixels. DINO selects 900 positions of the pyramid.
-    size = next((size for name, size in (("cornernet", 512), ("dino", 256)) if name in config_path.name), 128)
-    batch = demo_mm_inputs(2, [[3, size, size]] * 2, num_classes=80, with_mask=has_masks, device=device)
+    model = revert_sync_batchnorm(MODELS.build(model_config)).to(device)
     model.train()
     if hasattr(model, "init_weights"):
         model.init_weights()
-    # RepPoints' assigner makes its indices on the default device (open-mmlab/mmdetection#10436).
-    with torch.device(device) if "reppoints" in config_path.name else contextlib.nullcontext():
-        losses = model.forward(**model.data_preprocessor(batch, True), mode="loss")
+    losses = model.forward(**model.data_preprocessor(inputs(2), True), mode="loss")
     total, _ = model.parse_losses(losses)
     total.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients or not all(bool(g.isfinite().all()) for g in gradients):
         raise RuntimeError("a gradient is missing or not finite")
     model.eval()
-    batch = demo_mm_inputs(1, [[3, size, size]], num_classes=80, with_mask=has_masks, device=device)
     with torch.no_grad():
-        samples = model.forward(**model.data_preprocessor(batch, False), mode="predict")
+        samples = model.forward(**model.data_preprocessor(inputs(1), False), mode="predict")
     boxes = len(samples[0].pred_instances)
     if boxes == 0:
         raise RuntimeError("no box is predicted")
     return f"loss {total.item():.3f}, {boxes} boxes"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def check_configs(
+    package: str, configs: Sequence[str], check: Callable[[Path, str], str], description: str | None
+) -> int:
+    """Check the configs of an mm-package that the command line names, or ``configs``; return the exit status."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "configs",
         nargs="*",
-        default=CONFIGS,
-        help="paths of configs relative to mmdet's configs folder (default: a choice of twelve)",
+        default=configs,
+        help=f"paths of configs relative to {package}'s configs folder (default: a choice of {len(configs)})",
     )
     parser.add_argument(
         "--device", default="cpu", help="device to run on, such as 'cuda' (default: %(default)s)"
     )
     arguments = parser.parse_args()
 
+    from visdet.compat import older_versions
     from visdet.compat.mmcv_ops import install
 
+    older_versions.install()
     logging.disable(logging.INFO)  # mmengine logs the initialisation of each of thousands of weights.
     print("mmcv._ext:", "visdet" if install() else "mmcv's own")
-    import mmdet
-    from mmdet.utils import register_all_modules
-
-    register_all_modules(init_default_scope=True)
-    folder = Path(mmdet.__file__).parent / ".mim" / "configs"
+    module = importlib.import_module(package)
+    importlib.import_module(f"{package}.utils").register_all_modules(init_default_scope=True)
+    folder = Path(module.__file__ or "").parent / ".mim" / "configs"
     failed = 0
     for name in arguments.configs:
         start = time.perf_counter()
@@ -110,8 +130,9 @@ def main() -> int:
             failed += 1
             outcome = "FAILED\n" + traceback.format_exc()
         print(f"{name}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
+    print(f"{len(arguments.configs) - failed} of {len(arguments.configs)} pass")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_configs("mmdet", CONFIGS, check, __doc__))

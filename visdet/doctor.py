@@ -117,9 +117,7 @@ def _torchvision_operators(advice: list[str]) -> list[str]:
         problem = _torchvision.problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
         kernels = "visdet's kernels" if _library.is_loaded(device) else server
-        of_regions = kernels if device == "cpu" else server
-        lines += [f"  nms on {device}: {kernels}", f"  roi_align on {device}: {of_regions}"]
-        lines += [f"  deform_conv2d on {device}: {kernels}"]
+        lines += [f"  {name} on {device}: {kernels}" for name in ("nms", "roi_align", "deform_conv2d")]
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
     return lines

@@ -35,6 +35,11 @@ def test_names_that_numpy_has_dropped(bridge):
     assert issubclass(old("VisibleDeprecationWarning"), Warning)
 
 
+def test_abstract_classes_that_python_had_in_collections(bridge):
+    module = importlib.import_module("collections")
+    assert issubclass(list, module.Sequence) and issubclass(dict, module.Mapping)
+
+
 def test_uninstall_leaves_the_packages_as_they_were():
     before = vars(np).copy(), torch.load, torch.nn.parallel._functions._get_stream
     with older_versions.installed():

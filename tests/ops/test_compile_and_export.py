@@ -61,6 +61,15 @@ def cases():
     for mode, ratio in (("avg", 0), ("avg", 2), ("max", 0), ("max", 2)):
         layer = ops.RoIAlign((2, 3), 0.5, ratio, mode)
         yield f"roi_align-{mode}-{ratio}", layer, lambda n: (x, rois(n))
+    turned = lambda n: torch.cat([rois(n), boxes(n)[:, :1]], 1)  # noqa: E731
+    yield "riroi_align_rotated", ops.RiRoIAlignRotated(2, 0.5, 2, 3), lambda n: (x, turned(n))
+    align = Function(ops.rotated_feature_align, 0.5, 5)
+    yield "rotated_feature_align", align, lambda n: (rand(n, 3, 4, 5), rand(n, 4, 5, 5))
+    yield (
+        "diff_iou_rotated",
+        Function(ops.diff_iou_rotated_2d),
+        lambda n: (1 + rand(1, n, 5), 1 + rand(1, n, 5)),
+    )
     yield "roi_align-images", ops.RoIAlign(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
     for ratio in (0, 2):
         layer = ops.DeformRoIPool((2, 3), sampling_ratio=ratio)

@@ -150,7 +150,10 @@ def test_registration(ratio):
     arguments = (x.requires_grad_(), rois, *size, scale, ratio, aligned)
     opcheck(torch.ops.visdet.roi_align.default, arguments)
     gradient = torch.ones(len(rois), 3, *size)
-    opcheck(torch.ops.visdet.roi_align_backward.default, (gradient, rois, 2, 9, 11, scale, ratio, aligned))
+    opcheck(
+        torch.ops.visdet.roi_align_backward.default,
+        (gradient, rois, 2, 9, 11, scale, ratio, aligned, False),
+    )
 
 
 def test_layouts():
@@ -209,4 +212,4 @@ def test_refusals_of_the_operator(arguments, message):
 )
 def test_refusals_of_the_gradient(arguments, message):
     with pytest.raises(RuntimeError, match=f"roi_align_backward: .*{message}"):
-        torch.ops.visdet.roi_align_backward(torch.zeros(7, 3, 2, 2), *arguments, 1.0, 0, True)
+        torch.ops.visdet.roi_align_backward(torch.zeros(7, 3, 2, 2), *arguments, 1.0, 0, True, False)

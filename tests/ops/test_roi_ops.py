@@ -15,6 +15,7 @@ from visdet.ops import (
     _library,
     _torchvision,
     deform_roi_pool,
+    explain,
     roi_align,
     roi_pool,
 )
@@ -229,6 +230,18 @@ def test_compilation_of_roi_align():
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_more_bins_than_a_kernel_counts_are_refused():
+    if not (_library.is_loaded("cpu") and _library.is_loaded("cuda")):
+        pytest.skip("the CUDA library is not built")
+    images, rois = torch.empty(1, 1, 2, 2, device="meta"), torch.empty(1, 5, device="meta")
+    with pytest.raises(
+        RuntimeError, match=r"roi_align: a region must have at most .* bins on CUDA, got 16384 x 8192"
+    ):
+        explain("roi_align", images, rois, (16384, 8192), device="H200")
+    with pytest.raises(RuntimeError, match=r"rois must be \[N, 5\] or \[N, 6\], got \[1, 7\]"):
+        torch.ops.visdet_plan.roi_align(images, torch.empty(1, 7, device="meta"), 2, 2, 1.0, 0, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -70,27 +70,29 @@ def bbox_overlaps(
     write("bbox_overlaps", "ious", ious, ops.bbox_overlaps(bboxes1, bboxes2, name, aligned, offset))
 
 
-def _kept_of_class(
-    suppress: Callable[..., tuple[Tensor, Tensor]], columns: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]:
-    """Return an entry for rotated boxes or quadrilaterals, behind which the labels stand where there are several."""
-
-    def entry(
-        dets: Tensor,
-        scores: Tensor,
-        order: Tensor,
-        dets_sorted: Tensor,
-        labels: Tensor,
-        iou_threshold: float,
-        multi_label: int,
-    ) -> Tensor:
-        return suppress(dets[:, :columns], scores, iou_threshold, labels if multi_label else None)[1]
-
-    return entry
+# mmcv's compiled functions for rotated boxes and quadrilaterals are given labels, which stand behind the boxes, too.
+# They suppress boxes of all labels together. ``visdet.ops.nms_rotated`` and ``nms_quadri`` keep labels apart.
+def nms_rotated(
+    dets: Tensor,
+    scores: Tensor,
+    order: Tensor,
+    dets_sorted: Tensor,
+    labels: Tensor,
+    iou_threshold: float,
+    multi_label: int,
+) -> Tensor:
+    return ops.nms_rotated(dets[:, :5], scores, iou_threshold)[1]
 
 
-nms_rotated = _kept_of_class(ops.nms_rotated, 5)
-nms_quadri = _kept_of_class(ops.nms_quadri, 8)
+def nms_quadri(
+    dets: Tensor,
+    scores: Tensor,
+    order: Tensor,
+    dets_sorted: Tensor,
+    iou_threshold: float,
+    multi_label: int,
+) -> Tensor:
+    return ops.nms_quadri(dets[:, :8], scores, iou_threshold)[1]
 
 
 def _box_iou(name: str, columns: int) -> Callable[[Tensor, Tensor, Tensor, int, bool], None]:

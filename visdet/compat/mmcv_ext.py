@@ -6,11 +6,12 @@ function that raises a NotImplementedError when it is called, because ``mmcv.ops
 import.
 """
 
-from . import _ext_losses, _ext_maps, _ext_regions
+from . import _ext_losses, _ext_maps, _ext_regions, _ext_rotated
 from ._deferred import deferred
 from ._ext_losses import *  # noqa: F403
 from ._ext_maps import *  # noqa: F403
 from ._ext_regions import *  # noqa: F403
+from ._ext_rotated import *  # noqa: F403
 from .msda_ext import get_compiler_version
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
 
@@ -20,6 +21,7 @@ __all__ = [
     *_ext_losses.__all__,
     *_ext_maps.__all__,
     *_ext_regions.__all__,
+    *_ext_rotated.__all__,
 ]
 
 __getattr__ = deferred("mmcv._ext")

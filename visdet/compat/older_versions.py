@@ -1,4 +1,4 @@
-"""The bridge to programs that were written for older versions of numpy, torch, torchvision, shapely and yapf.
+"""The bridge to programs that were written for older versions of Python, numpy, torch, torchvision, shapely and yapf.
 
 It gives modules of today the names that newer versions have dropped. A name that exists is not replaced, but for these
 functions, which then accept more than before:
@@ -12,6 +12,7 @@ functions, which then accept more than before:
 * ``STRtree.query`` of shapely returns geometries in modules that look up their ``id``, as with shapely 1.
 """
 
+import collections.abc
 import functools
 import inspect
 import os
@@ -80,6 +81,11 @@ def _numpy(np: Any) -> dict[str, Any]:
     }
 
 
+def _collections(_: Any) -> dict[str, Any]:
+    """Return the abstract classes, which Python 3.10 and later have in ``collections.abc`` alone."""
+    return {name: getattr(collections.abc, name) for name in collections.abc.__all__}
+
+
 def _distributed(_: Any) -> dict[str, Any]:
     """Return what the ``MMDistributedDataParallel`` of mmcv 1.x looks up in torch's class."""
 
@@ -127,6 +133,7 @@ def _torchvision_ops(_: Any) -> dict[str, Any]:
 
 # By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are.
 _ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "collections": ("", _collections),
     "numpy": ("", _numpy),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", _distributed),
     "mmcv.parallel.distributed": ("MMDistributedDataParallel", _mmcv_distributed),

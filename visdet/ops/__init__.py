@@ -36,6 +36,7 @@ from .mmcv.deform_roi_pool import (
     ModulatedDeformRoIPoolPack,
     deform_roi_pool,
 )
+from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
 from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
 from .mmcv.point_sample import (
     SimpleRoIAlign,
@@ -48,6 +49,15 @@ from .mmcv.point_sample import (
     rel_roi_point_to_abs_img_point,
     rel_roi_point_to_rel_img_point,
 )
+from .mmcv.point_sets import (
+    chamfer_distance,
+    convex_giou,
+    convex_iou,
+    min_area_polygons,
+    points_in_polygons,
+)
+from .mmcv.riroi_align_rotated import RiRoIAlignRotated, riroi_align_rotated
+from .mmcv.rotated_features import active_rotated_filter, rotated_feature_align
 from .mmcv.saconv import ConvAWS2d, SAConv2d
 from .modulated_deform_conv2d import modulated_deform_conv2d
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
@@ -55,6 +65,7 @@ from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_ref
 from .nms import nms, nms_match
 from .nms_rotated import nms_quadri, nms_rotated
 from .roi_align import RoIAlign, roi_align
+from .roi_align_rotated import RoIAlignRotated, roi_align_rotated
 from .roi_pool import RoIPool, roi_pool
 from .sample_dot import sample_dot, sample_dot_reference
 from .sample_sum import sample_sum, sample_sum_reference
@@ -75,13 +86,16 @@ __all__ = [
     "ModulatedDeformConv2dPack",
     "ModulatedDeformRoIPoolPack",
     "NotBuiltError",
+    "RiRoIAlignRotated",
     "RoIAlign",
+    "RoIAlignRotated",
     "RoIPool",
     "SAConv2d",
     "SigmoidFocalLoss",
     "SimpleRoIAlign",
     "SoftmaxFocalLoss",
     "abs_img_point_to_rel_img_point",
+    "active_rotated_filter",
     "batched_nms",
     "bbox_overlaps",
     "bilinear_grid_sample",
@@ -94,6 +108,9 @@ __all__ = [
     "build_info",
     "carafe",
     "carafe_naive",
+    "chamfer_distance",
+    "convex_giou",
+    "convex_iou",
     "corner_pool",
     "deform_conv2d",
     "deform_roi_pool",
@@ -105,6 +122,8 @@ __all__ = [
     "deformable_aggregation_with_depth",
     "deformable_aggregation_with_depth_reference",
     "denormalize",
+    "diff_iou_rotated_2d",
+    "diff_iou_rotated_3d",
     "explain",
     "feature_maps_format",
     "gaussian_field",
@@ -113,6 +132,7 @@ __all__ = [
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",
+    "min_area_polygons",
     "modulated_deform_conv2d",
     "ms_deform_attn",
     "ms_deform_attn_fused",
@@ -126,11 +146,15 @@ __all__ = [
     "nms_rotated",
     "normalize",
     "point_sample",
+    "points_in_polygons",
     "register_nms",
     "rel_roi_point_to_abs_img_point",
     "rel_roi_point_to_rel_img_point",
+    "riroi_align_rotated",
     "roi_align",
+    "roi_align_rotated",
     "roi_pool",
+    "rotated_feature_align",
     "sample_dot",
     "sample_dot_reference",
     "sample_sum",

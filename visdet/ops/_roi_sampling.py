@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .tracing import recorded_as_one
 
-__all__ = ["bounded_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
+__all__ = ["bounded_rois", "bounded_rotated_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
 
 # This many values are gathered at a time. It limits the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
@@ -22,8 +22,14 @@ LEAST_REACH = 128
 LARGEST_SIDE = 46000
 
 
-def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float) -> None:
-    """Raise ValueError unless input is [B, C, H, W], rois are [N, 5] on its device, and the numbers are positive."""
+UPRIGHT = "batch index, x1, y1, x2, y2"
+ROTATED = "batch index, x, y, w, h, angle"
+
+
+def check_rois(
+    op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float, layout: str = UPRIGHT
+) -> None:
+    """Raise ValueError unless input is [B, C, H, W], rois have this layout, and the numbers are positive."""
     if input.dim() != 4:
         raise ValueError(f"{op}: input must be [B, C, H, W], got {list(input.shape)}")
     if not input.is_floating_point():
@@ -32,8 +38,9 @@ def check_rois(op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spat
         raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
     if min(size) < 1:
         raise ValueError(f"{op}: output_size must be positive, got {size}")
-    if rois.dim() != 2 or rois.shape[1] != 5:
-        raise ValueError(f"{op}: rois must be [N, 5] (batch index, x1, y1, x2, y2), got {list(rois.shape)}")
+    columns = layout.count(",") + 1
+    if rois.dim() != 2 or rois.shape[1] != columns:
+        raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
 
@@ -84,14 +91,8 @@ def bounded_rois(
     has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    side = _larger(input.shape[2], input.shape[3])
-    reach: int | torch.SymInt = FURTHEST
-    if sampling_ratio <= 0:
-        room = _larger(LARGEST_SIDE - side, 2) // 2
-        reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # at least one pixel from the map
-    most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # so that extents are finite in float16, too
-    low = -_smaller(reach / spatial_scale, most)
-    bounded = converted.clamp(low, _larger(_smaller((side + reach) / spatial_scale, most), input.shape[0]))
+    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    bounded = converted.clamp(low, _larger(high, input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
     is_missing = ~is_image(index, input.shape[0])[:, None]
     bounded[:, :1].masked_fill_(is_missing, 0)
@@ -99,6 +100,36 @@ def bounded_rois(
     if sampling_ratio <= 0:
         bounded[:, 3:] = torch.maximum(bounded[:, 1:3], bounded[:, 3:])
     return bounded.to(dtype)
+
+
+def _bounds(input: Tensor, spatial_scale: float, sampling_ratio: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the least and the greatest corner of a region, in pixels of the image."""
+    side = _larger(input.shape[2], input.shape[3])
+    reach: int | torch.SymInt = FURTHEST
+    if sampling_ratio <= 0:
+        room = _larger(LARGEST_SIDE - side, 2) // 2
+        reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # at least one pixel from the map
+    most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # so that extents are finite in float16, too
+    return -_smaller(reach / spatial_scale, most), _smaller((side + reach) / spatial_scale, most)
+
+
+@torch.no_grad()
+def bounded_rotated_rois(
+    rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)
+    input: Tensor,  # [B, C, H, W], not empty
+    spatial_scale: float,
+    sampling_ratio: int,
+    dtype: torch.dtype,
+) -> Tensor:  # [N, 6] in dtype
+    """Return rotated regions with bounded centres and sides. A region that counts for nothing is moved off the map."""
+    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    bounded = rois.to(dtype).clone()
+    is_missing = ~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1) | bounded[:, 5].isinf()
+    bounded[:, 1:3].clamp_(low, high)
+    bounded[:, 3:5].clamp_(0, high - low)
+    bounded.masked_fill_(is_missing[:, None], 0)
+    bounded[:, 1:3].masked_fill_(is_missing[:, None], low)
+    return bounded
 
 
 def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,6 +167,7 @@ def _pool_samples(
     batch: Tensor,  # [N] int64
     bin_size: Tensor,  # [N, 2]
     grid: Tensor,  # [N, 2] int64: samples down and across a bin
+    turns: Tensor,  # [N, 4] (cosine, sine, x, y) of the frames of rotated regions; [N, 0] for upright ones
     takes_maximum: bool,
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the mean, or the maximum, of the samples of each bin. A bin without samples gives 0."""
@@ -160,6 +192,9 @@ def _pool_samples(
             shape = (len(members), PH * PW, down, across)
             y = (corner[:, 0, :, None, None] + inside_y[:, None, :, None]).expand(shape).flatten(1)
             x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
+            if turns.shape[1]:
+                cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
+                x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
             samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
             samples = samples.view(len(members), PH * PW, down * across, C)
             parts.append(samples.max(2).values if takes_maximum else samples.mean(2))
@@ -173,7 +208,8 @@ def _pool_samples(
 
 pool_samples = recorded_as_one(
     _pool_samples,
-    "Tensor input, Tensor origin, Tensor batch, Tensor bin_size, Tensor grid, bool takes_maximum",
+    "Tensor input, Tensor origin, Tensor batch, Tensor bin_size, Tensor grid, Tensor turns, "
+    "bool takes_maximum",
     leaves=2,
     fake=lambda input, origin, *_: input.new_empty(origin.shape[0], input.shape[1], *origin.shape[2:]),
 )

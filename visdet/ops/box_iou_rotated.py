@@ -104,17 +104,26 @@ def turned_back(boxes: Tensor) -> Tensor:
 
 
 def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_aligned: bool) -> Tensor:
-    """Return the overlaps of boxes [N, 5] or [N, 8] by plain torch; ``mode`` counts MODES.
-
-    The area that two polygons share is an integral around the first one (Green's theorem). The second one, or each of
-    the two triangles of which a quadrilateral consists, is mapped to the unit square or triangle. Every edge adds the
-    integral over v of how far that cell reaches to its left, max(u, 0) - max(u - width(v), 0).
-    """
-    p, q = (_corners(boxes.double()) for boxes in (boxes1, boxes2))
+    """Return the overlaps of boxes [N, 5] or [N, 8] by plain torch; ``mode`` counts MODES."""
+    p, q = (corners_of(boxes.double()) for boxes in (boxes1, boxes2))
     if not is_aligned:
         p, q = p[:, None], q[None]
-    area1, area2 = _area(p), _area(q)
-    parts = [((1, 3), 0.0)] if boxes1.shape[1] == 5 else [((1, 2), 1.0), ((2, 3), 1.0)]
+    area1, area2 = quadrilateral_area(p), quadrilateral_area(q)
+    shared = shared_area(p, q, are_boxes=boxes1.shape[1] == 5)
+    shared = torch.minimum(shared, torch.minimum(area1, area2)).nan_to_num(0.0)
+    whole = area1 if MODES[mode] == "iof" else area1 + area2 - shared
+    result = shared if MODES[mode] == "area" else torch.where(shared > 0, shared / whole, 0.0)
+    return torch.where((area1 + area2).isfinite(), result, torch.nan).to(boxes1.dtype)
+
+
+def shared_area(p: Tensor, q: Tensor, are_boxes: bool) -> Tensor:
+    """Return the area that polygons p [..., K, 2] share with quadrilaterals q [..., 4, 2], which may be boxes.
+
+    The area is an integral around the polygon p (Green's theorem). A box q, or each of the two triangles of which a
+    quadrilateral consists, is mapped to the unit square or triangle. Every edge of p adds the integral over v of how
+    far that cell reaches to its left, max(u, 0) - max(u - width(v), 0). It is differentiable.
+    """
+    parts = [((1, 3), 0.0)] if are_boxes else [((1, 2), 1.0), ((2, 3), 1.0)]
     shared: Any = 0.0
     for (j, k), slant in parts:
         a, b, to_corner = q[..., j, :] - q[..., 0, :], q[..., k, :] - q[..., 0, :], p - q[..., :1, :]
@@ -128,13 +137,10 @@ def box_iou_rotated_reference(boxes1: Tensor, boxes2: Tensor, mode: int, is_alig
         reach = _positive_part(u, next_u)
         reach = reach - _positive_part(u - 1 + slant * start, next_u - 1 + slant * end)
         shared = shared + cross.abs() * ((end - start) * reach).sum(-1)
-    shared = torch.minimum(shared.abs(), torch.minimum(area1, area2)).nan_to_num(0.0)
-    whole = area1 if MODES[mode] == "iof" else area1 + area2 - shared
-    result = shared if MODES[mode] == "area" else torch.where(shared > 0, shared / whole, 0.0)
-    return torch.where((area1 + area2).isfinite(), result, torch.nan).to(boxes1.dtype)
+    return shared.abs()
 
 
-def _corners(boxes: Tensor) -> Tensor:
+def corners_of(boxes: Tensor) -> Tensor:
     """Return the corners [N, 4, 2] of boxes [N, 5] or [N, 8]."""
     if boxes.shape[1] == 8:
         return boxes.reshape(-1, 4, 2)
@@ -147,7 +153,7 @@ def _corners(boxes: Tensor) -> Tensor:
     )
 
 
-def _area(corners: Tensor) -> Tensor:
+def quadrilateral_area(corners: Tensor) -> Tensor:
     diagonals = corners[..., 2, :] - corners[..., 0, :], corners[..., 3, :] - corners[..., 1, :]
     return _cross(*diagonals).abs() / 2 + 0 * corners.sum((-2, -1))  # NaN where a corner is not finite
 

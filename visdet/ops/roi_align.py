@@ -46,12 +46,13 @@ def roi_align(
     grows with the region, a region is cut where it ends further outside the map than the map's longer side (at least
     128 pixels). With a given ``sampling_ratio`` it is cut 2^24 pixels outside. Infinite corners are cut likewise.
 
-    It is differentiable once with respect to ``input``. A kernel of visdet's serves 'avg' on the CPU for all four value
-    types, with sums in float32 (float64 for float64) and the same bits for any number of threads. torchvision serves
-    'avg' on CUDA, and where visdet's library is missing. bfloat16, which torchvision refuses, and float16 on the CPU
-    are computed in float32; its float16 on CUDA rounds ``rois`` to float16, too. Plain torch serves 'max', everything
-    where torchvision is missing as well, and gradients on CUDA under ``torch.use_deterministic_algorithms(True)``,
-    which torchvision's are not made for.
+    It is differentiable once with respect to ``input``. Kernels of visdet's serve 'avg' for all four value types, with
+    sums in float32 (float64 for float64). On the CPU the results have the same bits for any number of threads. On CUDA
+    the forward is deterministic, and the gradient is under ``torch.use_deterministic_algorithms(True)``: it is then
+    added up in whole numbers, multiples of about 2^-40 of the largest element of the output's gradient. The output may
+    have more than 2^31 numbers. Plain torch serves 'max'. Where visdet's library is missing, torchvision serves 'avg'
+    (bfloat16, which it refuses, and float16 on the CPU in float32), and plain torch where it is missing, too, and for
+    gradients on CUDA that must be deterministic.
 
     Raises:
         ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
@@ -64,14 +65,25 @@ def roi_align(
     check_sampling_ratio("roi_align", sampling_ratio, size)
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
-    is_served = _library.is_loaded("cpu") and _library.kernel_device(input) in ("cpu", "meta")
+    is_served = _library.serves(input)
     if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
     if is_served:
-        dtype = computation_dtype(input)
-        bounded = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
-        return _roi_align(input, bounded, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
+        return average_regions(input, rois, size, spatial_scale, sampling_ratio, aligned)
     return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
+
+
+def average_regions(
+    input: Tensor,
+    rois: Tensor,  # [N, 5], or [N, 6] on CUDA for rotated regions
+    size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    """Return the averages that visdet's kernels compute."""
+    rois = rois.detach().to(computation_dtype(input))
+    return _roi_align(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 
 
 def _by_torchvision(
@@ -119,13 +131,14 @@ def roi_align_reference(
     bins_x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
     origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
 
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, pool_mode == "max")
+    turns = bin_size[:, :0]  # none
+    pooled = pool_samples(
+        input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, pool_mode == "max"
+    )
     return pooled.to(input.dtype)
 
 
-def _fake_backward(
-    grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, scale: float, ratio: int, aligned: bool
-) -> Tensor:
+def _fake_backward(grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, *settings: Any) -> Tensor:
     return grad_output.new_empty(B, grad_output.shape[1], H, W)
 
 
@@ -137,7 +150,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     (rois,) = ctx.saved_tensors
-    grad = torch.ops.visdet.roi_align_backward.default(grad_output, rois, *ctx.sizes, *ctx.settings)
+    flags = (*ctx.settings, torch.are_deterministic_algorithms_enabled())
+    grad = torch.ops.visdet.roi_align_backward.default(grad_output, rois, *ctx.sizes, *flags)
     return grad, None, None, None, None, None, None
 
 

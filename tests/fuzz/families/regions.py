@@ -1,4 +1,4 @@
-"""Problems of roi_align, roi_pool and deform_roi_pool."""
+"""Problems of roi_align, roi_align_rotated, roi_pool and deform_roi_pool."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
-from visdet.ops import deform_roi_pool, roi_align, roi_pool
+from visdet.ops import deform_roi_pool, roi_align, roi_align_rotated, roi_pool
 from visdet.ops.roi_align import roi_align_reference
+from visdet.ops.roi_align_rotated import roi_align_rotated_reference
 from visdet.ops.roi_pool import roi_pool_reference
 
 __all__ = ["OPERATORS"]
 
 NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
 CLEAR = 1e-3
+NOWHERE_ROTATED = (*NOWHERE[:3], 10.0, 10.0, 0.0)
 
 
 def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
@@ -35,6 +37,13 @@ def _regions(draw: Draw, images: Tensor, scale: float) -> Tensor:
     return regions
 
 
+def _turned(draw: Draw, regions: Tensor) -> Tensor:
+    """Return rotated regions [N, 6] with the centres and sides of regions [N, 5]."""
+    sides = (regions[:, 3:] - regions[:, 1:3]).clamp(min=0)
+    angles = (draw.uniform(-7, 7, len(regions)) * 8).round() / 8
+    return torch.cat([regions[:, :1], regions[:, 1:3] + sides / 2, sides, angles[:, None]], 1)
+
+
 def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
     """Make some regions bad in place, and return a mask of them.
 
@@ -43,7 +52,7 @@ def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
     is_bad = torch.zeros(len(regions), dtype=torch.bool)
     if draw.has_bad_numbers and len(regions) and draw.chance(0.5):
         for _ in range(draw.random.randint(1, 3)):
-            row, column = draw.random.randrange(len(regions)), draw.random.randrange(5)
+            row, column = draw.random.randrange(len(regions)), draw.random.randrange(regions.shape[1])
             indices = (-1.0, float(B), 1e9, math.nan, -math.inf)
             corners = (math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5)
             regions[row, column] = draw.pick(*(corners if column else indices))
@@ -74,6 +83,33 @@ def _is_unclear(
     return False
 
 
+def _is_unclear_rotated(
+    region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
+) -> bool:
+    """Return the same for a rotated region."""
+    scale, shift = settings["spatial_scale"], 0.5 if settings["aligned"] else 0.0
+    x, y, w, h, angle = (*(number * scale for number in region[1:5]), region[5])
+    if not settings["aligned"]:
+        w, h = max(w, 1), max(h, 1)
+    angle = angle if settings["clockwise"] else -angle
+    PH, PW = settings["output_size"]
+    down, across = (
+        torch.tensor(
+            _positions(-extent / 2, extent / 2, bins, settings["sampling_ratio"]), dtype=torch.float64
+        )
+        for extent, bins in ((h, PH), (w, PW))
+    )
+    right = across * math.cos(angle) - down[:, None] * math.sin(angle) + x - shift
+    below = across * math.sin(angle) + down[:, None] * math.cos(angle) + y - shift
+    for places, side in ((right, images.shape[3]), (below, images.shape[2])):
+        is_near = ((places + 1).abs() < CLEAR) | ((places - side).abs() < CLEAR)
+        if near_bad_numbers:
+            is_near |= (places - places.round()).abs() < CLEAR
+        if is_near.any():
+            return True
+    return False
+
+
 def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
     """Return whether rounding may move the edge of a bin of roi_pool to another pixel."""
     scale = settings["spatial_scale"]
@@ -100,31 +136,36 @@ def _draw(draw: Draw, kind: str) -> Problem:
         settings["sampling_ratio"] = draw.pick(0, 0, 1, 2, 3)
     if kind == "roi_align":
         settings.update(pool_mode=draw.pick("avg", "avg", "max"), aligned=draw.chance(0.7))
+    if kind == "roi_align_rotated":
+        settings.update(aligned=draw.chance(0.7), clockwise=draw.chance(0.5))
     if kind == "deform_roi_pool":
         settings["gamma"] = draw.pick(0.1, 0.5)
     regions = _regions(draw, images, settings["spatial_scale"])
+    nowhere = torch.tensor(NOWHERE, dtype=regions.dtype)
+    if kind == "roi_align_rotated":
+        regions, nowhere = _turned(draw, regions), torch.tensor(NOWHERE_ROTATED, dtype=regions.dtype)
+    is_unclear = _is_unclear_rotated if kind == "roi_align_rotated" else _is_unclear
     for row, region in enumerate(regions.tolist()):
         if kind == "roi_pool":
             unclear = _edges_unclear(region, settings)
         else:
-            unclear = _is_unclear(region, images, settings, draw.has_bad_numbers)
+            unclear = is_unclear(region, images, settings, draw.has_bad_numbers)
         if unclear:
-            regions[row] = torch.tensor(NOWHERE, dtype=regions.dtype)
+            regions[row] = nowhere
     exact = regions.clone()
     is_bad = _spoil_some(draw, regions, B)
-    exact[is_bad] = torch.tensor(NOWHERE, dtype=regions.dtype)
+    exact[is_bad] = nowhere
     arguments: dict[str, Any] = {
         "input": images,
         "rois": draw.place(regions, wide, can_expand=False),
         **settings,
     }
-    rounds = images.dtype == torch.float16 and draw.device == "cuda" and kind == "roi_align"
     any_bad = bool(is_bad.any())
     rows = is_bad[:, None, None, None]
     skip: dict[str, Any] = {
-        "output": True if rounds else rows,
+        "output": rows,
         "offset": rows,
-        "input": any_bad or rounds or settings.get("pool_mode") == "max",
+        "input": any_bad or settings.get("pool_mode") == "max",
     }
     if kind == "deform_roi_pool":
         _add_offset(draw, arguments, images, exact, settings, skip)
@@ -208,6 +249,21 @@ def _launches_of_roi_pool(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def _launches_of_roi_align(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_roi_pool())
+    dtype = draw(sizes.value_types)
+    drawn = {name: given.to(dtype) if name == "input" else given for name, given in drawn.items()}
+    ratio = draw(st.sampled_from([0, 2]))
+    return drawn | {"output_size": draw(st.sampled_from([1, 7, 14, 33])), "sampling_ratio": ratio}
+
+
+@st.composite
+def _launches_of_roi_align_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_roi_align())
+    return drawn | {"rois": sizes.empty(len(drawn["rois"]), 6), "spatial_scale": 0.25}
+
+
 def _of_size(**settings: Any) -> tuple[Callable[[int], Problem], ...]:
     """Return problems with n regions, and with n images."""
 
@@ -228,7 +284,17 @@ OPERATORS = (
         roi_align_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        launches=_launches_of_roi_align,
         of_size=_of_size(output_size=2, spatial_scale=0.5),
+    ),
+    Operator(
+        "roi_align_rotated",
+        roi_align_rotated,
+        lambda draw: _draw(draw, "roi_align_rotated"),
+        roi_align_rotated_reference,
+        _bounds,
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        launches=_launches_of_roi_align_rotated,
     ),
     Operator(
         "roi_pool",

@@ -30,6 +30,8 @@ _MODULES = (
     ops.ModulatedDeformConv2dPack,
     ops.ModulatedDeformRoIPoolPack,
     ops.RoIAlign,
+    ops.RiRoIAlignRotated,
+    ops.RoIAlignRotated,
     ops.RoIPool,
     ops.SAConv2d,
     ops.SigmoidFocalLoss,

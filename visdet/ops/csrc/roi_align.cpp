@@ -1,5 +1,4 @@
-// roi_align, which has kernels on the CPU alone: schemas, and the functions for CPU tensors. cpu/kernels.h names the
-// other parts.
+// roi_align: schemas, and the functions for CPU tensors. cpu/kernels.h names the other parts.
 #include "cpu/roi_align.h"
 
 #include <cmath>
@@ -73,11 +72,7 @@ void weigh(const RoIAlignProblem& p, A low, A high, int64_t bins, int64_t size, 
   const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
   const A start = low * scale - shift;
   const A difference = (high * scale - shift) - start;
-  const A extent = p.aligned ? difference : std::max(difference, A(1));
-  const A bin_size = extent / static_cast<A>(bins);
-  const A wanted = p.sampling_ratio > 0 ? static_cast<A>(p.sampling_ratio) : std::ceil(bin_size);
-  const bool is_countable = wanted > 0 && wanted * static_cast<A>(bins) < A(1u << 31);  // false for NaN
-  const int64_t samples = is_countable ? static_cast<int64_t>(wanted) : 0;
+  const auto [bin_size, samples] = bins_of(p, difference, bins);
   axis.ends.reserve(bins);
   for (int64_t k = 0; k < bins; ++k) {
     BinTaps<A> bin(axis, size, slots);
@@ -104,16 +99,17 @@ RegionsOfBatch<A> weigh_regions(const RoIAlignProblem& p, const A* boxes) {
   RegionsOfBatch<A> batch{std::vector<AxisTaps<A>>(2 * p.N), std::vector<RoIAlignRegion<A>>(p.N),
                           std::vector<int64_t>(p.N)};
   const int64_t size = std::max(p.H, p.W);
+  const Bounds<A> bounds = bounds_of<A>(p);
   torch::stable::parallel_for(0, p.N, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<int32_t> slots(size, -1);
     for (int64_t n = begin; n < end; ++n) {
-      const A* box = boxes + 5 * n;
+      const A* roi = boxes + 5 * n;
+      A box[4];
       AxisTaps<A>&rows = batch.axes[2 * n], &columns = batch.axes[2 * n + 1];
-      const bool is_finite = std::all_of(box, box + 5, [](A number) { return std::isfinite(number); });
-      if (is_image(box[0], p.B) && is_finite && p.H > 0 && p.W > 0) {
-        weigh(p, box[2], box[4], p.PH, p.H, slots.data(), rows);
-        weigh(p, box[1], box[3], p.PW, p.W, slots.data(), columns);
-        batch.images[n] = static_cast<int64_t>(box[0]);
+      if (p.H > 0 && p.W > 0 && bounded_region(roi, p, bounds, box)) {
+        weigh(p, box[1], box[3], p.PH, p.H, slots.data(), rows);
+        weigh(p, box[0], box[2], p.PW, p.W, slots.data(), columns);
+        batch.images[n] = static_cast<int64_t>(roi[0]);
       } else {
         rows.ends.assign(p.PH, 0);
         columns.ends.assign(p.PW, 0);
@@ -137,7 +133,7 @@ std::vector<RegionsOfImage<RoIAlignRegion<A>>> sort_regions(const RoIAlignProble
 
 Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW, double spatial_scale,
                  int64_t sampling_ratio, bool aligned) {
-  const auto p = check_roi_align(input_in, rois_in, PH, PW, spatial_scale, sampling_ratio, aligned);
+  const auto p = check_roi_align(input_in, rois_in, PH, PW, spatial_scale, sampling_ratio, aligned, Regions::kUpright);
   const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {p.N, p.C, PH, PW});
   if (output.numel() == 0) return output;
@@ -161,8 +157,9 @@ Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int6
 }
 
 Tensor roi_align_backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, int64_t H, int64_t W,
-                          double spatial_scale, int64_t sampling_ratio, bool aligned) {
-  const auto p = check_roi_align_backward(grad_output_in, rois_in, B, H, W, spatial_scale, sampling_ratio, aligned);
+                          double spatial_scale, int64_t sampling_ratio, bool aligned, bool) {
+  const auto p = check_roi_align_backward(grad_output_in, rois_in, B, H, W, spatial_scale, sampling_ratio, aligned,
+                                          Regions::kUpright);
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in);
   Tensor grad_input = new_empty(grad_output, {B, p.C, H, W});
   zero_(grad_input);
@@ -205,7 +202,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
       " int sampling_ratio, bool aligned) -> Tensor output");
   m.def(
       "roi_align_backward(Tensor grad_output, Tensor rois, int B, int H, int W, float spatial_scale,"
-      " int sampling_ratio, bool aligned) -> Tensor grad_input");
+      " int sampling_ratio, bool aligned, bool deterministic) -> Tensor grad_input");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {

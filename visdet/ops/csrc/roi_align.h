@@ -1,4 +1,4 @@
-// roi_align, its averages on the CPU: the contract.
+// roi_align: the contract of the averages. visdet/ops/roi_align.py computes the maxima in plain torch.
 //
 // input [B, C, H, W], rois [N, 5] = (batch index, x1, y1, x2, y2), float64 for float64 input, float32 otherwise.
 // Along x, with shift = 0.5 if aligned and 0 if not: start = x1 * scale - shift, extent = (x2 * scale - shift) - start,
@@ -11,10 +11,16 @@
 // number: 0 without any. Since the weights along y and x are independent, a bin is a weighted sum over rows of
 // weighted sums over columns.
 //
-// Regions are those that bounded_rois in visdet/ops/_roi_sampling.py returns. Others break nothing: a region of no
-// image of the batch (a whole number 0 to B - 1), with NaN or an infinity among its numbers, or with 2^31 samples or
-// more along an axis gives 0.
+// On CUDA, rois [N, 6] = (batch index, x, y, w, h, angle) are rotated regions. Their bins and samples are those of the
+// upright region (-w / 2, -h / 2, w / 2, h / 2) * scale, and the sample at (x', y') of that is at
+// (x' cos + y' sin, y' cos - x' sin) from the centre (x * scale - shift, y * scale - shift).
+//
+// A region of no image of the batch (a whole number 0 to B - 1), with NaN among its numbers or with an infinite angle
+// gives 0. Corners and sizes are bounded: see bounded_region(). A region with 2^31 samples or more along an axis
+// gives 0.
 #pragma once
+
+#include <limits>
 
 #include "common/rois.h"
 
@@ -25,7 +31,71 @@ struct RoIAlignProblem {
   double scale;
   int64_t sampling_ratio;
   bool aligned;
+  bool is_rotated = false;
 };
+
+// How far outside the map regions may reach, in pixels: float32 cannot represent half pixels further away. Where the
+// number of samples grows with the region, this is the length of the map's longer side, but at least kLeastReach, and
+// such that a region has fewer than 2^31 samples.
+constexpr int64_t kFurthest = int64_t{1} << 24, kLeastReach = 128, kLargestSide = 46000;
+inline double reach_of(const RoIAlignProblem& p) {
+  const int64_t side = p.H > p.W ? p.H : p.W, room = kLargestSide - side > 2 ? (kLargestSide - side) / 2 : 1;
+  const int64_t wanted = side > kLeastReach ? side : kLeastReach;
+  return static_cast<double>(p.sampling_ratio > 0 ? kFurthest : (wanted < room ? wanted : room) + 2);
+}
+
+// The least and the greatest corner of a region, in pixels of the image.
+template <typename A>
+struct Bounds {
+  A low, high;
+};
+template <typename A>
+Bounds<A> bounds_of(const RoIAlignProblem& p) {
+  const double most = static_cast<double>(std::numeric_limits<A>::max()) / 2 / (p.scale > 1 ? p.scale : 1),
+               reach = reach_of(p);
+  const double low = reach / p.scale, high = ((p.H > p.W ? p.H : p.W) + reach) / p.scale;
+  return {static_cast<A>(-(low < most ? low : most)), static_cast<A>(high < most ? high : most)};
+}
+
+template <typename A>
+VISDET_HOST_DEVICE A clamped(A value, A low, A high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// Returns whether a region is one of an image of the batch, and writes its four numbers behind the batch index,
+// bounded, to `box`. Corners lie within `bounds`; if the number of samples grows with the region, a far corner is not
+// before the near one. The centre of a rotated region lies within `bounds`, and its sides are at most as long as both
+// are apart.
+template <typename A>
+VISDET_HOST_DEVICE bool bounded_region(const A* roi, const RoIAlignProblem& p, const Bounds<A>& bounds, A (&box)[4]) {
+  if (!is_image(roi[0], p.B)) return false;
+  for (int i = 0; i < 4; ++i) {
+    if (!(roi[i + 1] == roi[i + 1])) return false;
+    const bool is_side = p.is_rotated && i > 1;
+    const A low = is_side ? A(0) : bounds.low;
+    box[i] = clamped(roi[i + 1], low, is_side ? bounds.high - bounds.low : bounds.high);
+  }
+  if (!p.is_rotated && p.sampling_ratio <= 0) {
+    box[2] = box[2] < box[0] ? box[0] : box[2];
+    box[3] = box[3] < box[1] ? box[1] : box[3];
+  }
+  return true;
+}
+
+// The bins along an axis: how long they are and how many samples each has.
+template <typename A>
+struct Bins {
+  A size;
+  int64_t samples;
+};
+template <typename A>
+VISDET_HOST_DEVICE Bins<A> bins_of(const RoIAlignProblem& p, A extent, int64_t bins) {
+  if (!p.aligned && !(extent > A(1))) extent = A(1);
+  const A size = extent / static_cast<A>(bins);
+  const A wanted = p.sampling_ratio > 0 ? static_cast<A>(p.sampling_ratio) : ceil(size);
+  const bool is_countable = wanted > 0 && wanted * static_cast<A>(bins) < A(1u << 31);  // false for NaN
+  return {size, is_countable ? static_cast<int64_t>(wanted) : 0};
+}
 
 inline void check_roi_align_problem(const char* op, const RoIAlignProblem& p, const Tensor& values,
                                     const Tensor& rois) {
@@ -40,25 +110,35 @@ inline void check_roi_align_problem(const char* op, const RoIAlignProblem& p, co
       " bins");
 }
 
+// What a region may be: five numbers, or also six of a rotated one.
+enum class Regions { kUpright, kAny };
+
+inline bool check_columns(const char* op, const Tensor& rois, Regions regions) {
+  const bool is_rotated = regions == Regions::kAny && rois.dim() == 2 && rois.size(1) == 6;
+  check_shape(op, "rois", rois, {"N", is_rotated ? 6 : 5}, regions == Regions::kAny ? " or [N, 6]" : "");
+  return is_rotated;
+}
+
 inline RoIAlignProblem check_roi_align(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW, double scale,
-                                       int64_t sampling_ratio, bool aligned) {
+                                       int64_t sampling_ratio, bool aligned, Regions regions) {
   constexpr const char* op = "roi_align";
   check_shape(op, "input", input, {"B", "C", "H", "W"});
-  check_shape(op, "rois", rois, {"N", 5});
+  const bool is_rotated = check_columns(op, rois, regions);
   const RoIAlignProblem problem{input.size(0), input.size(1),  input.size(2), input.size(3), rois.size(0), PH, PW,
-                                scale,         sampling_ratio, aligned};
+                                scale,         sampling_ratio, aligned,       is_rotated};
   check_roi_align_problem(op, problem, input, rois);
   return problem;
 }
 
 inline RoIAlignProblem check_roi_align_backward(const Tensor& grad_output, const Tensor& rois, int64_t B, int64_t H,
-                                                int64_t W, double scale, int64_t sampling_ratio, bool aligned) {
+                                                int64_t W, double scale, int64_t sampling_ratio, bool aligned,
+                                                Regions regions) {
   constexpr const char* op = "roi_align_backward";
-  check_shape(op, "rois", rois, {"N", 5});
+  const bool is_rotated = check_columns(op, rois, regions);
   check_shape(op, "grad_output", grad_output, {rois.size(0), "C", "PH", "PW"});
   const RoIAlignProblem problem{
-      B,     grad_output.size(1), H,      W, rois.size(0), grad_output.size(2), grad_output.size(3),
-      scale, sampling_ratio,      aligned};
+      B,     grad_output.size(1), H,       W,         rois.size(0), grad_output.size(2), grad_output.size(3),
+      scale, sampling_ratio,      aligned, is_rotated};
   check_roi_align_problem(op, problem, grad_output, rois);
   return problem;
 }

@@ -54,6 +54,7 @@ namespace visdet {
 inline RoIPoolProblem check_roi_pool(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW) {
   constexpr const char* op = "roi_pool";
   check_shape(op, "input", input, {"B", "C", "H", "W"});
+  check_shape(op, "rois", rois, {"N", 5});
   check_rois(op, rois, input);
   const RoIPoolProblem problem{input.size(0), input.size(1), input.size(2), input.size(3), rois.size(0), PH, PW};
   check_roi_sizes(op, problem);
@@ -63,6 +64,7 @@ inline RoIPoolProblem check_roi_pool(const Tensor& input, const Tensor& rois, in
 inline RoIPoolProblem check_roi_pool_backward(const Tensor& grad_output, const Tensor& rois, const Tensor& argmax,
                                               int64_t B, int64_t H, int64_t W) {
   constexpr const char* op = "roi_pool_backward";
+  check_shape(op, "rois", rois, {"N", 5});
   check_rois(op, rois, grad_output);
   check_shape(op, "grad_output", grad_output, {rois.size(0), "C", "PH", "PW"});
   const RoIPoolProblem problem{B, grad_output.size(1), H, W, rois.size(0), grad_output.size(2), grad_output.size(3)};

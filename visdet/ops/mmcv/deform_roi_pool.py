@@ -62,7 +62,8 @@ def deform_roi_pool(
     origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
     if fits and offset is not None:  # An offset of no regions gets a gradient, too.
         origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, False)
+    turns = bin_size[:, :0]  # none
+    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, False)
     return pooled.to(input.dtype)
 
 

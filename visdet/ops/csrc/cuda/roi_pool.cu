@@ -10,11 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
-
 // Bin k of `count` between start and end, cut to 0..size. It is empty where its ends are NaN, as those of an infinite
 // region are. float32 may not be able to represent `size`, which is therefore compared as an integer.
 template <typename A>

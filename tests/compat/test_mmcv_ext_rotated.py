@@ -1,0 +1,128 @@
+"""The functions of mmcv._ext for rotated boxes: they write into given tensors, as mmcv's wrappers expect."""
+
+import inspect
+
+import pytest
+import torch
+
+from visdet import ops
+from visdet.compat import mmcv_ext
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
+def device(request):
+    """Make every tensor of a test on this device."""
+    with torch.device(request.param):
+        yield request.param
+
+
+def uniform(*shape, seed=0, scale=1.0):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = torch.rand(*shape, generator=generator, dtype=torch.float64, device="cpu") * scale
+    return values.to(torch.get_default_device())
+
+
+def rois():
+    return torch.tensor([[0, 3.5, 2, 5.3, 4, 0.5], [1, 3, 2, 4, 2.5, -1]]).double()
+
+
+POOLED = dict(pooled_height=2, pooled_width=2, spatial_scale=0.9)
+LINEAR = {
+    "roi_align_rotated": (
+        lambda: (uniform(2, 8, 6, 7), rois()),
+        POOLED | dict(sampling_ratio=2, aligned=True, clockwise=True),
+        lambda x, r: ops.roi_align_rotated(x, r, 2, 0.9, 2, True, True),
+    ),
+    "riroi_align_rotated": (
+        lambda: (uniform(2, 8, 6, 7), rois()),
+        POOLED | dict(num_samples=2, num_orientations=4, clockwise=True),
+        lambda x, r: ops.riroi_align_rotated(x, r, 2, 0.9, 2, 4, True),
+    ),
+    "rotated_feature_align": (
+        lambda: (uniform(2, 3, 4, 5), uniform(2, 4, 5, 5, scale=9)),
+        dict(spatial_scale=0.5, points=5),
+        lambda x, b: ops.rotated_feature_align(x, b, 0.5, 5),
+    ),
+    "active_rotated_filter": (
+        lambda: (
+            uniform(2, 3, 1, 2, 2),
+            torch.tensor([[1, 2], [2, 4], [4, 3], [3, 1]]).int().view(1, 2, 2, 2),
+        ),
+        {},
+        ops.active_rotated_filter,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_forward_and_backward(name, device):
+    make, settings, function = LINEAR[name]
+    input, beside = make()
+    input.requires_grad_()
+    expected = function(input, beside)
+    gradient = uniform(*expected.shape, seed=9)
+    (grad_expected,) = torch.autograd.grad(expected, input, gradient)
+    output, grad_input = torch.zeros_like(expected), torch.zeros_like(input)
+    getattr(mmcv_ext, f"{name}_forward")(input.detach(), beside, output, **settings)
+    getattr(mmcv_ext, f"{name}_backward")(gradient, beside, grad_input, **settings)
+    torch.testing.assert_close(output, expected.detach())
+    torch.testing.assert_close(grad_input, grad_expected)
+    with pytest.raises(ValueError, match=rf"mmcv\._ext\.{name}_forward: output must be"):
+        getattr(mmcv_ext, f"{name}_forward")(input.detach(), beside, output[:0], **settings)
+
+
+def test_boxes_of_all_pixels_may_stand_in_one_row(device):
+    features, boxes = uniform(2, 3, 4, 5), uniform(2, 4, 5, 5, scale=9)
+    output = torch.zeros_like(features)
+    mmcv_ext.rotated_feature_align_forward(features, boxes.view(40, 5), output, spatial_scale=0.5, points=1)
+    torch.testing.assert_close(output, ops.rotated_feature_align(features, boxes, 0.5, 1))
+
+
+def test_point_sets(device):
+    points, polygons = uniform(3, 18, scale=9), torch.tensor([[0, 0, 5, 0, 5, 5, 0, 5.0]] * 3).double()
+    giou, gradient = ops.convex_giou(points, polygons)
+    output, ious, boxes, inside = torch.zeros(3, 19), torch.zeros(3, 3), torch.zeros(3, 8), torch.zeros(3, 3)
+    mmcv_ext.convex_giou(points, polygons, output)
+    mmcv_ext.convex_iou(points, polygons, ious)
+    mmcv_ext.min_area_polygons(points, boxes)
+    mmcv_ext.points_in_polygons_forward(points[:, :2], polygons, inside)
+    torch.testing.assert_close(output.double(), torch.cat([gradient, giou[:, None]], 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ious, ops.convex_iou(points, polygons).float())
+    torch.testing.assert_close(boxes, ops.min_area_polygons(points).float())
+    assert torch.equal(inside, ops.points_in_polygons(points[:, :2], polygons))
+
+
+def test_chamfer_distance(device):
+    one, other = uniform(2, 4, 2).requires_grad_(), uniform(2, 5, 2, seed=1).requires_grad_()
+    expected = ops.chamfer_distance(one, other)
+    grads = uniform(2, 4, seed=2), uniform(2, 5, seed=3)
+    wanted = torch.autograd.grad(expected[:2], (one, other), grads)
+    outputs = [torch.zeros_like(t) for t in expected]
+    mmcv_ext.chamfer_distance_forward(one.detach(), other.detach(), *outputs)
+    found = [torch.zeros_like(one), torch.zeros_like(other)]
+    mmcv_ext.chamfer_distance_backward(one.detach(), other.detach(), *outputs[2:], *grads, *found)
+    torch.testing.assert_close(outputs, [t.detach() for t in expected])
+    torch.testing.assert_close(found, list(wanted))
+
+
+def test_vertices_are_sorted(device):
+    square = torch.tensor([[1.0, 1], [-1, -1], [-1, 1], [1, -1]])
+    vertices, mask = torch.zeros(1, 1, 24, 2), torch.zeros(1, 1, 24, dtype=torch.bool)
+    vertices[0, 0, :4], mask[0, 0, :4] = square, True
+    found = mmcv_ext.diff_iou_rotated_sort_vertices_forward(vertices, mask, mask.sum(2).int())
+    assert found.dtype == torch.int32 and found.tolist() == [[[0, 2, 1, 3, 0, 8, 8, 8, 8]]]
+    with pytest.raises(ValueError, match=r"mask must be \[1, 1, 24\], got \[1, 1, 23\]"):
+        mmcv_ext.diff_iou_rotated_sort_vertices_forward(vertices, mask[..., 1:], mask.sum(2))
+
+
+def test_suppression_has_mmcvs_arguments_and_ignores_labels(device):
+    boxes = torch.tensor([[5.0, 5, 4, 2, 0.1, 0], [5, 5, 4, 2, 0.2, 1], [50, 5, 4, 2, 0, 1]])
+    scores = torch.tensor([0.5, 0.6, 0.4])
+    order = scores.argsort(descending=True)
+    kept = mmcv_ext.nms_rotated(boxes, scores, order, boxes[order], boxes[:, 5], 0.3, True)
+    assert kept.tolist() == [1, 2]
+    quads = torch.tensor(
+        [[0.0, 0, 2, 0, 2, 2, 0, 2, 0], [0, 0, 2, 0, 2, 2, 0, 2, 1], [9, 9, 10, 9, 10, 10, 9, 10, 0]]
+    )
+    assert mmcv_ext.nms_quadri(quads, scores, order, quads[order], 0.3, True).tolist() == [1, 2]
+    assert list(inspect.signature(mmcv_ext.nms_quadri).parameters)[-2:] == ["iou_threshold", "multi_label"]

@@ -1,0 +1,314 @@
+"""Convex hulls of point sets, their overlaps and smallest boxes, points in polygons, chamfer distances, and the
+differentiable overlap of rotated boxes, beside slow computations in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from visdet.ops import (
+    box_iou_rotated,
+    chamfer_distance,
+    convex_giou,
+    convex_iou,
+    diff_iou_rotated_2d,
+    diff_iou_rotated_3d,
+    min_area_polygons,
+    points_in_polygons,
+)
+from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+def uniform(*shape, seed=0, low=-5.0, high=5.0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).double() * (high - low) + low
+
+
+def quadrilaterals(N):
+    """Return rotated rectangles, either way round."""
+    center, sides, angle = (
+        uniform(N, 1, 2, seed=1, low=-3, high=3),
+        uniform(N, 2, seed=2, low=0.5, high=6),
+        uniform(N, seed=3),
+    )
+    signs = torch.tensor([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]]).double()
+    corners = signs * sides[:, None]
+    turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1).view(N, 2, 2)
+    corners = center + corners @ turn
+    corners[::2] = corners[::2].flip(1)
+    return corners.flatten(1)
+
+
+def cross(o, a, b):
+    return (a[0] - o[0]) * (b[1] - o[1]) - (a[1] - o[1]) * (b[0] - o[0])
+
+
+def hull(points):
+    """The monotone chain."""
+    chain, points = [], sorted(set(map(tuple, points)))
+    for part in (points, points[::-1]):
+        side = []
+        for point in part:
+            while len(side) > 1 and cross(side[-2], side[-1], point) <= 0:
+                side.pop()
+            side.append(point)
+        chain += side[:-1]
+    return chain or points
+
+
+def area(polygon):
+    return sum(cross((0, 0), a, b) for a, b in zip(polygon, polygon[1:] + polygon[:1], strict=True)) / 2
+
+
+def shared(polygon, other):
+    """The area of a polygon cut by the sides of a convex one."""
+    other = other if area(other) > 0 else other[::-1]
+    for a, b in zip(other, other[1:] + other[:1], strict=True):
+        cut = []
+        for p, q in zip(polygon, polygon[1:] + polygon[:1], strict=True):
+            sp, sq = cross(a, b, p), cross(a, b, q)
+            if sp >= 0:
+                cut.append(p)
+            if sp * sq < 0:
+                cut.append(tuple(p[i] + sp / (sp - sq) * (q[i] - p[i]) for i in range(2)))
+        polygon = cut
+    return area(polygon) if polygon else 0.0
+
+
+def point_sets(N):
+    points = uniform(N, 18)
+    points[: N // 3] = points[: N // 3].round()  # with equal points and points on a line
+    return points
+
+
+def pairs(numbers):
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_convex_iou(device):
+    points, polygons = point_sets(30), quadrilaterals(7)
+    found = convex_iou(points.to(device), polygons.to(device))
+    for n, numbers in enumerate(points.tolist()):
+        for k, corners in enumerate(polygons.tolist()):
+            one, other = hull(pairs(numbers)), pairs(corners)
+            common = shared(one, other)
+            expected = common / (area(one) + abs(area(other)) - common)
+            assert found[n, k].item() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_convex_giou_and_its_gradient(device):
+    points, polygons = uniform(12, 18), quadrilaterals(12)
+    polygons[6:] += 4
+
+    def giou(numbers, corners):
+        one, other = hull(pairs(numbers)), pairs(corners)
+        around, common = abs(area(hull(one + other))), shared(one, other)
+        union = area(one) + abs(area(other)) - common
+        return common / union - (around - union) / around
+
+    found, gradient = convex_giou(points.to(device), polygons.to(device))
+    for n in range(12):
+        numbers, corners = points[n].tolist(), polygons[n].tolist()
+        assert found[n].item() == pytest.approx(giou(numbers, corners), abs=1e-9)
+        for i in range(18):
+            ends = [
+                giou([*numbers[:i], numbers[i] + step, *numbers[i + 1 :]], corners) for step in (1e-6, -1e-6)
+            ]
+            assert gradient[n, i].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_min_area_polygons(device):
+    points = point_sets(40)
+    found = min_area_polygons(points.to(device)).cpu()
+    for numbers, box in zip(points.tolist(), found.tolist(), strict=True):
+        corners, least = hull(pairs(numbers)), math.inf
+        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
+            angle = math.atan2(b[1] - a[1], b[0] - a[0])
+            along = [x * math.cos(angle) + y * math.sin(angle) for x, y in corners]
+            across = [y * math.cos(angle) - x * math.sin(angle) for x, y in corners]
+            least = min(least, (max(along) - min(along)) * (max(across) - min(across)))
+        box = pairs(box)
+        assert abs(area(box)) == pytest.approx(least, rel=2e-6)
+        orientation = math.copysign(1, area(box))
+        for a, b in zip(box, box[1:] + box[:1], strict=True):
+            assert all(orientation * cross(a, b, p) > -1e-9 for p in corners)
+
+
+def test_min_area_polygons_by_hand():
+    points = torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2, 1, 1, 2, 1, 3, 1, 1, 0, 0, 1]])
+    assert min_area_polygons(points).tolist() == [[4, 0, 0, 0, 0, 2, 4, 2]]
+    assert min_area_polygons(points * 0 + 3).tolist() == [[3] * 8]
+    assert convex_iou(points, torch.tensor([[0.0, 0, 2, 0, 2, 4, 0, 4]])).item() == pytest.approx(1 / 3)
+    giou, gradient = convex_giou(points, torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2]]))
+    assert giou.item() == 1 and gradient.shape == (1, 18)
+
+
+def test_the_gradient_where_sides_coincide_is_mmcvs():
+    """A hull whose left and lower sides lie on those of the polygon; the shared area has 0 or 1 as derivative there."""
+    points = torch.tensor([[1.0, 1, 2, 2, 1, 2, 2, 1, 1, 3, 3, 1, 2, 3, 3, 2, 1.5, 1.5]])
+    giou, gradient = convex_giou(points, torch.tensor([[1.0, 1, 1, 2, 2, 2, 2, 1]]))
+    assert giou.item() == pytest.approx(2 / 7)
+    corners = [
+        0.0204,
+        0.0408,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0.0612,
+        -0.0408,
+        -0.0408,
+        0.0816,
+        -0.0408,
+        -0.0816,
+        -0.0816,
+        -0.0408,
+        0,
+        0,
+    ]
+    assert gradient[0].tolist() == pytest.approx(corners, abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_points_in_polygons(device):
+    points, polygons = uniform(60, 2), quadrilaterals(9)
+    found = points_in_polygons(points.to(device), polygons.to(device))
+    assert found.dtype == torch.float32 and found.any() and not found.all()
+    for n, point in enumerate(points.tolist()):
+        for m, corners in enumerate(polygons.tolist()):
+            corners = pairs(corners)
+            sides = [cross(a, b, point) > 0 for a, b in zip(corners, corners[1:] + corners[:1], strict=True)]
+            assert found[n, m].item() == (all(sides) or not any(sides))
+    concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]])
+    assert points_in_polygons(torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]]), concave).tolist() == [
+        [1],
+        [0],
+        [0],
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chamfer_distance(device):
+    one, other = uniform(2, 5, 2), uniform(2, 7, 2, seed=1)
+    one[0, 3], other[1, 2] = one[0, 1], other[1, 6]
+    found = chamfer_distance(one.to(device), other.to(device))
+    for b in range(2):
+        for distances, indices, points, others in (
+            (found[0], found[2], one, other),
+            (found[1], found[3], other, one),
+        ):
+            for n, (x, y) in enumerate(points[b].tolist()):
+                apart = [(x - u) ** 2 + (y - v) ** 2 for u, v in others[b].tolist()]
+                assert distances[b, n].item() == pytest.approx(min(apart))
+                assert indices[b, n].item() == apart.index(min(apart)) and indices.dtype == torch.int32
+    leaves = [uniform(2, n, 2, seed=n).to(device).requires_grad_() for n in (5, 7)]
+    assert torch.autograd.gradcheck(lambda a, b: chamfer_distance(a, b)[:2], leaves)
+
+
+def boxes(N, seed):
+    return torch.cat(
+        [
+            uniform(N, 2, seed=seed, low=-2, high=2),
+            uniform(N, 2, seed=seed + 1, low=0.5),
+            uniform(N, 1, seed=seed + 2),
+        ],
+        1,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_diff_iou_rotated(device):
+    one, other = boxes(30, 0).to(device), boxes(30, 10).to(device)
+    one[:, 2:4].clamp_(min=0.5), other[:, 2:4].clamp_(min=0.5)
+    other[0] = one[0]
+    flat = diff_iou_rotated_2d(one[None], other[None])
+    torch.testing.assert_close(flat[0], box_iou_rotated(one, other, aligned=True))
+    depth = torch.tensor([[0.0, 2], [1, 4]], device=device, dtype=torch.float64)
+    solid = [
+        torch.cat([b[:, :2], d[:1].expand(30, 1), b[:, 2:4], d[1:].expand(30, 1), b[:, 4:]], 1)
+        for b, d in ((one, depth[0]), (other, depth[1]))
+    ]
+    areas = [b[:, 2] * b[:, 3] for b in (one, other)]
+    common = flat[0] * (areas[0] + areas[1]) / (1 + flat[0])  # from z = -1 to 1, and from -1 to 3
+    expected = (common * 2) / (areas[0] * 2 + areas[1] * 4 - common * 2)
+    torch.testing.assert_close(diff_iou_rotated_3d(solid[0][None], solid[1][None])[0], expected)
+    leaves = [t[None, 1:8].clone().requires_grad_() for t in (one, other)]
+    assert torch.autograd.gradcheck(diff_iou_rotated_2d, leaves)
+
+
+def test_vertices_in_order():
+    """A square of four corners of one box, as mmcv's wrapper describes it, and the same with each corner twice."""
+    square = torch.tensor([[1.0, 1], [-1, 1], [-1, -1], [1, -1]])
+    vertices, mask = torch.zeros(1, 3, 24, 2), torch.zeros(1, 3, 24, dtype=torch.bool)
+    vertices[0, :, :4] = vertices[0, :, 4:8] = square
+    mask[0, 0, :4], mask[0, 1, :8], mask[0, 2, :2] = True, True, True
+    vertices[0, 1, 8:12], mask[0, 1, 8:12] = square, True
+    found = sorted_vertices(vertices, mask, mask.sum(2))
+    assert found[0, 0].tolist() == [0, 1, 2, 3, 0, 8, 8, 8, 8] and found[0, 2].tolist() == [8] * 9
+    corners = vertices[0, 1][found[0, 1].long()]
+    turning = corners[:-1, 0] * corners[1:, 1] - corners[:-1, 1] * corners[1:, 0]
+    assert turning.sum() / 2 == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_narrow_types_and_bad_numbers(dtype):
+    points, polygons = point_sets(6).to(dtype), quadrilaterals(6).to(dtype)
+    close = dict(rtol=1e-2, atol=1e-2)
+    exact = convex_giou(points.double(), polygons.double())
+    for found, expected in zip(convex_giou(points, polygons), exact, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, **close)
+    assert convex_iou(points, polygons).dtype == min_area_polygons(points).dtype == dtype
+    points[0, 3], points[1, 2], polygons[2, 0] = math.nan, math.inf, math.nan
+    giou, iou = convex_giou(points, polygons)[0], convex_iou(points, polygons)
+    assert giou[:3].isnan().all() and giou[3:].isfinite().all()
+    assert iou[:2].isnan().all() and iou[2:, 2].isnan().all() and iou[3:, 3:].isfinite().all()
+    assert (
+        points_in_polygons(points[:, :2], polygons).isfinite().all()
+        and min_area_polygons(points)[2:].isfinite().all()
+    )
+
+
+def test_empties():
+    points, polygons = torch.zeros(0, 18), torch.zeros(0, 8)
+    assert convex_iou(points, torch.zeros(3, 8)).shape == (0, 3)
+    assert convex_iou(torch.zeros(3, 18), polygons).shape == (3, 0)
+    assert [t.shape for t in convex_giou(points, polygons)] == [(0,), (0, 18)]
+    assert min_area_polygons(points).shape == (0, 8)
+    assert points_in_polygons(torch.zeros(0, 2), torch.zeros(2, 8)).shape == (0, 2)
+    distances = chamfer_distance(torch.ones(2, 3, 2), torch.ones(2, 0, 2))
+    assert [tuple(t.shape) for t in distances] == [(2, 3), (2, 0), (2, 3), (2, 0)] and not distances[0].any()
+    assert diff_iou_rotated_2d(torch.zeros(1, 0, 5), torch.zeros(1, 0, 5)).shape == (1, 0)
+    assert sorted_vertices(
+        torch.zeros(1, 0, 24, 2), torch.zeros(1, 0, 24).bool(), torch.zeros(1, 0)
+    ).shape == (1, 0, 9)
+
+
+X = torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: convex_iou(X, X), r"convex_iou: pointsets must be \[N, 18\], got \[3, 4\]"),
+        (lambda: convex_iou(torch.zeros(2, 18), X), r"convex_iou: polygons must be \[N, 8\], got \[3, 4\]"),
+        (
+            lambda: convex_giou(torch.zeros(2, 18), torch.zeros(3, 8)),
+            r"polygons must be \[2, 8\].*got \[3, 8\]",
+        ),
+        (lambda: min_area_polygons(X), r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]"),
+        (lambda: points_in_polygons(X, X), r"points_in_polygons: points must be \[N, 2\], got \[3, 4\]"),
+        (lambda: chamfer_distance(X, X), r"chamfer_distance: xyz1 must be \[3, N, 2\], got \[3, 4\]"),
+        (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\].*got \[3, 4\] and \[3, 4\]"),
+        (lambda: diff_iou_rotated_3d(X, X), r"box3d1 must be \[B, N, 7\].*got \[3, 4\] and \[3, 4\]"),
+    ],
+)
+def test_rejections(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

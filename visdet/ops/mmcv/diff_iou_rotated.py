@@ -1,0 +1,112 @@
+"""Overlaps of rotated boxes that are differentiable with respect to the boxes."""
+
+import torch
+from torch import Tensor
+
+from ..box_iou_rotated import corners_of, shared_area
+
+__all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
+
+
+def _check(op: str, columns: int, layout: str, **boxes: Tensor) -> None:
+    first, second = boxes.values()
+    for name, tensor in boxes.items():
+        if tensor.dim() != 3 or tensor.shape[2] != columns or first.shape != second.shape:
+            given = f"{list(first.shape)} and {list(second.shape)}"
+            raise ValueError(f"{op}: {name} must be [B, N, {columns}] ({layout}) as the other, got {given}")
+
+
+def _shared(box1: Tensor, box2: Tensor) -> Tensor:
+    """Return the areas that boxes (x, y, w, h, angle) share, in float64."""
+    p, q = (corners_of(box.double().flatten(0, 1)) for box in (box1, box2))
+    return shared_area(p, q, are_boxes=True).view(box1.shape[:2])
+
+
+def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each -> [B, N]
+    """Return the IoU of each rotated box of ``box1`` with that of the same place in ``box2``.
+
+    Args:
+        box1: [B, N, 5] (x, y, w, h, angle). The centres and sides, and the angles in radians, which turn from the x
+            axis towards the y axis.
+        box2: [B, N, 5]. Boxes of the same kind.
+
+    Returns:
+        [B, N]. The IoU in the type of ``box1``, computed in float64. If neither box has an area, it is NaN.
+
+    It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
+
+    Raises:
+        ValueError: The shapes do not fit. The message names the argument.
+
+    Source: arXiv 1908.03851; the signature is mmcv's.
+    """
+    _check("diff_iou_rotated_2d", 5, "x, y, w, h, angle", box1=box1, box2=box2)
+    shared = _shared(box1, box2)
+    areas = box1[..., 2:4].double().prod(-1) + box2[..., 2:4].double().prod(-1)
+    return (shared / (areas - shared)).to(box1.dtype)
+
+
+def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] each -> [B, N]
+    """Return the IoU of each upright box in space of ``box3d1`` with that of the same place in ``box3d2``.
+
+    Args:
+        box3d1: [B, N, 7] (x, y, z, w, h, l, angle). The centres, the sides along x, y and z, and the angles around z in
+            radians.
+        box3d2: [B, N, 7]. Boxes of the same kind.
+
+    Returns:
+        [B, N]. The IoU in the type of ``box3d1``, computed in float64. If neither box has a volume, it is NaN.
+
+    It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
+
+    Raises:
+        ValueError: The shapes do not fit. The message names the argument.
+
+    Source: arXiv 1908.03851; the signature is mmcv's.
+    """
+    _check("diff_iou_rotated_3d", 7, "x, y, z, w, h, l, angle", box3d1=box3d1, box3d2=box3d2)
+    flat = [0, 1, 3, 4, 6]
+    (z1, length1), (z2, length2) = (box[..., [2, 5]].double().unbind(-1) for box in (box3d1, box3d2))
+    top, bottom = (
+        torch.minimum(z1 + length1 / 2, z2 + length2 / 2),
+        torch.maximum(z1 - length1 / 2, z2 - length2 / 2),
+    )
+    shared = _shared(box3d1[..., flat], box3d2[..., flat]) * (top - bottom).clamp(min=0)
+    volumes = box3d1[..., 3:6].double().prod(-1) + box3d2[..., 3:6].double().prod(-1)
+    return (shared / (volumes - shared)).to(box3d1.dtype)
+
+
+@torch.no_grad()
+def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor:  # -> [B, N, 9] int32
+    """Return the indices of the vertices of each polygon in order, the first one again behind the last.
+
+    Args:
+        vertices: [B, N, 24, 2]. Corners of two boxes (8) and points where their sides cross (16), from their mean.
+        mask: [B, N, 24] bool. Whether a vertex is one of the polygon that the boxes share.
+        num_valid: [B, N]. The number of vertices of each polygon.
+
+    Returns:
+        [B, N, 9] int32. Vertices from the x axis on, towards the y axis. Places without a vertex, and all places of a
+        polygon of fewer than three vertices, have the index of a crossing that is none.
+
+    A polygon has eight vertices at most. Where more are given, because some coincide, those closest to the one before
+    are left out. mmcv's kernel leaves out others there, or writes behind its result.
+    """
+    angle = torch.atan2(vertices[..., 1], vertices[..., 0])
+    angle = torch.where(angle < 0, angle + 2 * torch.pi, angle)
+    order = torch.where(mask, angle, torch.inf).sort(dim=-1, stable=True)[1]  # the valid ones come first
+    count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
+    rank = torch.arange(mask.shape[-1], device=mask.device)
+    ordered = vertices.gather(2, order[..., None].expand_as(vertices))
+    before = ordered.gather(
+        2, ((rank - 1) % count.clamp(min=1))[..., None].expand_as(ordered)
+    )  # the last one is before the first
+    gap = torch.where(rank < count, (ordered - before).square().sum(-1), -1.0)
+    is_kept = gap.sort(dim=-1, descending=True, stable=True)[1].argsort(-1) < 8
+    is_kept &= rank < count
+    order = order.gather(2, (~is_kept).int().sort(dim=-1, stable=True)[1])[..., :9]
+    count = is_kept.sum(-1, keepdim=True)
+    crossing = 8 + (~mask[..., 8:]).int().argmax(-1, keepdim=True)
+    place = rank[:9]
+    result = torch.where(place == count, order[..., :1], torch.where(place < count, order, crossing))
+    return torch.where(num_valid[..., None] < 3, crossing, result).int()

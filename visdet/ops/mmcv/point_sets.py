@@ -1,0 +1,299 @@
+"""Point sets of oriented detectors: their convex hulls, the overlaps of these with polygons, and the smallest boxes."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..box_iou_rotated import quadrilateral_area, shared_area
+from .triangle_overlap import overlap_by_triangles
+
+__all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
+
+# Pairs of a point set and a polygon, or of points, that are compared at a time: some hundred megabytes.
+PAIRS_AT_ONCE = 1 << 19
+
+
+def _check(op: str, **layouts: tuple[Tensor, int]) -> None:
+    for name, (tensor, columns) in layouts.items():
+        if tensor.dim() != 2 or tensor.shape[1] != columns:
+            raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(tensor.shape)}")
+
+
+def _cross(a: Tensor, b: Tensor) -> Tensor:
+    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+
+
+@torch.no_grad()
+def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
+    """Return the convex hull of each set: its points from the one of least y (then x) on, from x towards y.
+
+    Where the hull has fewer than K points, the first one follows the last, again and again.
+    """
+    K = points.shape[1]
+    edges = points[:, None] - points[:, :, None]  # [N, from, to]
+    length = edges.square().sum(-1)
+    side = _cross(
+        edges[:, :, :, None], edges[:, :, None]
+    )  # [N, from, to, other]: negative if right of the edge
+    slack = 1e-14 * length.flatten(1).amax(1)[:, None, None]
+    # A point's successor has all others to its left; the furthest one of those on a line.
+    has_no_other = (side >= -slack[..., None]).all(-1) & (length > 0)
+    successor = torch.where(has_no_other, length, -1.0).argmax(2)  # [N, K]
+    first_row = points[..., 1].amin(1, keepdim=True)
+    start = torch.where(points[..., 1] == first_row, points[..., 0], math.inf).argmin(1, keepdim=True)
+    at, hull, is_closed = start, [start], torch.zeros_like(start, dtype=torch.bool)
+    for _ in range(K - 1):
+        at = successor.gather(1, at)
+        same = points.gather(1, at[..., None].expand(-1, -1, 2)) == points.gather(
+            1, start[..., None].expand(-1, -1, 2)
+        )
+        is_closed = is_closed | same.all(-1)
+        at = torch.where(is_closed, start, at)
+        hull.append(at)
+    return torch.cat(hull, 1)
+
+
+def _hulls(points: Tensor) -> Tensor:
+    indices = [hull_indices(some) for some in points.detach().split(max(PAIRS_AT_ONCE // 32, 1))]
+    hulls = points.gather(1, torch.cat(indices)[..., None].expand(-1, -1, 2))
+    return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
+
+
+def _signed_area(polygons: Tensor) -> Tensor:
+    """Return the areas of polygons [..., K, 2] by the shoelace formula, negative if they turn from y towards x."""
+    corners = polygons - polygons[..., :1, :].detach()
+    return _cross(corners, corners.roll(-1, -2)).sum(-1) / 2
+
+
+def _area(polygons: Tensor) -> Tensor:
+    return _signed_area(polygons).abs()
+
+
+def _divided(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
+
+
+@torch.no_grad()
+def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8] -> [N, K]
+    """Return the IoU of the convex hull of each point set with each polygon.
+
+    Args:
+        pointsets: [N, 18] (x1, y1, ..., x9, y9). Sets of nine points.
+        polygons: [K, 8] (x1, y1, ..., x4, y4). Quadrilaterals that do not cross themselves, either way round.
+
+    Returns:
+        [N, K]. The overlaps in the type of ``pointsets``. They are computed in float64. If neither has an area, the
+        overlap is 0. A NaN or an infinite number makes the overlap NaN.
+
+    It is not differentiable; ``convex_giou`` is. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
+    """
+    _check("convex_iou", pointsets=(pointsets, 18), polygons=(polygons, 8))
+    hulls = _hulls(pointsets.double().view(-1, 9, 2))
+    q = polygons.double().view(-1, 4, 2)
+    areas = quadrilateral_area(q)
+    ious = pointsets.new_empty(len(hulls), len(q))
+    step = max(PAIRS_AT_ONCE // max(len(q), 1), 1)
+    for begin in range(0, len(hulls), step):
+        p = hulls[begin : begin + step]
+        p_areas = _area(p)[:, None]
+        shared = torch.minimum(shared_area(p[:, None], q, are_boxes=False), torch.minimum(p_areas, areas))
+        ious[begin : begin + step] = _divided(shared, p_areas + areas - shared) + 0 * (p_areas + areas)
+    return ious
+
+
+def convex_giou(
+    pointsets: Tensor, polygons: Tensor
+) -> tuple[Tensor, Tensor]:  # [N, 18], [N, 8] -> [N], [N, 18]
+    """Return the generalised IoU of each point set's hull with the polygon of its row, and its gradient.
+
+    Args:
+        pointsets: [N, 18] (x1, y1, ..., x9, y9). Sets of nine points.
+        polygons: [N, 8] (x1, y1, ..., x4, y4). As of ``convex_iou``.
+
+    Returns:
+        ([N], [N, 18]). The IoU minus the share of the common hull that neither covers, and its derivatives with respect
+        to ``pointsets``, both in the type of ``pointsets``. They are computed in float64. Points inside the hull have
+        no gradient. Where sides or corners coincide, the derivatives are mmcv's, between those of both sides. A set and
+        a polygon without area give 0, and numbers that are not finite NaN.
+
+    The results are not differentiable: losses multiply the derivatives themselves. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    _check("convex_giou", pointsets=(pointsets, 18), polygons=(polygons, 8))
+    if len(pointsets) != len(polygons):
+        raise ValueError(
+            f"convex_giou: polygons must be [{len(pointsets)}, 8] as pointsets, got {list(polygons.shape)}"
+        )
+    with torch.enable_grad():
+        leaf = pointsets.detach().double().requires_grad_()
+        points, q = leaf.view(-1, 9, 2), polygons.detach().double().view(-1, 4, 2)
+        p = _hulls(points)
+        areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
+        turned = torch.where((_signed_area(q) < 0)[:, None, None], q.flip(1), q)
+        shared = overlap_by_triangles(p, turned)
+        union = areas + q_areas - shared
+        giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
+        (gradient,) = torch.autograd.grad(giou.sum(), leaf)
+    return giou.detach().to(pointsets.dtype), gradient.to(pointsets.dtype)
+
+
+@torch.no_grad()
+def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
+    """Return the corners of the box of the smallest area around each set of nine points.
+
+    Args:
+        pointsets: [N, 18] (x1, y1, ..., x9, y9). Sets of nine points.
+
+    Returns:
+        [N, 8] (x1, y1, ..., x4, y4). The corners in the type of ``pointsets``, computed in float64. One side of the box
+        is on an edge of the convex hull, of equal boxes on the first from the point of least y on. The first corner is
+        the one of greatest x and least y before the box is rotated by an angle of 0 to 90 degrees, and the others
+        follow from there against x.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    _check("min_area_polygons", pointsets=(pointsets, 18))
+    if len(pointsets) == 0:
+        return pointsets.new_zeros(0, 8)
+    hull = _hulls(pointsets.double().view(-1, 9, 2))
+    edges = hull.roll(-1, 1) - hull
+    angle = torch.atan2(edges[..., 1], edges[..., 0]).remainder(math.pi / 2)[..., None]  # [N, 9, 1]
+    cosine, sine, x, y = angle.cos(), angle.sin(), hull[:, None, :, 0], hull[:, None, :, 1]
+    along, across = x * cosine + y * sine, y * cosine - x * sine  # [N, edge, point]
+    least_x, most_x, least_y, most_y = along.amin(2), along.amax(2), across.amin(2), across.amax(2)
+    area = (most_x - least_x) * (most_y - least_y)
+    area = torch.where((edges != 0).any(-1) | (edges == 0).all((1, 2))[:, None], area, math.inf)
+    best = (area <= area.amin(1, keepdim=True) * (1 + 1e-6)).int().argmax(1, keepdim=True)
+    box = [side.gather(1, best) for side in (least_x, most_x, least_y, most_y)]
+    cosine, sine = (part.squeeze(2).gather(1, best) for part in (cosine, sine))
+    along = torch.cat([box[1], box[0], box[0], box[1]], 1)
+    across = torch.cat([box[2], box[2], box[3], box[3]], 1)
+    corners = torch.stack([along * cosine - across * sine, along * sine + across * cosine], 2)
+    return corners.flatten(1).to(pointsets.dtype)
+
+
+@torch.no_grad()
+def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [M, 8] -> [N, M]
+    """Return 1.0 where a point lies in a quadrilateral, and 0.0 elsewhere.
+
+    Args:
+        points: [N, 2] (x, y). The points.
+        polygons: [M, 8] (x1, y1, ..., x4, y4). Quadrilaterals that do not cross themselves, either way round.
+
+    Returns:
+        [N, M] float32. A point is inside if a ray from it towards greater x crosses the sides an odd number of times.
+        For a point on the boundary the result is either, the same as mmcv's. A point with NaN is outside.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    _check("points_in_polygons", points=(points, 2), polygons=(polygons, 8))
+    dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
+    corners = polygons.to(dtype).view(-1, 4, 2)
+    inside = torch.empty(len(points), len(polygons), device=points.device)
+    step = max(PAIRS_AT_ONCE * 8 // max(len(corners), 1), 1)
+    for begin in range(0, len(points), step):
+        px, py = points[begin : begin + step, :, None].to(dtype).unbind(1)  # [n, 1]
+        is_odd = torch.zeros(len(px), len(corners), dtype=torch.bool, device=points.device)
+        is_decided = is_odd.clone()
+        for i in range(4):
+            (sx, sy), (tx, ty) = corners[:, i].unbind(1), corners[:, i - 1].unbind(1)
+            spans = ((sy < py) & (ty >= py)) | ((sy >= py) & (ty < py))
+            x = sx + (py - sy) * (tx - sx) / (ty - sy)
+            is_decided |= (
+                ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
+            )  # on the boundary
+            is_odd ^= spans & (x > px) & ~is_decided
+        inside[begin : begin + step] = is_odd.float()
+    return inside
+
+
+def chamfer_distance(
+    xyz1: Tensor,  # [B, N, 2]
+    xyz2: Tensor,  # [B, M, 2]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [B, N], [B, M], [B, N], [B, M]
+    """Return the squared distance of each point to the nearest point of the other set, and that point's index.
+
+    Args:
+        xyz1: [B, N, 2]. Sets of points (x, y).
+        xyz2: [B, M, 2]. The other sets.
+
+    Returns:
+        (distances of xyz1, distances of xyz2, indices into xyz2, indices into xyz1). Distances are in the type of the
+        points, indices in int32; of points equally far, the first one. Without other points, distances and indices
+        are 0.
+
+    The distances are differentiable with respect to both sets.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
+    """
+    for name, points in (("xyz1", xyz1), ("xyz2", xyz2)):
+        if points.dim() != 3 or points.shape[2] != 2 or points.shape[0] != xyz1.shape[0]:
+            raise ValueError(
+                f"chamfer_distance: {name} must be [{xyz1.shape[0] if xyz1.dim() else 'B'}, N, 2], got "
+                f"{list(points.shape)}"
+            )
+    nearest1, nearest2 = nearest(xyz1, xyz2)
+    return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1.int(), nearest2.int()
+
+
+@torch.no_grad()
+def nearest(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor]:  # int64 [B, N], [B, M]
+    """Return the index of the nearest point of the other set for each point."""
+    found = []
+    for one, other in ((xyz1, xyz2), (xyz2, xyz1)):
+        index = torch.zeros(one.shape[:2], dtype=torch.int64, device=one.device)
+        if other.shape[1]:
+            step = max(8 * PAIRS_AT_ONCE // max(one.shape[0] * other.shape[1], 1), 1)
+            for begin in range(0, one.shape[1], step):
+                index[:, begin : begin + step] = _apart(
+                    one[:, begin : begin + step, None], other[:, None]
+                ).argmin(-1)
+        found.append(index)
+    return found[0], found[1]
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return squared distances. Those of float16 points are rounded as mmcv rounds them, unless they are too large."""
+    wide = torch.promote_types(one.dtype, torch.float32)
+    apart = (one.to(wide) - other.to(wide)).square().sum(-1)
+    if one.dtype != torch.float16:
+        return apart
+    rounded = (one - other).square().sum(-1)
+    return torch.where(rounded.isfinite(), rounded, apart)
+
+
+def squared_distances(
+    xyz1: Tensor, xyz2: Tensor, nearest1: Tensor, nearest2: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the squared distances of the points to those of the other set with the given indices."""
+    distances = []
+    for one, other, index in ((xyz1, xyz2, nearest1), (xyz2, xyz1, nearest2)):
+        if other.shape[1]:
+            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, 2))
+            distances.append((one - chosen).square().sum(-1))
+        else:
+            distances.append(one.sum(-1) * 0)
+    return distances[0], distances[1]

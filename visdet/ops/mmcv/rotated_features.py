@@ -1,0 +1,100 @@
+"""Feature maps that follow rotated boxes: R3Det's feature refinement and S2ANet's active rotating filters."""
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from ..sample_sum import sample_sum
+
+__all__ = ["active_rotated_filter", "rotated_feature_align"]
+
+
+def rotated_feature_align(
+    features: Tensor,  # [B, C, H, W]
+    best_rbboxes: Tensor,  # [B, H, W, 5] (y, x, w, h, angle)
+    spatial_scale: float = 1 / 8,
+    points: int = 1,
+) -> Tensor:  # [B, C, H, W]
+    """Return each pixel plus the features at the centre of its box, or at the centre and the four corners.
+
+    Args:
+        features: [B, C, H, W]. The map, of any floating-point type.
+        best_rbboxes: [B, H, W, 5] (y, x, w, h, angle). The box of each pixel, in pixels of the image and radians. They
+            are not differentiated. mmcv reads the first number as y and the second one as x, and so does this function;
+            R3Det gives x first.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+        points: 1 for the centre, 5 for the centre and the corners.
+
+    Returns:
+        [B, C, H, W]. The sums in the type of ``features``. A point beyond one pixel outside the map, or with a
+        coordinate that is not finite, adds 0; others are clamped to the map and interpolated.
+
+    It is differentiable with respect to ``features``. The kernels of ``sample_sum`` compute it, with their determinism.
+
+    Raises:
+        ValueError: A shape or ``points`` does not fit. The message names the argument.
+
+    Source: R3Det, arXiv 1908.05612; the signature is mmcv's.
+    """
+    if features.dim() != 4:
+        raise ValueError(f"rotated_feature_align: features must be [B, C, H, W], got {list(features.shape)}")
+    B, _, H, W = features.shape
+    if best_rbboxes.shape != (B, H, W, 5):
+        raise ValueError(
+            f"rotated_feature_align: best_rbboxes must be {[B, H, W, 5]}, got {list(best_rbboxes.shape)}"
+        )
+    if points not in (1, 5):
+        raise ValueError(f"rotated_feature_align: points must be 1 or 5, got {points}")
+    if features.numel() == 0:
+        return features.clone()
+    boxes = best_rbboxes.detach().to(computation_dtype(features)).flatten(1, 2)
+    center = boxes[..., [1, 0]] * spatial_scale  # (x, y)
+    at = center[:, :, None]
+    if points == 5:
+        half = boxes[..., 2:4] * (spatial_scale / 2)
+        cosine, sine = boxes[..., 4].cos(), boxes[..., 4].sin()
+        along = torch.stack([cosine, sine], -1) * half[..., :1]
+        across = torch.stack([-sine, cosine], -1) * half[..., 1:]
+        corners = [along + across, across - along, -along - across, along - across]
+        at = torch.cat([at, torch.stack([center + corner for corner in corners], 2)], 2)
+    x, y = at.unbind(-1)
+    counts = (x >= -1) & (x <= W) & (y >= -1) & (y <= H)  # [B, Q, D]
+    x, y = (torch.where(counts, one, 0).clamp(0, size - 1) for one, size in ((x, W), (y, H)))
+    samples = torch.stack([(2 * x + 1) / W - 1, (2 * y + 1) / H - 1], -1)
+    sums = sample_sum(features, samples, counts[:, None].to(samples.dtype))  # [B, 1, Q, C]
+    return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features.dtype)
+
+
+def active_rotated_filter(
+    input: Tensor,  # [M, C, G, K, K]
+    indices: Tensor,  # [G, K, K, R]
+) -> Tensor:  # [M * R, C * G, K, K]
+    """Return each filter in R rotations.
+
+    Args:
+        input: [M, C, G, K, K]. Filters of M outputs for C inputs of G orientations.
+        indices: [G, K, K, R], integers from 1 on. Where a number of a filter is in each rotation, counted over
+            [G, K, K]. Every rotation is a permutation.
+
+    Returns:
+        [M * R, C * G, K, K]. The rotations of each filter, one after another.
+
+    It is differentiable with respect to ``input``, and deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Oriented response networks, arXiv 1701.01833; the signature is mmcv's, and S2ANet's filters use it.
+    """
+    if input.dim() != 5:
+        raise ValueError(f"active_rotated_filter: input must be [M, C, G, K, K], got {list(input.shape)}")
+    M, C, G, height, width = input.shape
+    if indices.dim() != 4 or indices.shape[:3] != input.shape[2:]:
+        raise ValueError(
+            f"active_rotated_filter: indices must be [{G}, {height}, {width}, R], got {list(indices.shape)}"
+        )
+    R = indices.shape[3]
+    # As a permutation's inverse, the order of the places gathers what mmcv scatters.
+    source = (indices.reshape(-1, R).long() - 1).argsort(0)  # [G * K * K, R]
+    rotated = input.flatten(2)[:, :, source]  # [M, C, G * K * K, R]
+    return rotated.permute(0, 3, 1, 2).reshape(M * R, C * G, height, width)

@@ -1,0 +1,118 @@
+"""RoIAlign of rotated regions, which is the mean of bilinear samples in each bin of a rotated region."""
+
+import torch
+from torch import Tensor, nn
+
+from . import _library
+from ._arguments import computation_dtype, pair
+from ._renamed import renamed_arguments
+from ._roi_sampling import ROTATED, bounded_rotated_rois, check_rois, check_sampling_ratio, pool_samples
+from .roi_align import average_regions
+
+__all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
+
+
+def roi_align_rotated(
+    input: Tensor,  # [B, C, H, W]
+    rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)
+    output_size: int | tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int = 0,
+    aligned: bool = True,
+    clockwise: bool = False,
+) -> Tensor:  # [N, C, PH, PW]
+    """Return each rotated region's bins, averaged over bilinear samples.
+
+    Args:
+        input: [B, C, H, W]. The map, of any floating-point type.
+        rois: [N, 6] (batch index, x, y, w, h, angle). The regions' batch indices, centres and sides, in pixels of the
+            image, and their angles in radians. They are not differentiated. A negative side counts as 0.
+        output_size: (height, width) in bins, or one number for both.
+        spatial_scale: The number of pixels of the map per pixel of the image.
+        sampling_ratio: As of ``roi_align``.
+        aligned: As of ``roi_align``.
+        clockwise: Whether angles turn from the x axis towards the y axis, which is clockwise in an image, whose y axis
+            points down.
+
+    Returns:
+        [N, C, PH, PW]. The bins in the type of ``input``. Samples are those that ``roi_align`` takes of the region
+        before it is rotated about its centre, and have its border rule. No regions give [0, C, PH, PW].
+
+    A region whose batch index is not one of the whole numbers 0..B-1, or with NaN among its numbers or an infinite
+    angle, gives 0 and has no gradient. Centres are bounded as corners of ``roi_align`` are, and a side is at most as
+    long as these bounds are apart.
+
+    It is differentiable once with respect to ``input``. On CUDA it is computed by the kernels of ``roi_align``, with
+    the same types, sums and determinism. Plain torch serves other devices.
+
+    Raises:
+        ValueError: A shape, type, device or number does not fit. The message names the argument.
+
+    Source: arXiv 1703.01086 (rotated regions) and 1703.06870 (RoIAlign); the signature is mmcv's.
+    """
+    size = pair(output_size)
+    check_rois("roi_align_rotated", input, rois, size, spatial_scale, ROTATED)
+    check_sampling_ratio("roi_align_rotated", sampling_ratio, size)
+    if _library.kernel_device(input) == "cuda" and _library.is_loaded("cuda"):
+        if clockwise:
+            rois = torch.cat([rois[:, :5], -rois[:, 5:]], 1)
+        return average_regions(input, rois, size, spatial_scale, sampling_ratio, aligned)
+    return roi_align_rotated_reference(input, rois, size, spatial_scale, sampling_ratio, aligned, clockwise)
+
+
+def roi_align_rotated_reference(
+    input: Tensor,
+    rois: Tensor,
+    output_size: int | tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int = 0,
+    aligned: bool = True,
+    clockwise: bool = False,
+) -> Tensor:
+    """Return what ``roi_align_rotated`` returns, in plain torch: the definition kernels are tested against."""
+    PH, PW = pair(output_size)
+    dtype = computation_dtype(input)
+    rois = bounded_rotated_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    center = rois[:, 1:3] * spatial_scale - (0.5 if aligned else 0.0)
+    extent = rois[:, 3:5].flip(1) * spatial_scale  # (h, w)
+    if not aligned:
+        extent = extent.clamp(min=1)
+    bin_size = extent / extent.new_tensor([PH, PW])
+    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
+    bins_y = -extent[:, :1] / 2 + torch.arange(PH, device=rois.device) * bin_size[:, :1]
+    bins_x = -extent[:, 1:] / 2 + torch.arange(PW, device=rois.device) * bin_size[:, 1:]
+    origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
+    angle = -rois[:, 5:] if clockwise else rois[:, 5:]
+    turns = torch.cat([angle.cos(), angle.sin(), center], 1)
+    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, False)
+    return pooled.to(input.dtype)
+
+
+class RoIAlignRotated(nn.Module):
+    """A module that calls ``roi_align_rotated`` with its settings."""
+
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
+    def __init__(
+        self,
+        output_size: int | tuple[int, int],
+        spatial_scale: float,
+        sampling_ratio: int = 0,
+        aligned: bool = True,
+        clockwise: bool = False,
+    ) -> None:
+        super().__init__()
+        self.output_size = pair(output_size)
+        self.spatial_scale = float(spatial_scale)
+        self.sampling_ratio = int(sampling_ratio)
+        self.aligned = aligned
+        self.clockwise = clockwise
+
+    def forward(self, input: Tensor, rois: Tensor) -> Tensor:
+        settings = self.output_size, self.spatial_scale, self.sampling_ratio, self.aligned, self.clockwise
+        return roi_align_rotated(input, rois, *settings)
+
+    def extra_repr(self) -> str:
+        return (
+            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
+            f"sampling_ratio={self.sampling_ratio}, aligned={self.aligned}, clockwise={self.clockwise}"
+        )
