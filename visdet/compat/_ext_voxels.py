@@ -28,8 +28,8 @@ __all__ = [
 
 def hard_voxelize_forward(
     points: Tensor,
-    voxel_size: Tensor,
-    coors_range: Tensor,
+    voxel_size: Sequence[float] | Tensor,
+    coors_range: Sequence[float] | Tensor,
     voxels: Tensor,
     coors: Tensor,
     num_points_per_voxel: Tensor,

@@ -86,8 +86,8 @@ def bezier_align(
 
     Args:
         input: [B, C, H, W]. The maps.
-        beziers: [N, 17]. The index of the image, and four points (x, y) of the upper curve from left to right and of the
-            lower curve from right to left.
+        beziers: [N, 17]. The index of the image, four points (x, y) of the upper curve from left to right, and four of
+            the lower curve from right to left.
         output_size: The number of bins (height, width).
         spatial_scale: The size of the map divided by that of the image.
         sampling_ratio: The samples of a bin in each direction, or 0 for one a pixel.
@@ -163,11 +163,10 @@ def prroi_pool(
     index = rois[:, 0].detach()
     corners = rois[:, 1:].to(dtype) * spatial_scale
     is_known = is_image(index, len(features)) & corners.isfinite().all(1)
-    corners = torch.where(is_known[:, None], corners, 0)
     weights = []
-    for low, high, bins, size in zip(
-        corners[:, 1::-1].T, corners[:, :1:-1].T, output_size, features.shape[2:], strict=True
-    ):
+    x1, y1, x2, y2 = torch.where(is_known[:, None], corners, 0).unbind(1)
+    H, W = features.shape[2:]
+    for low, high, bins, size in ((y1, y2, output_size[0], H), (x1, x2, output_size[1], W)):
         step = (high - low).clamp(min=0)[:, None] / bins
         edges = low[:, None] + step * torch.arange(bins + 1, device=rois.device)
         integral = _integral(edges[:, :, None] - torch.arange(size, device=rois.device))

@@ -11,7 +11,7 @@ __all__ = ["contour_expand", "pixel_group"]
 def _claims(
     frontier: Tensor, labels: Tensor, is_free: Tensor, shape: torch.Size, fits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the pixels that the pixels of a frontier reach first, in the order of a queue, and where each came from."""
+    """Return the free pixels that a frontier reaches, in the order of a queue, and where each is reached from."""
     H, W = shape
     row, column = (frontier // W)[:, None], (frontier % W)[:, None]
     steps = frontier.new_tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])

@@ -37,10 +37,12 @@ def group_points(
     Source: The signature is mmcv's.
     """
     check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
-    B, C, N = features.shape
+    B, C = features.shape[:2]
     check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
     flat = indices.long().flatten(1)[:, None].expand(B, C, -1)
-    return features.gather(2, flat).unflatten(2, indices.shape[1:])
+    # The gradient of a point in many groups is a sum, which needs float32.
+    grouped = features.to(computation_dtype(features)).gather(2, flat)
+    return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
 
 
 def gather_points(
@@ -102,8 +104,10 @@ def stack_group_points(
         sizes_of("indices", indices, groups)
     is_inside = (indices >= 0) & (indices < points[cloud, None])
     index = torch.where(is_inside, indices + (points.cumsum(0) - points)[cloud, None], len(features))
-    padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
-    return padded[index.flatten()].unflatten(0, indices.shape).transpose(1, 2)
+    wide = features.to(computation_dtype(features))
+    padded = torch.cat([wide, wide.new_zeros(1, features.shape[1])])
+    grouped = padded[index.flatten()].unflatten(0, indices.shape).transpose(1, 2)
+    return grouped.to(features.dtype)
 
 
 def three_interpolate(

@@ -164,12 +164,11 @@ def sizes_of(name: str, rows: Tensor, batch_cnt: Tensor) -> list[int]:
 
 
 def _nearest(distances: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` smallest distances of each row and their columns. Of equal ones the lower column comes first.
+    """Return the ``count`` smallest distances of each row and their columns, of equal ones the lower column first.
 
     Where there are fewer than ``count`` numbers, the distance is infinite and the column 0.
     """
-    rows, columns = distances.shape
-    missing = count - columns
+    missing = count - distances.shape[1]
     if missing > 0:
         distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
     if distances.dtype == torch.float32:
@@ -251,15 +250,15 @@ def furthest_point_sample(
     points_xyz: Tensor,  # [B, N, 3]
     num_points: int,
 ) -> Tensor:  # [B, num_points] int32
-    """Return samples of each cloud: the first point, and then always the point that is furthest from all samples so far.
+    """Return samples of each cloud: its first point, and then always the point that is furthest from all samples.
 
     Args:
         points_xyz: [B, N, 3]. The points. 16-bit types are computed in float32.
         num_points: The number of samples. Beyond the number of points, samples are repeated.
 
     Returns:
-        [B, num_points] int32. The indices. Of points at the same distance the lower index is taken. Distances with a NaN
-        do not count, and none is larger than 1e5.
+        [B, num_points] int32. The indices. Of points at the same distance the lower index is taken. Distances that
+        are NaN do not count, and none is larger than 1e5.
 
     It is not differentiable. It is deterministic.
 

@@ -103,7 +103,7 @@ def collect_points(
     size: tuple[int, int, int],
     max_pts_per_voxel: int,
 ) -> Tensor:  # [M, *size, max_pts_per_voxel] int32
-    """Return the number of points of each voxel of each box, and then the points, at most one less than the last size."""
+    """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
     check_layout("roiaware_pool3d", "rois", rois, "[M, 7]", None, 7)
     check_layout("roiaware_pool3d", "pts", pts, "[N, 3]", None, 3)
     if max_pts_per_voxel < 1:

@@ -31,7 +31,7 @@ def get_indice_pairs(
     subm: bool = False,
     transpose: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [M, 1 + D] int32, [K, 2, N] int32, [K] int32
-    """Return the output places of a sparse convolution, and for each tap of the kernel which inputs reach which outputs.
+    """Return the outputs of a sparse convolution, and which inputs reach which outputs by each tap of the kernel.
 
     Args:
         indices: [N, 1 + D]. The image of the batch and the place of each input.

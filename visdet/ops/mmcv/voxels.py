@@ -130,7 +130,7 @@ def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M
 def scatter_to_voxels(
     feats: Tensor, coors: Tensor, reduce_type: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M, C], [M, D], [N] int32, [M] int32
-    """Return what ``dynamic_scatter`` returns, the voxel of each point or -1, and the number of points of each voxel."""
+    """Return what ``dynamic_scatter`` returns, each point's voxel or -1, and the number of points of each voxel."""
     check_layout("dynamic_scatter", "feats", feats, "[N, C]", None, None)
     check_layout("dynamic_scatter", "coors", coors, f"[{len(feats)}, D]", len(feats), None)
     if reduce_type not in REDUCTIONS:
@@ -179,7 +179,7 @@ def dynamic_scatter(
 
 
 def _sum_into(cells: Tensor, values: Tensor, size: int) -> Tensor:  # [N] in 0..size, [N, C] -> [size, C]
-    """Return the sum of the values of each cell. Those of the cell ``size`` are dropped. Sums are of float32 or float64."""
+    """Return the sum of the values of each cell, in float32 or better. Values of the cell ``size`` are dropped."""
     wide = values.to(computation_dtype(values))
     summed = wide.new_zeros(size + 1, values.shape[1]).index_add(0, cells, wide)
     return summed[:size].to(values.dtype)
