@@ -116,6 +116,15 @@ def test_nothing(device):
         assert (roiaware_pool3d(torch.ones(2, 7, device=device), none[0], none[0], 2, 4, mode) == 0).all()
 
 
+def test_features_of_points_in_no_box_have_a_gradient_of_zero(device):
+    points, boxes = torch.rand(1, 9, 3, device=device), torch.full((1, 2, 7), 99.0, device=device)
+    features = torch.rand(1, 9, 2, device=device, requires_grad=True)
+    for mode in ("max", "avg"):
+        roiaware_pool3d(boxes[0], points[0], features[0], 2, 4, mode).sum().backward()
+    roipoint_pool3d(points, features, boxes, 4)[0].sum().backward()
+    assert (features.grad == 0).all()
+
+
 def test_gradients():
     points, boxes = scene(30)
     points, boxes = points.double(), boxes.double()

@@ -174,6 +174,9 @@ def test_nothing_and_places_outside(device):
         features = torch.zeros(0, 2, device=device)
         filters = torch.zeros(3, 3, 3, 2, 5, device=device)
         assert indice_conv(features, filters, pairs, counts, 0).shape == (0, 5)
+        filters.requires_grad_()
+        indice_conv(features, filters, pairs, counts, 2).sum().backward()
+        assert (filters.grad == 0).all()
     far = torch.tensor([[0, 9, 9, 9], [7, 0, 0, 0]], dtype=torch.int32, device=device)
     assert get_indice_pairs(far, 1, *settings)[0].shape == (0, 4)
 

@@ -172,7 +172,7 @@ def assign_score_withk(
     P, K = scores.shape[1:3]
     check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
     if N == 0 or K == 0:
-        return point_features.new_zeros(B, C, P, K)
+        return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
     dtype = computation_dtype(point_features)
     cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
     is_inside = (knn_idx >= 0) & (knn_idx < N)

@@ -151,7 +151,7 @@ def pool_collected(
     voxel, point = pairs_of(collected)
     voxels, C = collected[..., 0].numel(), pts_feature.shape[1]
     values = pts_feature.to(computation_dtype(pts_feature))[point]
-    pooled = values.new_zeros(voxels, C)
+    pooled = values.new_zeros(voxels, C) + values[:0].sum()  # The sum makes zeros differentiable.
     argmax = point.new_full((voxels, C), -1)
     if mode == "avg":
         pooled = pooled.index_add(0, voxel, values) / collected.flatten(0, 3)[:, :1].clamp(min=1)
@@ -236,7 +236,7 @@ def roipoint_pool3d(
     B, N = points.shape[:2]
     check_layout("roipoint_pool3d", "point_features", point_features, f"[{B}, {N}, C]", B, N, None)
     values = torch.cat([points.to(point_features.dtype), point_features], 2)
-    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2])
+    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + values[:0].sum()
     is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
     if N == 0:
         return pooled, is_empty

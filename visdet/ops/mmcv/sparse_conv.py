@@ -153,7 +153,8 @@ def indice_conv(
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
     for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
         output = output.index_add_(0, target, (features[source] @ weights[k]).to(dtype))
-    return output.to(features.dtype)
+    # The sums of no numbers make a result of no pairs differentiable.
+    return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
 
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
