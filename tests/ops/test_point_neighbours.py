@@ -216,7 +216,11 @@ def test_gradients():
         (lambda x: three_interpolate(x, x.long(), x[:, :2]), r"weight must be \[2, 4, 3\], got \[2, 2, 3\]"),
         (
             lambda x: stack_ball_query(1, 2, x[0], torch.tensor([3]), x[0], torch.tensor([4])),
-            r"xyz_batch_cnt must add up to the 4 rows of xyz, got \[3\]",
+            r"stack_ball_query: xyz_batch_cnt must add up to the 4 rows of xyz, got \[3\]",
+        ),
+        (
+            lambda x: stack_group_points(x[0], torch.tensor([1, 3]), x[0].long(), torch.tensor([4])),
+            r"stack_group_points: indices_batch_cnt must be \[2\], got \[1\]",
         ),
     ],
 )

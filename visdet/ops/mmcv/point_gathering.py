@@ -97,11 +97,11 @@ def stack_group_points(
     """
     check_layout("stack_group_points", "features", features, "[N, C]", None, None)
     check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
+    op = "stack_group_points"
+    sizes = sizes_of(op, "features", features, features_batch_cnt)
+    sizes_of(op, "indices", indices, indices_batch_cnt, len(sizes))
     points, groups = features_batch_cnt.long(), indices_batch_cnt.long()
-    sizes_of("features", features, points)
     cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)
-    if len(cloud) != len(indices):
-        sizes_of("indices", indices, groups)
     is_inside = (indices >= 0) & (indices < points[cloud, None])
     index = torch.where(is_inside, indices + (points.cumsum(0) - points)[cloud, None], len(features))
     wide = features.to(computation_dtype(features))

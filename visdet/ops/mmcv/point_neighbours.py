@@ -141,11 +141,10 @@ def stack_ball_query(
     check_layout("stack_ball_query", "center_xyz", center_xyz, "[M, 3]", None, 3)
     dtype = computation_dtype(xyz)
     results = [center_xyz.new_zeros(0, sample_num, dtype=torch.int32)]
-    clouds = zip(
-        center_xyz.detach().to(dtype).split(sizes_of("center_xyz", center_xyz, center_xyz_batch_cnt)),
-        xyz.detach().to(dtype).split(sizes_of("xyz", xyz, xyz_batch_cnt)),
-        strict=True,
-    )
+    sizes = sizes_of("stack_ball_query", "xyz", xyz, xyz_batch_cnt)
+    center_sizes = sizes_of("stack_ball_query", "center_xyz", center_xyz, center_xyz_batch_cnt, len(sizes))
+    wide_centers, wide_points = center_xyz.detach().to(dtype), xyz.detach().to(dtype)
+    clouds = zip(wide_centers.split(center_sizes), wide_points.split(sizes), strict=True)
     for centers, points in clouds:
         for rows in row_ranges(len(centers), len(points)):
             is_near = squared_distances(centers[rows], points) < max_radius**2
@@ -155,11 +154,12 @@ def stack_ball_query(
     return torch.cat(results)
 
 
-def sizes_of(name: str, rows: Tensor, batch_cnt: Tensor) -> list[int]:
+def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor, clouds: int | None = None) -> list[int]:
     """Return the numbers of rows of each cloud as a list."""
+    check_layout(op, f"{name}_batch_cnt", batch_cnt, f"[{'B' if clouds is None else clouds}]", clouds)
     sizes = batch_cnt.tolist()
-    if sum(sizes) != len(rows):
-        raise ValueError(f"{name}_batch_cnt must add up to the {len(rows)} rows of {name}, got {sizes}")
+    if sum(sizes) != len(rows) or min(sizes, default=0) < 0:
+        raise ValueError(f"{op}: {name}_batch_cnt must add up to the {len(rows)} rows of {name}, got {sizes}")
     return sizes
 
 
