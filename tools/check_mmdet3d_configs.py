@@ -72,12 +72,15 @@ def point_scene(config: Any, name: str) -> tuple[Any, Any]:
         )
     else:
         sides, low, high = torch.tensor([3.9, 1.6, 1.56]), low.clamp(min=-40), high.clamp(max=40)
-    use = next(step for step in config.train_pipeline if step["type"] == "LoadPointsFromFile")["use_dim"]
-    features = (use if isinstance(use, int) else len(use)) + ("GlobalAlignment" in str(config.train_pipeline))
-    if "shift_height=True" in str(config.train_pipeline) or "'shift_height': True" in str(
-        config.train_pipeline
-    ):
-        features = 4
+    if any(word in name for word in INDOOR):
+        backbone = config.model.backbone
+        features = backbone.get("in_channels") or backbone.backbones.in_channels
+    else:
+        steps = {step["type"]: step for step in config.train_pipeline}
+        use = steps["LoadPointsFromFile"]["use_dim"]
+        if "LoadPointsFromMultiSweeps" in steps:
+            use = steps["LoadPointsFromMultiSweeps"].get("use_dim", 4)
+        features = use if isinstance(use, int) else len(use)
     centers = low + (0.2 + 0.6 * torch.rand(BOXES, 3)) * (high - low)
     headings = torch.rand(BOXES, 1) * 2 * math.pi - math.pi
     boxes = torch.cat([centers, sides.expand(BOXES, 3), headings], 1)
