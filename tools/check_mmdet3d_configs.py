@@ -50,7 +50,7 @@ def without_weights(settings: Any) -> None:
         for key in list(settings):
             if key == "init_cfg" and "Pretrained" in str(settings[key]):
                 settings[key] = None
-            elif key in ("score_thr", "score_threshold"):
+            elif key in ("score_thr", "score_threshold") and settings[key] is not None:
                 settings[key] = [0.0] * len(settings[key]) if isinstance(settings[key], list) else 0.0
             else:
                 without_weights(settings[key])
