@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._arguments import computation_dtype
 from .point_neighbours import check_layout
+from .voxels import rows_of_keys
 
 __all__ = [
     "get_indice_pairs",
@@ -98,11 +99,7 @@ def get_indice_pairs(
     else:
         tap_of, source = reaches.nonzero(as_tuple=True)
         unique, output = key[tap_of, source].unique(return_inverse=True)
-        columns = []
-        for size in reversed(out_shape):
-            columns.append(unique % size)
-            unique = unique // size
-        outids = torch.stack([unique, *reversed(columns)], 1).to(torch.int32)
+        outids = rows_of_keys(unique, out_shape).to(torch.int32)
     counts = reaches.sum(1)
     rank = torch.arange(len(source), device=source.device) - (counts.cumsum(0) - counts)[tap_of]
     pairs = indices.new_full((K, 2, N), -1, dtype=torch.int32)

@@ -106,6 +106,15 @@ def hard_voxelize(
     return voxels, coordinates[inside[first[chosen]]], count[chosen].clamp(max=max_points).int()
 
 
+def rows_of_keys(keys: Tensor, extents: Sequence[int]) -> Tensor:  # [N] -> [N, 1 + D]
+    """Return the rows whose keys are ``((row[0] * extents[0] + row[1]) * extents[1] + row[2]) ...``."""
+    columns = []
+    for extent in reversed(extents):
+        columns.append(keys % extent)
+        keys = keys // extent
+    return torch.stack([keys, *reversed(columns)], 1)
+
+
 def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M, D], [N], [M]
     """Return the different rows of integers from 0 on in rising order, the place of each row in them, and counts."""
     if len(rows) == 0:
@@ -120,11 +129,7 @@ def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M
     for column, extent in zip(rows[:, 1:].unbind(1), extents[1:], strict=True):
         key = key * extent + column
     unique, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
-    columns = []
-    for extent in reversed(extents[1:]):
-        columns.append(unique % extent)
-        unique = unique // extent
-    return torch.stack([unique, *reversed(columns)], 1).to(rows.dtype), inverse, counts
+    return rows_of_keys(unique, extents[1:]).to(rows.dtype), inverse, counts
 
 
 def scatter_to_voxels(
