@@ -5,6 +5,7 @@
 # make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
 # make check-mmrotate  stock mmrotate 1.x configs on visdet's operators, in an environment of its own (docs/mmrotate.md)
+# make check-mmdet3d  stock mmdet3d 1.4 configs on visdet's operators, in an environment of its own (docs/mmdet3d.md)
 # make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
@@ -161,6 +162,17 @@ check-mmrotate: setup
 	$(PYTHON) -m venv $(VENV)-mmrotate
 	$(VENV)-mmrotate/bin/python -m pip install --quiet $(TORCH) $(MMROTATE)
 	PYTHONPATH=$(CURDIR) $(VENV)-mmrotate/bin/python tools/check_mmrotate_configs.py
+
+# mmdet3d 1.4 under visdet.compat, in an environment of its own, without its requirement of an older numpy.
+MMDET3D ?= mmcv-lite==2.1.0 mmdet==3.3.0
+.PHONY: check-mmdet3d
+check-mmdet3d: setup
+	$(PYTHON) -m venv $(VENV)-mmdet3d
+	$(VENV)-mmdet3d/bin/python -m pip install --quiet $(TORCH) mmengine $(MMDET3D)
+	$(VENV)-mmdet3d/bin/python -m pip install --quiet numba trimesh plyfile pandas scikit-learn scikit-image cachetools
+	$(VENV)-mmdet3d/bin/python -m pip install --quiet --no-deps mmdet3d==1.4.0 nuscenes-devkit lyft-dataset-sdk \
+		pyquaternion open3d
+	PYTHONPATH=$(CURDIR) $(VENV)-mmdet3d/bin/python tools/check_mmdet3d_configs.py
 
 # mmcv 1.x under visdet.compat, in an environment of its own; nothing is skipped there. Its setup needs an old setuptools.
 MMCV1 ?= mmcv==1.7.2

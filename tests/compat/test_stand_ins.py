@@ -18,7 +18,6 @@ MMDET3D = {  # the compiled modules of mmdet3d 0.17.1, each with a function of i
     "paconv.assign_score_withk_ext": "assign_score_withk_forward_wrapper",
     "roiaware_pool3d.roiaware_pool3d_ext": "points_in_boxes_cpu",
     "spconv.sparse_conv_ext": "indice_conv_fp32",
-    "voxel.voxel_layer": "hard_voxelize",
 }
 
 
@@ -57,6 +56,26 @@ def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_pac
     ):
         wrapper.call()
     assert not hasattr(wrapper.ext, "__file__")
+
+
+@pytest.mark.parametrize(
+    "folder, module, function",
+    [
+        ("mmdet3d.ops.voxel", "voxel_layer", "hard_voxelize"),
+        ("mmdet3d.ops.bev_pool", "bev_pool_ext", "bev_pool_forward"),
+        ("projects.mmdet3d_plugin.ops.bev_pool_v2", "bev_pool_v2_ext", "bev_pool_v2_backward"),
+        ("ops.voxel_pooling", "voxel_pooling_ext", "voxel_pooling_forward_wrapper"),
+        (
+            "bevdepth.ops.voxel_pooling_train",
+            "voxel_pooling_train_ext",
+            "voxel_pooling_train_forward_wrapper",
+        ),
+        ("local_aggregate", "_C", "local_aggregate_backward"),
+    ],
+)
+def test_functions_of_birds_eye_views_are_provided(folder, module, function, make_package):
+    make_package(folder, wrapper=f"from . import {module} as ext\ncall = ext.{function}\n")
+    assert importlib.import_module(f"{folder}.wrapper").call.__module__.startswith("visdet.compat.")
 
 
 def test_a_module_that_is_there_is_kept(make_package):

@@ -7,6 +7,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``detrex._C`` (detrex)
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
+* ``bev_pool_ext``, ``bev_pool_v2_ext``, ``voxel_layer``, ``voxel_pooling_ext`` and its two successors within a package
+  (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` (GaussianFormer)
 * ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
 * ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18, whose functions raise an error when they
@@ -32,8 +34,6 @@ _PROVIDERS = {
     "MultiScaleDeformableAttention": "msda_ext",
     "groundingdino._C": "msda_ext",
     "detrex._C": "msda_ext",
-    "deformable_aggregation_ext": "aggregation_ext",
-    "deformable_aggregation_with_depth_ext": "aggregation_ext",
     "mmcv._ext": "mmcv_ext",
     "detectron2._C": "detectron2_ext",
     "flash_attn": "flash_attention",
@@ -43,12 +43,23 @@ _PROVIDERS = {
     "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
 }
-_WITHIN_PACKAGES = ("deformable_aggregation_ext", "deformable_aggregation_with_depth_ext")
+# Modules that are provided within any package, too, by the ends of their names.
+_WITHIN_PACKAGES = {
+    "deformable_aggregation_ext": "aggregation_ext",
+    "deformable_aggregation_with_depth_ext": "aggregation_ext",
+    "bev_pool_ext": "bev_ext",
+    "bev_pool_v2_ext": "bev_ext",
+    "voxel.voxel_layer": "bev_ext",
+    "voxel_pooling_ext": "bev_ext",
+    "voxel_pooling_inference_ext": "bev_ext",
+    "voxel_pooling_train_ext": "bev_ext",
+    "local_aggregate._C": "gaussian_ext",
+}
 _PACKAGES = ("flash_attn",)
 # The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
 _DEFERRED = re.compile(
     r"(?:.*\.)?ops\.(?:.*\.)?(?:(?:ball_query|group_points|interpolate|knn|furthest_point_sample|gather_points"
-    r"|roiaware_pool3d|sparse_conv|assign_score_withk)_ext|iou3d_cuda|voxel_layer)"
+    r"|roiaware_pool3d|sparse_conv|assign_score_withk)_ext|iou3d_cuda)"
 )
 
 
@@ -123,9 +134,9 @@ class Extensions:
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
-        child = name.rpartition(".")[2]
-        if provider is None and child in _WITHIN_PACKAGES:
-            provider = _PROVIDERS[child]
+        parts = name.split(".")
+        for end in (parts[-1], ".".join(parts[-2:])):
+            provider = provider or _WITHIN_PACKAGES.get(end)
         if self.only not in (None, name) or (provider is None and not _DEFERRED.fullmatch(name)):
             return None
         return ModuleSpec(name, _Loader(provider), origin="visdet", is_package=name in _PACKAGES)

@@ -1,0 +1,277 @@
+"""The entries of mmcv._ext for point clouds: they write into given tensors, as mmcv's wrappers expect."""
+
+import pytest
+import torch
+
+from visdet.compat import bev_ext, gaussian_ext, mmcv_ext
+from visdet.ops.mmcv import (
+    aligned_pooling,
+    map_correlation,
+    point_gathering,
+    point_neighbours,
+    points_in_boxes,
+)
+from visdet.ops.mmcv.local_aggregate import local_aggregate
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
+def device(request):
+    """Make every tensor of a test on this device."""
+    torch.manual_seed(0)
+    with torch.device(request.param):
+        yield request.param
+
+
+def leaf(*shape):
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
+
+
+def check_entries(function, inputs, forward, backward):
+    """Compare a forward entry and a backward entry, given output tensors, with the function and its gradients."""
+    expected = function(*inputs)
+    grad = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, inputs, grad)
+    values = [tensor.detach() for tensor in inputs]
+    out, outs = torch.zeros_like(expected), [torch.zeros_like(tensor) for tensor in values]
+    forward(*values, out)
+    torch.testing.assert_close(out, expected.detach())
+    backward(grad, *values, *outs)
+    for given, wanted in zip(outs, grads, strict=True):
+        torch.testing.assert_close(given, wanted)
+    with pytest.raises(ValueError, match=r"mmcv\._ext\.\w+: \w+ must be \["):
+        forward(*values, out[:0])
+
+
+def test_groups():
+    ext, index, sizes = mmcv_ext, torch.randint(0, 5, (2, 4, 3)).int(), dict(b=2, c=3, n=5, npoints=4)
+    check_entries(
+        lambda x: point_gathering.group_points(x, index),
+        [leaf(2, 3, 5)],
+        lambda x, out: ext.group_points_forward(x, index, out, **sizes, nsample=3),
+        lambda grad, x, out: ext.group_points_backward(grad, index, out, **sizes, nsample=3),
+    )
+    check_entries(
+        lambda x: point_gathering.gather_points(x, index[..., 0]),
+        [leaf(2, 3, 5)],
+        lambda x, out: ext.gather_points_forward(x, index[..., 0], out, **sizes),
+        lambda grad, x, out: ext.gather_points_backward(grad, index[..., 0], out, **sizes),
+    )
+    weight = torch.rand(2, 4, 3, dtype=torch.float64)
+    sizes = dict(b=2, c=3, m=5, n=4)
+    check_entries(
+        lambda x: point_gathering.three_interpolate(x, index, weight),
+        [leaf(2, 3, 5)],
+        lambda x, out: ext.three_interpolate_forward(x, index, weight, out, **sizes),
+        lambda grad, x, out: ext.three_interpolate_backward(grad, index, weight, out, **sizes),
+    )
+    counts, groups = torch.tensor([2, 3]).int(), torch.tensor([1, 3]).int()
+    sizes = dict(b=2, c=2, m=4, nsample=3)
+    check_entries(
+        lambda x: point_gathering.stack_group_points(x, counts, index[0], groups),
+        [leaf(5, 2)],
+        lambda x, out: ext.stack_group_points_forward(x, counts, index[0], groups, out, **sizes),
+        lambda grad, x, out: ext.stack_group_points_backward(
+            grad, index[0], groups, counts, out, n=5, **sizes
+        ),
+    )
+    sizes = dict(B=2, N0=5, N1=4, M=2, K=3, O=3, aggregate=0)
+    check_entries(
+        lambda x, c, s: point_gathering.assign_score_withk(s, x, c, index),
+        [leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 4, 3, 2)],
+        lambda x, c, s, out: ext.assign_score_withk_forward(x, c, s, index, out, **sizes),
+        lambda grad, x, c, s, *outs: ext.assign_score_withk_backward(grad, x, c, s, index, *outs, **sizes),
+    )
+
+
+def test_neighbours():
+    points, centers = torch.rand(2, 9, 3), torch.rand(2, 4, 3)
+    index = torch.full((2, 4, 3), -7).int()
+    mmcv_ext.ball_query_forward(
+        centers, points, index, b=2, n=9, m=4, min_radius=0.0, max_radius=0.4, nsample=3
+    )
+    assert torch.equal(index, point_neighbours.ball_query(0, 0.4, 3, points, centers))
+    squared = torch.zeros(2, 4, 3)
+    mmcv_ext.knn_forward(points, centers, index, squared, b=2, n=9, m=4, nsample=3)
+    assert torch.equal(index, point_neighbours.knn(3, points, centers)[0])
+    mmcv_ext.three_nn_forward(centers, points, squared, index, b=2, n=4, m=9)
+    torch.testing.assert_close(squared.sqrt(), point_neighbours.three_nn(centers, points)[0])
+    mmcv_ext.knn_forward(points[:, :1], centers, index, squared, b=2, n=1, m=4, nsample=3)
+    assert (squared[:, :, 1:] == 1e10).all() and (index == 0).all()
+    samples = torch.zeros(2, 5).int()
+    mmcv_ext.furthest_point_sampling_forward(points, torch.full((2, 9), 1e10), samples, b=2, n=9, m=5)
+    assert torch.equal(samples, point_neighbours.furthest_point_sample(points, 5))
+
+
+def test_boxes():
+    points, boxes = torch.rand(1, 50, 3), torch.rand(1, 4, 7)
+    every = points_in_boxes.points_in_boxes_all(points, boxes)
+    given = torch.zeros(4, 50).int()
+    mmcv_ext.points_in_boxes_cpu_forward(boxes[0], points[0], given)
+    assert torch.equal(given, every[0].T)
+    first = torch.full((1, 50), -1).int()
+    mmcv_ext.points_in_boxes_part_forward(boxes, points, first)
+    assert torch.equal(first, points_in_boxes.points_in_boxes_part(points, boxes))
+
+
+@pytest.mark.parametrize("mode", ["max", "avg"])
+def test_roiaware_pooling(mode):
+    points, boxes, features = torch.rand(60, 3), torch.ones(3, 7) * 0.7, leaf(60, 2)
+    expected = points_in_boxes.roiaware_pool3d(boxes, points, features, 2, 6, mode)
+    grad = torch.randn_like(expected)
+    pooled, argmax = torch.zeros_like(expected), torch.zeros(expected.shape).int()
+    collected, grad_features = torch.zeros(3, 2, 2, 2, 6).int(), torch.zeros_like(features)
+    number = ("max", "avg").index(mode)
+    mmcv_ext.roiaware_pool3d_forward(boxes, points, features.detach(), argmax, collected, pooled, number)
+    mmcv_ext.roiaware_pool3d_backward(collected, argmax, grad, grad_features, pool_method=number)
+    torch.testing.assert_close(pooled, expected.detach())
+    torch.testing.assert_close(grad_features, torch.autograd.grad(expected, features, grad)[0])
+
+
+def test_the_first_point_with_the_largest_feature_has_the_gradient():
+    features = torch.tensor([[1.0, 5], [3, 5], [3, 2], [9, 9]])
+    places = torch.tensor([[0, 1], [0, 1], [0, 1], [-1, 0]]).int()
+    reduced, voxels, voxel, count = mmcv_ext.dynamic_point_to_voxel_forward(features, places, "max")
+    assert voxels.tolist() == [[0, 1]] and voxel.tolist() == [0, 0, 0, -1] and count.tolist() == [3]
+    grad = torch.full_like(features, 7)
+    arguments = torch.tensor([[2.0, 4]]), features, reduced, voxel, count, "max"
+    mmcv_ext.dynamic_point_to_voxel_backward(grad, *arguments)
+    assert grad.tolist() == [[0, 4], [2, 0], [0, 0], [0, 0]]
+    mmcv_ext.dynamic_point_to_voxel_backward(grad, *arguments[:-1], "mean")
+    torch.testing.assert_close(grad, torch.tensor([[2 / 3, 4 / 3]] * 3 + [[0, 0]]))
+
+
+def test_hard_voxelize_writes_the_first_rows(device):
+    points = torch.tensor([[0.5, 0.5, 0.5, 7], [9, 9, 9, 8], [0.6, 0.6, 0.6, 9]])
+    voxels, places, counts = torch.zeros(4, 2, 4), torch.zeros(4, 3).int(), torch.zeros(4).int()
+    number = torch.zeros((), dtype=torch.int64, device="cpu")
+    size, corners = torch.ones(3), torch.tensor([0.0, 0, 0, 2, 2, 2])
+    outs = voxels, places, counts
+    mmcv_ext.hard_voxelize_forward(
+        points, size, corners, *outs, number, max_points=2, max_voxels=4, NDim=3, deterministic=False
+    )
+    assert number == 1 and counts.tolist() == [2, 0, 0, 0] and voxels[0, :, 3].tolist() == [7, 9]
+    assert bev_ext.hard_voxelize(points, *outs, (1, 1, 1), (0, 0, 0, 2, 2, 2), 2, 4) == 1
+    with pytest.raises(ValueError, match=r"voxels must be \[1 or more, 3, 4\], got \[4, 2, 4\]"):
+        mmcv_ext.hard_voxelize_forward(points, size, corners, *outs, number, 3, 4)
+
+
+def test_pairs_with_a_table_of_the_grid():
+    indices = torch.tensor([[0, 1, 1], [0, 1, 2]]).int()
+    settings = (1, [4, 4], [4, 4], [3, 3], [1, 1], [1, 1], [1, 1], [0, 0], 1, 0)
+    plain = mmcv_ext.get_indice_pairs_2d_forward(indices, *settings)
+    with_grid = mmcv_ext.get_indice_pairs_2d_backward(indices, torch.zeros(16), *settings)
+    assert all(map(torch.equal, plain, with_grid)) and plain[2].sum() == 4
+
+
+def test_maps():
+    boxes = torch.rand(1, 3, 4, dtype=torch.float64) * 5
+    argmax = torch.zeros(1, 2, 3, 4).int()
+    check_entries(
+        lambda x: aligned_pooling.border_align(x, boxes, 3),
+        [leaf(1, 8, 5, 6)],
+        lambda x, out: mmcv_ext.border_align_forward(x, boxes, out, argmax, 3),
+        lambda grad, x, out: mmcv_ext.border_align_backward(grad, boxes, argmax, out, pool_size=3),
+    )
+    rois = torch.tensor([[0, 0.3, 0.6, 4.1, 3.3]], dtype=torch.float64).requires_grad_()
+    size = dict(pooled_height=2, pooled_width=2, spatial_scale=0.7)
+    check_entries(
+        lambda x: aligned_pooling.prroi_pool(x, rois.detach(), (2, 2), 0.7),
+        [leaf(1, 2, 5, 6)],
+        lambda x, out: mmcv_ext.prroi_pool_forward(x, rois.detach(), out, **size),
+        lambda grad, x, out: mmcv_ext.prroi_pool_backward(grad, rois.detach(), out, **size),
+    )
+    x = leaf(1, 2, 5, 6).detach()
+    check_entries(
+        lambda rois: aligned_pooling.prroi_pool(x, rois, (2, 2), 0.7),
+        [rois],
+        lambda rois, out: mmcv_ext.prroi_pool_forward(x, rois, out, **size),
+        lambda grad, rois, out: mmcv_ext.prroi_pool_coor_backward(None, grad, x, rois, out, **size),
+    )
+    sizes = dict(num_=1, h_feature=4, w_feature=5, h_mask=3, w_mask=3, half_h_mask=1, half_w_mask=1)
+    check_entries(
+        lambda x: map_correlation.psa_mask(x, "distribute", (3, 3)),
+        [leaf(1, 9, 4, 5)],
+        lambda x, out: mmcv_ext.psamask_forward(x, out, psa_type=1, **sizes),
+        lambda grad, x, out: mmcv_ext.psamask_backward(grad, out, psa_type=1, **sizes),
+    )
+    shift = torch.tensor([[1, -1]]).int()
+    check_entries(
+        lambda x: map_correlation.tin_shift(x, shift),
+        [leaf(1, 3, 2, 4)],
+        lambda x, out: mmcv_ext.tin_shift_forward(x, shift, out),
+        lambda grad, x, out: mmcv_ext.tin_shift_backward(grad, shift, out),
+    )
+
+
+def test_synchronised_batch_normalisation_is_batch_norm():
+    x = torch.randn(3, 4, 5).requires_grad_()
+    weight, bias = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_()
+    moving = torch.rand(4), torch.rand(4)
+    expected_moving = [tensor.clone() for tensor in moving]
+    expected = torch.nn.functional.batch_norm(x, *expected_moving, weight, bias, True, 0.1, 1e-5)
+    mean, var, std, norm, out = (torch.zeros(n) for n in ((4,), (4,), (4,), (3, 4, 5), (3, 4, 5)))
+    with torch.no_grad():
+        mmcv_ext.sync_bn_forward_mean(x, mean)
+        mmcv_ext.sync_bn_forward_var(x, mean, var)
+        rest = dict(eps=1e-5, momentum=0.1, group_size=1)
+        mmcv_ext.sync_bn_forward_output(x, mean, var, weight, bias, *moving, norm, std, out, **rest)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(list(moving), expected_moving)
+        grad = torch.randn_like(out)
+        grads = torch.zeros(4), torch.zeros(4), torch.zeros_like(out)
+        mmcv_ext.sync_bn_backward_param(grad, norm, *grads[:2])
+        mmcv_ext.sync_bn_backward_data(grad, weight, *grads[:2], norm, std, grads[2])
+    for given, wanted in zip(grads, torch.autograd.grad(expected, (weight, bias, x), grad), strict=True):
+        torch.testing.assert_close(given, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_birds_eye_views():
+    x, places = torch.rand(20, 3), torch.randint(0, 3, (20, 4)).int()
+    pooled = bev_ext.bev_pool_forward(x, places, None, None, 3, 3, 3, 3)
+    grad = bev_ext.bev_pool_backward(torch.ones_like(pooled), places, None, None, 3, 3, 3, 3)
+    assert pooled.shape == (3, 3, 3, 3, 3) and torch.equal(grad, torch.ones_like(x))
+    torch.testing.assert_close(pooled.sum((0, 1, 2, 3)), x.sum(0))
+    ranks = torch.randint(0, 48, (9,)), torch.randint(0, 24, (9,)), torch.randint(0, 4, (9,))
+    depth, features, out = torch.rand(1, 2, 2, 3, 4), torch.rand(1, 2, 3, 4, 5), torch.zeros(1, 1, 2, 2, 5)
+    bev_ext.bev_pool_v2_forward(depth, features, out, *ranks, None, None)
+    grads = torch.zeros_like(depth), torch.zeros_like(features)
+    bev_ext.bev_pool_v2_backward(torch.ones_like(out), *grads, depth, features, *ranks, None, None)
+    # The sum of the result is bilinear in both inputs.
+    torch.testing.assert_close((grads[0] * depth).sum(), out.sum())
+    torch.testing.assert_close((grads[1] * features).sum(), out.sum())
+
+
+def test_voxel_pooling_notes_the_places_of_the_points():
+    places = torch.tensor([[[0, 1, 0], [2, 0, 0], [0, 5, 0]], [[1, 1, 0], [-1, 0, 0], [1, 1, 0]]]).int()
+    features, out = torch.rand(2, 3, 4), torch.zeros(2, 2, 3, 4)
+    memo = torch.full((2, 3, 3), -1).int()
+    bev_ext.voxel_pooling_train_forward_wrapper(2, 3, 4, 3, 2, 1, places, features, out, memo)
+    assert memo.tolist() == [[[0, 1, 0], [0, 0, 2], [-1] * 3], [[1, 1, 1], [-1] * 3, [1, 1, 1]]]
+    assert torch.equal(out[0, 1, 0], features[0, 0])
+    torch.testing.assert_close(out[1, 1, 1], features[1, 0] + features[1, 2])
+    cameras = torch.randint(-1, 3, (1, 2, 3, 2, 2, 3)).int()
+    depth, context, out = torch.rand(2, 3, 2, 2), torch.rand(2, 4, 2, 2), torch.zeros(1, 2, 3, 4)
+    bev_ext.voxel_pooling_inference_forward_wrapper(1, 2, 3, 2, 2, 4, 3, 2, 2, cameras, depth, context, out)
+    products = (depth[..., None] * context.permute(0, 2, 3, 1)[:, None]).reshape(1, 24, 4)
+    expected = torch.zeros_like(out)
+    rest = expected, torch.zeros(1, 24, 3).int()
+    bev_ext.voxel_pooling_forward_wrapper(1, 24, 4, 3, 2, 2, cameras.view(1, 24, 3), products, *rest)
+    torch.testing.assert_close(out, expected)
+
+
+def test_local_aggregate():
+    points, voxels = torch.rand(9, 3, dtype=torch.float64), torch.zeros(9, 3).int()
+    inputs = [leaf(4, 3), leaf(4), leaf(4, 2), leaf(4, 6)]
+    means, opacities, semantics, entries = inputs
+    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
+    arguments = points, voxels, means, centers, opacities, semantics, radii, entries, 2, 2, 2
+    expected = local_aggregate(*arguments)
+    with torch.no_grad():
+        count, logits, *kept = gaussian_ext.local_aggregate(*arguments)
+    grad = torch.randn_like(expected)
+    given = gaussian_ext.local_aggregate_backward(
+        *kept, 2, 2, 2, count, means, points, voxels, entries, opacities, semantics, grad
+    )
+    assert torch.equal(logits, expected)
+    for one, other in zip(given, torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, other)

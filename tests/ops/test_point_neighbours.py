@@ -1,0 +1,234 @@
+"""Ball query, nearest neighbours, furthest point sampling and gathering, against loops."""
+
+import pytest
+import torch
+
+from visdet.ops.mmcv import point_gathering, point_neighbours
+from visdet.ops.mmcv.point_gathering import (
+    assign_score_withk,
+    gather_points,
+    group_points,
+    stack_group_points,
+    three_interpolate,
+)
+from visdet.ops.mmcv.point_neighbours import (
+    ball_query,
+    furthest_point_sample,
+    furthest_point_sample_with_dist,
+    knn,
+    stack_ball_query,
+    three_nn,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    """Return points on a coarse grid, so that there are equal distances and equal points."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(0, 7, shape, generator=generator) / 4).to(device, dtype)
+
+
+def ball_loop(low, high, count, points, center):
+    found = []
+    for i, point in enumerate(points.double()):
+        d2 = (center.double() - point).square().sum().item()
+        if d2 == 0 or low**2 <= d2 < high**2:
+            found.append(i)
+    return (found + found[:1] * count)[:count] if found else [0] * count, len(found)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("low", [0.0, 0.6])
+def test_ball_query_is_the_loop(dtype, low, device):
+    points, centers = cloud(2, 30, 3, dtype=dtype), cloud(2, 11, 3, seed=1, dtype=dtype)
+    centers[0, 0] = 50
+    expected = [[ball_loop(low, 1.1, 5, p, c)[0] for c in cs] for p, cs in zip(points, centers, strict=True)]
+    index = ball_query(low, 1.1, 5, points.to(device), centers.to(device))
+    assert index.dtype == torch.int32
+    assert index.tolist() == expected
+
+
+def test_ball_query_in_chunks_gives_the_same(monkeypatch):
+    points, centers = cloud(2, 30, 3), cloud(2, 11, 3, seed=1)
+    whole = ball_query(0, 1, 4, points, centers), knn(4, points, centers)[0]
+    monkeypatch.setattr(point_neighbours, "_PAIRS", 70)
+    assert torch.equal(ball_query(0, 1, 4, points, centers), whole[0])
+    assert torch.equal(knn(4, points, centers)[0], whole[1])
+
+
+def test_no_points_and_no_centers(device):
+    none, some = torch.zeros(2, 0, 3, device=device), torch.rand(2, 4, 3, device=device)
+    assert ball_query(0, 1, 3, none, some).tolist() == [[[0] * 3] * 4] * 2
+    assert ball_query(0, 1, 3, some, none).shape == (2, 0, 3)
+    assert ball_query(0, 1, 3, some[:0], some[:0]).shape == (0, 4, 3)
+    index, distances = knn(2, none, some)
+    assert index.tolist() == [[[0] * 2] * 4] * 2 and distances.isinf().all()
+    assert three_nn(none, some)[1].shape == (2, 0, 3)
+    assert furthest_point_sample(some, 0).shape == (2, 0)
+    assert furthest_point_sample(some[:0], 2).shape == (0, 2)
+
+
+def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
+    points = torch.tensor([[[torch.nan, 0, 0], [0.1, 0, 0], [0.2, 0, 0]]], device=device)
+    center = torch.zeros(1, 1, 3, device=device)
+    assert ball_query(0, 1, 3, points, center).tolist() == [[[1, 2, 1]]]
+    index, distances = knn(3, points, center)
+    assert index.tolist() == [[[1, 2, 0]]] and distances[0, 0, 2] == torch.inf
+
+
+def test_stack_ball_query_is_the_loop_over_each_cloud(device):
+    sizes, center_sizes = [9, 0, 20], [3, 2, 4]
+    points, centers = cloud(29, 3), cloud(9, 3, seed=1)
+    expected = []
+    for p, cs in zip(points.split(sizes), centers.split(center_sizes), strict=True):
+        for c in cs:
+            index, found = ball_loop(0, 0.8, 3, p, c)
+            expected.append(index if found else [-1, 0, 0])
+    counts = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (sizes, center_sizes))
+    at, centers_at = counts
+    index = stack_ball_query(0.8, 3, points.to(device), at, centers.to(device), centers_at)
+    assert index.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("k", [1, 3, 12, 40])
+def test_knn_is_a_stable_sort_of_distances(dtype, k, device):
+    points, centers = cloud(2, 30, 3, dtype=dtype), cloud(2, 7, 3, seed=1, dtype=dtype)
+    distances = (centers.double()[:, :, None] - points.double()[:, None]).square().sum(3)
+    expected = distances.sort(dim=2, stable=True)
+    index, squared = knn(k, points.to(device), centers.to(device))
+    few = min(k, 30)
+    assert index[:, :, :few].tolist() == expected.indices[:, :, :few].tolist()
+    assert squared[:, :, :few].cpu().double().equal(expected.values[:, :, :few])
+    assert (index[:, :, few:] == 0).all() and squared[:, :, few:].isinf().all()
+
+
+def test_three_nn_gives_distances_of_three_neighbours(device):
+    source, target = cloud(2, 9, 3).to(device), cloud(2, 5, 3, seed=1).to(device)
+    distances, index = three_nn(target, source)
+    near = source[torch.arange(2, device=device)[:, None, None], index.long()]
+    torch.testing.assert_close(distances, (near - target[:, :, None]).norm(dim=3))
+    assert (distances.diff(dim=2) >= 0).all()
+
+
+def furthest_loop(points, count):
+    chosen = [0]
+    nearest = [1e10] * len(points)
+    while len(chosen) < count:
+        for i, point in enumerate(points):
+            nearest[i] = min(nearest[i], float((point - points[chosen[-1]]).square().sum()))
+        chosen.append(max(range(len(points)), key=lambda i: (nearest[i], -i)))
+    return chosen[:count]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_furthest_point_sample_is_the_loop(dtype, device):
+    points = cloud(3, 20, 3, dtype=dtype)
+    index = furthest_point_sample(points.to(device), 15)
+    assert index.dtype == torch.int32
+    assert index.tolist() == [furthest_loop(p.double(), 15) for p in points]
+    pairs = (points.double()[:, :, None] - points.double()[:, None]).square().sum(3).to(device)
+    assert furthest_point_sample_with_dist(pairs, 15).tolist() == index.tolist()
+    # More samples than points repeat points.
+    assert furthest_point_sample(points.to(device), 30).shape == (3, 30)
+
+
+def test_grouping_is_indexing(device):
+    features = torch.rand(2, 4, 9, device=device)
+    index = torch.randint(0, 9, (2, 5, 3), dtype=torch.int32, device=device)
+    grouped, gathered = group_points(features, index), gather_points(features, index[..., 0])
+    for b in range(2):
+        for m in range(5):
+            assert torch.equal(grouped[b, :, m], features[b][:, index[b, m].long()])
+            assert torch.equal(gathered[b, :, m], features[b][:, index[b, m, 0]])
+
+
+def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
+    features = torch.rand(7, 2, device=device)
+    sizes, groups = torch.tensor([3, 4], device=device), torch.tensor([2, 1], device=device)
+    index = torch.tensor([[0, 2], [3, -1], [3, 0]], dtype=torch.int32, device=device)
+    grouped = stack_group_points(features, sizes.int(), index, groups.int())
+    assert torch.equal(grouped[0], features[[0, 2]].T) and (grouped[1] == 0).all()
+    assert torch.equal(grouped[2], features[[6, 3]].T)
+
+
+def test_gradients_of_many_equal_points_are_summed_in_float32(device):
+    features = torch.ones(1, 1, 2, dtype=torch.float16, device=device, requires_grad=True)
+    index = torch.zeros(1, 4096, 1, dtype=torch.int32, device=device)
+    group_points(features, index).backward(torch.ones(1, 1, 4096, 1, dtype=torch.float16, device=device))
+    assert features.grad.tolist() == [[[4096.0, 0.0]]]  # In float16, 2048 + 1 is 2048.
+
+
+def test_assign_score_withk_is_the_loop(device):
+    B, P, K, M, N, C = 2, 3, 4, 2, 6, 5
+    scores, points, centers = torch.rand(B, P, K, M), torch.rand(B, N, M, C), torch.rand(B, N, M, C)
+    index = torch.randint(0, N, (B, P, K))
+    index[0, 0, 2], index[1, 1, 3] = N, -1
+    expected = torch.zeros(B, C, P, K)
+    for b, p, k in torch.cartesian_prod(*map(torch.arange, (B, P, K))).tolist():
+        if 0 <= index[b, p, k] < N:
+            difference = points[b, index[b, p, k]] - centers[b, index[b, p, 0]]
+            expected[b, :, p, k] = (scores[b, p, k, :, None] * difference).sum(0)
+    result = assign_score_withk(*(t.to(device) for t in (scores, points, centers, index)))
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_gradients():
+    def wide(*shape):
+        return torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+    index = torch.randint(0, 5, (2, 4, 3))
+    sizes = torch.tensor([2, 3]), torch.tensor([1, 3])
+    check = torch.autograd.gradcheck
+    assert check(lambda f: group_points(f, index), wide(2, 3, 5))
+    assert check(lambda f: stack_group_points(f, sizes[0], index[0], sizes[1]), wide(5, 2))
+    assert check(lambda f, w: three_interpolate(f, index, w), (wide(2, 3, 5), wide(2, 4, 3)))
+    scores = wide(2, 4, 3, 2), wide(2, 5, 2, 3), wide(2, 5, 2, 3)
+    assert check(lambda *given: assign_score_withk(*given, index), scores)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda x: ball_query(0, 1, 2, x[..., :2], x),
+            r"ball_query: xyz must be \[B, N, 3\], got \[2, 4, 2\]",
+        ),
+        (lambda x: ball_query(0, 1, 2, x, x[:1]), r"center_xyz must be \[2, M, 3\], got \[1, 4, 3\]"),
+        (lambda x: knn(0, x, x), "knn: k must be at least 1, got 0"),
+        (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, 3\]"),
+        (lambda x: three_nn(x[0], x), r"three_nn: target must be \[2, N, 3\], got \[4, 3\]"),
+        (lambda x: furthest_point_sample(x, -1), "num_points must be 0 or more for 4 points, got -1"),
+        (lambda x: furthest_point_sample(x[:, :0], 1), "num_points must be 0 for 0 points, got 1"),
+        (
+            lambda x: furthest_point_sample_with_dist(x, 1),
+            r"points_dist must be \[B, N, N\], got \[2, 4, 3\]",
+        ),
+        (lambda x: group_points(x, x[:1].long()), r"group_points: indices must be \[2, M, K\]"),
+        (lambda x: gather_points(x, x.long()), r"gather_points: indices must be \[2, M\]"),
+        (lambda x: three_interpolate(x, x.long(), x[:, :2]), r"weight must be \[2, 4, 3\], got \[2, 2, 3\]"),
+        (
+            lambda x: stack_ball_query(1, 2, x[0], torch.tensor([3]), x[0], torch.tensor([4])),
+            r"stack_ball_query: xyz_batch_cnt must add up to the 4 rows of xyz, got \[3\]",
+        ),
+        (
+            lambda x: stack_group_points(x[0], torch.tensor([1, 3]), x[0].long(), torch.tensor([4])),
+            r"stack_group_points: indices_batch_cnt must be \[2\], got \[1\]",
+        ),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 4, 3))
+
+
+def test_public_names_exist():
+    for module in (point_gathering, point_neighbours):
+        assert all(hasattr(module, name) for name in module.__all__)

@@ -1,0 +1,188 @@
+"""The functions of ``mmcv._ext`` for activations, filters and batch normalisation."""
+
+import torch
+from torch import Tensor
+
+from visdet.ops.mmcv.filtered_activations import (
+    ACTIVATIONS,
+    leaky_with_signs,
+)
+from visdet.ops.mmcv.filtered_activations import (
+    bias_act as activate,
+)
+from visdet.ops.mmcv.filtered_activations import (
+    upfirdn2d as resample,
+)
+
+from ._gradients import choice
+
+__all__ = [
+    "bias_act",
+    "filtered_lrelu",
+    "filtered_lrelu_act_",
+    "fused_bias_leakyrelu",
+    "sync_bn_backward_data",
+    "sync_bn_backward_param",
+    "sync_bn_forward_mean",
+    "sync_bn_forward_output",
+    "sync_bn_forward_var",
+    "upfirdn2d",
+]
+
+
+def bias_act(
+    input: Tensor,
+    bias: Tensor,
+    xref: Tensor,
+    yref: Tensor,
+    dy: Tensor,
+    grad: int,
+    dim: int,
+    act: int,
+    alpha: float,
+    gain: float,
+    clamp: float,
+) -> Tensor:
+    """Return the activation, or ``input`` times its first derivative, or ``input`` times ``dy`` times its second one.
+
+    The derivatives are those at ``xref``. The wrapper leaves it empty where the result ``yref`` tells the slope.
+    """
+    name = choice("bias_act", "act", act - 1, tuple(ACTIVATIONS))
+    given_bias = bias if bias.numel() else None
+    if grad == 0:
+        return activate(input, given_bias, dim, name, alpha, gain, clamp)
+    if not xref.numel():
+        slopes = {"linear": 1.0, "relu": 0.0, "lrelu": alpha}
+        if grad > 1:
+            return torch.zeros_like(input)
+        if not yref.numel():
+            return input * gain
+        slope = torch.where(yref > 0, 1.0, slopes[name]) * gain
+        is_cut = (yref.abs() >= clamp) if clamp >= 0 else torch.zeros_like(yref, dtype=torch.bool)
+        return torch.where(is_cut, 0, input * slope.to(input.dtype))
+    with torch.enable_grad():
+        x = xref.detach().requires_grad_()
+        y = activate(x, given_bias, dim, name, alpha, gain, clamp)
+        (slope,) = torch.autograd.grad(y, x, input if grad == 1 else dy, create_graph=grad > 1)
+        if grad > 1:
+            (slope,) = torch.autograd.grad(slope, x, input, allow_unused=True, materialize_grads=True)
+    return slope.detach()
+
+
+def fused_bias_leakyrelu(
+    input: Tensor, bias: Tensor, refer: Tensor, act: int, grad: int, alpha: float, scale: float
+) -> Tensor:
+    """Return the activation of ``input + bias``, or the sum times the slope that the result ``refer`` tells."""
+    name = choice("fused_bias_leakyrelu", "act", act - 1, tuple(ACTIVATIONS)[:3])
+    biased = activate(input, bias if bias.numel() else None)
+    if grad == 0:
+        return activate(biased, None, act=name, alpha=alpha, gain=scale)
+    if grad > 1:
+        return torch.zeros_like(biased)
+    return biased * scale if name == "linear" else torch.where(refer > 0, biased, biased * alpha) * scale
+
+
+def upfirdn2d(
+    input: Tensor,
+    filter: Tensor,
+    upx: int,
+    upy: int,
+    downx: int,
+    downy: int,
+    padx0: int,
+    padx1: int,
+    pady0: int,
+    pady1: int,
+    flip: bool,
+    gain: float,
+) -> Tensor:
+    return resample(input, filter, (upx, upy), (downx, downy), (padx0, padx1, pady0, pady1), flip, gain)
+
+
+def filtered_lrelu(
+    x: Tensor,
+    fu: Tensor,
+    fd: Tensor,
+    b: Tensor,
+    si: Tensor,
+    up: int,
+    down: int,
+    px0: int,
+    px1: int,
+    py0: int,
+    py1: int,
+    sx: int,
+    sy: int,
+    gain: float,
+    slope: float,
+    clamp: float,
+    flip_filters: bool,
+    writeSigns: bool,
+) -> tuple[Tensor, Tensor, int]:
+    """Return the filtered activation, its signs, and 0, which means that nothing is left to the wrapper."""
+    biased = activate(x, b)
+    enlarged = resample(biased, fu, (up, up), (1, 1), (px0, px1, py0, py1), flip_filters, float(up**2))
+    signs = filtered_lrelu_act_(enlarged, si, sx, sy, gain, slope, clamp, writeSigns)
+    return resample(enlarged, fd, (1, 1), (down, down), flip_filter=flip_filters), signs, 0
+
+
+def filtered_lrelu_act_(
+    x: Tensor, si: Tensor, sx: int, sy: int, gain: float, slope: float, clamp: float, writeSigns: bool
+) -> Tensor:
+    """Activate ``x`` in place, and return the signs for the backward pass, one byte a number."""
+    activated, signs = leaky_with_signs(x, si if si.numel() else None, (sx, sy), gain, slope, clamp)
+    x.copy_(activated)
+    return signs if writeSigns else signs.new_empty(0)
+
+
+def sync_bn_forward_mean(input: Tensor, mean: Tensor) -> None:
+    mean.copy_(input.to(mean.dtype).mean((0, 2)))
+
+
+def sync_bn_forward_var(input: Tensor, mean: Tensor, var: Tensor) -> None:
+    var.copy_((input.to(var.dtype) - mean[:, None]).square().mean((0, 2)))
+
+
+def sync_bn_forward_output(
+    input: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    norm: Tensor,
+    std: Tensor,
+    output: Tensor,
+    eps: float,
+    momentum: float | Tensor,
+    group_size: int,
+) -> None:
+    """Write the result, what the backward pass needs, and the moving averages."""
+    std.copy_((var + eps).sqrt())
+    norm.copy_((input.to(norm.dtype) - mean[:, None]) / std[:, None])
+    output.copy_(norm * weight[:, None] + bias[:, None])
+    count = input.shape[0] * input.shape[2] * group_size
+    unbiased = var * count / (count - 1) if count > 1 else var
+    running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
+    running_var.copy_(momentum * unbiased + (1 - momentum) * running_var)
+
+
+def sync_bn_backward_param(grad_output: Tensor, norm: Tensor, grad_weight: Tensor, grad_bias: Tensor) -> None:
+    grad = grad_output.to(norm.dtype)
+    grad_weight.copy_((grad * norm).sum((0, 2)))
+    grad_bias.copy_(grad.sum((0, 2)))
+
+
+def sync_bn_backward_data(
+    grad_output: Tensor,
+    weight: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    norm: Tensor,
+    std: Tensor,
+    grad_input: Tensor,
+) -> None:
+    count = norm.shape[0] * norm.shape[2]
+    mean = (grad_weight[:, None] * norm + grad_bias[:, None]) / count
+    grad_input.copy_((weight / std)[:, None] * (grad_output.to(norm.dtype) - mean))

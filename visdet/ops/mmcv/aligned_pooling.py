@@ -1,0 +1,183 @@
+"""Pooling at the borders of boxes, along Bezier curves, and by the integral of the map (PrRoIPool)."""
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .._roi_sampling import _sample, check_rois, is_image, pool_samples
+from .point_neighbours import check_layout
+
+__all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
+
+
+def border_samples(
+    input: Tensor,  # [B, 4 * C, H, W]
+    boxes: Tensor,  # [B, N, 4]
+    pool_size: int,
+    argmax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # [B, C, N, 4], [B, C, N, 4] int32
+    """Return the largest sample on each border and its place 0..pool_size, or the samples at given places."""
+    check_layout("border_align", "input", input, "[B, 4 * C, H, W]", *[None] * 4)
+    B, channels, H, W = input.shape
+    check_layout("border_align", "boxes", boxes, f"[{B}, N, 4]", B, None, 4)
+    if channels % 4 or pool_size < 1:
+        name, given = ("input's channels", channels) if channels % 4 else ("pool_size", pool_size)
+        expected = "a multiple of 4" if channels % 4 else "at least 1"
+        raise ValueError(f"border_align: {name} must be {expected}, got {given}")
+    dtype = computation_dtype(input)
+    rows = input.view(B, 4, channels // 4, H, W).permute(0, 1, 3, 4, 2).reshape(-1, channels // 4).to(dtype)
+    x1, y1, x2, y2 = boxes.to(dtype).unbind(2)
+    width, height, none = (x2 - x1) / pool_size, (y2 - y1) / pool_size, torch.zeros_like(x1)
+    # [B, 4, N] of the borders at the top, at the left, at the bottom and at the right.
+    x, y = torch.stack([x1, x1, x2, x2], 1), torch.stack([y1, y1, y2, y2], 1)
+    step_x, step_y = (
+        torch.stack([width, none, -width, none], 1),
+        torch.stack([none, height, none, -height], 1),
+    )
+    first_row = torch.arange(4 * B, device=input.device) * (H * W)
+    pooled = place = rows.new_zeros(())
+    for i in range(pool_size + 1):
+        at_y, at_x = (y + i * step_y).flatten(0, 1), (x + i * step_x).flatten(0, 1)
+        sample = _sample(rows, first_row, at_y, at_x, H, W).view(B, 4, -1, channels // 4).permute(0, 3, 2, 1)
+        if argmax is not None:
+            pooled = pooled + torch.where(argmax == i, sample, 0)
+        elif i == 0:
+            pooled, place = sample, torch.zeros_like(sample, dtype=torch.int32)
+        else:
+            is_larger = sample > pooled
+            pooled, place = torch.where(is_larger, sample, pooled), place.masked_fill(is_larger, i)
+    return pooled.to(input.dtype), place if argmax is None else argmax
+
+
+def border_align(
+    input: Tensor,  # [B, 4 * C, H, W]
+    boxes: Tensor,  # [B, N, 4]
+    pool_size: int,
+) -> Tensor:  # [B, C, N, 4]
+    """Return the largest of ``pool_size + 1`` bilinear samples on each border of each box.
+
+    Args:
+        input: [B, 4 * C, H, W]. The maps of the borders at the top, the left, the bottom and the right.
+        boxes: [B, N, 4]. The boxes (x1, y1, x2, y2) in pixels of the map.
+        pool_size: The number of samples on a border, less one.
+
+    Returns:
+        [B, C, N, 4]. The samples. One further than a pixel outside the map is 0.
+
+    It is differentiable with respect to ``input``. 16-bit types are computed in float32.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "BorderDet" (Qiu et al.). The signature is mmcv's.
+    """
+    return border_samples(input, boxes.detach(), pool_size)[0]
+
+
+def bezier_align(
+    input: Tensor,  # [B, C, H, W]
+    beziers: Tensor,  # [N, 17]
+    output_size: tuple[int, int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    aligned: bool = True,
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean of bilinear samples in each bin between two Bezier curves.
+
+    Args:
+        input: [B, C, H, W]. The maps.
+        beziers: [N, 17]. The index of the image, four points (x, y) of the upper curve from left to right, and four of
+            the lower curve from right to left.
+        output_size: The number of bins (height, width).
+        spatial_scale: The size of the map divided by that of the image.
+        sampling_ratio: The samples of a bin in each direction, or 0 for one a pixel.
+        aligned: Whether points are moved by half a pixel, as in ``roi_align``.
+
+    Returns:
+        [N, C, PH, PW]. The means.
+
+    It is differentiable with respect to ``input``. 16-bit types are computed in float32.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "ABCNet" (Liu et al.). The signature is mmcv's.
+    """
+    check_layout("bezier_align", "beziers", beziers, "[N, 17]", None, 17)
+    check_rois("bezier_align", input, beziers[:, :5], output_size, spatial_scale)
+    dtype = computation_dtype(input)
+    points = beziers[:, 1:].detach().to(dtype).unflatten(1, (8, 2)) * spatial_scale  # (x, y)
+    upper, lower = points[:, :4], points[:, 4:].flip(1)
+    PH, PW = output_size
+    u = torch.arange(PW, device=input.device, dtype=dtype) / PW
+    v = (torch.arange(PH, device=input.device, dtype=dtype) / PH)[:, None, None]
+    basis = torch.stack([(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u**2 * (1 - u), u**3])
+    curves = torch.einsum("kp,nekd->enpd", basis, torch.stack([upper, lower], 1))
+    centers = (
+        curves[1][:, None] * v + curves[0][:, None] * (1 - v) - (0.5 if aligned else 0)
+    )  # [N, PH, PW, 2]
+    sides = torch.maximum((upper[:, 0] - upper[:, 3]).abs(), (lower[:, 0] - lower[:, 3]).abs())
+    bin_size = (sides if aligned else sides.clamp(min=1)).flip(1) / sides.new_tensor([PH, PW])
+    grid = torch.full_like(bin_size, sampling_ratio) if sampling_ratio > 0 else bin_size.ceil()
+    origin = centers.flip(3).permute(0, 3, 1, 2) - bin_size[:, :, None, None] / 2
+    index = beziers[:, 0]
+    is_known = is_image(index, len(input)) & origin.flatten(1).isfinite().all(1)
+    batch = torch.where(is_known, index, 0).long()
+    grid = torch.where(is_known[:, None], grid, 0).long()
+    return pool_samples(input.to(dtype), origin, batch, bin_size, grid, False).to(input.dtype)
+
+
+def _integral(position: Tensor) -> Tensor:
+    """Return the integral up to ``position`` of the weight that a pixel at 0 has in linear interpolation."""
+    position = position.clamp(-1, 1)
+    return 0.5 + position - position * position.abs() / 2
+
+
+def prroi_pool(
+    features: Tensor,  # [B, C, H, W]
+    rois: Tensor,  # [N, 5]
+    output_size: tuple[int, int],
+    spatial_scale: float = 1.0,
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean of each bin of each region, as the integral of the map with bilinear interpolation.
+
+    Args:
+        features: [B, C, H, W]. The maps.
+        rois: [N, 5]. The index of the image and the region (x1, y1, x2, y2).
+        output_size: The number of bins (height, width).
+        spatial_scale: The size of the map divided by that of the image.
+
+    Returns:
+        [N, C, PH, PW]. The means. The map is 0 outside. A region without area, or with a NaN, has 0.
+
+    It is differentiable with respect to ``features`` and to the corners of ``rois``. 16-bit types are computed in
+    float32.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
+    """
+    check_rois("prroi_pool", features, rois, output_size, spatial_scale)
+    dtype = computation_dtype(features)
+    index = rois[:, 0].detach()
+    corners = rois[:, 1:].to(dtype) * spatial_scale
+    is_known = is_image(index, len(features)) & corners.isfinite().all(1)
+    weights = []
+    x1, y1, x2, y2 = torch.where(is_known[:, None], corners, 0).unbind(1)
+    H, W = features.shape[2:]
+    for low, high, bins, size in ((y1, y2, output_size[0], H), (x1, x2, output_size[1], W)):
+        step = (high - low).clamp(min=0)[:, None] / bins
+        edges = low[:, None] + step * torch.arange(bins + 1, device=rois.device)
+        integral = _integral(edges[:, :, None] - torch.arange(size, device=rois.device))
+        is_wide = (step > 0)[..., None]
+        # [N, bins, size]
+        weights.append(
+            torch.where(is_wide, integral.diff(dim=1) / torch.where(is_wide, step[..., None], 1), 0)
+        )
+    pooled = corners.new_zeros(len(rois), features.shape[1], *output_size) + 0 * features[:0].sum()
+    for image, maps in enumerate(features.to(dtype)):
+        chosen = (is_known & (index == image)).nonzero()[:, 0]
+        values = torch.einsum("nph,chw,nqw->ncpq", weights[0][chosen], maps, weights[1][chosen])
+        pooled = pooled.index_copy(0, chosen, values)
+    return pooled.to(features.dtype)

@@ -1,0 +1,141 @@
+"""Activations with bias, and filters that resample maps, as StyleGAN uses them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout
+
+__all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
+
+functional = torch.nn.functional
+ACTIVATIONS = {
+    "linear": lambda x, alpha: x,
+    "relu": lambda x, alpha: functional.relu(x),
+    "lrelu": functional.leaky_relu,
+    "tanh": lambda x, alpha: x.tanh(),
+    "sigmoid": lambda x, alpha: x.sigmoid(),
+    "elu": lambda x, alpha: functional.elu(x),
+    "selu": lambda x, alpha: functional.selu(x),
+    "softplus": lambda x, alpha: functional.softplus(x),
+    "swish": lambda x, alpha: functional.silu(x),
+}
+
+
+def bias_act(
+    input: Tensor,
+    bias: Tensor | None,
+    dim: int = 1,
+    act: str = "linear",
+    alpha: float = 0.0,
+    gain: float = 1.0,
+    clamp: float = -1.0,
+) -> Tensor:
+    """Return ``act(input + bias) * gain``, cut to ``clamp``.
+
+    Args:
+        input: Any numbers. 16-bit types are computed in float32.
+        bias: A number for each place of the dimension ``dim``, or None.
+        dim: The dimension of ``bias``.
+        act: One of ``ACTIVATIONS``.
+        alpha: The slope of 'lrelu' for negative numbers.
+        gain: The factor.
+        clamp: The largest magnitude. A negative number means any.
+
+    Returns:
+        The values in the shape and type of ``input``.
+
+    It is differentiable.
+
+    Raises:
+        ValueError: ``act`` or the shape of ``bias`` does not fit.
+
+    Source: The signature is mmcv's.
+    """
+    if act not in ACTIVATIONS:
+        raise ValueError(f"bias_act: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    value = input.to(computation_dtype(input))
+    if bias is not None:
+        check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])
+        value = value + bias.to(value.dtype).view([-1 if i == dim else 1 for i in range(input.dim())])
+    value = ACTIVATIONS[act](value, alpha) * gain
+    return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input.dtype)
+
+
+def upfirdn2d(
+    input: Tensor,  # [B, C, H, W]
+    filter: Tensor,  # [FH, FW], or [F]
+    up: tuple[int, int] = (1, 1),
+    down: tuple[int, int] = (1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    flip_filter: bool = False,
+    gain: float = 1.0,
+) -> Tensor:  # [B, C, OH, OW]
+    """Return maps that are enlarged by zeros between the pixels, padded, filtered, and thinned.
+
+    Args:
+        input: [B, C, H, W]. The maps. 16-bit types are computed in float32.
+        filter: [FH, FW]. The filter, or [F] for one that acts along x and along y.
+        up: The factors (x, y) of the first step.
+        down: The factors (x, y) of the last step.
+        padding: The columns on the left and the right and the rows above and below. Negative numbers cut.
+        flip_filter: Whether the filter is correlated. Otherwise it is convolved.
+        gain: A factor.
+
+    Returns:
+        [B, C, OH, OW]. The maps.
+
+    It is differentiable with respect to ``input``.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "StyleGAN2" (Karras et al.). The signature is mmcv's.
+    """
+    check_layout("upfirdn2d", "input", input, "[B, C, H, W]", *[None] * 4)
+    if filter.dim() == 1:
+        once = upfirdn2d(
+            input, filter[None], (up[0], 1), (down[0], 1), (*padding[:2], 0, 0), flip_filter, 1.0
+        )
+        rest = (1, up[1]), (1, down[1]), (0, 0, *padding[2:])
+        return upfirdn2d(once, filter[:, None], *rest, flip_filter, gain)
+    check_layout("upfirdn2d", "filter", filter, "[FH, FW]", None, None)
+    B, C, H, W = input.shape
+    dtype = computation_dtype(input)
+    spread = functional.pad(input.to(dtype)[:, :, :, None, :, None], (0, up[0] - 1, 0, 0, 0, up[1] - 1))
+    padded = functional.pad(spread.reshape(B * C, 1, H * up[1], W * up[0]), padding)
+    if padded.shape[2] < filter.shape[0] or padded.shape[3] < filter.shape[1]:
+        raise ValueError(
+            f"upfirdn2d: filter must not be larger than the padded map {list(padded.shape[2:])}, got "
+            f"{list(filter.shape)}"
+        )
+    taps = filter.to(dtype) * gain
+    taps = taps if flip_filter else taps.flip(0, 1)
+    filtered = functional.conv2d(padded, taps[None, None], stride=(down[1], down[0]))
+    return filtered.view(B, C, *filtered.shape[2:]).to(input.dtype)
+
+
+def leaky_with_signs(
+    x: Tensor,  # [B, C, H, W]
+    signs: Tensor | None,  # [B, C, SH, SW] uint8
+    offset: tuple[int, int],
+    gain: float,
+    slope: float,
+    clamp: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the leaky ReLU of maps, and what happened to each number: 1 for the slope, 2 for the clamp, otherwise 0.
+
+    Given such signs, do the same to other numbers. The signs begin at ``offset`` (x, y) of the maps' corner.
+    """
+    scaled = x * gain
+    if signs is None:
+        leaky = torch.where(scaled < 0, scaled * slope, scaled)
+        is_cut = leaky.abs() > (clamp if clamp >= 0 else math.inf)
+        signs = torch.where(is_cut, 2, (scaled < 0).to(torch.uint8)).to(torch.uint8)
+        return torch.where(is_cut, leaky.sign() * clamp, leaky), signs
+    # A number outside the signs is scaled only.
+    (H, W), (SH, SW), (left, top) = x.shape[2:], signs.shape[2:], offset
+    seen = functional.pad(signs, (-left, W + left - SW, -top, H + top - SH))
+    return torch.where(seen == 2, 0, torch.where(seen == 1, scaled * slope, scaled)), signs

@@ -1,0 +1,130 @@
+"""Labels that grow from kernels of text to their neighbours, in the order of a queue."""
+
+import torch
+from torch import Tensor
+
+from .point_neighbours import check_layout
+
+__all__ = ["contour_expand", "pixel_group"]
+
+
+def _claims(
+    frontier: Tensor, labels: Tensor, is_free: Tensor, shape: torch.Size, fits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the free pixels that a frontier reaches, in the order of a queue, and where each is reached from."""
+    H, W = shape
+    row, column = (frontier // W)[:, None], (frontier % W)[:, None]
+    steps = frontier.new_tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])
+    row, column = row + steps[:, 0], column + steps[:, 1]
+    is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    source, direction = is_inside.nonzero(as_tuple=True)
+    pixel = (row * W + column)[source, direction]
+    reaches = is_free[pixel] if fits is None else is_free[pixel] & fits[labels[frontier[source]], pixel]
+    source, pixel = source[reaches], pixel[reaches]
+    order = torch.arange(len(pixel), device=pixel.device)
+    first = order.new_full((H * W,), len(pixel)).scatter_reduce(0, pixel, order, "amin")
+    is_first = first[pixel] == order
+    return pixel[is_first], source[is_first]
+
+
+def pixel_group(
+    score: Tensor,  # [H, W]
+    mask: Tensor,  # [H, W] bool
+    embedding: Tensor,  # [H, W, C]
+    kernel_label: Tensor,  # [H, W]
+    kernel_contour: Tensor,  # [H, W]
+    kernel_region_num: int,
+    distance_threshold: float,
+) -> list[list[float]]:
+    """Return the pixels of each text: those of its kernel, and neighbours whose embedding is near the kernel's mean.
+
+    Args:
+        score: [H, W]. The confidence of each pixel.
+        mask: [H, W]. Whether a pixel belongs to any text.
+        embedding: [H, W, C]. The embedding of each pixel.
+        kernel_label: [H, W]. The kernel 1..kernel_region_num - 1 of each pixel, or 0.
+        kernel_contour: [H, W]. Not 0 for the pixels on the contours of kernels, from which texts grow.
+        kernel_region_num: The number of kernels, with 0.
+        distance_threshold: The distance of embeddings that is too large.
+
+    Returns:
+        For each kernel a list of the mean confidence, the number of pixels, and their x and y in the order of rows. The
+        first list is that of no kernel, and has two zeros.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or a label does not fit. The message names the argument.
+
+    Source: Paper "PAN" (Wang et al.). The signature is mmcv's.
+    """
+    H, W = shape = score.shape
+    for name, given in (("mask", mask), ("kernel_label", kernel_label), ("kernel_contour", kernel_contour)):
+        check_layout("pixel_group", name, given, f"{[H, W]}", H, W)
+    check_layout("pixel_group", "embedding", embedding, f"[{H}, {W}, C]", H, W, None)
+    labels = kernel_label.flatten().long().clamp(min=0)
+    if len(labels) and int(labels.max()) >= kernel_region_num:
+        raise ValueError(
+            f"pixel_group: kernel_label must be below kernel_region_num {kernel_region_num}, got "
+            f"{int(labels.max())}"
+        )
+    values = embedding.flatten(0, 1).float()
+    sums = values.new_zeros(kernel_region_num, values.shape[1]).index_add(0, labels, values)
+    means = sums / labels.bincount(minlength=kernel_region_num)[:, None]
+    fits = torch.stack([(values - mean).square().sum(1) < distance_threshold**2 for mean in means])
+    frontier = ((labels > 0) & (kernel_contour.flatten() != 0)).nonzero()[:, 0]
+    while len(frontier):
+        pixels, source = _claims(frontier, labels, mask.flatten() & (labels == 0), shape, fits)
+        labels[pixels] = labels[frontier[source]]
+        frontier = pixels
+    texts = [[0.0, 0.0]]
+    for label in range(1, kernel_region_num):
+        pixels = (labels == label).nonzero()[:, 0]
+        confidence = float(score.flatten()[pixels].float().mean()) if len(pixels) else 0.0
+        places = torch.stack([pixels % W, pixels // W], 1).flatten().float().tolist()
+        texts.append([confidence, float(len(pixels)), *places])
+    return texts[:kernel_region_num]
+
+
+def contour_expand(
+    kernel_mask: Tensor,  # [K, H, W]
+    internal_kernel_label: Tensor,  # [H, W]
+    min_kernel_area: int,
+    kernel_num: int,
+) -> list[list[int]]:
+    """Return labels that grow from the smallest kernels through each larger one.
+
+    Args:
+        kernel_mask: [K, H, W]. Not 0 within the kernels of each size, the largest first.
+        internal_kernel_label: [H, W]. The labels 1..kernel_num of the smallest kernels, or 0.
+        min_kernel_area: The number of pixels below which a label is dropped.
+        kernel_num: The largest label.
+
+    Returns:
+        The labels as a list of rows.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "PSENet" (Wang et al.). The signature is mmcv's.
+    """
+    check_layout("contour_expand", "kernel_mask", kernel_mask, "[K, H, W]", None, None, None)
+    H, W = shape = kernel_mask.shape[1:]
+    check_layout("contour_expand", "internal_kernel_label", internal_kernel_label, f"{[H, W]}", H, W)
+    given = internal_kernel_label.flatten().long()
+    area = given.clamp(min=0).bincount(minlength=kernel_num + 1)
+    labels = torch.where((given > 0) & (area[given.clamp(min=0)] >= min_kernel_area), given, 0)
+    frontier = labels.nonzero()[:, 0]
+    for kernel in reversed(kernel_mask[:-1].flatten(1)):
+        edges = []
+        while len(frontier):
+            pixels, source = _claims(frontier, labels, (kernel != 0) & (labels == 0), shape)
+            labels[pixels] = labels[frontier[source]]
+            is_edge = torch.ones_like(frontier, dtype=torch.bool)
+            is_edge[source] = False
+            edges.append(frontier[is_edge])
+            frontier = pixels
+        frontier = torch.cat([frontier, *edges])
+    return labels.view(shape).int().tolist()

@@ -1,0 +1,138 @@
+"""Masks of point-wise spatial attention, correlation of two maps, and shifts along time."""
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout
+
+__all__ = ["correlation", "psa_mask", "tin_shift"]
+
+PSA_TYPES = ("collect", "distribute")
+
+
+def psa_mask(
+    input: Tensor,  # [B, MH * MW, H, W]
+    psa_type: str,
+    mask_size: tuple[int, int],
+) -> Tensor:  # [B, H * W, H, W]
+    """Return attention between all pixels, of masks that are centered on each pixel.
+
+    Args:
+        input: [B, MH * MW, H, W]. The mask of each pixel.
+        psa_type: 'collect', where the channel is the pixel that is attended to, or 'distribute', where it is the one
+            that attends.
+        mask_size: (MH, MW).
+
+    Returns:
+        [B, H * W, H, W]. The attention. It is 0 outside the mask.
+
+    It is differentiable.
+
+    Raises:
+        ValueError: A size or ``psa_type`` does not fit. The message names the argument.
+
+    Source: Paper "PSANet" (Zhao et al.). The signature is mmcv's.
+    """
+    if psa_type not in PSA_TYPES:
+        raise ValueError(f"psa_mask: psa_type must be 'collect' or 'distribute', got {psa_type!r}")
+    MH, MW = mask_size
+    check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
+    B, _, H, W = input.shape
+    y, x = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
+    # Rows and columns of the mask of each second pixel in which the first one is, [H, H] and [W, W].
+    row, column = y[:, None] - y + (MH - 1) // 2, x[:, None] - x + (MW - 1) // 2
+    is_inside = ((row >= 0) & (row < MH))[:, None, :, None] & ((column >= 0) & (column < MW))[None, :, None]
+    row, column = row.clamp(0, MH - 1)[:, None, :, None], column.clamp(0, MW - 1)[None, :, None]
+    attention = input[:, row * MW + column, y[:, None], x] * is_inside
+    if psa_type == "distribute":
+        attention = attention.permute(0, 3, 4, 1, 2)
+    return attention.reshape(B, H * W, H, W)
+
+
+def correlation(
+    input1: Tensor,  # [B, C, H, W]
+    input2: Tensor,  # [B, C, H, W]
+    kernel_size: tuple[int, int],
+    patch_size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    dilation_patch: tuple[int, int],
+) -> Tensor:  # [B, PH, PW, OH, OW]
+    """Return the dot products of windows of two maps, for each displacement of a patch.
+
+    Args:
+        input1: [B, C, H, W]. The first map.
+        input2: [B, C, H, W]. The second map, which is displaced.
+        kernel_size: The size of a window (height, width).
+        patch_size: The number of displacements (height, width).
+        stride: The distance of windows.
+        padding: The rows and columns of zeros around both maps.
+        dilation: The distance of the pixels of a window.
+        dilation_patch: The distance of displacements.
+
+    Returns:
+        [B, PH, PW, OH, OW]. The dot products. 16-bit types are summed in float32.
+
+    It is differentiable.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "FlowNet" (Dosovitskiy et al.). mmcv's gradient ignores ``dilation_patch`` in the extent of the patch,
+    and this one does not.
+    """
+    check_layout("correlation", "input1", input1, "[B, C, H, W]", *[None] * 4)
+    check_layout("correlation", "input2", input2, f"{list(input1.shape)}", *input1.shape)
+    dtype = computation_dtype(input1)
+    H, W = input1.shape[2:]
+    reach = [distance * (count - 1) // 2 for count, distance in zip(patch_size, dilation_patch, strict=True)]
+    extra = [distance * (count - 1) for count, distance in zip(patch_size, dilation_patch, strict=True)]
+    top, left = reach
+    # Displaced pixels outside the map are 0.
+    edges = (left, extra[1] - left, top, extra[0] - top)
+    one, other = input1.to(dtype), torch.nn.functional.pad(input2.to(dtype), edges)
+    ones = one.new_ones(1, 1, *kernel_size)
+    rows = []
+    for i in range(patch_size[0]):
+        y = i * dilation_patch[0]
+        products = [
+            (one * other[:, :, y : y + H, x : x + W]).sum(1, keepdim=True)
+            for x in range(0, extra[1] + 1, dilation_patch[1])
+        ]
+        sums = [torch.nn.functional.conv2d(p, ones, None, stride, padding, dilation) for p in products]
+        rows.append(torch.cat(sums, 1))
+    return torch.stack(rows, 1).to(input1.dtype)
+
+
+def tin_shift(
+    input: Tensor,  # [B, T, C, S]
+    shift: Tensor,  # [B, G]
+) -> Tensor:  # [B, T, C, S]
+    """Return maps whose groups of channels are shifted along time.
+
+    Args:
+        input: [B, T, C, S]. The maps of T frames.
+        shift: [B, G]. The frames by which each group of channels is shifted towards later frames.
+
+    Returns:
+        [B, T, C, S]. The maps, with 0 where nothing is shifted to.
+
+    It is differentiable with respect to ``input``.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "Temporal Interlacing Network" (Shao et al.). The signature is mmcv's.
+    """
+    check_layout("tin_shift", "input", input, "[B, T, C, S]", *[None] * 4)
+    B, T, C, S = input.shape
+    check_layout("tin_shift", "shift", shift, f"[{B}, G]", B, None)
+    if shift.shape[1] == 0 or C % shift.shape[1]:
+        raise ValueError(f"tin_shift: C must be a multiple of the {shift.shape[1]} groups of shift, got {C}")
+    by = shift.long().repeat_interleave(C // shift.shape[1], 1)[:, None]  # [B, 1, C]
+    frame = torch.arange(T, device=input.device)[:, None] - by
+    is_inside = ((frame >= 0) & (frame < T))[..., None]
+    source = frame.clamp(0, max(T - 1, 0))[..., None].expand(B, T, C, S)
+    return torch.where(is_inside, input.gather(1, source), 0)

@@ -1,0 +1,183 @@
+"""Features of chosen points: grouping, gathering, interpolation, and assembly by scores."""
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout, sizes_of
+
+__all__ = [
+    "assign_score_withk",
+    "gather_points",
+    "group_points",
+    "stack_group_points",
+    "three_interpolate",
+]
+
+
+def group_points(
+    features: Tensor,  # [B, C, N]
+    indices: Tensor,  # [B, M, K]
+) -> Tensor:  # [B, C, M, K]
+    """Return the features of the points of each group.
+
+    Args:
+        features: [B, C, N]. The features of the points.
+        indices: [B, M, K]. Indices of points, such as ``ball_query`` gives.
+
+    Returns:
+        [B, C, M, K]. The features.
+
+    It is differentiable with respect to the features.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+        RuntimeError: An index is not one of a point.
+
+    Source: The signature is mmcv's.
+    """
+    check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
+    B, C = features.shape[:2]
+    check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
+    flat = indices.long().flatten(1)[:, None].expand(B, C, -1)
+    # The gradient of a point in many groups is a sum, which needs float32.
+    grouped = features.to(computation_dtype(features)).gather(2, flat)
+    return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
+
+
+def gather_points(
+    features: Tensor,  # [B, C, N]
+    indices: Tensor,  # [B, M]
+) -> Tensor:  # [B, C, M]
+    """Return the features of chosen points.
+
+    Args:
+        features: [B, C, N]. The features of the points.
+        indices: [B, M]. Indices of points, such as ``furthest_point_sample`` gives.
+
+    Returns:
+        [B, C, M]. The features.
+
+    It is differentiable with respect to the features.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+        RuntimeError: An index is not one of a point.
+
+    Source: The signature is mmcv's.
+    """
+    check_layout("gather_points", "features", features, "[B, C, N]", None, None, None)
+    check_layout("gather_points", "indices", indices, f"[{len(features)}, M]", len(features), None)
+    return group_points(features, indices[..., None]).squeeze(3)
+
+
+def stack_group_points(
+    features: Tensor,  # [N, C]
+    features_batch_cnt: Tensor,  # [B]
+    indices: Tensor,  # [M, K]
+    indices_batch_cnt: Tensor,  # [B]
+) -> Tensor:  # [M, C, K]
+    """Return what ``group_points`` returns of clouds of different sizes, which stand one after the other.
+
+    Args:
+        features: [N, C]. The features of the points of all clouds.
+        features_batch_cnt: [B]. The number of points of each cloud.
+        indices: [M, K]. Indices within the cloud, such as ``stack_ball_query`` gives.
+        indices_batch_cnt: [B]. The number of groups of each cloud.
+
+    Returns:
+        [M, C, K]. The features. They are 0 where an index is not one of a point of the cloud.
+
+    It is differentiable with respect to the features.
+
+    Raises:
+        ValueError: A shape or a sum of numbers does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    check_layout("stack_group_points", "features", features, "[N, C]", None, None)
+    check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
+    op = "stack_group_points"
+    sizes = sizes_of(op, "features", features, features_batch_cnt)
+    sizes_of(op, "indices", indices, indices_batch_cnt, len(sizes))
+    points, groups = features_batch_cnt.long(), indices_batch_cnt.long()
+    cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)
+    is_inside = (indices >= 0) & (indices < points[cloud, None])
+    index = torch.where(is_inside, indices + (points.cumsum(0) - points)[cloud, None], len(features))
+    wide = features.to(computation_dtype(features))
+    padded = torch.cat([wide, wide.new_zeros(1, features.shape[1])])
+    grouped = padded[index.flatten()].unflatten(0, indices.shape).transpose(1, 2)
+    return grouped.to(features.dtype)
+
+
+def three_interpolate(
+    features: Tensor,  # [B, C, M]
+    indices: Tensor,  # [B, N, 3]
+    weight: Tensor,  # [B, N, 3]
+) -> Tensor:  # [B, C, N]
+    """Return the weighted sum of the features of three points, for each of N points.
+
+    Args:
+        features: [B, C, M]. The features of the points that ``three_nn`` was given as ``source``.
+        indices: [B, N, 3]. Their indices.
+        weight: [B, N, 3]. Their weights.
+
+    Returns:
+        [B, C, N]. The sums in the type of the features. 16-bit types are summed in float32.
+
+    It is differentiable with respect to the features and the weights. (mmcv's weights have no gradient.)
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+        RuntimeError: An index is not one of a point.
+
+    Source: The signature is mmcv's.
+    """
+    check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
+    check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
+    dtype = computation_dtype(features)
+    grouped = group_points(features, indices).to(dtype)
+    return (grouped * weight[:, None].to(dtype)).sum(3).to(features.dtype)
+
+
+def assign_score_withk(
+    scores: Tensor,  # [B, P, K, M]
+    point_features: Tensor,  # [B, N, M, C]
+    center_features: Tensor,  # [B, N, M, C]
+    knn_idx: Tensor,  # [B, P, K]
+) -> Tensor:  # [B, C, P, K]
+    """Return the features of each neighbour less those of the center, summed over a bank of M weights by scores.
+
+    Args:
+        scores: [B, P, K, M]. The scores of each neighbour for each weight of the bank.
+        point_features: [B, N, M, C]. The features of the points by each weight of the bank.
+        center_features: [B, N, M, C]. The same as features of centers.
+        knn_idx: [B, P, K]. The neighbours of each of P points. The first one is the center. Neighbours that are not in
+            0..N-1 give 0.
+
+    Returns:
+        [B, C, P, K]. The sums. 16-bit types are summed in float32.
+
+    It is differentiable with respect to the scores and the features.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "PAConv" (Xu et al.). The argument order is mmcv's.
+    """
+    check_layout("assign_score_withk", "point_features", point_features, "[B, N, M, C]", *[None] * 4)
+    B, N, M, C = point_features.shape
+    check_layout("assign_score_withk", "center_features", center_features, f"{[B, N, M, C]}", B, N, M, C)
+    check_layout("assign_score_withk", "scores", scores, f"[{B}, P, K, {M}]", B, None, None, M)
+    P, K = scores.shape[1:3]
+    check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
+    if N == 0 or K == 0:
+        return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
+    dtype = computation_dtype(point_features)
+    cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
+    is_inside = (knn_idx >= 0) & (knn_idx < N)
+    index = knn_idx.long().clamp(0, N - 1)
+    # [B, P, K, M, C]
+    difference = point_features[cloud, index].to(dtype) - center_features[cloud, index[..., :1]].to(dtype)
+    summed = (scores[..., None].to(dtype) * difference).sum(3) * is_inside[..., None]
+    return summed.permute(0, 3, 1, 2).to(point_features.dtype)

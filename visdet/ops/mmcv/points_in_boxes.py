@@ -1,0 +1,251 @@
+"""Points within 3-D boxes, and their features pooled over boxes."""
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout, first_marked, row_ranges
+
+__all__ = [
+    "collect_points",
+    "points_in_boxes_all",
+    "points_in_boxes_part",
+    "pool_collected",
+    "roiaware_pool3d",
+    "roipoint_pool3d",
+]
+
+
+def _places(
+    points: Tensor, boxes: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, 3], [M, 7] -> [M, N] each
+    """Return x, y and z of each point in the axes of each box, from its bottom center, and whether it is inside."""
+    cx, cy, bottom, dx, dy, dz, heading = boxes[:, :, None].unbind(1)
+    px, py, pz = points.unbind(1)
+    cosine, sine = heading.cos(), heading.sin()
+    x, y, z = px - cx, py - cy, pz - bottom
+    x, y = x * cosine + y * sine, y * cosine - x * sine
+    is_inside = ((z - dz / 2).abs() <= dz / 2) & (x.abs() < dx / 2) & (y.abs() < dy / 2)
+    return x, y, z, is_inside
+
+
+def _checked(op: str, points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    check_layout(op, "points", points, "[B, N, 3]", None, None, 3)
+    check_layout(op, "boxes", boxes, f"[{len(points)}, M, 7]", len(points), None, 7)
+    dtype = computation_dtype(points)
+    return points.detach().to(dtype), boxes.detach().to(dtype)
+
+
+def points_in_boxes_part(
+    points: Tensor,  # [B, N, 3]
+    boxes: Tensor,  # [B, M, 7] (x, y, z, dx, dy, dz, heading)
+) -> Tensor:  # [B, N] int32
+    """Return the first box that each point is in, or -1.
+
+    Args:
+        points: [B, N, 3]. The points. 16-bit types are computed in float32.
+        boxes: [B, M, 7]. The center of the bottom, the sides, and the angle of the side dx with the x axis, towards the
+            y axis, in radians.
+
+    Returns:
+        [B, N] int32. The indices. A point on the bottom or the top is inside, and one on another side is not.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    points, boxes = _checked("points_in_boxes_part", points, boxes)
+    result = points.new_full(points.shape[:2], -1, dtype=torch.int32)
+    if boxes.shape[1] == 0:
+        return result
+    for out, cloud, its_boxes in zip(result, points, boxes, strict=True):
+        for rows in row_ranges(len(cloud), len(its_boxes)):
+            is_inside = _places(cloud[rows], its_boxes)[3]
+            first = is_inside.int().argmax(0)
+            out[rows] = torch.where(is_inside.any(0), first, -1)
+    return result
+
+
+def points_in_boxes_all(
+    points: Tensor,  # [B, N, 3]
+    boxes: Tensor,  # [B, M, 7] (x, y, z, dx, dy, dz, heading)
+) -> Tensor:  # [B, N, M] int32
+    """Return 1 for each point and box that it is in, and 0 for the others.
+
+    Args:
+        points: [B, N, 3]. As of ``points_in_boxes_part``.
+        boxes: [B, M, 7]. As of ``points_in_boxes_part``.
+
+    Returns:
+        [B, N, M] int32. As said above.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    points, boxes = _checked("points_in_boxes_all", points, boxes)
+    result = points.new_zeros(*points.shape[:2], boxes.shape[1], dtype=torch.int32)
+    for out, cloud, its_boxes in zip(result, points, boxes, strict=True):
+        for rows in row_ranges(len(cloud), len(its_boxes)):
+            out[rows] = _places(cloud[rows], its_boxes)[3].T
+    return result
+
+
+def collect_points(
+    rois: Tensor,  # [M, 7]
+    pts: Tensor,  # [N, 3]
+    size: tuple[int, int, int],
+    max_pts_per_voxel: int,
+) -> Tensor:  # [M, *size, max_pts_per_voxel] int32
+    """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
+    check_layout("roiaware_pool3d", "rois", rois, "[M, 7]", None, 7)
+    check_layout("roiaware_pool3d", "pts", pts, "[N, 3]", None, 3)
+    if max_pts_per_voxel < 1:
+        raise ValueError(f"roiaware_pool3d: max_pts_per_voxel must be at least 1, got {max_pts_per_voxel}")
+    X, Y, Z = size
+    dtype = computation_dtype(pts)
+    points, boxes = pts.detach().to(dtype), rois.detach().to(dtype)
+    keys, indices = [], []
+    for rows in row_ranges(len(boxes), len(points)):
+        x, y, z, is_inside = _places(points, boxes[rows])
+        box, point = is_inside.nonzero(as_tuple=True)
+        sides = boxes[rows][box, 3:6]
+        places = torch.stack([x[box, point], y[box, point], z[box, point]], 1)
+        places[:, :2] += sides[:, :2] / 2
+        counts = places.new_tensor(size)
+        voxel = (places / (sides / counts)).long().clamp(min=0).minimum(counts.long() - 1)
+        keys.append((((box + rows.start) * X + voxel[:, 0]) * Y + voxel[:, 1]) * Z + voxel[:, 2])
+        indices.append(point)
+    voxels = len(rois) * X * Y * Z
+    collected = pts.new_zeros(voxels, max_pts_per_voxel, dtype=torch.int32)
+    if keys and voxels:
+        key, order = torch.cat(keys).sort(stable=True)
+        count = key.bincount(minlength=voxels)
+        rank = torch.arange(len(key), device=key.device) - (count.cumsum(0) - count)[key]
+        kept = rank < max_pts_per_voxel - 1
+        collected[key[kept], rank[kept] + 1] = torch.cat(indices)[order][kept].int()
+        collected[:, 0] = count.clamp(max=max_pts_per_voxel - 1)
+    return collected.view(len(rois), X, Y, Z, max_pts_per_voxel)
+
+
+def pairs_of(collected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the voxel and the point of each point that ``collect_points`` has put into a voxel."""
+    flat = collected.flatten(0, 3)
+    slots = torch.arange(1, flat.shape[1], device=flat.device)
+    voxel, slot = (slots <= flat[:, :1]).nonzero(as_tuple=True)
+    return voxel, flat[voxel, slot + 1].long()
+
+
+def pool_collected(
+    collected: Tensor,  # [M, X, Y, Z, K] of collect_points
+    pts_feature: Tensor,  # [N, C]
+    mode: str,
+) -> tuple[Tensor, Tensor]:  # [M, X, Y, Z, C], [M, X, Y, Z, C] int32
+    """Return the largest or mean feature of each voxel, and for 'max' the point that it comes from, or -1."""
+    voxel, point = pairs_of(collected)
+    voxels, C = collected[..., 0].numel(), pts_feature.shape[1]
+    values = pts_feature.to(computation_dtype(pts_feature))[point]
+    pooled = values.new_zeros(voxels, C) + values[:0].sum()  # The sum makes zeros differentiable.
+    argmax = point.new_full((voxels, C), -1)
+    if mode == "avg":
+        pooled = pooled.index_add(0, voxel, values) / collected.flatten(0, 3)[:, :1].clamp(min=1)
+    elif len(point):
+        index = voxel[:, None].expand_as(values)
+        known = torch.where(values.isnan(), -torch.inf, values).detach()
+        largest = torch.full_like(pooled, -torch.inf).scatter_reduce(0, index, known, "amax")
+        is_largest = (known == largest[voxel]) & (known > -torch.inf)
+        row = torch.arange(len(point), device=point.device)[:, None]
+        first = torch.full_like(argmax, len(point))
+        first = first.scatter_reduce(0, index, torch.where(is_largest, row, len(point)), "amin")
+        has_any = first < len(point)
+        first = first.clamp(max=len(point) - 1)
+        argmax = torch.where(has_any, point[first], -1)
+        pooled = torch.where(has_any, values.gather(0, first), 0)
+    shape = (*collected.shape[:4], C)
+    return pooled.to(pts_feature.dtype).view(shape), argmax.int().view(shape)
+
+
+def roiaware_pool3d(
+    rois: Tensor,  # [M, 7]
+    pts: Tensor,  # [N, 3]
+    pts_feature: Tensor,  # [N, C]
+    out_size: int | tuple[int, int, int],
+    max_pts_per_voxel: int = 128,
+    mode: str = "max",
+) -> Tensor:  # [M, X, Y, Z, C]
+    """Return the largest or mean feature of the points in each voxel of each box.
+
+    Args:
+        rois: [M, 7]. The boxes, as of ``points_in_boxes_part``.
+        pts: [N, 3]. The points.
+        pts_feature: [N, C]. Their features. 16-bit types are computed in float32.
+        out_size: The number of voxels (x, y, z) along the sides of a box, or one number for all.
+        max_pts_per_voxel: One more than the number of points that count. Later ones are dropped.
+        mode: 'max' or 'avg'. The largest feature is one that is not NaN.
+
+    Returns:
+        [M, X, Y, Z, C]. The features. A voxel without points has 0.
+
+    It is differentiable with respect to the features. On a GPU, the host waits for the number of points in the boxes.
+
+    Raises:
+        ValueError: A shape or ``mode`` does not fit. The message names the argument.
+
+    Source: Paper "Part-A2 Net" (Shi et al.). The signature is mmcv's.
+    """
+    if mode not in ("max", "avg"):
+        raise ValueError(f"roiaware_pool3d: mode must be 'max' or 'avg', got {mode!r}")
+    check_layout("roiaware_pool3d", "pts_feature", pts_feature, f"[{len(pts)}, C]", len(pts), None)
+    size = (out_size,) * 3 if isinstance(out_size, int) else out_size
+    return pool_collected(collect_points(rois, pts, size, max_pts_per_voxel), pts_feature, mode)[0]
+
+
+def roipoint_pool3d(
+    points: Tensor,  # [B, N, 3]
+    point_features: Tensor,  # [B, N, C]
+    boxes3d: Tensor,  # [B, M, 7]
+    num_sampled_points: int = 512,
+) -> tuple[Tensor, Tensor]:  # [B, M, num_sampled_points, 3 + C], [B, M] int32
+    """Return the first points in each box with their features, and whether a box is empty.
+
+    Args:
+        points: [B, N, 3]. The points.
+        point_features: [B, N, C]. Their features.
+        boxes3d: [B, M, 7]. The boxes, as of ``points_in_boxes_part``.
+        num_sampled_points: The number of points of a box. If it has fewer, they are repeated in their order.
+
+    Returns:
+        [B, M, num_sampled_points, 3 + C] and [B, M] int32. The coordinates and features, and 1 for an empty box, whose
+        points are 0.
+
+    It is differentiable with respect to the points and the features. (mmcv's is not.) On a GPU, the host waits for the
+    number of points in the boxes.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "PointRCNN" (Shi et al.). The signature is mmcv's.
+    """
+    inside, boxes = _checked("roipoint_pool3d", points, boxes3d)
+    B, N = points.shape[:2]
+    check_layout("roipoint_pool3d", "point_features", point_features, f"[{B}, {N}, C]", B, N, None)
+    values = torch.cat([points.to(point_features.dtype), point_features], 2)
+    pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + values[:0].sum()
+    is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
+    if N == 0:
+        return pooled, is_empty
+    slots = torch.arange(num_sampled_points, device=points.device)
+    parts = []
+    for image, (cloud, its_boxes) in enumerate(zip(inside, boxes, strict=True)):
+        for rows in row_ranges(len(its_boxes), N):
+            index, found = first_marked(_places(cloud, its_boxes[rows])[3], num_sampled_points)
+            index = index.gather(1, slots % found.clamp(1, num_sampled_points)[:, None])
+            parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0))
+            is_empty[image, rows] = (found == 0).int()
+    return torch.cat(parts).view(pooled.shape) if parts else pooled, is_empty

@@ -1,0 +1,227 @@
+"""Sparse convolution: pairs of input and output places for each tap of a kernel, products of matrices, and maxima."""
+
+import math
+from collections.abc import Sequence
+from operator import index as as_integer
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout
+from .voxels import rows_of_keys
+
+__all__ = [
+    "get_indice_pairs",
+    "indice_conv",
+    "indice_conv_gradients",
+    "indice_maxpool",
+    "indice_maxpool_gradient",
+]
+
+
+def get_indice_pairs(
+    indices: Tensor,  # [N, 1 + D]
+    batch_size: int,
+    out_shape: Sequence[int],
+    spatial_shape: Sequence[int],
+    ksize: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    subm: bool = False,
+    transpose: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # [M, 1 + D] int32, [K, 2, N] int32, [K] int32
+    """Return the outputs of a sparse convolution, and which inputs reach which outputs by each tap of the kernel.
+
+    Args:
+        indices: [N, 1 + D]. The image of the batch and the place of each input.
+        batch_size: The size of the batch.
+        out_shape: The size of the output in D dimensions.
+        spatial_shape: The size of the input.
+        ksize: The size of the kernel. K is its product.
+        stride: The stride.
+        padding: The padding. A submanifold convolution pads by half of its dilated kernel instead.
+        dilation: The distance of the taps.
+        subm: Whether the outputs are at the places of the inputs (submanifold convolution).
+        transpose: Whether the convolution is transposed.
+
+    Returns:
+        [M, 1 + D], [K, 2, N] and [K], all int32. The places of the outputs in rising order (of a submanifold
+        convolution: of the inputs), the indices of the inputs and the outputs of each tap, with -1 after the last pair,
+        and the numbers of pairs.
+
+    It is not differentiable. It is deterministic. On a GPU, the host waits for the number of pairs.
+
+    Raises:
+        ValueError: A size does not fit. The message names the argument.
+
+    Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's. A dilated submanifold convolution of mmcv is not
+        centered, and this one is.
+    """
+    D = len(out_shape)
+    check_layout("get_indice_pairs", "indices", indices, f"[N, {1 + D}]", None, 1 + D)
+    settings = {"ksize": ksize, "stride": stride, "padding": padding, "dilation": dilation}
+    for name, setting in settings.items():
+        if len(setting) != D:
+            raise ValueError(f"get_indice_pairs: {name} must have {D} numbers, got {list(setting)}")
+    ksize, stride, padding, dilation = ([as_integer(n) for n in setting] for setting in settings.values())
+    if subm:
+        out_shape, stride = spatial_shape, [1] * D
+        padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]
+    N, K = len(indices), math.prod(ksize)
+    wide = indices.long()
+    # Broadcast to [K, N], a tap and an input.
+    taps = torch.cartesian_prod(*(torch.arange(size, device=indices.device) for size in ksize)).view(K, D)
+    key = wide[:, 0].expand(K, N)
+    reaches = (key >= 0) & (key < batch_size)
+    for d in range(D):
+        at, tap = wide[:, 1 + d], taps[:, d, None] * dilation[d]
+        if transpose:
+            place = at * stride[d] - padding[d] + tap
+        else:
+            shifted = at + padding[d] - tap
+            place = shifted.div(stride[d], rounding_mode="floor")
+            reaches = reaches & (place * stride[d] == shifted)
+        reaches = reaches & (place >= 0) & (place < out_shape[d])
+        key = key * out_shape[d] + place
+    if subm:
+        outids = indices
+        own = wide[:, 0]
+        for d in range(D):
+            own = own * out_shape[d] + wide[:, 1 + d]
+        ranked, order = own.sort(stable=True)
+        found = torch.searchsorted(ranked, key.contiguous(), right=True) - 1
+        if N:
+            reaches = reaches & (found >= 0) & (ranked[found.clamp(min=0)] == key)
+        tap_of, source = reaches.nonzero(as_tuple=True)
+        output = order[found[tap_of, source]]
+    else:
+        tap_of, source = reaches.nonzero(as_tuple=True)
+        unique, output = key[tap_of, source].unique(return_inverse=True)
+        outids = rows_of_keys(unique, out_shape).to(torch.int32)
+    counts = reaches.sum(1)
+    rank = torch.arange(len(source), device=source.device) - (counts.cumsum(0) - counts)[tap_of]
+    pairs = indices.new_full((K, 2, N), -1, dtype=torch.int32)
+    pairs[tap_of, 0, rank], pairs[tap_of, 1, rank] = source.int(), output.int()
+    return outids, pairs, counts.int()
+
+
+def _of_each_tap(pairs: Tensor, counts: Tensor, inverse: bool = False) -> list[tuple[int, Tensor, Tensor]]:
+    """Return the tap, the inputs and the outputs of each tap that has pairs."""
+    check_layout("indice_conv", "indice_pairs", pairs, "[K, 2, N]", None, 2, None)
+    check_layout("indice_conv", "indice_pair_num", counts, f"[{len(pairs)}]", len(pairs))
+    numbers = counts.tolist()
+    wide = pairs.long()
+    source, target = (1, 0) if inverse else (0, 1)
+    return [(k, wide[k, source, :n], wide[k, target, :n]) for k, n in enumerate(numbers) if n > 0]
+
+
+def indice_conv(
+    features: Tensor,  # [N, C]
+    filters: Tensor,  # [*ksize, C, O]
+    indice_pairs: Tensor,  # [K, 2, N]
+    indice_pair_num: Tensor,  # [K]
+    num_activate_out: int,
+    inverse: bool = False,
+) -> Tensor:  # [M, O]
+    """Return the sparse convolution of features.
+
+    Args:
+        features: [N, C]. The features of the inputs.
+        filters: [*ksize, C, O]. The weights of each tap.
+        indice_pairs: [K, 2, N]. The pairs of ``get_indice_pairs``.
+        indice_pair_num: [K]. Their numbers.
+        num_activate_out: The number M of outputs.
+        inverse: Whether inputs and outputs of the pairs are exchanged.
+
+    Returns:
+        [M, O]. The sums over the taps. Those of 16-bit types are of float32.
+
+    It is differentiable with respect to the features and the filters.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's.
+    """
+    weights = _weights(features, filters, indice_pairs)
+    dtype = computation_dtype(features)
+    output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
+    for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
+        output = output.index_add_(0, target, (features[source] @ weights[k]).to(dtype))
+    # The sums of no numbers make a result of no pairs differentiable.
+    return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
+
+
+def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
+    check_layout("indice_conv", "features", features, "[N, C]", None, None)
+    K, C = len(pairs), features.shape[1]
+    if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() != K:
+        raise ValueError(
+            f"indice_conv: filters must be [*ksize, {C}, O] with {K} taps, got {list(filters.shape)}"
+        )
+    return filters.reshape(K, C, filters.shape[-1]).to(features.dtype)
+
+
+def indice_conv_gradients(
+    features: Tensor,
+    filters: Tensor,
+    grad_output: Tensor,
+    indice_pairs: Tensor,
+    indice_pair_num: Tensor,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the features and of the filters of ``indice_conv``."""
+    weights = _weights(features, filters, indice_pairs)
+    check_layout("indice_conv", "grad_output", grad_output, "[M, O]", None, weights.shape[2])
+    dtype = computation_dtype(features)
+    grad_features, grad_weights = features.new_zeros(features.shape, dtype=dtype), torch.zeros_like(weights)
+    for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
+        grad = grad_output[target].to(features.dtype)
+        grad_features.index_add_(0, source, (grad @ weights[k].T).to(dtype))
+        grad_weights[k] = features[source].T @ grad
+    return grad_features.to(features.dtype), grad_weights.view(filters.shape).to(filters.dtype)
+
+
+def indice_maxpool(
+    features: Tensor,  # [N, C]
+    indice_pairs: Tensor,  # [K, 2, N]
+    indice_pair_num: Tensor,  # [K]
+    num_activate_out: int,
+) -> Tensor:  # [M, C]
+    """Return the largest feature of the inputs of each output, and at least 0, because places without input are 0.
+
+    Args:
+        features: [N, C]. The features of the inputs.
+        indice_pairs: [K, 2, N]. The pairs of ``get_indice_pairs``.
+        indice_pair_num: [K]. Their numbers.
+        num_activate_out: The number M of outputs.
+
+    Returns:
+        [M, C]. The maxima.
+
+    Its gradient is ``indice_maxpool_gradient``, as in mmcv.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's.
+    """
+    check_layout("indice_maxpool", "features", features, "[N, C]", None, None)
+    output = features.new_zeros(num_activate_out, features.shape[1])
+    for _, source, target in _of_each_tap(indice_pairs, indice_pair_num):
+        # The outputs of a tap are different from each other.
+        output[target] = output[target].maximum(features[source])
+    return output
+
+
+def indice_maxpool_gradient(
+    features: Tensor, output: Tensor, grad_output: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor
+) -> Tensor:
+    """Return the gradient of the features. Each input that has the value of an output receives its whole gradient."""
+    grad = torch.zeros_like(features, dtype=computation_dtype(features))
+    for _, source, target in _of_each_tap(indice_pairs, indice_pair_num):
+        passed = torch.where(features[source] == output[target], grad_output[target], 0)
+        grad.index_add_(0, source, passed.to(grad.dtype))
+    return grad.to(features.dtype)

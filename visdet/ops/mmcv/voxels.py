@@ -1,0 +1,298 @@
+"""Voxels of point clouds, and sums of features over voxels and cells seen from above."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._arguments import computation_dtype
+from .point_neighbours import check_layout
+
+__all__ = [
+    "bev_pool",
+    "bev_pool_v2",
+    "dynamic_scatter",
+    "dynamic_voxelize",
+    "hard_voxelize",
+    "scatter_to_voxels",
+    "voxel_pooling",
+]
+
+REDUCTIONS = ("max", "sum", "mean")
+
+
+def dynamic_voxelize(
+    points: Tensor,  # [N, 3 or more]
+    voxel_size: Sequence[float] | Tensor,
+    coors_range: Sequence[float] | Tensor,
+    ndim: int = 3,
+) -> Tensor:  # [N, 3] int32
+    """Return the voxel of each point.
+
+    Args:
+        points: [N, 3 or more]. The coordinates (x, y, z) and any features. 16-bit types are computed in float32.
+        voxel_size: The size of a voxel (x, y, z), in the unit of the points.
+        coors_range: The corners (x, y, z, x, y, z) of the grid.
+        ndim: The number of coordinates.
+
+    Returns:
+        [N, 3] int32. The voxel (z, y, x). It is (-1, -1, -1) for a point outside the grid or with a NaN.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or a size does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    if points.dim() != 2 or points.shape[1] < ndim:
+        raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
+    dtype, device = computation_dtype(points), points.device
+    size, corners = (torch.as_tensor(given, dtype=dtype).to(device) for given in (voxel_size, coors_range))
+    check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
+    check_layout("dynamic_voxelize", "coors_range", corners, f"[{2 * ndim}]", 2 * ndim)
+    # A sum of 3 sizes in float32 must not decide the number of voxels, so it is rounded as in mmcv.
+    grid = ((corners[ndim:] - corners[:ndim]) / size).round()
+    place = ((points.detach()[:, :ndim].to(dtype) - corners[:ndim]) / size).floor()
+    is_inside = ((place >= 0) & (place < grid)).all(1, keepdim=True)
+    return torch.where(is_inside, place, -1).flip(1).int()
+
+
+def hard_voxelize(
+    points: Tensor,  # [N, 3 or more]
+    voxel_size: Sequence[float] | Tensor,
+    coors_range: Sequence[float] | Tensor,
+    max_points: int = 35,
+    max_voxels: int = 20000,
+) -> tuple[Tensor, Tensor, Tensor]:  # [M, max_points, C], [M, 3] int32, [M] int32
+    """Return the points of each voxel, the voxels, and the numbers of points.
+
+    Args:
+        points: [N, 3 or more]. The coordinates (x, y, z) and any features.
+        voxel_size: As of ``dynamic_voxelize``.
+        coors_range: As of ``dynamic_voxelize``.
+        max_points: The largest number of points of a voxel. Later ones are dropped.
+        max_voxels: The largest number of voxels. Later ones are dropped. A negative number means any.
+
+    Returns:
+        [M, max_points, C], [M, 3] int32 and [M] int32. The points, with zeros after the last one, the voxels (z, y, x)
+        in the order of their first points, and the numbers of points.
+
+    It is not differentiable. It is deterministic. On a GPU, the host waits for the number of voxels.
+
+    Raises:
+        ValueError: A shape or a size does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    if max_points < 1:
+        raise ValueError(f"hard_voxelize: max_points must be at least 1, got {max_points}")
+    coordinates = dynamic_voxelize(points, voxel_size, coors_range)
+    inside = (coordinates[:, 0] >= 0).nonzero()[:, 0]
+    _, voxel, count = _unique_rows(coordinates[inside])
+    order = voxel.argsort(stable=True)
+    start = count.cumsum(0) - count
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - start[voxel[order]]
+    # Voxels are numbered by their first points.
+    first = order[start]
+    by_first = first.argsort()
+    number = torch.empty_like(by_first)
+    number[by_first] = torch.arange(len(by_first), device=by_first.device)
+    chosen = by_first if max_voxels < 0 else by_first[:max_voxels]
+    voxels = points.new_zeros(len(chosen), max_points, points.shape[1])
+    kept = (number[voxel] < len(chosen)) & (rank < max_points)
+    voxels[number[voxel[kept]], rank[kept]] = points.detach()[inside[kept]]
+    return voxels, coordinates[inside[first[chosen]]], count[chosen].clamp(max=max_points).int()
+
+
+def rows_of_keys(keys: Tensor, extents: Sequence[int]) -> Tensor:  # [N] -> [N, 1 + D]
+    """Return the rows whose keys are ``((row[0] * extents[0] + row[1]) * extents[1] + row[2]) ...``."""
+    columns = []
+    for extent in reversed(extents):
+        columns.append(keys % extent)
+        keys = keys // extent
+    return torch.stack([keys, *reversed(columns)], 1)
+
+
+def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M, D], [N], [M]
+    """Return the different rows of integers from 0 on in rising order, the place of each row in them, and counts."""
+    if len(rows) == 0:
+        return rows, rows.new_zeros(0, dtype=torch.int64), rows.new_zeros(0, dtype=torch.int64)
+    extents = [extent + 1 for extent in rows.amax(0).tolist()]
+    volume = 1
+    for extent in extents:
+        volume *= extent
+    if volume >= 1 << 63:
+        return torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
+    key = rows[:, 0].long()
+    for column, extent in zip(rows[:, 1:].unbind(1), extents[1:], strict=True):
+        key = key * extent + column
+    unique, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
+    return rows_of_keys(unique, extents[1:]).to(rows.dtype), inverse, counts
+
+
+def scatter_to_voxels(
+    feats: Tensor, coors: Tensor, reduce_type: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M, C], [M, D], [N] int32, [M] int32
+    """Return what ``dynamic_scatter`` returns, each point's voxel or -1, and the number of points of each voxel."""
+    check_layout("dynamic_scatter", "feats", feats, "[N, C]", None, None)
+    check_layout("dynamic_scatter", "coors", coors, f"[{len(feats)}, D]", len(feats), None)
+    if reduce_type not in REDUCTIONS:
+        names = ", ".join(map(repr, REDUCTIONS))
+        raise ValueError(f"dynamic_scatter: reduce_type must be one of {names}, got {reduce_type!r}")
+    inside = (coors >= 0).all(1).nonzero()[:, 0]
+    voxels, voxel, count = _unique_rows(coors[inside])
+    reduced = feats.new_zeros(len(voxels), feats.shape[1], dtype=computation_dtype(feats))
+    given = feats[inside].to(reduced.dtype)
+    if reduce_type == "max":
+        index = voxel[:, None].expand_as(given)
+        reduced = reduced.scatter_reduce(0, index, given, "amax", include_self=False)
+    else:
+        reduced = reduced.index_add(0, voxel, given)
+    if reduce_type == "mean":
+        reduced = reduced / count[:, None]
+    voxel_of_point = coors.new_full((len(coors),), -1, dtype=torch.int32)
+    voxel_of_point[inside] = voxel.int()
+    return reduced.to(feats.dtype), voxels, voxel_of_point, count.int()
+
+
+def dynamic_scatter(
+    feats: Tensor,  # [N, C]
+    coors: Tensor,  # [N, D]
+    reduce_type: str = "max",
+) -> tuple[Tensor, Tensor]:  # [M, C], [M, D]
+    """Return the largest, mean or summed features of the points of each voxel, and the voxels.
+
+    Args:
+        feats: [N, C]. The features of the points. 16-bit types are computed in float32.
+        coors: [N, D]. The voxel of each point. A point with a negative coordinate is left out.
+        reduce_type: 'max', 'sum' or 'mean'.
+
+    Returns:
+        [M, C] and [M, D]. The features, and the voxels in rising order.
+
+    It is differentiable with respect to the features. Points that share the largest feature share its gradient. (In
+    mmcv, the first of them has it, which is so in the bridge too.) On a GPU, the host waits for the number of voxels.
+
+    Raises:
+        ValueError: A shape or ``reduce_type`` does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    return scatter_to_voxels(feats, coors, reduce_type)[:2]
+
+
+def _sum_into(cells: Tensor, values: Tensor, size: int) -> Tensor:  # [N] in 0..size, [N, C] -> [size, C]
+    """Return the sum of the values of each cell, in float32 or better. Values of the cell ``size`` are dropped."""
+    wide = values.to(computation_dtype(values))
+    summed = wide.new_zeros(size + 1, values.shape[1]).index_add(0, cells, wide)
+    return summed[:size].to(values.dtype)
+
+
+def bev_pool(
+    feats: Tensor,  # [N, C]
+    coords: Tensor,  # [N, 4] (x, y, z, image)
+    B: int,
+    D: int,
+    H: int,
+    W: int,
+) -> Tensor:  # [B, D, H, W, C]
+    """Return the sum of the features of each cell.
+
+    Args:
+        feats: [N, C]. The features of the points. 16-bit types are summed in float32.
+        coords: [N, 4]. The row, the column and the layer of the cell of each point, and the image of the batch. Points
+            outside the grid are left out.
+        B: The size of the batch.
+        D: The number of layers.
+        H: The number of rows.
+        W: The number of columns.
+
+    Returns:
+        [B, D, H, W, C]. The sums.
+
+    It is differentiable with respect to the features.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Project BEVFusion (mit-han-lab). The signature is its function's, whose result is permuted.
+    """
+    check_layout("bev_pool", "feats", feats, "[N, C]", None, None)
+    check_layout("bev_pool", "coords", coords, f"[{len(feats)}, 4]", len(feats), 4)
+    x, y, z, image = coords.long().unbind(1)
+    is_inside = (coords >= 0).all(1) & (x < H) & (y < W) & (z < D) & (image < B)
+    cells = B * D * H * W
+    cell = torch.where(is_inside, ((image * D + z) * H + x) * W + y, cells)
+    return _sum_into(cell, feats, cells).view(B, D, H, W, feats.shape[1])
+
+
+def bev_pool_v2(
+    depth: Tensor,  # [B, V, D, H, W]
+    feat: Tensor,  # [B, V, H, W, C]
+    ranks_depth: Tensor,  # [N]
+    ranks_feat: Tensor,  # [N]
+    ranks_bev: Tensor,  # [N]
+    cells: int,
+) -> Tensor:  # [cells, C]
+    """Return the sum of the features of each cell, each multiplied by the probability of its depth.
+
+    Args:
+        depth: [B, V, D, H, W]. The probability of each depth at each pixel of each camera.
+        feat: [B, V, H, W, C]. The features of the pixels.
+        ranks_depth: [N]. The index of each point in the flattened ``depth``.
+        ranks_feat: [N]. The index of its pixel.
+        ranks_bev: [N]. The index of its cell.
+        cells: The number of cells.
+
+    Returns:
+        [cells, C]. The sums. 16-bit types are summed in float32.
+
+    It is differentiable with respect to ``depth`` and ``feat``.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+        RuntimeError: An index is too large.
+
+    Source: Paper "BEVPoolv2" (Huang and Huang).
+    """
+    for name, ranks in (("ranks_feat", ranks_feat), ("ranks_bev", ranks_bev)):
+        check_layout("bev_pool_v2", name, ranks, f"{list(ranks_depth.shape)}", *ranks_depth.shape)
+    dtype = computation_dtype(feat)
+    weight = depth.flatten().to(dtype)[ranks_depth.long(), None]
+    values = feat.flatten(0, -2).to(dtype)[ranks_feat.long()] * weight
+    return _sum_into(ranks_bev.long(), values, cells).to(feat.dtype)
+
+
+def voxel_pooling(
+    geom_xyz: Tensor,  # [B, N, 3]
+    input_features: Tensor,  # [B, N, C]
+    voxel_num: Sequence[int] | Tensor,
+) -> Tensor:  # [B, H, W, C]
+    """Return the sum of the features of each column of voxels.
+
+    Args:
+        geom_xyz: [B, N, 3]. The voxel (x, y, z) of each point. Points outside the grid are left out.
+        input_features: [B, N, C]. The features of the points. 16-bit types are summed in float32.
+        voxel_num: The number of voxels (x, y, z).
+
+    Returns:
+        [B, H, W, C]. The sums, with H and W the number of voxels in y and x.
+
+    It is differentiable with respect to the features.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Project BEVDepth, whose result is permuted.
+    """
+    check_layout("voxel_pooling", "input_features", input_features, "[B, N, C]", None, None, None)
+    B, N, C = input_features.shape
+    check_layout("voxel_pooling", "geom_xyz", geom_xyz, f"[{B}, {N}, 3]", B, N, 3)
+    W, H, D = (int(size) for size in voxel_num)
+    x, y, z = geom_xyz.long().unbind(2)
+    is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
+    image = torch.arange(B, device=x.device)[:, None]
+    cell = torch.where(is_inside, (image * H + y) * W + x, B * H * W)
+    return _sum_into(cell.flatten(), input_features.flatten(0, 1), B * H * W).view(B, H, W, C)
