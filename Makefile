@@ -1,4 +1,4 @@
-# make demo   set up, then train, evaluate and draw a Deformable DETR on generated images (two CPU cores, minutes)
+# make demo   set up, then train, evaluate and draw a small DINO on generated images (two CPU cores, minutes)
 # make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
 # make test   set up, then lint, compile every .cu file, build the documentation, and run the tests
 # make docs   the documentation as a site, in work_dirs/docs
@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # The pair the package is developed with. Any torch >= 2.10 serves: make setup TORCH="torch torchvision".
 TORCH ?= torch==2.14.1 torchvision==0.29.1
-CONFIG ?= configs/deformable_detr/deformable-detr_shapes.py
+CONFIG ?= configs/dino/dino_shapes.py
 WORK_DIR ?= work_dirs/$(basename $(notdir $(CONFIG)))
 SOURCES := setup.py $(shell find visdet/ops/csrc -type f)
 LINTED := visdet tools tests configs benchmarks docs setup.py
