@@ -124,7 +124,8 @@ def bezier_align(
     is_known = is_image(index, len(input)) & origin.flatten(1).isfinite().all(1)
     batch = torch.where(is_known, index, 0).long()
     grid = torch.where(is_known[:, None], grid, 0).long()
-    return pool_samples(input.to(dtype), origin, batch, bin_size, grid, False).to(input.dtype)
+    turns = bin_size[:, :0]  # none
+    return pool_samples(input.to(dtype), origin, batch, bin_size, grid, turns, False).to(input.dtype)
 
 
 def _integral(position: Tensor) -> Tensor:
