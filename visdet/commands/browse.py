@@ -9,6 +9,7 @@ visdet browse CONFIG --output-dir work_dirs/browse --not-show
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from visdet.command_line import add_config_arguments, positive_int
 
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> None:
     drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
     visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})
     visualizer.dataset_meta = dataset.metainfo
-    images, samples = [], []
+    images: list[Any] = []
+    samples: list[Any] = []
     # The items of a field are single points, which are for training.
     is_field = isinstance(dataset, FieldDataset)
     for index in range(min(args.number, 1 if is_field else len(dataset))):

@@ -14,9 +14,9 @@ kmeans_det_N.npy [N, 11], kmeans_map_N.npy [N, 20, 2], kmeans_motion_K.npy [clas
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +136,7 @@ def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[t
     return str(dataset.ann_file), infos, [(number, path, maker_of[kind]) for kind, number, path in wanted]
 
 
-def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, dict]]":
+def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, Any]]":
     """Yield the kind, number and file of the anchors of the head of a config, and the config that names them."""
     tasks = head.get("task_config") or {"with_det": True, "with_map": True, "with_motion_plan": True}
     boxes = head.get("det_head") if tasks.get("with_det") else None
@@ -152,7 +152,7 @@ def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, dict]]":
 
 
 def makers(
-    infos: "list[dict]", classes: "list[str]", num_points: int, max_distance: float, seed: int
+    infos: "list[dict]", classes: "Sequence[str]", num_points: int, max_distance: float, seed: int
 ) -> "dict[str, Maker]":
     """Return the function that makes a number of anchors, for each kind of anchors."""
     from visdet.datasets.anchors import detection_anchors, map_anchors, motion_anchors, planning_anchors

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     if args.convert:
         check_out_file(Path(args.convert).with_suffix(".npz"), "a copy of the file elsewhere")
         infos, metadata = load_infos(args.convert)
-        write(Path(args.convert).with_suffix(".npz"), infos, metadata)
+        write(Path(args.convert).with_suffix(".npz"), list(infos), metadata)
         return
     check_work_dir(args.out_dir, "--out-dir")
     converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)

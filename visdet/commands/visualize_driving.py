@@ -9,7 +9,7 @@ predicts the frames of a scene one after another.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from visdet.command_line import add_config_arguments, positive_int
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import torch
+    from mmengine import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
             "cameras. visdet browse draws the samples of any data set"
         )
-    model = load_model(cfg, args.checkpoint) if args.checkpoint else None
+    model: Any = load_model(cfg, args.checkpoint) if args.checkpoint else None
     drawing = {"reach_m": args.reach}
     visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
     visualizer.dataset_meta = dataset.metainfo
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         write_scene(map(draw, (dataset[index] for index in frames)), out_dir / f"scene_{scene:03d}")
 
 
-def load_model(cfg, checkpoint: str) -> "torch.nn.Module":
+def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":
     """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 

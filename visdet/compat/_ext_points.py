@@ -290,8 +290,8 @@ def roiaware_pool3d_forward(
 ) -> None:
     entry = "roiaware_pool3d_forward"
     mode = choice(entry, "pool_method", pool_method, _POOLS)
-    size, most = tuple(pts_idx_of_voxels.shape[1:4]), pts_idx_of_voxels.shape[4]
-    collected = points_in_boxes.collect_points(rois, pts, size, most)
+    (D, H, W), most = pts_idx_of_voxels.shape[1:4], pts_idx_of_voxels.shape[4]
+    collected = points_in_boxes.collect_points(rois, pts, (D, H, W), most)
     pooled, largest = points_in_boxes.pool_collected(collected, pts_feature, mode)
     write(entry, "pts_idx_of_voxels", pts_idx_of_voxels, collected)
     write(entry, "pooled_features", pooled_features, pooled)

@@ -1,6 +1,7 @@
 """The functions of ``mmcv._ext`` for voxels and sparse convolution."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,9 +97,10 @@ def dynamic_point_to_voxel_backward(
 def _pairs(has_grid: bool) -> Callable[..., list[Tensor]]:
     """Return an entry that finds pairs. mmcv's backward entries have a table of the grid, which is not needed here."""
 
-    def entry(indices: Tensor, *arguments: Sequence[int] | int | Tensor) -> list[Tensor]:
-        batch_size, *shapes, _, subm, transpose = arguments[1:] if has_grid else arguments
-        return list(sparse_conv.get_indice_pairs(indices, batch_size, *shapes, bool(subm), bool(transpose)))
+    def entry(indices: Tensor, *arguments: Any) -> list[Tensor]:
+        *sizes, _, subm, transpose = arguments[1:] if has_grid else arguments
+        find: Callable[..., tuple[Tensor, ...]] = sparse_conv.get_indice_pairs
+        return list(find(indices, *sizes, bool(subm), bool(transpose)))
 
     return entry
 
@@ -132,9 +134,7 @@ def indice_conv_backward(
     return list(sparse_conv.indice_conv_gradients(*arguments, bool(_inverse)))
 
 
-def fused_indice_conv_forward(
-    features: Tensor, filters: Tensor, bias: Tensor, *arguments: Tensor | int
-) -> Tensor:
+def fused_indice_conv_forward(features: Tensor, filters: Tensor, bias: Tensor, *arguments: Any) -> Tensor:
     return indice_conv_forward(features, filters, *arguments) + bias
 
 

@@ -42,7 +42,7 @@ def add_gradients(
     function: Callable[..., Tensor],
     inputs: list[Tensor],
     grad_output: Tensor,
-    outputs: list[Tensor | None],
+    outputs: Sequence[Tensor | None],
 ) -> None:
     """Write the gradient of ``function(*inputs)`` for each input that has an output tensor.
 

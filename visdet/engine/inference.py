@@ -255,13 +255,14 @@ def detect_files(
     try:
         for path in images:
             try:
-                (result,) = detector([path], score_threshold=score_thr)
+                results: Any = detector([path], score_threshold=score_thr)
             except UserError as error:
                 failures.append(str(error))
                 continue
             except OSError as error:  # The file may not be read, or has gone.
                 failures.append(f"cannot read image {path}: {error.strerror or error}")
                 continue
+            (result,) = results
             found.append(result.to_dict())
             picture = pictures.path_of(os.path.relpath(path, root))
             image = result.image

@@ -130,7 +130,7 @@ def evaluate(
     if out:
         write_detections(cfg, os.fspath(out))
     if show_dir:
-        check_work_dir(show_dir, "--show-dir")
+        check_work_dir(os.fspath(show_dir), "--show-dir")
         draw_detections(cfg, os.fspath(show_dir))
     for remark in remarks:
         say(remark)

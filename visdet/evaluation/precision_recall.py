@@ -107,9 +107,9 @@ def confusion_matrix(
     for truth, predicted, taken in matches:
         found = taken >= 0
         np.add.at(counts, (truth[taken[found]], predicted[found]), 1)
-        np.add.at(counts, (num_classes, predicted[~found]), 1)
+        np.add.at(counts[num_classes], predicted[~found], 1)
         missed = np.setdiff1d(np.arange(len(truth)), taken[found])
-        np.add.at(counts, (truth[missed], num_classes), 1)
+        np.add.at(counts[:, num_classes], truth[missed], 1)
     return counts
 
 
@@ -175,10 +175,12 @@ def _by_image(
     for image_id in dict.fromkeys(image_ids):
         true, found = of_image[image_id]
         crowd = np.array([bool(row["iscrowd"]) for row in true], dtype=bool)
-        boxes = [np.array([row["bbox"] for row in rows], float).reshape(-1, 4) for rows in (found, true)]
+        boxes, true_boxes = (
+            np.array([row["bbox"] for row in rows], float).reshape(-1, 4) for rows in (found, true)
+        )
         labels = [np.array([row["category_id"] for row in rows], int) for rows in (found, true)]
         scores = np.array([row["score"] for row in found], float)
-        images.append(_ImageBoxes(labels[1], crowd, labels[0], scores, _iou(*boxes, crowd)))
+        images.append(_ImageBoxes(labels[1], crowd, labels[0], scores, _iou(boxes, true_boxes, crowd)))
     return images
 
 
@@ -198,7 +200,7 @@ def _take_best(iou: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
     if not iou.size:
         return taken
     free = np.where(is_crowd[None], 0.0, iou)
-    on_crowd = (np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1)
+    on_crowd = np.asarray((np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1))
     may_match = free.max(axis=1) >= _IOU
     taken[on_crowd & ~may_match] = -2
     for row in np.flatnonzero(may_match):

@@ -50,6 +50,7 @@ class WindowAttention(nn.Module):
         rows, columns = torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
         place = (rows * (2 * window - 1) + columns).flatten()
         center = 2 * window * (window - 1)  # the entry of a pixel and itself
+        self.relative_position_index: Tensor
         self.register_buffer("relative_position_index", place.unsqueeze(1) - place + center)
         self.qkv = nn.Linear(dims, dims * 3, bias=qkv_bias)
         self.proj = nn.Linear(dims, dims)
@@ -305,8 +306,8 @@ class SwinTransformer(BaseModule):
             x = stage(x)
             if index in self.out_indices:
                 outs.append(getattr(self, f"norm{index}")(x).permute(0, 3, 1, 2).contiguous())
-            if stage.downsample is not None:
-                x = stage.downsample(x)
+            downsample: Any = stage.downsample
+            x = x if downsample is None else downsample(x)
         return tuple(outs)
 
     def train(self, mode: bool = True) -> "SwinTransformer":

@@ -32,7 +32,7 @@ class BoxPositions(nn.Module):
         cx, cy, w, h = boxes.unbind(-1)
         embedding = sine_embedding(torch.stack((cy, cx, w, h), dim=-1) * (2 * math.pi), self.num_feats)
         first, second = self.layers
-        return second(first(embedding.flatten(-2).to(first.weight.dtype)).relu())
+        return second(first(embedding.flatten(-2).to(next(first.parameters()).dtype)).relu())
 
 
 @MODELS.register_module()
