@@ -50,7 +50,7 @@ def test_own_data_config_resolves(tmp_path, base):
 
     path = tmp_path / "my_config.py"
     path.write_text(CONFIG.replace("deformable-detr-refine-twostage_r50_16xb2-50e_coco", base))
-    config = load_config(str(path))
+    config, _ = load_config(str(path))
     assert config.model.bbox_head.num_classes == 3
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         dataset = loader.dataset

@@ -36,7 +36,8 @@ int64_t run(const Boxes& rule, const A* boxes, const int64_t* order, const int64
   emulated::run_grid(tiles, 1, kThreads, [&] {
     suppress_kernel(rule, sorted.data(), starts.data(), ranks, N, Progress{words.data(), &next_tile}, flags);
   });
-  emulated::run_grid(1, 1, kSelectThreads, [&] { select_kernel(flags, order, tiles * kTile, keep, &count); });
+  const int blocks = (tiles * kTile + kSelectThreads * kFlagsOfThread - 1) / (kSelectThreads * kFlagsOfThread);
+  emulated::run_grid(blocks, 1, kSelectThreads, [&] { select_kernel(flags, order, tiles * kTile, keep, &count); });
   return count;
 }
 

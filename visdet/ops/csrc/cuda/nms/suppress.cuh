@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t other = begin; other < tile; ++other) {
     uint64_t kept_there, next_found = 0;
     if (other + 1 < tile) {
-      if (!__syncthreads_or(waits)) break;  // also: the columns have been read
+      if (__syncthreads_and(!waits)) break;  // also: the columns have been read
       Box* next = columns[(other - begin) % 2];
       load_tile(boxes, other + 1, N, next);
       const bool is_known = read_kept(words_of(other + 1), needs(other + 1), kept_there);
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   for (int i = 0; i < kFlagsOfThread; ++i) {
     if (of_thread[i / 4] >> 8 * (i % 4) & 1) keep[to++] = order[first + i];
   }
-  if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) *count = before + total;
+  if (threadIdx.x == 0 && begin + kSelectThreads * kFlagsOfThread >= flags) *count = before + total;
 }
 
 }  // namespace visdet::nms
