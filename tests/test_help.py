@@ -27,10 +27,22 @@ def commands():
     return found
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_a_command_explains_itself(command):
+# The benchmarks import torch, each in seconds. One process asks them one after another.
+ASK = """
+import runpy, sys
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    print("module", module)
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, (module, error.code)
+"""
+
+
+def explain(*arguments):
     done = subprocess.run(
-        [sys.executable, *command, "--help"],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -38,6 +50,22 @@ def test_a_command_explains_itself(command):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ") and command[-1].split("/")[-1] in done.stdout.split("\n\n")[0], (
-        done.stdout
+    return done.stdout
+
+
+def check(explanation, command):
+    assert explanation.startswith("usage: ") and command.split("/")[-1] in explanation.split("\n\n")[0], (
+        explanation
     )
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "benchmarks" not in c[-1]], ids=" ".join)
+def test_a_command_explains_itself(command):
+    check(explain(*command, "--help"), command[-1])
+
+
+def test_benchmarks_explain_themselves():
+    modules = [command[-1] for command in commands() if "benchmarks" in command[-1]]
+    _, *explanations = re.split(r"^module .*\n", explain("-c", ASK, *modules), flags=re.MULTILINE)
+    for module, explanation in zip(modules, explanations, strict=True):
+        check(explanation, module)
