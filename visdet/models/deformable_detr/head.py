@@ -164,8 +164,8 @@ class DeformableDETRHead(BaseModule):
     ) -> dict[str, SetPrediction]:
         """Return the predictions that get losses.
 
-        The key "" holds the predictions of the decoder layers, "dn_" those of the denoising queries among them, and
-        "enc_" the encoder's proposals, if there are any.
+        The key "" holds the predictions of the decoder layers, ``"dn_"`` those of the denoising queries among them, and
+        ``"enc_"`` the encoder's proposals, if there are any.
 
         Args:
             hidden_states, references: as in ``forward``. start: what the decoder started from.
