@@ -23,7 +23,7 @@ env_cfg = dict(
 graph = True
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
-visualizer = dict(type="DetLocalVisualizer", vis_backends=vis_backends, name="visualizer")
+visualizer = dict(type="DetLocalVisualizer", vis_backends=vis_backends)
 log_processor = dict(type="LogProcessor", window_size=50)
 
 log_level = "INFO"

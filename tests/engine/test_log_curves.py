@@ -5,6 +5,7 @@ import re
 
 import pytest
 from PIL import Image
+from toy_run import train
 
 from visdet.engine import UserError, draw_curves, read_scalars
 
@@ -28,6 +29,12 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     curves = read_scalars(str(tmp_path))
     assert curves["loss"] == {10: 0.1, 20: 0.05, 30: 9.0}
     assert curves["coco/bbox_mAP"] == {30: 0.5}
+
+
+def test_runs_of_one_process_write_logs_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        train(tmp_path / name, visualizer__name="visualizer", train_cfg__max_iters=5)
+        assert list(read_scalars(str(tmp_path / name))["loss"]) == [5]
 
 
 def test_a_killed_run_may_end_in_half_a_line(tmp_path):

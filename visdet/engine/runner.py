@@ -122,7 +122,9 @@ class DetRunner(CheckpointingRunner):
             return super().build_model(model)
 
     def build_visualizer(self, visualizer: Any = None) -> Any:
-        """Build the visualizer."""
+        """Build the visualizer. Its name is the run's folder, because mmengine keeps one visualizer per name."""
+        if isinstance(visualizer, dict):
+            visualizer = {**visualizer, "name": self.log_dir}
         with building(self.cfg, "visualizer"):
             return super().build_visualizer(visualizer)
 
