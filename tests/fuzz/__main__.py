@@ -6,8 +6,6 @@ import sys
 import time
 from collections import Counter
 
-import torch
-
 from .check import Outcome
 from .operators import OPERATORS
 from .processes import run_batches, run_range
@@ -135,8 +133,6 @@ def fuzz(name: str, chosen: argparse.Namespace, first_seed: int, seconds: float)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return 1 if any call failed, otherwise 0."""
     chosen = parse(arguments)
-    if chosen.device == "cpu":
-        torch.set_num_threads(1)  # This comes before a fork, because a child would lack a pool of threads.
     # Without this variable, cuBLAS refuses to run under deterministic algorithms.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen.jobs = chosen.jobs or (1 if chosen.device == "cuda" else len(os.sched_getaffinity(0)))

@@ -12,12 +12,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch._inductor.config  # torch.use_deterministic_algorithms imports it; forked processes have it already
+import torch._inductor.config
 
 from .check import Outcome, run_call
 
 __all__ = ["Batch", "run_batches", "run_range"]
 
+# CUDA does not work after a fork. The other processes are forked from a server that has imported torch and has run
+# nothing, because a fork of this process would lack the threads that its earlier calls have started.
+SPAWN: Any = multiprocessing.get_context("spawn")
+FORKSERVER: Any = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload([__name__, f"{__package__}.operators"])
 START_LIMIT_S = 180.0  # the time in which a new process must have imported torch and found its device
 DEATHS = {-signal.SIGSEGV: "segmentation fault", -signal.SIGABRT: "abort", -signal.SIGFPE: "arithmetic fault"}
 
@@ -71,8 +76,7 @@ class Batch:
 
     def __init__(self, name: str, seeds: Sequence[int], device: str, limit_s: float) -> None:
         self.name, self.seeds, self.device, self.limit_s = name, seeds, device, limit_s
-        # A forked process need not import torch again, but CUDA does not work after a fork.
-        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
+        context = SPAWN if device == "cuda" else FORKSERVER
         with tempfile.NamedTemporaryFile(prefix="visdet_fuzz_", suffix=".txt", delete=False) as file:
             self.stderr_path = file.name
         self.connection, theirs = context.Pipe(duplex=False)

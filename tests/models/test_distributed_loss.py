@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from visdet.engine.process_group import leave_process_group
 from visdet.models import DeformableDETRHead
+from visdet.models.deformable_detr.decoder_start import DecoderStart
 from visdet.models.matching import PaddedTargets
 from visdet.structures import DetDataSample
 
@@ -27,7 +28,8 @@ class Head(torch.nn.Module):
 
     def forward(self, hidden_states, references, samples):
         targets = PaddedTargets.from_samples(samples, [(32, 32)], hidden_states.device).with_labels_below(2)
-        predictions = self.head.set_predictions(hidden_states, references)
+        start = DecoderStart(hidden_states[0], None, references[0])
+        predictions = self.head.set_predictions(hidden_states, references, start)
         assignment = self.head.assign(self.head.costs(predictions, targets), targets)
         return self.head.losses(predictions, targets, assignment)
 
