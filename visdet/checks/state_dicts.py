@@ -39,9 +39,7 @@ def _is_finite(value: Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return True
     stored = value.untyped_storage().nbytes() // value.element_size()
-    if (
-        stored < value.numel()
-    ):  # Elements share memory, and the result for each of them could need too much of it.
+    if stored < value.numel():  # Elements share memory. A result for each of them could need too much of it.
         value = value.as_strided((stored,), (1,), 0)
     return bool(torch.isfinite(value.float() if value.element_size() == 1 else value).all())
 

@@ -188,9 +188,8 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
         for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
             is_inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            index = torch.where(
-                is_inside, row.long() * W + column.long(), 0
-            )  # float32 is not exact beyond 2^24
+            # float32 is not exact beyond 2^24.
+            index = torch.where(is_inside, row.long() * W + column.long(), 0)
             index = index[:, None].expand(-1, flat.shape[1], -1)
             corner_weight = torch.where(is_inside, wy * wx, 0)
             total = total + flat.gather(2, index) * corner_weight[:, None]

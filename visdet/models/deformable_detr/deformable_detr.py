@@ -38,9 +38,8 @@ class DeformableDETR(DeformableDetectionTransformer):
             self.pos_trans_fc = nn.Linear(self.embed_dims * 2, self.embed_dims * 2)
             self.pos_trans_norm = LayerNorm(self.embed_dims * 2)
         else:
-            self.query_embedding = nn.Embedding(
-                self.num_queries, self.embed_dims * 2
-            )  # query_pos, then query
+            # query_pos, then query
+            self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims * 2)
             self.reference_points_fc = nn.Linear(self.embed_dims, 2)
 
     def init_weights(self) -> None:

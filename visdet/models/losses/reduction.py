@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
+from visdet.errors import check_choice
 
 __all__ = ["REDUCTIONS", "reduce_loss"]
 
@@ -22,8 +22,7 @@ def reduce_loss(
     Raises:
         ValueError: the reduction is unknown, or it is 'sum' and ``avg_factor`` is given.
     """
-    if reduction not in REDUCTIONS:
-        raise InvalidInputError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    check_choice("reduction", reduction, REDUCTIONS)
     if weight is not None:
         loss = loss * weight
     if reduction == "none":

@@ -6,7 +6,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.errors import check_choice
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
@@ -44,8 +44,7 @@ class SparseBox3DEncoder(BaseModule):
         out_loops: int = 2,
     ) -> None:
         super().__init__()
-        if mode not in ("add", "cat"):
-            raise InvalidInputError(f"SparseBox3DEncoder: mode must be 'add' or 'cat', got {mode!r}")
+        check_choice("SparseBox3DEncoder: mode", mode, ("add", "cat"))
         widths = [embed_dims] * 5 if isinstance(embed_dims, int) else list(embed_dims)
         self.embed_dims = embed_dims
         self.vel_dims = vel_dims
