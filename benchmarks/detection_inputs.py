@@ -5,10 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["classified", "convolved", "masked", "pooled", "random", "rotated", "scored", "upsampled"]
+__all__ = [
+    "classified",
+    "convolved",
+    "masked",
+    "pooled",
+    "random",
+    "rotated",
+    "scored",
+    "seeded",
+    "upsampled",
+]
 
 
-def _seeded() -> torch.Generator:
+def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
@@ -25,12 +35,12 @@ def _regions(N: int, B: int, generator: torch.Generator) -> Tensor:
 
 
 def random(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = _seeded()
+    generator = seeded()
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def scored(dtype: torch.dtype, device: torch.device, *, N: int, classes: int) -> tuple[Any, ...]:
-    generator = _seeded()
+    generator = seeded()
     boxes = _boxes(N, generator).repeat(classes, 1)
     boxes = boxes + torch.rand(boxes.shape, generator=generator) * 4
     scores = torch.rand(N * classes, generator=generator)
@@ -40,7 +50,7 @@ def scored(dtype: torch.dtype, device: torch.device, *, N: int, classes: int) ->
 
 def rotated(dtype: torch.dtype, device: torch.device, *, N: int, M: int = 0) -> tuple[Any, ...]:
     """Return N rotated boxes of 16 to 400 pixels, and their scores or M more."""
-    generator = _seeded()
+    generator = seeded()
     corners = _boxes(N + M, generator)
     center, sides = (corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]
     angle = torch.rand(N + M, 1, generator=generator) * 3.14159
@@ -49,7 +59,7 @@ def rotated(dtype: torch.dtype, device: torch.device, *, N: int, M: int = 0) -> 
 
 
 def pooled(dtype: torch.dtype, device: torch.device, *, N: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    return *random(dtype, device, shape), _regions(N, shape[0], _seeded()).to(device)
+    return *random(dtype, device, shape), _regions(N, shape[0], seeded()).to(device)
 
 
 def convolved(
@@ -58,13 +68,13 @@ def convolved(
     B, C, H, W = shape
     x, offset, weight = random(dtype, device, shape, (B, 18, H, W), (C, C, 3, 3))
     weight = weight / (3 * C**0.5)
-    mask = torch.rand(B, 9, H, W, generator=_seeded()).to(device, dtype)
+    mask = torch.rand(B, 9, H, W, generator=seeded()).to(device, dtype)
     return (x, offset, mask, weight) if modulated else (x, offset, weight)
 
 
 def classified(dtype: torch.dtype, device: torch.device, *, N: int, C: int) -> tuple[Any, ...]:
     """Return logits about as low as those of a trained head, and targets of which one in fifty is a class."""
-    generator = _seeded()
+    generator = seeded()
     logits = torch.randn(N, C, generator=generator) * 2 - 4
     is_object = torch.rand(N, generator=generator) < 0.02
     target = torch.where(is_object, torch.randint(0, C, (N,), generator=generator), C)
@@ -81,5 +91,5 @@ def masked(
     dtype: torch.dtype, device: torch.device, *, shape: tuple[int, ...], share: float
 ) -> tuple[Any, ...]:
     features, weight = random(dtype, device, shape, (shape[1], shape[1], 3, 3))
-    mask = torch.rand(shape[0], *shape[2:], generator=_seeded()) < share
+    mask = torch.rand(shape[0], *shape[2:], generator=seeded()) < share
     return features, mask.to(device, dtype), weight / (3 * shape[1] ** 0.5)
