@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from aggregation_cases import DEVICES, TOLERANCE, gradients, make_case, relative_error
+from aggregation_cases import DEVICES, TOLERANCE, make_case
+from calls import gradients, relative_error
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 from visdet.ops.explain import choose_only

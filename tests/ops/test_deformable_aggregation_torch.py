@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from aggregation_cases import CASES, DEVICES, gradients, make_case
-from capturing import captured
+from aggregation_cases import CASES, DEVICES, make_case
+from calls import captured, gradients
 
 from visdet.ops import (
     deformable_aggregation,

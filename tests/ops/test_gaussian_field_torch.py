@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from capturing import captured
-from gaussian_field_cases import (
-    DEVICES,
-    OPS,
-    TOLERANCE,
-    gradients,
-    make_case,
-    relative_error,
-)
+from calls import captured, gradients, relative_error
+from gaussian_field_cases import DEVICES, OPS, TOLERANCE, make_case
 
 from visdet.ops import (
     gaussian_field,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from capturing import captured
-from fused_attention_cases import CASES, DEVICES, TOLERANCE, exactly, gradients, make_case, relative_error
+from calls import captured, gradients, relative_error
+from fused_attention_cases import CASES, DEVICES, TOLERANCE, exactly, make_case
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_cases import CASES, DEVICES, TOLERANCE, gradients, make_case, relative_error
-from capturing import captured
+from attention_cases import CASES, DEVICES, TOLERANCE, make_case
+from calls import captured, gradients, relative_error
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
 
