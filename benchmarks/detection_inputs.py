@@ -5,18 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "classified",
-    "convolved",
-    "masked",
-    "pooled",
-    "random",
-    "rotated",
-    "scored",
-    "seeded",
-    "upsampled",
-]
-
 
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)

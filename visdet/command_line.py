@@ -11,8 +11,6 @@ from visdet.errors import MissingPackageError
 from visdet.option_values import option_value
 from visdet.train_extra import require_train_extra
 
-__all__ = ["CfgOptions", "add_config_arguments", "add_options", "check_installation", "positive_int"]
-
 # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
 # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
 if "OMP_WAIT_POLICY" not in os.environ:

@@ -21,8 +21,6 @@ from visdet.ops.soft_nms import soft_nms_reference
 from .. import detection_inputs as inputs
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES"]
-
 FLOAT32 = (torch.float32,)
 ALL = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}

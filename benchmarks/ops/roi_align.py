@@ -10,8 +10,6 @@ from visdet.ops.roi_align import roi_align_reference
 from ..detection_inputs import random, seeded
 from .detection import _case
 
-__all__ = ["CASES"]
-
 
 def _of_level(dtype: torch.dtype, device: torch.device, *, N: int, level: int) -> tuple[Any, ...]:
     """Return a level of an FPN for two images of 800 x 1344, and regions of about 14 x 14 pixels of the level."""

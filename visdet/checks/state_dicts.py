@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["common_prefix", "is_dense", "named", "nonfinite_names"]
-
 
 def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
     """Return the prefix whose removal makes the most keys expected ones, or "" if as many are expected without it."""

@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["drawn_augmentation"]
-
 
 def drawn_augmentation(
     conf: dict[str, Any], test_mode: bool, rng: np.random.Generator | None = None

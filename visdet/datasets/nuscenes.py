@@ -22,8 +22,6 @@ from .frame_records import check_frame
 from .info_files import load_infos
 from .nuscenes_tables import NUSCENES_CLASSES
 
-__all__ = ["NuScenes3DDetTrackDataset"]
-
 
 @DATASETS.register_module(name=["NuScenes3DDetTrackDataset", "NuScenes3DDataset"])
 class NuScenes3DDetTrackDataset(Dataset):

@@ -12,8 +12,6 @@ from visdet.structures.poses import inverse_pose, pose_matrix
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables, nearest_message
 
-__all__ = ["NuScenesConverter", "split_of_scene"]
-
 _CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 _CLASS_OF_CATEGORY = {
     "movable_object.barrier": "barrier",

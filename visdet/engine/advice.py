@@ -12,8 +12,6 @@ from visdet.errors import UserError, add_hint
 from .data_workers import WorkerError
 from .places import short_path
 
-__all__ = ["advice_for_training"]
-
 _UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* does not exist)")
 
 

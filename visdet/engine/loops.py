@@ -22,8 +22,6 @@ from .checkpoints.random_state import preserved_random_state
 from .checkpoints.resumable_batches import ResumableBatches, new_loader
 from .errors import ConfigError
 
-__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "living_objects_not_collected"]
-
 _VALIDATED = "validated_at_iter"
 
 

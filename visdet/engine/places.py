@@ -11,8 +11,6 @@ from filelock import FileLock, Timeout
 
 from .errors import UserError
 
-__all__ = ["check_free_space", "check_out_file", "check_work_dir", "only_training_in", "short_path"]
-
 _LOCK = ".training.lock"
 # The data workers of a run that was killed end within five seconds, and hold its lock until then.
 _PATIENCE = 8.0

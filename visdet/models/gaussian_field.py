@@ -17,8 +17,6 @@ from visdet.structures import FieldDataSample
 
 from .base_detector import BaseDetector
 
-__all__ = ["LearnableGaussianField", "PointsDataPreprocessor"]
-
 _SAMPLES_PER_CLUSTER = 50  # number of points per Gaussian that k-means gets
 # The halves of a split Gaussian are moved by this fraction of the standard deviation along its longest axis. Along this
 # axis, they keep 0.8 of the deviation.

@@ -17,8 +17,6 @@ from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
-__all__ = ["DRIVING_MAP_CLASSES", "make_driving_scenes"]
-
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS, EGO_STEPS = 12, 6
 

@@ -15,8 +15,6 @@ from .base import BaseTransform, choose, uniform, uniform_int
 from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
 
-__all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"]
-
 
 @TRANSFORMS.register_module()
 class Resize(BaseTransform):

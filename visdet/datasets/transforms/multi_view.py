@@ -16,15 +16,6 @@ from visdet.registry import TRANSFORMS
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
 
-__all__ = [
-    "LoadMultiViewImageFromFiles",
-    "LoadPointsFromFile",
-    "MultiScaleDepthMapGenerator",
-    "NormalizeMultiviewImage",
-    "PhotoMetricDistortionMultiViewImage",
-    "ResizeCropFlipImage",
-]
-
 
 @TRANSFORMS.register_module()
 class LoadMultiViewImageFromFiles(BaseTransform):

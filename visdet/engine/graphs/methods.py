@@ -21,8 +21,6 @@ from visdet.execution.tensor_tree import layout_of, map_tensors
 from .memory import GraphMemory
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 
-__all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
-
 _LEARNS = attrgetter("requires_grad")
 _living: "WeakSet[GraphedMethod]" = WeakSet()
 

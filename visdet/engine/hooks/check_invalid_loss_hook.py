@@ -15,8 +15,6 @@ from visdet.registry import HOOKS
 from ..errors import ConfigError, UserError
 from ..optim_wrapper import OptimWrapper
 
-__all__ = ["CheckInvalidLossHook", "NonFiniteLossError"]
-
 _NUM_BAD = "number of processes with a bad loss"
 
 

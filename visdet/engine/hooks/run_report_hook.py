@@ -19,8 +19,6 @@ from ..places import short_path
 from ..score_thresholds import write_curves
 from .visualization_hook import val_pictures_folder
 
-__all__ = ["RunReportHook"]
-
 
 @HOOKS.register_module()
 class RunReportHook(Hook):

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from visdet.checks.state_dicts import common_prefix, named
 from visdet.errors import InvalidInputError, UserError, check_choice
 
-__all__ = ["load_pretrained"]
-
 _TORCHVISION = "torchvision://"
 
 

@@ -18,8 +18,6 @@ from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
 
-__all__ = ["ResNet"]
-
 _BN = {"type": "BN", "requires_grad": True}
 _DEFAULT_INIT = [
     {"type": "Kaiming", "layer": "Conv2d"},

@@ -14,8 +14,6 @@ from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid
 from .proposals import box_embedding, pixel_proposals, rows_at
 
-__all__ = ["DeformableDETR"]
-
 
 @MODELS.register_module()
 class DeformableDETR(DeformableDetectionTransformer):

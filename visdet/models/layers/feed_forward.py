@@ -15,8 +15,6 @@ from .linear import Linear
 from .residual import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
-__all__ = ["FFN", "feed_forward", "feed_forward_layers"]
-
 _RELU = {"type": "ReLU"}
 
 

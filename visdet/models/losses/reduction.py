@@ -4,8 +4,6 @@ from torch import Tensor
 
 from visdet.errors import check_choice
 
-__all__ = ["REDUCTIONS", "reduce_loss"]
-
 REDUCTIONS = ("none", "mean", "sum")
 
 

@@ -17,15 +17,6 @@ from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
 from .padded_targets import PaddedTargets
 
-__all__ = [
-    "BBoxL1Cost",
-    "ClassificationCost",
-    "FocalLossCost",
-    "IoUCost",
-    "MatchCost",
-    "single_image_targets",
-]
-
 
 def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | None) -> PaddedTargets:
     """Return the targets of one image without a batch axis.

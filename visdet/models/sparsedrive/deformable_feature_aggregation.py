@@ -21,8 +21,6 @@ from visdet.registry import MODELS
 from ..layers.precision import at_least_float32, in_full_precision
 from .mlp import linear_relu_ln
 
-__all__ = ["DeformableFeatureAggregation"]
-
 _MIN_DEPTH_M = 1e-5  # Points that are nearer or behind the camera are projected far outside the image.
 
 

@@ -14,8 +14,6 @@ from .boxes.box3d import SIN_YAW, VX, W, X
 from .mlp import linear_relu_ln
 from .side_by_side import SideBySide
 
-__all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
-
 
 @MODELS.register_module()
 class SparseBox3DEncoder(BaseModule):

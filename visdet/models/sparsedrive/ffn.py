@@ -12,8 +12,6 @@ from ..layers.feed_forward import feed_forward, feed_forward_layers
 from ..layers.normalization import build_norm_layer
 from ..layers.precision import as_autocast_input
 
-__all__ = ["AsymmetricFFN"]
-
 _RELU = {"type": "ReLU", "inplace": True}
 
 

@@ -13,8 +13,6 @@ from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX
 from .mlp import Scale, linear_relu_ln
 
-__all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]
-
 _PRIOR = 0.01  # the probability of each class before training
 
 

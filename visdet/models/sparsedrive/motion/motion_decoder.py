@@ -14,8 +14,6 @@ from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
 from ..boxes.box3d_decoder import ResultDecoder, select_best
 from ..sample_batch import field_of
 
-__all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
-
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
 _COLLISION = -999.0
 

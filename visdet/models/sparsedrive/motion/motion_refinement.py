@@ -10,8 +10,6 @@ from visdet.registry import MODELS
 from ...layers.precision import in_full_precision
 from ..mlp import linear_relu_ln
 
-__all__ = ["MotionPlanningRefinementModule"]
-
 _STATUS = 10  # acceleration, rotation rate and velocity, three each, and the steering angle
 
 
