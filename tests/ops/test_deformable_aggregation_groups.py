@@ -185,7 +185,7 @@ def test_no_rows_of_features(device):
 
 
 def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
-    """Return a case of Q * P samples within `spread` of the middle of one map of one camera, on the GPU.
+    """Return a case on the GPU: one camera, one map, and Q * P samples within `spread` of its middle.
 
     No sample lies between two cells, where the gradient of its location jumps and float32 may take the other side.
     """

@@ -99,7 +99,7 @@ def test_rejects_levels_that_are_no_numbers():
 
 @pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
 def test_rejects_tables_of_fractions(name):
-    """They were cut to whole numbers."""
+    """Fractions are not cut to whole numbers."""
     case = rejection_case()
     table = (torch.as_tensor(case[name]) + 0.5).tolist()
     with pytest.raises(TypeError, match=rf"deformable_aggregation: {name} must be an integer .*, got \[\["):

@@ -345,7 +345,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return info["num_lidar_pts"] + info.get("num_radar_pts", 0) > 0
 
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
-        """Return the boxes [m, 7] of each of the following frames of the scene, in the lidar frame of this frame.
+        """Return the boxes [m, 7] of each later frame of the scene, in the lidar coordinates of this frame.
 
         As in the future of the vehicle, a step is a frame of the file, even one that ``load_interval`` leaves out.
         """

@@ -345,7 +345,7 @@ def _validate(runner: Any) -> None:
 def living_objects_not_collected() -> Iterator[None]:
     """Let Python's garbage collector leave out, within the block, all objects that exist when it begins.
 
-    A search through the objects of all imported packages and of a model takes up to a tenth of the time of a training.
+    To search all objects that packages and a model have made would take up to a tenth of the training.
     """
     gc.collect()
     gc.freeze()

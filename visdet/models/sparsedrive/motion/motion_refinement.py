@@ -22,7 +22,7 @@ class MotionPlanningRefinementModule(BaseModule):
     Args:
         embed_dims: width C of the features.
         fut_ts, fut_mode: number of steps and of modes of agents.
-        ego_fut_ts, ego_fut_mode: number of steps of the ego, and of its modes for each of the three commands.
+        ego_fut_ts, ego_fut_mode: number of the ego's steps, and number of its modes for each of the three commands.
 
     Source: names and defaults are SparseDrive's.
     """
