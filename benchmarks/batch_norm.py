@@ -14,8 +14,6 @@ from torch import Tensor
 
 from visdet.ops.fused import batch_norm_add_relu
 
-__all__ = ["calls", "main"]
-
 SHAPES = [
     (24, 64, 128, 352),
     (24, 256, 64, 176),

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PASSES", "Call", "Case", "Peer", "Work", "dtype_name"]
-
 # The passes that are timed, in the order of the table. The deterministic passes run under
 # torch.use_deterministic_algorithms(True), which also makes torch fill every new tensor. For "unfilled",
 # torch.utils.deterministic.fill_uninitialized_memory is off, so that the operator alone is timed.

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["clocks", "describe"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
 

@@ -8,8 +8,6 @@ import torch
 
 from .case import Work
 
-__all__ = ["H200", "Floors", "floors_of"]
-
 Curve = tuple[tuple[float, float], ...]  # (footprint in bytes, bytes per second), by footprint
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from .case import Case
 from .timing import deterministic, prepare
 
-__all__ = ["Gate", "check", "relative_error"]
-
 
 @dataclass(frozen=True)
 class Gate:

@@ -17,8 +17,6 @@ from torch import Tensor
 from visdet.models.matching.assignment import solve_on_host
 from visdet.ops.fused import linear_sum_assignment
 
-__all__ = ["CASES", "costs_of", "main"]
-
 CALLS = 20
 
 # layers, targets of each image, rows with padding, queries

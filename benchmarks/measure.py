@@ -15,8 +15,6 @@ from .floors import Floors
 from .gate import Gate, check, relative_error
 from .timing import peak_bytes, time_pass
 
-__all__ = ["measure", "passes_for"]
-
 SECONDS = {"cuda": 0.15, "cpu": 1.0}  # the duration of the repetitions for one figure
 QUICK_SECONDS = {"cuda": 0.02, "cpu": 0.05}
 

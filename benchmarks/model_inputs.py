@@ -14,8 +14,6 @@ from torch import nn
 from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 
-__all__ = ["Batches", "deformable_detr", "dino", "sparsedrive"]
-
 Batches = list[dict[str, Any]]  # the batches as a data loader collates them
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -34,8 +34,6 @@ from .case import dtype_name
 from .environment import describe
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
 
-__all__ = ["CASES", "ModelCase", "main", "measure", "measure_gpu"]
-
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
 

@@ -30,8 +30,6 @@ from .ops.ms_deform_attn import case as attention_case
 from .timing import deterministic, time_pass
 from .write_docs import write_docs
 
-__all__ = ["chosen_paths", "main", "measure_paths", "paths_of"]
-
 SOURCES = Path(__file__).resolve().parents[1] / "visdet" / "ops" / "csrc" / "cuda"
 FOLDERS = {  # the folders of the operators that have paths; modulated_deform_conv2d calls deform_conv2d
     "ms_deform_attn": "ms_deform_attn",

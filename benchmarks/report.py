@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["short_table", "table", "write_plot", "write_tables"]
-
 Report = dict[str, Any]  # "environment", "clocks", "floors", "command", "results"; all of it plain JSON
 
 

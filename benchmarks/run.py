@@ -24,8 +24,6 @@ from .measure import measure
 from .report import short_table, write_plot, write_tables
 from .write_docs import write_docs
 
-__all__ = ["all_cases", "main", "run"]
-
 
 def all_cases() -> list[Case]:
     """Return the cases of every file in benchmarks/ops."""

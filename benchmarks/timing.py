@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .case import Call
 
-__all__ = ["Timing", "deterministic", "peak_bytes", "prepare", "time_pass"]
-
 GRAPH_COPIES = 20  # number of calls in one graph, over which the launch of the graph is spread
 CPU_WARMUP = 1
 CPU_RUNS = (3, 50)  # the least and the greatest number of runs

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "Family", "Inputs", "make_inputs", "make_model"]
-
 CLASSES = 80
 OBJECTS = 8  # number of objects in an image
 REAL_TIME = (640, 640)

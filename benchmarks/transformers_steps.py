@@ -31,8 +31,6 @@ from .environment import describe
 from .report import table
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
-__all__ = ["compare_outputs", "main", "measure", "same_selection"]
-
 WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet": bridge.installed}
 TOLERANCE = (
     1e-3  # of the largest output, in float32 and without TF32, after six layers and more of random weights

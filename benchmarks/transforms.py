@@ -30,8 +30,6 @@ from visdet.registry import TRANSFORMS
 from .environment import describe
 from .report import table
 
-__all__ = ["draw_photographs", "main", "measure", "race", "torchvision_counterparts"]
-
 SIZE = (480, 640)  # height and width of most images of COCO
 BOXES = 7  # number of boxes in an image, as in COCO
 CONFIG = "configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"

@@ -15,8 +15,6 @@ from typing import Any
 
 from .report import table
 
-__all__ = ["PAGES", "add_report", "main", "rendered", "write_docs"]
-
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "kernels"
 FACTS = ("device", "driver", "torch", "instruction set", "threads", "commit", "date")
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) ([\w-]+) ([\w ]+?) -->\n).*?(<!-- end -->)", re.DOTALL)

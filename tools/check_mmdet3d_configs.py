@@ -4,14 +4,12 @@ Each model is built without weights, and runs one training step and one predicti
 environment needs mmcv-lite, mmdet and mmdet3d (docs/mmdet3d.md).
 """
 
-import argparse
-import logging
 import math
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
+
+from check_mmdet_configs import check_configs, train_and_predict
 
 CONFIGS = (
     "pointpillars/pointpillars_hv_secfpn_8xb6-160e_kitti-3d-3class.py",
@@ -170,32 +168,19 @@ def batch_of(config: Any, name: str, device: str) -> dict:
 
 
 def check(config_path: Path, device: str) -> str:
-    """Return a text with the loss of one training step and the number of predicted boxes.
-
-    Raises:
-        RuntimeError: a gradient is missing or not finite.
-    """
+    """Return a text with the loss of one training step and the number of predicted boxes."""
     import torch
     from mmdet3d.registry import MODELS
     from mmengine.config import Config
 
+    if device == "cpu":
+        allow_cpu()
     torch.manual_seed(0)
     config = Config.fromfile(config_path)
     without_weights(config.model)
-    name = config_path.name
     model = MODELS.build(config.model).to(device)
-    model.train()
-    losses = model.forward(**model.data_preprocessor(batch_of(config, name, device), True), mode="loss")
-    total, _ = model.parse_losses(losses)
-    total.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if not gradients or not all(bool(g.isfinite().all()) for g in gradients):
-        raise RuntimeError("a gradient is missing or not finite")
-    model.eval()
-    with torch.no_grad():
-        batch = model.data_preprocessor(batch_of(config, name, device), False)
-        (sample,) = model.forward(**batch, mode="predict")
-    return f"loss {total.item():.3f}, {len(sample.pred_instances_3d)} boxes"
+    loss, sample = train_and_predict(model, lambda count: batch_of(config, config_path.name, device))
+    return f"loss {loss:.3f}, {len(sample.pred_instances_3d)} boxes"
 
 
 def allow_cpu() -> None:
@@ -206,42 +191,5 @@ def allow_cpu() -> None:
     torch.cuda.current_device = lambda: -1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "configs",
-        nargs="*",
-        default=CONFIGS,
-        help=f"paths of configs relative to mmdet3d's configs folder (default: a choice of {len(CONFIGS)})",
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="device to run on, such as 'cuda' (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-
-    from visdet.compat.mmcv_ops import install
-
-    logging.disable(logging.WARNING)
-    print("mmcv._ext:", "visdet" if install() else "mmcv's own")
-    if arguments.device == "cpu":
-        allow_cpu()
-    import mmdet3d
-    from mmdet3d.utils import register_all_modules
-
-    register_all_modules(init_default_scope=True)
-    folder = Path(mmdet3d.__file__).parent / ".mim" / "configs"
-    failed = 0
-    for name in arguments.configs:
-        start = time.perf_counter()
-        try:
-            outcome = "ok    " + check(folder / name, arguments.device)
-        except Exception:
-            failed += 1
-            outcome = "FAILED\n" + traceback.format_exc()
-        print(f"{name}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{len(arguments.configs) - failed} of {len(arguments.configs)} pass")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(check_configs("mmdet3d", CONFIGS, check, __doc__))

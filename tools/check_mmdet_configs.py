@@ -78,9 +78,24 @@ def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any
         part.pop("init_cfg", None)  # The check does not need pretrained weights, which would be downloaded.
     keep_every_box(model_config.get("test_cfg"))
     model = revert_sync_batchnorm(MODELS.build(model_config)).to(device)
-    model.train()
     if hasattr(model, "init_weights"):
         model.init_weights()
+    loss, sample = train_and_predict(model, inputs)
+    boxes = len(sample.pred_instances)
+    if boxes == 0:
+        raise RuntimeError("no box is predicted")
+    return f"loss {loss:.3f}, {boxes} boxes"
+
+
+def train_and_predict(model: Any, inputs: Callable[[int], Any]) -> tuple[float, Any]:
+    """Return the loss of one training step on two images and the prediction for one image.
+
+    Raises:
+        RuntimeError: a gradient is missing or not finite.
+    """
+    import torch
+
+    model.train()
     losses = model.forward(**model.data_preprocessor(inputs(2), True), mode="loss")
     total, _ = model.parse_losses(losses)
     total.backward()
@@ -90,10 +105,7 @@ def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any
     model.eval()
     with torch.no_grad():
         samples = model.forward(**model.data_preprocessor(inputs(1), False), mode="predict")
-    boxes = len(samples[0].pred_instances)
-    if boxes == 0:
-        raise RuntimeError("no box is predicted")
-    return f"loss {total.item():.3f}, {boxes} boxes"
+    return total.item(), samples[0]
 
 
 def check_configs(

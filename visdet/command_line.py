@@ -11,8 +11,6 @@ from visdet.errors import MissingPackageError
 from visdet.option_values import option_value
 from visdet.train_extra import require_train_extra
 
-__all__ = ["CfgOptions", "add_config_arguments", "check_installation", "positive_int"]
-
 # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
 # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -69,16 +67,43 @@ class CfgOptions(argparse.Action):
         setattr(namespace, self.dest, options)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``config`` and the option ``--cfg-options`` of a command."""
-    parser.add_argument("config", help="a config file, or the name of a config that `visdet configs` lists")
-    parser.add_argument(
-        "--cfg-options",
-        nargs="+",
-        action=CfgOptions,
-        metavar="KEY=VALUE",
-        help="change values of the config, such as train_cfg.max_iters=100",
-    )
+_SHARED: dict[str, dict[str, Any]] = {
+    "config": {"help": "a config file, or the name of a config that `visdet configs` lists"},
+    "--cfg-options": {
+        "nargs": "+",
+        "action": CfgOptions,
+        "metavar": "KEY=VALUE",
+        "help": "change values of the config, such as train_cfg.max_iters=100",
+    },
+    "checkpoint": {"help": "a checkpoint file or its http(s) address"},
+    "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
+    "--graph": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "run the model as CUDA graphs on a GPU (default: the config's graph, True)",
+    },
+    "--launcher": {
+        "choices": ("none", "pytorch"),
+        "help": "launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
+    },
+    "--score-thr": {
+        "type": float,
+        "help": "leave out objects with a lower score (default: the score of the best F1 of each class in the newest "
+        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
+    },
+}
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add the argument ``config``, the option ``--cfg-options`` and others that several commands share, by name."""
+    for name in ("config", "--cfg-options", *others):
+        parser.add_argument(name, **_SHARED[name])
+
+
+def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:
+    """Add an option for each keyword. Its default, whose type its values have, and its help are given."""
+    for name, (default, text) in options.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
+        parser.add_argument(flag, type=type(default), default=default, help=text)
 
 
 def positive_int(text: str) -> int:

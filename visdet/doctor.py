@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from visdet.ops.devices import Device
 
-__all__ = ["main", "report"]
-
 # The distributions and their purposes.
 _PACKAGES = {
     "torch": "everything",

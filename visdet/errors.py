@@ -7,7 +7,7 @@ package or of the user's own code, and keeps its traceback.
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "UserError",
     "add_hint",
     "build_step",
+    "check_choice",
     "hints_of",
     "where_to_get",
 ]
@@ -64,6 +65,13 @@ def add_hint(error: BaseException, hint: str) -> None:
         error.add_note(hint)
     else:
         error.__notes__ = [*hints_of(error), hint]  # type: ignore[attr-defined]
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise an InvalidInputError that begins with ``name`` if a value is none of two or more choices."""
+    if value not in choices:
+        *first, last = map(repr, choices)
+        raise InvalidInputError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
 
 @contextmanager

@@ -12,8 +12,6 @@
 import re
 from typing import Any
 
-__all__ = ["option_value"]
-
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(

@@ -11,8 +11,6 @@ import torch
 
 from visdet.restricted_pickle import NUMPY_GLOBALS, Unfinished, finished
 
-__all__ = ["load_restricted"]
-
 
 def load_restricted(file: Any, load: Callable[..., Any] = torch.load, **options: Any) -> Any:
     """Return the content of a checkpoint of tensors, plain types and what checkpoints often hold besides.

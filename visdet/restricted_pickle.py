@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-__all__ = ["NUMPY_GLOBALS", "Unfinished", "finished", "load_numpy_pickle", "start_of_other_file"]
-
 _DTYPE = re.compile(r"\?|[biufcSUO][0-9]{1,9}|[mM]8")
 _TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
 _OTHER_FILES = {

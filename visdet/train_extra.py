@@ -5,8 +5,6 @@ import importlib.util
 
 from visdet.errors import MissingPackageError
 
-__all__ = ["require_train_extra"]
-
 # The import names of the packages that visdet.models, visdet.datasets and so on import.
 _PACKAGES = ("mmengine", "numpy", "torchvision", "scipy", "cv2", "PIL", "matplotlib", "rich")
 

@@ -9,8 +9,6 @@ from visdet.ops import box_key_points, box_key_points_reference
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES"]
-
 DIMS, FIXED, LEARNABLE = 11, 7, 6
 
 

@@ -11,8 +11,6 @@ from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES", "grid_sample_path", "make_arguments", "work_of"]
-
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
 CAMERAS, GROUPS, CHANNELS = 6, 8, 256

@@ -26,8 +26,6 @@ from .deformable_aggregation import (
 from .deformable_aggregation import make_arguments as make_plain_arguments
 from .deformable_aggregation import work_of as plain_work_of
 
-__all__ = ["CASES"]
-
 VISIBLE = 1 / CAMERAS  # One camera sees each point.
 
 

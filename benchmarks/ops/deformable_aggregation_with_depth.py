@@ -10,8 +10,6 @@ from visdet.ops import deformable_aggregation_with_depth, deformable_aggregation
 from ..case import Case
 from .deformable_aggregation import COORDINATE_TOLERANCE, LEVELS, VALUE_TOLERANCE, make_arguments, work_of
 
-__all__ = ["CASES"]
-
 DEPTHS = 64
 
 

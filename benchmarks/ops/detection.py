@@ -18,93 +18,13 @@ from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_pool import roi_pool_reference
 from visdet.ops.soft_nms import soft_nms_reference
 
+from .. import detection_inputs as inputs
 from ..case import Call, Case, Peer, Work
-
-__all__ = ["CASES"]
 
 FLOAT32 = (torch.float32,)
 ALL = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 Function = Callable[..., Tensor]
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def _boxes(N: int, generator: torch.Generator, height: int = 800, width: int = 1216) -> Tensor:
-    """Return N boxes (x1, y1, x2, y2) of 16 to 400 pixels in an image."""
-    corner = torch.rand(N, 2, generator=generator) * torch.tensor([width - 16.0, height - 16.0])
-    extent = 16 * 25 ** torch.rand(N, 2, generator=generator)
-    return torch.cat([corner, corner + extent], 1)
-
-
-def _regions(N: int, B: int, generator: torch.Generator) -> Tensor:
-    images = torch.randint(0, B, (N, 1), generator=generator)
-    return torch.cat([images.float(), _boxes(N, generator)], 1)
-
-
-def _random(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = _seeded()
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-
-
-def _scored(dtype: torch.dtype, device: torch.device, *, N: int, classes: int) -> tuple[Any, ...]:
-    generator = _seeded()
-    boxes = _boxes(N, generator).repeat(classes, 1)
-    boxes = boxes + torch.rand(boxes.shape, generator=generator) * 4
-    scores = torch.rand(N * classes, generator=generator)
-    idxs = torch.arange(classes).repeat_interleave(N)
-    return boxes.to(device, dtype), scores.to(device, dtype), idxs.to(device)
-
-
-def _rotated(dtype: torch.dtype, device: torch.device, *, N: int, M: int = 0) -> tuple[Any, ...]:
-    """Return N rotated boxes of 16 to 400 pixels, and their scores or M more."""
-    generator = _seeded()
-    corners = _boxes(N + M, generator)
-    center, sides = (corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]
-    angle = torch.rand(N + M, 1, generator=generator) * 3.14159
-    boxes = torch.cat([center, sides, angle], 1).to(device, dtype)
-    return (boxes[:N], boxes[N:] if M else torch.rand(N, generator=generator).to(device, dtype))
-
-
-def _pooled(dtype: torch.dtype, device: torch.device, *, N: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    return *_random(dtype, device, shape), _regions(N, shape[0], _seeded()).to(device)
-
-
-def _convolved(
-    dtype: torch.dtype, device: torch.device, *, shape: tuple[int, ...], modulated: bool
-) -> tuple[Any, ...]:
-    B, C, H, W = shape
-    x, offset, weight = _random(dtype, device, shape, (B, 18, H, W), (C, C, 3, 3))
-    weight = weight / (3 * C**0.5)
-    mask = torch.rand(B, 9, H, W, generator=_seeded()).to(device, dtype)
-    return (x, offset, mask, weight) if modulated else (x, offset, weight)
-
-
-def _classified(dtype: torch.dtype, device: torch.device, *, N: int, C: int) -> tuple[Any, ...]:
-    """Return logits about as low as those of a trained head, and targets of which one in fifty is a class."""
-    generator = _seeded()
-    logits = torch.randn(N, C, generator=generator) * 2 - 4
-    is_object = torch.rand(N, generator=generator) < 0.02
-    target = torch.where(is_object, torch.randint(0, C, (N,), generator=generator), C)
-    return logits.to(device, dtype), target.to(device)
-
-
-def _upsampled(
-    dtype: torch.dtype, device: torch.device, *, shape: tuple[int, ...], K: int
-) -> tuple[Any, ...]:
-    B, _, H, W = shape
-    features, masks = _random(torch.float32, device, shape, (B, K * K, 2 * H, 2 * W))
-    return features.to(dtype), masks.softmax(1).to(dtype)
-
-
-def _masked(
-    dtype: torch.dtype, device: torch.device, *, shape: tuple[int, ...], share: float
-) -> tuple[Any, ...]:
-    features, weight = _random(dtype, device, shape, (shape[1], shape[1], 3, 3))
-    mask = torch.rand(shape[0], *shape[2:], generator=_seeded()) < share
-    return features, mask.to(device, dtype), weight / (3 * shape[1] ** 0.5)
 
 
 def _with_kept(keep: Function) -> Function:
@@ -175,11 +95,11 @@ def _work(case: tuple[Any, ...], outputs: int, flops: int, dtype: torch.dtype) -
     """
     make, sizes = case
     tensors = [t for t in make(dtype, torch.device("cpu"), **sizes) if isinstance(t, Tensor)]
-    inputs = sum(t.numel() * t.element_size() for t in tensors)
+    given = sum(t.numel() * t.element_size() for t in tensors)
     output = outputs * dtype.itemsize
     return {
-        "forward": Work(moved=inputs + output, flops=flops),
-        "backward": Work(moved=2 * inputs + output, flops=2 * flops),
+        "forward": Work(moved=given + output, flops=flops),
+        "backward": Work(moved=2 * given + output, flops=2 * flops),
     }
 
 
@@ -191,9 +111,9 @@ def _case(
     function: Function,
     reference: Function,
     *,
-    differentiable: dict[str, int],
-    outputs: int,
     flops: int,
+    differentiable: dict[str, int] | None = None,
+    outputs: int = 0,
     torchvision: Callable[[Any], Function] | None = None,
     mmcv: Callable[[Any], Function] | None = None,
     is_contestant: bool = True,
@@ -201,6 +121,7 @@ def _case(
     **changes: Any,
 ) -> Case:
     """Return a case. ``is_contestant`` is False if the reference is a loop over boxes or regions, and not timed."""
+    differentiable = differentiable or {}
     positions = tuple(differentiable.values())
     plain = Peer("torch", lambda: lambda *arguments: Call(reference, arguments, positions))
     peers = [plain] if is_contestant else []
@@ -250,13 +171,11 @@ CASES = [
     _case(
         "nms",
         "nms-rpn",
-        _scored,
+        inputs.scored,
         dict(N=4500, classes=1),
         lambda boxes, scores, idxs: ops.nms(boxes, scores, 0.7)[0],
         _with_kept(partial(_plain_nms, 0.7)),
-        differentiable={},
         is_contestant=False,
-        outputs=0,
         flops=4500 * 4500 * 8,
         torchvision=lambda tv: _with_kept(lambda boxes, scores, _: tv.nms(boxes, scores, 0.7)),
         mmcv=lambda mm: lambda boxes, scores, _: mm.nms(boxes, scores, 0.7)[0],
@@ -264,13 +183,11 @@ CASES = [
     _case(
         "batched_nms",
         "batched-nms-80x1000",
-        _scored,
+        inputs.scored,
         dict(N=1000, classes=80),
         partial(_batched, "nms", iou_threshold=0.5),
         _with_kept(partial(_plain_nms, 0.5)),
-        differentiable={},
         is_contestant=False,
-        outputs=0,
         flops=80 * 1000 * 1000 * 8,
         torchvision=lambda tv: _with_kept(
             lambda boxes, scores, idxs: tv.batched_nms(boxes, scores, idxs, 0.5)
@@ -280,24 +197,21 @@ CASES = [
     _case(
         "nms_rotated",
         "nms-rotated-2000",
-        _rotated,
+        inputs.rotated,
         dict(N=2000),
         lambda boxes, scores: ops.nms_rotated(boxes, scores, 0.1)[0],
         _plain_nms_rotated,
-        differentiable={},
         is_contestant=False,
-        outputs=0,
         flops=2000 * 2000 * 100,
         mmcv=lambda mm: lambda boxes, scores: mm.nms_rotated(boxes, scores, 0.1)[0],
     ),
     _case(
         "box_iou_rotated",
         "box-iou-rotated-100x21824",
-        _rotated,
+        inputs.rotated,
         dict(N=100, M=21824),
         lambda boxes1, boxes2: ops.box_iou_rotated(boxes1, boxes2),
         lambda boxes1, boxes2: box_iou_rotated_reference(boxes1, boxes2, 0, False),
-        differentiable={},
         outputs=100 * 21824,
         flops=100 * 21824 * 200,
         mmcv=lambda mm: lambda boxes1, boxes2: mm.box_iou_rotated(boxes1, boxes2),
@@ -305,19 +219,17 @@ CASES = [
     _case(
         "soft_nms",
         "soft-nms-1000",
-        _scored,
+        inputs.scored,
         dict(N=1000, classes=1),
         lambda boxes, scores, idxs: ops.soft_nms(boxes, scores, 0.3)[0],
         lambda boxes, scores, idxs: _soft_reference(boxes, scores),
-        differentiable={},
-        outputs=0,
         flops=1000 * 1000 * 8,
         mmcv=lambda mm: lambda boxes, scores, _: mm.soft_nms(boxes, scores, 0.3)[0],
     ),
     _case(
         "roi_align",
         "roi-align-fpn",
-        _pooled,
+        inputs.pooled,
         dict(N=512, shape=FPN),
         lambda x, rois: ops.roi_align(x, rois, 7, 1 / 8),
         lambda x, rois: roi_align_reference(x, rois, 7, 1 / 8),
@@ -331,7 +243,7 @@ CASES = [
     _case(
         "roi_pool",
         "roi-pool-fpn",
-        _pooled,
+        inputs.pooled,
         dict(N=512, shape=FPN),
         lambda x, rois: ops.roi_pool(x, rois, 7, 1 / 8),
         lambda x, rois: roi_pool_reference(x, rois, 7, 7, 1 / 8)[0],
@@ -347,7 +259,7 @@ CASES = [
     _case(
         "deform_conv2d",
         "deform-conv-r50",
-        _convolved,
+        inputs.convolved,
         dict(shape=STAGE, modulated=False),
         lambda x, offset, weight: ops.deform_conv2d(x, offset, weight, 1, 1),
         lambda x, offset, weight: deform_conv2d_reference(
@@ -363,7 +275,7 @@ CASES = [
     _case(
         "modulated_deform_conv2d",
         "modulated-deform-conv-r50",
-        _convolved,
+        inputs.convolved,
         dict(shape=STAGE, modulated=True),
         lambda x, offset, mask, weight: ops.modulated_deform_conv2d(x, offset, mask, weight, None, 1, 1),
         lambda x, offset, mask, weight: deform_conv2d_reference(
@@ -384,7 +296,7 @@ CASES = [
         _case(
             "sigmoid_focal_loss",
             f"sigmoid-focal-{N}x80",
-            _classified,
+            inputs.classified,
             dict(N=N, C=80),
             lambda x, target: ops.sigmoid_focal_loss(x, target, reduction="none"),
             lambda x, target: sigmoid_focal_loss_reference(x, target, _no_weight(x), 2.0, 0.25),
@@ -403,7 +315,7 @@ CASES = [
     _case(
         "softmax_focal_loss",
         f"softmax-focal-{ROWS}x81",
-        _classified,
+        inputs.classified,
         dict(N=ROWS, C=81),
         lambda x, target: ops.softmax_focal_loss(x, target.clamp(max=80), reduction="none"),
         lambda x, target: _softmax_focal_by_steps(x, target.clamp(max=80)),
@@ -417,7 +329,7 @@ CASES = [
     _case(
         "carafe",
         "carafe-fpn",
-        _upsampled,
+        inputs.upsampled,
         dict(shape=(1, *STAGE[1:]), K=5),
         lambda x, masks: ops.carafe(x, masks, 5, 1, 2),
         lambda x, masks: carafe_reference(x, masks, 5, 1, 2),
@@ -430,7 +342,7 @@ CASES = [
     _case(
         "masked_conv2d",
         "masked-conv-10-percent",
-        _masked,
+        inputs.masked,
         dict(shape=(1, *FPN[1:]), share=0.1),
         lambda x, mask, weight: ops.masked_conv2d(x, mask, weight, None, 1),
         lambda x, mask, weight: F.conv2d(x, weight, padding=1) * mask[:, None],
@@ -441,7 +353,7 @@ CASES = [
     _case(
         "corner_pool",
         "corner-pool-left",
-        lambda dtype, device, shape: tuple(_random(dtype, device, shape)),
+        lambda dtype, device, shape: tuple(inputs.random(dtype, device, shape)),
         dict(shape=(2, 128, 128, 128)),
         lambda x: ops.corner_pool(x, "left"),
         _corner_pool_by_doubling,

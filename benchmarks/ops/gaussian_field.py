@@ -11,8 +11,6 @@ from visdet.ops import gaussian_field, gaussian_field_reference
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES", "make_arguments", "vectorised_path", "work_of"]
-
 # Additions and multiplications of one pair, where the exponential counts as one. The forward has 3 for the difference,
 # 9 for the solve, 5 for the square and 2 for the sum. The backward has those twice (once for the points and once for
 # the Gaussians), 9 for u and 6 for three sums, 3 for s v, and 19 for ten sums.

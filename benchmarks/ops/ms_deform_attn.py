@@ -13,8 +13,6 @@ from visdet.ops.ms_deform_attn import level_starts_of
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES", "PYRAMID", "case", "grid_sample_path", "make_arguments", "work_of"]
-
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
 PYRAMID: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))  # 800 x 1066 pixels at strides 8 to 64

@@ -14,8 +14,6 @@ from ..case import Call, Case, Peer, Work, dtype_name
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
 from .ms_deform_attn import make_arguments as make_plain_arguments
 
-__all__ = ["CASES"]
-
 ENCODER = dict(B=2, Q=sum(H * W for H, W in PYRAMID), G=8, C=32, P=4, levels=PYRAMID, local=True)
 # Offsets are multiples of 1/64 pixel, and references lie between two of them. No position is therefore at a texel
 # centre, where the gradient of a location jumps, whatever dtype the offsets have.

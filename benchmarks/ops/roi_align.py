@@ -7,15 +7,14 @@ import torch
 from visdet import ops
 from visdet.ops.roi_align import roi_align_reference
 
-from .detection import _case, _random, _seeded
-
-__all__ = ["CASES"]
+from ..detection_inputs import random, seeded
+from .detection import _case
 
 
 def _of_level(dtype: torch.dtype, device: torch.device, *, N: int, level: int) -> tuple[Any, ...]:
     """Return a level of an FPN for two images of 800 x 1344, and regions of about 14 x 14 pixels of the level."""
-    generator, stride = _seeded(), 2**level
-    x = _random(dtype, device, (2, 256, -(-800 // stride), 1344 // stride))
+    generator, stride = seeded(), 2**level
+    x = random(dtype, device, (2, 256, -(-800 // stride), 1344 // stride))
     side = stride * 14 * (0.5 + torch.rand(N, 1, generator=generator))
     ratio = 2 ** (torch.rand(N, 1, generator=generator) - 0.5)
     corner = torch.rand(N, 2, generator=generator) * torch.tensor([1290.0, 750.0])

@@ -9,8 +9,6 @@ from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_
 
 from ..case import Call, Case, Peer, Work
 
-__all__ = ["CASES", "make_arguments", "work_of"]
-
 VALUE_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 

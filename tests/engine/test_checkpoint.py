@@ -506,7 +506,7 @@ def test_a_prefix_of_all_keys_is_named(prefix, strict):
 
 
 def test_weights_that_are_not_finite_are_named_and_refused(tmp_path):
-    """Those of load_from and test, of a backbone, of an average of weights, and of an optimizer."""
+    """This holds for load_from and for a test, and for backbones, averaged weights and optimizers."""
     runner = train(tmp_path / "a", train_cfg__max_iters=5, custom_hooks=[dict(type="EMAHook")])
     path = str(tmp_path / "a" / "iter_5.pth")
     content = read_checkpoint(path)

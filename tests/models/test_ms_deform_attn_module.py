@@ -83,7 +83,7 @@ def test_reference_boxes_scale_the_offsets():
 
 @pytest.mark.parametrize("reference_size", [2, 4])
 def test_points_per_level(reference_size):
-    """[2, 2] is 2; and the points that [3, 1] has beyond it are those of a module of one level each."""
+    """num_points [2, 2] means 2. With [3, 1], the result is the sum of what each level gives alone."""
     attention, given = module(num_points=2), inputs(reference_size)
     listed = module(num_points=[2, 2])
     listed.load_state_dict(attention.state_dict())

@@ -38,15 +38,3 @@ CASES = {
     "B2-Q3-P2-G71-C71": (2, 3, 2, 71, 71),
     "B1-Q2-P30-G5-C1025": (1, 2, 30, 5, 1025),
 }
-
-
-def gradients(function, case, grad_output):
-    features, shapes, starts, locations, weights = case
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (features, locations, weights)]
-    output = function(leaves[0], shapes, starts, leaves[1], leaves[2])
-    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
-
-
-def relative_error(actual, expected):
-    scale = expected.abs().max().clamp(min=1e-30)
-    return ((actual.double().cpu() - expected.double().cpu()).abs().max() / scale.cpu()).item()

@@ -51,18 +51,6 @@ CASES = {
 }
 
 
-def gradients(function, case, grad_output):
-    value, shapes, starts, locations, weights = case
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (value, locations, weights)]
-    output = function(leaves[0], shapes, starts, leaves[1], leaves[2])
-    return output, torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
-
-
-def relative_error(actual, expected):
-    scale = expected.abs().max().clamp(min=1e-30)
-    return ((actual.double().cpu() - expected.double().cpu()).abs().max() / scale.cpu()).item()
-
-
 def output_of(case):
     with torch.no_grad():
         return ms_deform_attn(*case)

@@ -80,24 +80,9 @@ CASES = {
 }
 
 
-def gradients(function, case, grad_output, of=(0, 3, 4, 5)):
-    """Return the output and its gradients with respect to the arguments ``of``."""
-    arguments = list(case)
-    for index in of:
-        arguments[index] = case[index].detach().clone().requires_grad_()
-    output = function(*arguments)
-    leaves = [arguments[index] for index in of]
-    return output, torch.autograd.grad(output, leaves, grad_output.to(output.dtype))
-
-
 def exactly(case):
     """Return the case in float64 on the CPU."""
     return [
         item.double().cpu() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
         for item in case
     ]
-
-
-def relative_error(actual, expected):
-    scale = expected.abs().max().clamp(min=1e-30)
-    return ((actual.double().cpu() - expected.double().cpu()).abs().max() / scale.cpu()).item()

@@ -34,17 +34,5 @@ def arguments_of(name, case):
     return case if name == "field" else case[:3]
 
 
-def gradients(function, case, grad_output):
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in case]
-    output = function(*leaves)
-    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
-
-
-def relative_error(actual, expected):
-    scale = expected.double().abs().max().clamp(min=1e-30) if expected.numel() else 1.0
-    difference = (actual.double().cpu() - expected.double().cpu()).abs()
-    return (difference.max() / scale).item() if expected.numel() else 0.0
-
-
 def grad_shape(name, B, N):
     return (B,) if name == "field" else (B, N)

@@ -1,4 +1,4 @@
-"""What every operator promises: autocast changes no type, threads change no bit, and its registration is sound."""
+"""What every operator promises: sound registration, no copies for the backward pass, autocast, threads."""
 
 import pytest
 import torch
@@ -85,6 +85,23 @@ def test_registrations(name, number, device):
                 for argument, value in zip(names, arguments, strict=False)
             ),
         )
+
+
+COPIES = {
+    "deformable_aggregation_fused",
+    "ms_deform_attn_fused",
+}  # they may bring references into another form
+
+
+@pytest.mark.parametrize(("name", "number"), [one for one in SIZED if one[0] not in COPIES])
+def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number):
+    kept, problem = [], problem_of(name, number, 5, "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        results(name, problem)
+    given = {value.data_ptr() for value in problem.arguments.values() if isinstance(value, Tensor)}
+    assert all(one.data_ptr() in given for one in kept if one.is_floating_point() and one.numel() > 1)
 
 
 @devices

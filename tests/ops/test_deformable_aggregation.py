@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from aggregation_cases import CASES, DEVICES, TOLERANCE, gradients, make_case, relative_error
+from aggregation_cases import CASES, DEVICES, TOLERANCE, make_case
+from calls import gradients, relative_error
 from golden import golden, under
 
 from visdet.ops import (

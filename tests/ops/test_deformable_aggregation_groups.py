@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from aggregation_cases import DEVICES, TOLERANCE, gradients, make_case, relative_error
+from aggregation_cases import DEVICES, TOLERANCE, make_case
+from calls import gradients, relative_error
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 from visdet.ops.explain import choose_only
@@ -184,7 +185,7 @@ def test_no_rows_of_features(device):
 
 
 def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
-    """Return a case of Q * P samples within `spread` of the middle of one map of one camera, on the GPU.
+    """Return a case on the GPU: one camera, one map, and Q * P samples within `spread` of its middle.
 
     No sample lies between two cells, where the gradient of its location jumps and float32 may take the other side.
     """

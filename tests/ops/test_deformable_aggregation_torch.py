@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from aggregation_cases import CASES, DEVICES, gradients, make_case
+from aggregation_cases import CASES, DEVICES, make_case
+from calls import captured, gradients
 
 from visdet.ops import (
     deformable_aggregation,
@@ -98,7 +99,7 @@ def test_rejects_levels_that_are_no_numbers():
 
 @pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
 def test_rejects_tables_of_fractions(name):
-    """They were cut to whole numbers."""
+    """Fractions are not cut to whole numbers."""
     case = rejection_case()
     table = (torch.as_tensor(case[name]) + 0.5).tolist()
     with pytest.raises(TypeError, match=rf"deformable_aggregation: {name} must be an integer .*, got \[\["):
@@ -225,19 +226,6 @@ def test_deterministic_on_request(dtype, device):
         assert all(torch.equal(*pair) for pair in zip(grads, runs[0][1], strict=True))
 
 
-def test_saves_the_inputs_and_nothing_else():
-    features, shapes, starts, locations, weights = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=torch.float32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
-        deformable_aggregation(
-            features.requires_grad_(), shapes, starts, locations.requires_grad_(), weights.requires_grad_()
-        )
-    inputs = {tensor.data_ptr() for tensor in (features, shapes, starts, locations, weights)}
-    assert {tensor.data_ptr() for tensor in saved} == inputs
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_tables_as_lists_and_on_the_device(device):
     case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device=device)
@@ -307,14 +295,7 @@ def test_current_stream_and_graph_capture():
         output = deformable_aggregation(leaf, shapes, starts, locations, weights)
         return output, torch.autograd.grad(output, leaf, grad_output)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, grad = step()
+    graph, (output, grad) = captured(step)
     with torch.no_grad():
         leaf.mul_(2)
     graph.replay()

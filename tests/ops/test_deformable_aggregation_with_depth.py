@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from aggregation_cases import DEVICES, TOLERANCE, make_case, relative_error
+from aggregation_cases import DEVICES, TOLERANCE, make_case
+from calls import gradients, relative_error
 
 from visdet.ops import (
     deformable_aggregation,
@@ -29,13 +30,6 @@ def make(B, Q, P, G, C, D, dtype=torch.float64, device="cpu"):
     depth_probs = torch.rand(*features.shape[:2], D, generator=generator, dtype=torch.float64)
     locations = torch.cat([locations, depths.to(locations)], -1)
     return features, depth_probs.to(features), shapes, starts, locations, weights
-
-
-def gradients(function, case, grad_output):
-    features, depth_probs, shapes, starts, locations, weights = case
-    leaves = [one.detach().clone().requires_grad_() for one in (features, depth_probs, locations, weights)]
-    output = function(*leaves[:2], shapes, starts, *leaves[2:])
-    return output, torch.autograd.grad(output, leaves, grad_output.to(output))
 
 
 def by_hand(location, device="cpu"):

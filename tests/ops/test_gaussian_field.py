@@ -5,16 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from gaussian_field_cases import (
-    DEVICES,
-    OPS,
-    TOLERANCE,
-    arguments_of,
-    grad_shape,
-    gradients,
-    make_case,
-    relative_error,
-)
+from calls import gradients, relative_error
+from gaussian_field_cases import DEVICES, OPS, TOLERANCE, arguments_of, grad_shape, make_case
 from golden import golden, under
 from hypothesis import strategies as st
 from torch import Tensor

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from attention_cases import CASES, DEVICES, TOLERANCE, gradients, make_case, output_of, relative_error
+from attention_cases import CASES, DEVICES, TOLERANCE, make_case, output_of
+from calls import gradients, relative_error
 from golden import golden, under
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_reference

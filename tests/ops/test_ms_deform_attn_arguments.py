@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from attention_cases import CASES, DEVICES, gradients, make_case
+from attention_cases import CASES, DEVICES, make_case
+from calls import gradients
 
 from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_reference
 

@@ -4,16 +4,8 @@ import math
 
 import pytest
 import torch
-from fused_attention_cases import (
-    CASES,
-    DEVICES,
-    TOLERANCE,
-    TYPES,
-    exactly,
-    gradients,
-    make_case,
-    relative_error,
-)
+from calls import gradients, relative_error
+from fused_attention_cases import CASES, DEVICES, TOLERANCE, TYPES, exactly, make_case
 
 from visdet.ops import ms_deform_attn_fused, ms_deform_attn_fused_reference
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fused_attention_cases import CASES, DEVICES, TOLERANCE, exactly, gradients, make_case, relative_error
+from calls import captured, gradients, relative_error
+from fused_attention_cases import CASES, DEVICES, TOLERANCE, exactly, make_case
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 
@@ -171,14 +172,7 @@ def _composed(case):
 def test_current_stream_and_graph_capture():
     case = make_case(*CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device="cuda")
     expected = ms_deform_attn_fused(*case)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        ms_deform_attn_fused(*case)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ms_deform_attn_fused(*case)
+    graph, out = captured(lambda: ms_deform_attn_fused(*case))
     case[0].mul_(2)
     graph.replay()
     torch.testing.assert_close(out, expected * 2)

@@ -13,6 +13,7 @@ from torch.library import opcheck
 from visdet.ops import _library, roi_align
 from visdet.ops.roi_align import roi_align_reference
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Shapes [B, C, H, W], regions, and (output size, spatial scale, sampling ratio, aligned).
@@ -108,22 +109,30 @@ def test_threads_do_not_change_a_bit(name, dtype):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("ratio", [0, 2])
-def test_a_pixel_spoils_the_bins_that_sample_it_alone(value, ratio):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pixel_spoils_the_bins_that_sample_it_alone(device, ratio, value):
     """Pixel (0, 0) is not what samples outside of the map read."""
     x = torch.ones(1, 2, 8, 8)
     x[0, 0, 0, 0] = value
     outside = torch.tensor([[0.0, -9, -9, -3, -3], [0, 4.3, 4.3, 20.1, 20.1], [0, 0.2, 0.2, 7, 7]])
-    out = roi_align(x, outside, 2, 1.0, ratio)
+    out = roi_align(x.to(device), outside.to(device), 2, 1.0, ratio).cpu()
     assert not out[0].any() and out[1].isfinite().all() and out[1, :, 0, 0].all()
     assert out[2, 0].isfinite().tolist() == [[False, True], [True, True]] and out[2, 1].isfinite().all()
 
 
-def test_a_bad_gradient_spreads_to_the_pixels_of_its_bin():
-    x = torch.ones(1, 2, 8, 8, requires_grad=True)
-    out = roi_align(x, torch.tensor([[0.0, 1.3, 1.3, 5.3, 5.3], [0, -9, -9, -3, -3]]), 2, 1.0, 0)
-    gradient = torch.ones_like(out)
-    gradient[0, 0, 0, 0] = gradient[1] = math.nan
-    out.backward(gradient)
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_gradient_spreads_to_the_pixels_of_its_bin(device, ordered):
+    x = torch.ones(1, 2, 8, 8, device=device, requires_grad=True)
+    rois = torch.tensor([[0.0, 1.3, 1.3, 5.3, 5.3], [0, -9, -9, -3, -3]], device=device)
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        out = roi_align(x, rois, 2, 1.0, 0)
+        gradient = torch.ones_like(out)
+        gradient[0, 0, 0, 0] = gradient[1] = math.nan
+        out.backward(gradient)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert x.grad[0, 0, 1:4, 1:4].isnan().all() and x.grad[0, 0].isnan().sum() == 9
     assert x.grad[0, 1].isfinite().all()
 

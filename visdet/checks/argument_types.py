@@ -9,8 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["converted_arguments"]
-
 # Other values, such as objects that a script passes, are not checked.
 _PLAIN = (NoneType, bool, int, float, str, list, tuple, dict)
 

@@ -7,8 +7,6 @@ import torch
 
 from visdet.errors import InvalidInputError
 
-__all__ = ["DIVERGED", "check_finite"]
-
 DIVERGED = "A model whose training has diverged predicts such numbers"
 
 

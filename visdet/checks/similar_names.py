@@ -3,8 +3,6 @@
 import unicodedata
 from collections.abc import Iterable
 
-__all__ = ["look_alike"]
-
 
 def look_alike(name: str, others: Iterable[str]) -> str | None:
     """Return a phrase that says which of ``others`` looks like ``name`` and how it differs, or None.

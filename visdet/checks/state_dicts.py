@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["common_prefix", "is_dense", "named", "nonfinite_names"]
-
 
 def common_prefix(keys: Collection[str], expected: Collection[str]) -> str:
     """Return the prefix whose removal makes the most keys expected ones, or "" if as many are expected without it."""
@@ -39,9 +37,7 @@ def _is_finite(value: Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return True
     stored = value.untyped_storage().nbytes() // value.element_size()
-    if (
-        stored < value.numel()
-    ):  # Elements share memory, and the result for each of them could need too much of it.
+    if stored < value.numel():  # Elements share memory. A result for each of them could need too much of it.
         value = value.as_strided((stored,), (1,), 0)
     return bool(torch.isfinite(value.float() if value.element_size() == 1 else value).all())
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from visdet.command_line import add_config_arguments, positive_int
+from visdet.command_line import add_config_arguments, add_options, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--number", type=positive_int, default=24, help="number of samples to show (default: %(default)s)"
     )
-    parser.add_argument(
-        "--show-interval",
-        type=float,
-        default=0,
-        help="seconds for which each picture is shown; 0 waits for a key (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the augmentations (default: %(default)s)"
+    add_options(
+        parser,
+        show_interval=(0.0, "seconds for which each picture is shown; 0 waits for a key"),
+        seed=(0, "seed of the augmentations"),
     )
 
 

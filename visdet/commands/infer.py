@@ -6,34 +6,20 @@ visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_sh
 import argparse
 import sys
 
-from visdet.command_line import add_config_arguments
+from visdet.command_line import add_config_arguments, add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser)
-    parser.add_argument("checkpoint", help="a checkpoint file or its http(s) address")
+    add_config_arguments(parser, "checkpoint", "--score-thr", "--graph")
     parser.add_argument(
         "images",
         nargs="+",
         help="image files, or folders that are searched for image files with their subfolders",
     )
-    parser.add_argument(
-        "--out-dir", default="work_dirs/detections", help="folder to write (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--score-thr",
-        type=float,
-        help="leave out detections with a lower score (default: the score of the best F1 of each class in the newest "
-        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
-    )
+    add_options(parser, out_dir=("work_dirs/detections", "folder to write"))
     parser.add_argument(
         "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
-    )
-    parser.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        help="replay predictions as CUDA graphs on a GPU (default: the config's graph, True)",
     )
 
 

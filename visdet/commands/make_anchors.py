@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visdet.command_line import add_options
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -33,32 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "infos",
         help="a config, the info file (.npz or .pkl) of the training frames, or the folder of driving scenes",
     )
-    parser.add_argument("--out-dir", default="data/kmeans", help="folder to write (default: %(default)s)")
-    parser.add_argument("--det", type=int, default=900, help="number of box anchors (default: %(default)s)")
-    parser.add_argument(
-        "--map", type=int, default=100, help="number of polyline anchors (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--motion", type=int, default=6, help="number of motion modes of each class (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--plan", type=int, default=6, help="number of plan modes of each command (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--points", type=int, default=20, help="number of points of a polyline (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-distance",
-        type=float,
-        default=55.0,
-        help="use boxes up to this distance in metres (default: %(default)s)",
+    add_options(
+        parser,
+        out_dir=("data/kmeans", "folder to write"),
+        det=(900, "number of box anchors"),
+        map=(100, "number of polyline anchors"),
+        motion=(6, "number of motion modes of each class"),
+        plan=(6, "number of plan modes of each command"),
+        points=(20, "number of points of a polyline"),
+        max_distance=(55.0, "use boxes up to this distance in metres"),
+        seed=(0, "seed of k-means"),
     )
     parser.add_argument(
         "--classes",
         nargs="+",
         help="names of the classes (default: those of nuScenes, or of the driving scenes)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of k-means (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

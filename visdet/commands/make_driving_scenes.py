@@ -5,23 +5,21 @@ visdet make-driving-scenes data/driving_scenes
 
 import argparse
 
+from visdet.command_line import add_options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "folder", nargs="?", default="data/driving_scenes", help="folder to write (default: %(default)s)"
     )
-    parser.add_argument(
-        "--num-train", type=int, default=160, help="number of training scenes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-val", type=int, default=16, help="number of validation scenes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-test", type=int, default=16, help="number of test scenes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--num-frames", type=int, default=20, help="number of frames per scene (default: %(default)s)"
+    add_options(
+        parser,
+        num_train=(160, "number of training scenes"),
+        num_val=(16, "number of validation scenes"),
+        num_test=(16, "number of test scenes"),
+        num_frames=(20, "number of frames per scene"),
+        seed=(0, "seed of the scenes"),
     )
     parser.add_argument(
         "--image-size",
@@ -31,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("H", "W"),
         help="height and width of an image in pixels (default: 96 256)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
 
 

@@ -5,25 +5,21 @@ visdet make-shapes data/shapes
 
 import argparse
 
+from visdet.command_line import add_options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "folder", nargs="?", default="data/shapes", help="folder to write (default: %(default)s)"
     )
-    parser.add_argument(
-        "--num-train", type=int, default=4000, help="number of training images (default: %(default)s)"
+    add_options(
+        parser,
+        num_train=(4000, "number of training images"),
+        num_val=(400, "number of validation images"),
+        image_size=(128, "height and width of an image in pixels"),
+        seed=(0, "seed of the images"),
     )
-    parser.add_argument(
-        "--num-val", type=int, default=400, help="number of validation images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        default=128,
-        help="height and width of an image in pixels (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the images (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
 
 

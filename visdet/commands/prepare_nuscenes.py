@@ -13,16 +13,19 @@ reads these files without unpickling anything.
 import argparse
 from pathlib import Path
 
+from visdet.command_line import add_options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("root", nargs="?", help="the folder of nuScenes, with v1.0-…/, samples/ and maps/")
-    parser.add_argument(
-        "--version", default="v1.0-trainval", help="version of nuScenes (default: %(default)s)"
+    add_options(
+        parser,
+        version=("v1.0-trainval", "version of nuScenes"),
+        out_dir=("data/infos", "folder to write"),
     )
     parser.add_argument("--can-bus", metavar="FOLDER", help="the folder that holds can_bus/")
-    parser.add_argument("--out-dir", default="data/infos", help="folder to write (default: %(default)s)")
     parser.add_argument("--no-map", action="store_true", help="write no map elements")
     source.add_argument(
         "--convert", metavar="PKL", help="convert this published info file to an .npz file beside it"

@@ -12,8 +12,7 @@ from visdet.command_line import add_config_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser)
-    parser.add_argument("--work-dir", help="folder to write (default: work_dirs/<name of the config>)")
+    add_config_arguments(parser, "--work-dir", "--graph", "--launcher")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -23,19 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on a CPU or a GPU")
     parser.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        help="replay training steps and predictions as CUDA graphs on a GPU (default: the config's graph, True)",
-    )
-    parser.add_argument(
         "--auto-scale-lr",
         action="store_true",
         help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=("none", "pytorch"),
-        help="launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
     )
 
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visdet.command_line import add_config_arguments, positive_int
+from visdet.command_line import add_config_arguments, add_options, positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, "--score-thr")
     parser.add_argument(
         "checkpoint",
         nargs="?",
         help="a checkpoint file or its http(s) address (default: draw the ground truth)",
     )
-    parser.add_argument(
-        "--out-dir", default="work_dirs/driving_pictures", help="folder to write (default: %(default)s)"
+    add_options(
+        parser,
+        out_dir=("work_dirs/driving_pictures", "folder to write"),
+        reach=(32.0, "distance in metres that the top view shows in every direction"),
     )
     parser.add_argument(
         "--scenes",
@@ -46,21 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of frames to draw per scene (default: %(default)s)",
     )
     parser.add_argument(
-        "--score-thr",
-        type=float,
-        help="leave out boxes with a lower score (default: the score of the best F1 of each class in the newest "
-        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
-    )
-    parser.add_argument(
         "--map-score-thr",
         type=float,
         help="leave out map lines with a lower score (default: as for boxes, or 0.4)",
-    )
-    parser.add_argument(
-        "--reach",
-        type=float,
-        default=32.0,
-        help="distance in metres that the top view shows in every direction (default: %(default)s)",
     )
 
 

@@ -1,5 +1,7 @@
 """The functions of ``mmcv._ext`` for point clouds: neighbours, groups, boxes and pooling over boxes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,14 +36,14 @@ __all__ = [
 
 
 def furthest_point_sampling_forward(
-    points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, b: int, n: int, m: int
+    points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, *, m: int, **sizes: int
 ) -> None:
     index = point_neighbours.furthest_point_sample(points_tensor, m)
     write("furthest_point_sampling_forward", "idx_tensor", idx_tensor, index)
 
 
 def furthest_point_sampling_with_dist_forward(
-    points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, b: int, n: int, m: int
+    points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, *, m: int, **sizes: int
 ) -> None:
     index = point_neighbours.furthest_point_sample_with_dist(points_tensor, m)
     write("furthest_point_sampling_with_dist_forward", "idx_tensor", idx_tensor, index)
@@ -51,12 +53,11 @@ def ball_query_forward(
     new_xyz_tensor: Tensor,
     xyz_tensor: Tensor,
     idx_tensor: Tensor,
-    b: int,
-    n: int,
-    m: int,
+    *,
     min_radius: float,
     max_radius: float,
     nsample: int,
+    **sizes: int,
 ) -> None:
     index = point_neighbours.ball_query(min_radius, max_radius, nsample, xyz_tensor, new_xyz_tensor)
     write("ball_query_forward", "idx_tensor", idx_tensor, index)
@@ -82,10 +83,9 @@ def knn_forward(
     new_xyz_tensor: Tensor,
     idx_tensor: Tensor,
     dist2_tensor: Tensor,
-    b: int,
-    n: int,
-    m: int,
+    *,
     nsample: int,
+    **sizes: int,
 ) -> None:
     index, distances = point_neighbours.knn(nsample, xyz_tensor, new_xyz_tensor)
     # A point that is farther than 1e5 is no neighbour in mmcv.
@@ -95,72 +95,50 @@ def knn_forward(
 
 
 def three_nn_forward(
-    unknown_tensor: Tensor,
-    known_tensor: Tensor,
-    dist2_tensor: Tensor,
-    idx_tensor: Tensor,
-    b: int,
-    n: int,
-    m: int,
+    unknown_tensor: Tensor, known_tensor: Tensor, dist2_tensor: Tensor, idx_tensor: Tensor, **sizes: int
 ) -> None:
     index, distances = point_neighbours.knn(3, known_tensor, unknown_tensor)
     write("three_nn_forward", "dist2_tensor", dist2_tensor, distances)
     write("three_nn_forward", "idx_tensor", idx_tensor, index)
 
 
-def group_points_forward(
-    points_tensor: Tensor,
-    idx_tensor: Tensor,
-    out_tensor: Tensor,
-    b: int,
-    c: int,
-    n: int,
-    npoints: int,
-    nsample: int,
-) -> None:
+def _add_linear(entry: str, function: Callable[[Tensor], Tensor], grad_out: Tensor, grad: Tensor) -> None:
+    """Write the gradient of a linear function, which does not depend on the features."""
+    add_gradients(entry, function, [torch.zeros_like(grad)], grad_out, [grad])
+
+
+def group_points_forward(points_tensor: Tensor, idx_tensor: Tensor, out_tensor: Tensor, **sizes: int) -> None:
     grouped = point_gathering.group_points(points_tensor, idx_tensor)
     write("group_points_forward", "out_tensor", out_tensor, grouped)
 
 
 def group_points_backward(
-    grad_out_tensor: Tensor,
-    idx_tensor: Tensor,
-    grad_points_tensor: Tensor,
-    b: int,
-    c: int,
-    n: int,
-    npoints: int,
-    nsample: int,
+    grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    def group(features: Tensor) -> Tensor:
-        return point_gathering.group_points(features, idx_tensor)
-
-    # Groups are linear in the features, so that their gradient does not depend on them.
-    features = torch.zeros_like(grad_points_tensor)
-    add_gradients("group_points_backward", group, [features], grad_out_tensor, [grad_points_tensor])
+    _add_linear(
+        "group_points_backward",
+        lambda features: point_gathering.group_points(features, idx_tensor),
+        grad_out_tensor,
+        grad_points_tensor,
+    )
 
 
 def gather_points_forward(
-    points_tensor: Tensor, idx_tensor: Tensor, out_tensor: Tensor, b: int, c: int, n: int, npoints: int
+    points_tensor: Tensor, idx_tensor: Tensor, out_tensor: Tensor, **sizes: int
 ) -> None:
     gathered = point_gathering.gather_points(points_tensor, idx_tensor)
     write("gather_points_forward", "out_tensor", out_tensor, gathered)
 
 
 def gather_points_backward(
-    grad_out_tensor: Tensor,
-    idx_tensor: Tensor,
-    grad_points_tensor: Tensor,
-    b: int,
-    c: int,
-    n: int,
-    npoints: int,
+    grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    def gather(features: Tensor) -> Tensor:
-        return point_gathering.gather_points(features, idx_tensor)
-
-    features = torch.zeros_like(grad_points_tensor)
-    add_gradients("gather_points_backward", gather, [features], grad_out_tensor, [grad_points_tensor])
+    _add_linear(
+        "gather_points_backward",
+        lambda features: point_gathering.gather_points(features, idx_tensor),
+        grad_out_tensor,
+        grad_points_tensor,
+    )
 
 
 def stack_group_points_forward(
@@ -169,10 +147,7 @@ def stack_group_points_forward(
     idx_tensor: Tensor,
     idx_batch_cnt_tensor: Tensor,
     out_tensor: Tensor,
-    b: int,
-    c: int,
-    m: int,
-    nsample: int,
+    **sizes: int,
 ) -> None:
     arguments = features_tensor, features_batch_cnt_tensor, idx_tensor, idx_batch_cnt_tensor
     grouped = point_gathering.stack_group_points(*arguments)
@@ -185,29 +160,20 @@ def stack_group_points_backward(
     idx_batch_cnt_tensor: Tensor,
     features_batch_cnt_tensor: Tensor,
     grad_features_tensor: Tensor,
-    b: int,
-    c: int,
-    m: int,
-    n: int,
-    nsample: int,
+    **sizes: int,
 ) -> None:
-    def group(features: Tensor) -> Tensor:
-        arguments = features_batch_cnt_tensor, idx_tensor, idx_batch_cnt_tensor
-        return point_gathering.stack_group_points(features, *arguments)
-
-    features = torch.zeros_like(grad_features_tensor)
-    add_gradients("stack_group_points_backward", group, [features], grad_out_tensor, [grad_features_tensor])
+    _add_linear(
+        "stack_group_points_backward",
+        lambda features: point_gathering.stack_group_points(
+            features, features_batch_cnt_tensor, idx_tensor, idx_batch_cnt_tensor
+        ),
+        grad_out_tensor,
+        grad_features_tensor,
+    )
 
 
 def three_interpolate_forward(
-    points_tensor: Tensor,
-    idx_tensor: Tensor,
-    weight_tensor: Tensor,
-    out_tensor: Tensor,
-    b: int,
-    c: int,
-    m: int,
-    n: int,
+    points_tensor: Tensor, idx_tensor: Tensor, weight_tensor: Tensor, out_tensor: Tensor, **sizes: int
 ) -> None:
     interpolated = point_gathering.three_interpolate(points_tensor, idx_tensor, weight_tensor)
     write("three_interpolate_forward", "out_tensor", out_tensor, interpolated)
@@ -218,17 +184,13 @@ def three_interpolate_backward(
     idx_tensor: Tensor,
     weight_tensor: Tensor,
     grad_points_tensor: Tensor,
-    b: int,
-    c: int,
-    n: int,
-    m: int,
+    **sizes: int,
 ) -> None:
-    def interpolate(features: Tensor) -> Tensor:
-        return point_gathering.three_interpolate(features, idx_tensor, weight_tensor)
-
-    features = torch.zeros_like(grad_points_tensor)
-    add_gradients(
-        "three_interpolate_backward", interpolate, [features], grad_out_tensor, [grad_points_tensor]
+    _add_linear(
+        "three_interpolate_backward",
+        lambda features: point_gathering.three_interpolate(features, idx_tensor, weight_tensor),
+        grad_out_tensor,
+        grad_points_tensor,
     )
 
 

@@ -116,9 +116,8 @@ def _kept_in_order(name: str, suppress: Callable[[Tensor, Tensor, float], Tensor
     """Return an entry that is given boxes in the order of their scores."""
 
     def entry(boxes: Tensor, keep: Tensor, num_out: Tensor, nms_overlap_thresh: float) -> None:
-        kept = suppress(
-            boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh
-        )  # Equal scores keep their order.
+        scores = boxes.new_zeros(len(boxes))  # Equal scores keep their order.
+        kept = suppress(boxes, scores, nms_overlap_thresh)
         if keep.shape != boxes.shape[:1]:
             raise ValueError(f"mmcv._ext.{name}: keep must be [{len(boxes)}], got {list(keep.shape)}")
         keep[: len(kept)] = kept

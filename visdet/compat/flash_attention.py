@@ -171,9 +171,7 @@ def _window(function: str, options: tuple, named: dict[str, Any]) -> tuple[int, 
         options = ((-1, -1), 0.0, None, False, *options)
     elif len(options) > 1 and isinstance(options[1], Tensor | None):  # softcap is new in flash_attn 2.6.
         options = (options[0], 0.0, *options[1:])
-    elif len(options) > 1 and isinstance(
-        options[1], bool
-    ):  # Up to flash_attn 2.3, return_attn_probs is here.
+    elif len(options) > 1 and isinstance(options[1], bool):  # return_attn_probs was here up to 2.3.
         options = (options[0], 0.0, None, False, *options[1:])
     given = dict(zip(_OPTIONS, options, strict=False)) | named
     for name, value in given.items():

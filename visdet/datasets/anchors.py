@@ -11,8 +11,6 @@ from visdet.errors import InvalidInputError
 
 from .frame_records import value_of
 
-__all__ = ["cluster", "detection_anchors", "map_anchors", "motion_anchors", "planning_anchors"]
-
 _MAP_ANCHOR_LENGTH_M = 8.0
 
 

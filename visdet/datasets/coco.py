@@ -16,8 +16,6 @@ from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
 from visdet.structures.palette import class_palette
 
-__all__ = ["COCO_CLASSES", "CocoDataset"]
-
 # The 80 categories of COCO 2017, in the order of its JSON files.
 _COCO_NAMES = """
 person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop

@@ -10,8 +10,6 @@ from visdet.errors import InvalidInputError
 
 from .info_files import frame_keys, frame_tokens
 
-__all__ = ["sequence_flags", "sort_frames"]
-
 _MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
 _MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
 

@@ -9,8 +9,6 @@ import numpy as np
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.poses import pose_matrix
 
-__all__ = ["CAMERA_KEYS", "FRAME_KEYS", "Key", "check_frame", "value_of"]
-
 _AGENT_STEPS = 12  # in published files
 _MAX_TIMESTAMP_US = 10**17  # the year 5138; larger numbers are nanoseconds
 

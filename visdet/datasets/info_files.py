@@ -22,8 +22,6 @@ from visdet.restricted_pickle import load_numpy_pickle
 
 from .frame_records import value_of
 
-__all__ = ["InfoTable", "frame_keys", "frame_tokens", "load_infos", "save_infos"]
-
 _FORMAT = "visdet-infos-1"
 _ARRAY = "__array__"
 FrameKey = tuple[int, str, bool]

@@ -1,28 +1,26 @@
 """nuScenes with tracks, futures and maps. Key frames come one at a time, in the order of their scenes."""
 
 import logging
-import unicodedata
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from mmengine.dataset import Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
+from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
+from .augmentation import drawn_augmentation
 from .frame_order import sequence_flags, sort_frames
 from .frame_records import check_frame
 from .info_files import load_infos
 from .nuscenes_tables import NUSCENES_CLASSES
-
-__all__ = ["NuScenes3DDetTrackDataset"]
 
 
 @DATASETS.register_module(name=["NuScenes3DDetTrackDataset", "NuScenes3DDataset"])
@@ -123,7 +121,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.CLASSES = _class_names("classes", classes or self.METAINFO["classes"])
         self.MAP_CLASSES = _class_names("map_classes", map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
-        self._class_like = {_folded(name): name for name in self.CLASSES}
         self._warned_about: set[str] = set()
         root, out_dir = data_root or "FOLDER", Path(ann_file).parent
         with where_to_get(
@@ -177,42 +174,9 @@ class NuScenes3DDetTrackDataset(Dataset):
         return check_frame(self._infos[int(position)], self.ann_file, int(position))
 
     def get_augmentation(self, rng: np.random.Generator | None = None) -> dict | None:
-        """Return the resize factor, crop, flip and rotations of a frame, or ``None`` without ``data_aug_conf``.
-
-        In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their middle and, by
-        ``bot_pct_lim``, their bottom.
-
-        Args:
-            rng: the generator of the random numbers. The default is one that torch's global generator seeds.
-        """
+        """Return :func:`drawn_augmentation` of ``data_aug_conf``, or None without it."""
         conf = self.data_aug_conf
-        if conf is None:
-            return None
-        height, width = conf["H"], conf["W"]
-        final_height, final_width = conf["final_dim"]
-        if self.test_mode:
-            rng = None
-            resize = max(final_height / height, final_width / width)
-            bottom, flip, rotate, rotate_3d = float(np.mean(conf["bot_pct_lim"])), False, 0.0, 0.0
-        else:
-            rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
-            resize = rng.uniform(*conf["resize_lim"])
-            bottom = rng.uniform(*conf["bot_pct_lim"])
-            flip = bool(conf["rand_flip"] and rng.integers(2))
-            rotate = rng.uniform(*conf["rot_lim"])
-            rotate_3d = rng.uniform(*conf["rot3d_range"])
-        new_width, new_height = int(width * resize), int(height * resize)
-        top = int((1 - bottom) * new_height) - final_height
-        spare = max(0, new_width - final_width)
-        left = spare // 2 if rng is None else int(rng.uniform(0, spare))
-        return {
-            "resize": resize,
-            "resize_dims": (new_width, new_height),
-            "crop": (left, top, left + final_width, top + final_height),
-            "flip": flip,
-            "rotate": rotate,
-            "rotate_3d": rotate_3d,
-        }
+        return None if conf is None else drawn_augmentation(conf, self.test_mode, rng)
 
     def get_data_info(self, index: int) -> dict:
         """Return the record of frame ``index`` for the pipeline, without ``aug_config``."""
@@ -339,10 +303,9 @@ class NuScenes3DDetTrackDataset(Dataset):
     def _label(self, name: str, info: dict) -> int:
         """Return the label of a class, or -1 if it is not used."""
         label = self._label_of_class.get(name, -1)
-        if label < 0 and (like := self._class_like.get(_folded(name))):
+        if label < 0 and (hint := look_alike(name, self.CLASSES)):
             raise InvalidInputError(
-                f"frame {info['token']} of {self.ann_file}: gt_names has {name!r}, which differs only in case, blanks "
-                f"or Unicode form from the class {like!r}"
+                f"frame {info['token']} of {self.ann_file}: gt_names has {name!r}, which is no class: {hint}"
             )
         return label
 
@@ -382,7 +345,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         return info["num_lidar_pts"] + info.get("num_radar_pts", 0) > 0
 
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
-        """Return the boxes [m, 7] of each of the following frames of the scene, in the lidar frame of this frame.
+        """Return the boxes [m, 7] of each later frame of the scene, in the lidar coordinates of this frame.
 
         As in the future of the vehicle, a step is a frame of the file, even one that ``load_interval`` leaves out.
         """
@@ -427,10 +390,6 @@ def _class_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str) or len(set(names)) != len(names):
         raise InvalidInputError(f"{argument} must be a list of different names, got {names!r}")
     return tuple(names)
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFKC", name).casefold().strip()
 
 
 def _lidar_to_global(info: dict) -> np.ndarray:

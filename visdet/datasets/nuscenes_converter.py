@@ -12,8 +12,6 @@ from visdet.structures.poses import inverse_pose, pose_matrix
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables, nearest_message
 
-__all__ = ["NuScenesConverter", "split_of_scene"]
-
 _CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 _CLASS_OF_CATEGORY = {
     "movable_object.barrier": "barrier",
@@ -251,9 +249,8 @@ def _ego_future(lidar_poses: list[np.ndarray]) -> dict:
     places = np.array([(from_world @ pose)[:2, 3] for pose in lidar_poses])
     places = np.concatenate([places, np.repeat(places[-1:], _EGO_STEPS + 1 - len(places), axis=0)])
     side = places[-1, 0]
-    command = (
-        0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
-    )  # right, left, straight
+    # right, left, straight
+    command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
     return {
         "gt_ego_fut_trajs": np.diff(places, axis=0).astype(np.float32),
         "gt_ego_fut_masks": (np.arange(1, _EGO_STEPS + 1) < len(lidar_poses)).astype(np.float32),

@@ -9,8 +9,6 @@ import numpy as np
 
 from visdet.errors import MissingFileError, MissingPackageError
 
-__all__ = ["NuScenesMap"]
-
 # Road outlines are cut this far inside the region, so that its edges do not become boundaries.
 _EDGE_MARGIN_M = 0.2
 _SAME_DIRECTION = 0.01  # Crossings whose directions differ by less than about 8 degrees are merged.

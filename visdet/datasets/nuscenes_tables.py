@@ -6,8 +6,6 @@ from typing import Any
 
 from visdet.errors import MissingFileError, UnknownNameError
 
-__all__ = ["NUSCENES_CLASSES", "NuScenesTables", "nearest_message"]
-
 # The classes of nuScenes' detection task, in the order of their labels.
 NUSCENES_CLASSES = (
     "car",

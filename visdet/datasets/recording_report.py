@@ -13,8 +13,6 @@ from .frame_records import FRAME_KEYS
 from .info_files import load_infos
 from .nuscenes import NuScenes3DDetTrackDataset
 
-__all__ = ["recording_report"]
-
 
 def recording_report(path: str, data_root: str | None = None) -> list[str]:
     """Return what an info file holds, in lines that end with those to copy into a config.

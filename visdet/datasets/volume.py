@@ -14,8 +14,6 @@ from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
 from visdet.structures import FieldDataSample
 
-__all__ = ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"]
-
 
 class FieldDataset(Dataset):
     """Base class of data sets of fields, which hold the values of a field at points.

@@ -10,8 +10,7 @@ from typing import Any
 from visdet.errors import UserError, add_hint
 
 from .data_workers import WorkerError
-
-__all__ = ["advice_for_training"]
+from .places import short_path
 
 _UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* does not exist)")
 
@@ -46,8 +45,7 @@ def _newest_checkpoint(runner: Any) -> str | None:
     resumed = runner._load_from if runner._resume else None
     for path in (runner.message_hub.get_info("last_ckpt"), resumed):
         if path and os.path.isfile(path):
-            relative = os.path.relpath(path)
-            return path if relative.startswith("..") else relative
+            return short_path(path)
     return None
 
 

@@ -20,8 +20,6 @@ from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hi
 
 from .errors import nearest_names
 
-__all__ = ["building", "check_texts", "unknown_keyword_message"]
-
 _UNEXPECTED = re.compile(
     r"(?:(?P<owner>[\w.<>]+)\.)?(?P<function>\w+)\(\) got an unexpected keyword argument '(?P<keyword>\w+)'"
 )

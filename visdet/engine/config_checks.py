@@ -6,8 +6,6 @@ from typing import Any
 
 from visdet.errors import ConfigError
 
-__all__ = ["check_counting", "check_parts", "check_sections", "is_iteration_based", "schedules_of"]
-
 _LOADERS = tuple(f"{stage}_dataloader" for stage in ("train", "val", "test"))
 # The sections that must be dicts, lists of dicts, or one of both, with a ``type`` in each dict if they are "typed".
 _SHAPES = {

@@ -21,8 +21,6 @@ from visdet.errors import ConfigError, add_hint
 from .config_placeholders import BASE, Placeholders, rebuilt
 from .packaged_configs import PACKAGE, did_you_mean, existing_config, named_like
 
-__all__ = ["files_of_config", "read_config"]
-
 _SUFFIXES = (".py", ".json", ".yaml", ".yml")
 _DEPRECATION = "_deprecation_"
 _Value = dict[str, Any]

@@ -18,8 +18,6 @@ from typing import Any
 
 from visdet.errors import ConfigError
 
-__all__ = ["BASE", "Placeholders", "rebuilt"]
-
 BASE = "_base_"
 _ANY = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
 _IN_F_STRING = re.compile(r"\{\s*(\$.*?)\s*\}", re.DOTALL)  # Python has read {{ as an escaped brace there.

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["config_text", "values_without_code"]
-
 _WIDTH = 100
 _INDENT = " " * 4
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

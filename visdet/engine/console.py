@@ -12,8 +12,6 @@ from rich.text import Text
 
 from .process_group import joined_process_group
 
-__all__ = ["ConsoleHandler", "WorkerStart", "console", "is_main_process", "say"]
-
 console = Console(highlight=False)
 
 # Warnings of mmengine that contain one of these texts are about its own internals. A user cannot act on them, and the

@@ -25,8 +25,6 @@ from visdet.errors import UserError
 
 from .checkpoints.random_state import preserved_random_state
 
-__all__ = ["WorkerError", "check_shared_memory", "report_lost_batches", "worker_failures_explained"]
-
 SHARED_MEMORY = "/dev/shm"
 _PLENTY = 4 << 30
 _MIB = 1 << 20

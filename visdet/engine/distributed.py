@@ -11,8 +11,6 @@ from visdet.registry import MODEL_WRAPPERS
 
 from .errors import UserError
 
-__all__ = ["checked_launcher", "start_process_group", "wrapper_on_the_cpu"]
-
 
 def checked_launcher(launcher: str | None) -> str:
     """Return ``launcher``. If it is None, return 'pytorch' under torchrun and 'none' otherwise.

@@ -10,8 +10,6 @@ from visdet.registry import METRICS
 from .inference import write_detections_file
 from .sample_json import record_of
 
-__all__ = ["DumpDetections"]
-
 
 @METRICS.register_module()
 class DumpDetections(BaseMetric):

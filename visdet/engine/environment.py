@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-__all__ = ["environment"]
-
 _PACKAGES = (
     "torch",
     "torchvision",

@@ -4,8 +4,6 @@ from typing import Any
 
 from mmengine.config import Config
 
-__all__ = ["adopt_mmdet_scope"]
-
 _PREFIXES = ("mmdet.", "mmcv.")
 
 

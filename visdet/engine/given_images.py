@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError
+from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError, check_choice
 
 from .image_files import find_images
 
 __all__ = ["each_image", "frames_per_second", "is_one_image", "is_video"]
 
-_ORDERS = ("bgr", "rgb")
 _KINDS = "paths, numpy arrays, tensors, images of Pillow, or lists and iterators of them"
 
 
@@ -51,8 +50,7 @@ def each_image(given: Any, channel_order: str = "bgr") -> Iterator[str | np.ndar
     Raises:
         UserError: something given is no image. The message says what it is.
     """
-    if channel_order not in _ORDERS:
-        raise InvalidInputError(f"channel_order must be one of {_ORDERS}, got {channel_order!r}")
+    check_choice("channel_order", channel_order, ("bgr", "rgb"))
     if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(given, dict | bytes | set):
         raise InvalidTypeError(f"images must be {_KINDS}, got {type(given).__name__}")
     return _each_image(given, channel_order)

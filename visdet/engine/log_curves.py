@@ -8,8 +8,6 @@ from visdet.structures.fonts import legible
 
 from .errors import UserError
 
-__all__ = ["draw_curves", "read_scalars"]
-
 Curve = dict[int, float]
 
 

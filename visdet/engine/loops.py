@@ -22,8 +22,6 @@ from .checkpoints.random_state import preserved_random_state
 from .checkpoints.resumable_batches import ResumableBatches, new_loader
 from .errors import ConfigError
 
-__all__ = ["EpochBasedTrainLoop", "IterBasedTrainLoop", "living_objects_not_collected"]
-
 _VALIDATED = "validated_at_iter"
 
 
@@ -347,7 +345,7 @@ def _validate(runner: Any) -> None:
 def living_objects_not_collected() -> Iterator[None]:
     """Let Python's garbage collector leave out, within the block, all objects that exist when it begins.
 
-    A search through the objects of all imported packages and of a model takes up to a tenth of the time of a training.
+    To search all objects that packages and a model have made would take up to a tenth of the training.
     """
     gc.collect()
     gc.freeze()

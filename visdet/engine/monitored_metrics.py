@@ -11,8 +11,6 @@ from visdet.errors import ConfigError
 from .config_checks import schedules_of
 from .errors import nearest_names
 
-__all__ = ["check_monitored"]
-
 
 def check_monitored(runner: Any) -> None:
     """Check, before training, that validation returns the metrics that hooks and schedules of a run wait for.

@@ -13,8 +13,6 @@ from visdet.errors import InvalidInputError
 from visdet.execution.host_copy import HostCopy
 from visdet.registry import OPTIM_WRAPPERS
 
-__all__ = ["AmpOptimWrapper", "OptimWrapper"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

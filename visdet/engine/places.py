@@ -11,12 +11,15 @@ from filelock import FileLock, Timeout
 
 from .errors import UserError
 
-__all__ = ["check_free_space", "check_out_file", "check_work_dir", "only_training_in"]
-
 _LOCK = ".training.lock"
-_PATIENCE = (
-    8.0  # Data workers of a run that was killed end within five seconds, and hold its lock until then.
-)
+# The data workers of a run that was killed end within five seconds, and hold its lock until then.
+_PATIENCE = 8.0
+
+
+def short_path(path: str) -> str:
+    """Return ``path`` relative to the current folder if it lies below that folder, otherwise ``path`` itself."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
@@ -85,10 +88,8 @@ def only_training_in(work_dir: str | Path) -> Iterator[None]:
     lock = FileLock(os.path.join(work_dir, _LOCK))
     try:
         lock.acquire(timeout=_PATIENCE)
-    except (
-        Timeout,
-        RuntimeError,
-    ) as error:  # Some versions raise the latter if this process has the lock itself.
+    # Some versions raise a RuntimeError if this process has the lock itself.
+    except (Timeout, RuntimeError) as error:
         raise UserError(
             f"another training is running in {work_dir}, and would overwrite the checkpoints of this one. Wait for its "
             "end, or choose another folder with --work-dir"

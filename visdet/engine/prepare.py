@@ -14,15 +14,6 @@ from .checkpoints.resume import AUTO
 from .errors import ConfigError
 from .places import check_out_file, check_work_dir
 
-__all__ = [
-    "build_runner",
-    "draw_detections",
-    "enable_amp",
-    "enable_auto_scale_lr",
-    "set_resume",
-    "write_detections",
-]
-
 
 def build_runner(cfg: Config) -> Runner:
     """Build the runner that ``runner_type`` of the config names. The default is :class:`DetRunner`.

@@ -4,8 +4,6 @@ import gc
 import sys
 from types import ModuleType
 
-__all__ = ["joined_process_group", "leave_process_group"]
-
 
 def joined_process_group() -> ModuleType | None:
     """Return ``torch.distributed`` if this process has joined a group, and None otherwise.

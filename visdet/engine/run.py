@@ -15,8 +15,6 @@ from .places import check_work_dir
 if TYPE_CHECKING:
     from mmengine.config import Config
 
-__all__ = ["TrainingResult", "evaluate", "train"]
-
 
 @dataclass(frozen=True)
 class TrainingResult:

@@ -6,8 +6,6 @@ from mmengine.config import Config
 
 from .config_text import config_text
 
-__all__ = ["RunConfig"]
-
 
 class RunConfig(Config):
     """A config whose text ``config_text`` makes.

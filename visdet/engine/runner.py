@@ -155,22 +155,19 @@ class DetRunner(CheckpointingRunner):
 
     def build_val_loop(self, loop: BaseLoop | dict) -> BaseLoop:
         """Build the validation loop."""
-        defaults = {"val_cfg": ValLoop, "val_dataloader": DataLoader}
-        with building(self.cfg, "val_cfg", "val_dataloader", "val_evaluator", defaults=defaults):
-            built = super().build_val_loop(loop)
-            check_there_are_samples(built.dataloader.dataset, "val_dataloader")
-            check_frames_come_one_by_one(built.dataloader, "val_dataloader")
-            check_metrics_are_apart(built.evaluator.metrics, "val_evaluator")
-            return built
+        return self._checked_loop("val", super().build_val_loop, loop, ValLoop)
 
     def build_test_loop(self, loop: BaseLoop | dict) -> BaseLoop:
         """Build the test loop."""
-        defaults = {"test_cfg": TestLoop, "test_dataloader": DataLoader}
-        with building(self.cfg, "test_cfg", "test_dataloader", "test_evaluator", defaults=defaults):
-            built = super().build_test_loop(loop)
-            check_there_are_samples(built.dataloader.dataset, "test_dataloader")
-            check_frames_come_one_by_one(built.dataloader, "test_dataloader")
-            check_metrics_are_apart(built.evaluator.metrics, "test_evaluator")
+        return self._checked_loop("test", super().build_test_loop, loop, TestLoop)
+
+    def _checked_loop(self, stage: str, build: Callable[[Any], Any], loop: Any, default: type) -> Any:
+        config, loader, evaluator = (f"{stage}_{part}" for part in ("cfg", "dataloader", "evaluator"))
+        with building(self.cfg, config, loader, evaluator, defaults={config: default, loader: DataLoader}):
+            built = build(loop)
+            check_there_are_samples(built.dataloader.dataset, loader)
+            check_frames_come_one_by_one(built.dataloader, loader)
+            check_metrics_are_apart(built.evaluator.metrics, evaluator)
             return built
 
     def build_evaluator(self, evaluator: Any) -> Any:
@@ -202,9 +199,7 @@ class DetRunner(CheckpointingRunner):
                     PARAM_SCHEDULERS.get(schedule["type"])
         for name in (f"_{stage}_evaluator" for stage in stages if stage != "train"):
             if getattr(self, name) is not None:
-                with suppress(
-                    MissingFileError
-                ):  # The data set may be drawn later. If it is not, the loop says so.
+                with suppress(MissingFileError):  # The data set may be drawn later, or the loop says so.
                     setattr(self, name, self.build_evaluator(getattr(self, name)))
 
     def build_optim_wrapper(self, optim_wrapper: Any) -> Any:

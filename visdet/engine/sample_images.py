@@ -8,8 +8,6 @@ from torch import Tensor
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 
-__all__ = ["image_file_of", "image_of", "image_of_inputs", "is_bgr"]
-
 
 def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarray:
     """Return what the predictions of a sample are drawn on: the image, the views, or the points of a field.

@@ -8,8 +8,6 @@ from visdet.structures.driving_data_sample import predictions_of
 from .detections import detections_of
 from .errors import ConfigError
 
-__all__ = ["record_of"]
-
 
 def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
     """Return the predictions for a sample of any model in types that JSON can represent.

@@ -8,8 +8,6 @@ from typing import Any
 
 from visdet.errors import UserError
 
-__all__ = ["CURVES", "DEFAULT_THRESHOLD", "measured_thresholds", "thresholds_in", "write_curves"]
-
 CURVES = "precision_recall.json"  # the file in the work_dir that validation and ``visdet test`` write
 DEFAULT_THRESHOLD = 0.3
 

@@ -12,8 +12,6 @@ import numpy as np
 from visdet.errors import InvalidInputError, MissingPackageError
 from visdet.structures.coco_json import id_order
 
-__all__ = ["AREAS", "BoxEvaluation", "evaluate_boxes", "import_backend"]
-
 # For each library, the module and class of the annotation index and of the evaluator.
 _BACKENDS = {
     "faster_coco_eval": ("faster_coco_eval.COCO", "faster_coco_eval.COCOeval_faster"),

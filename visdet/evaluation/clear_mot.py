@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 
-__all__ = ["Counts", "Frame", "count_events", "interpolate", "motar_curve", "recall_thresholds"]
-
 _FAR = 1e6
 
 

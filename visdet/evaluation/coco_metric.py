@@ -27,8 +27,6 @@ from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
 from .tables import table_text
 
-__all__ = ["CocoMetric"]
-
 # The arguments of BoxEvaluation.average_precision for each name.
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},

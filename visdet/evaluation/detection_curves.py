@@ -7,18 +7,6 @@ import numpy as np
 
 from visdet.structures.poses import wrap_angle
 
-__all__ = [
-    "TP_ERRORS",
-    "Boxes",
-    "Curve",
-    "Matches",
-    "accumulate",
-    "average_precision",
-    "match_frames",
-    "take_nearest",
-    "tp_error",
-]
-
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
 

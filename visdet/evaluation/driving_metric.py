@@ -16,17 +16,6 @@ from visdet.errors import InvalidInputError
 
 from .precision_recall import CurveReport
 
-__all__ = [
-    "PREDICTED",
-    "DrivingBoxMetric",
-    "DrivingMetric",
-    "as_array",
-    "places_in_world",
-    "read_anchors",
-    "vehicle_in_world",
-    "within",
-]
-
 # The predictions for boxes that metrics read.
 PREDICTED = ("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d")
 

@@ -12,8 +12,6 @@ from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
-__all__ = ["FieldMetric"]
-
 
 @METRICS.register_module()
 class FieldMetric(BaseMetric):

@@ -20,8 +20,6 @@ from .driving_metric import (
 )
 from .tables import table_text
 
-__all__ = ["MOTION_CLASSES", "MotionMetric", "displacement_errors", "final_errors", "motion_scores"]
-
 # The merged class of each class of boxes. Classes that are not listed are not evaluated.
 MOTION_CLASSES = {
     "car": "car",

@@ -30,8 +30,6 @@ from .driving_metric import (
 from .precision_recall import CurveReport, confusion_matrix, score_curve
 from .tables import summary_line, table_text
 
-__all__ = ["CLASS_RANGE", "NuScenesMetric"]
-
 # Boxes that are farther away from the vehicle than this, in metres, do not count.
 CLASS_RANGE = {
     "car": 50,

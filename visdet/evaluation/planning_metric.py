@@ -12,8 +12,6 @@ from visdet.structures.driving_data_sample import predictions_of
 from .driving_metric import DrivingMetric, as_array
 from .tables import table_text
 
-__all__ = ["PlanningMetric", "boxes_intersect", "collides", "constant_velocity_plan", "headings", "horizons"]
-
 _AHEAD = np.pi / 2  # the y axis of the lidar frame
 _STANDING_M = 0.5
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from visdet.structures.fonts import legible
 
-__all__ = ["CurveReport", "box_report", "confusion_matrix", "score_curve"]
-
 _MOST_POINTS = 200  # of a curve in the file
 _IOU = 0.5
 _MOST_BOXES = 100  # of a class in an image, as COCO counts them

@@ -4,8 +4,6 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["summary_line", "table_text"]
-
 
 def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table as text. Floats get three decimals, NaN becomes a dash, and other values are converted by str."""

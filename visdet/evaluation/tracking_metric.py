@@ -22,8 +22,6 @@ from .driving_metric import (
 from .nuscenes_metric import CLASS_RANGE
 from .tables import summary_line, table_text
 
-__all__ = ["TrackingMetric"]
-
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0
 _MAX_BOXES = 500

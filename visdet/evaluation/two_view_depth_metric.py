@@ -9,8 +9,6 @@ from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
-__all__ = ["TwoViewDepthMetric"]
-
 
 @METRICS.register_module()
 class TwoViewDepthMetric(BaseMetric):

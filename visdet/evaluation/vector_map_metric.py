@@ -15,8 +15,6 @@ from .driving_metric import DrivingMetric, as_array, read_anchors
 from .precision_recall import CurveReport, score_curve
 from .tables import summary_line, table_text
 
-__all__ = ["VectorMapMetric", "area_under_curve", "chamfer_distance", "match_lines"]
-
 _EPSILON = np.finfo(np.float32).eps
 
 

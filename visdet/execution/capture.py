@@ -11,8 +11,6 @@ import torch
 
 from .tensor_tree import tensors_of
 
-__all__ = ["Capture", "captures", "in_parallel", "keeps_tables"]
-
 A = TypeVar("A")
 B = TypeVar("B")
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "stack_numbers"]
-
 
 def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
     """Return tensors of one element and plain numbers as a float64 vector. It is on a GPU if one of them is."""

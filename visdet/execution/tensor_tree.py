@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ON_HOST", "is_on_host", "layout_of", "map_tensors", "tensors_of"]
-
 # This is the metadata of a field of a dataclass that the device never reads. Such a field does not belong to the tree.
 ON_HOST = {"on_host": True}
 

@@ -13,8 +13,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
-__all__ = ["BaseDetector", "image_sizes"]
-
 
 def image_sizes(inputs: Tensor, data_samples: Sequence[DetDataSample] | None) -> list[tuple[int, int]]:
     """Return the (height, width) in pixels of each image without its padding.

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["cxcywh_to_xyxy", "elementwise_overlaps", "inverse_sigmoid", "xyxy_to_cxcywh"]
-
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
     """Return the corners (x1, y1, x2, y2) [..., 4] of boxes given by centre and size (cx, cy, w, h) [..., 4]."""

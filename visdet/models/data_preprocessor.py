@@ -13,8 +13,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
-__all__ = ["DetDataPreprocessor"]
-
 
 @MODELS.register_module()
 class DetDataPreprocessor(ImgDataPreprocessor):

@@ -12,8 +12,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
-__all__ = ["DrivingDataPreprocessor", "stack_equal"]
-
 
 @MODELS.register_module()
 class DrivingDataPreprocessor(BaseDataPreprocessor):

@@ -10,14 +10,12 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, check_choice
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
 from visdet.structures import FieldDataSample
 
 from .base_detector import BaseDetector
-
-__all__ = ["LearnableGaussianField", "PointsDataPreprocessor"]
 
 _SAMPLES_PER_CLUSTER = 50  # number of points per Gaussian that k-means gets
 # The halves of a split Gaussian are moved by this fraction of the standard deviation along its longest axis. Along this
@@ -195,10 +193,7 @@ class LearnableGaussianField(BaseDetector):
         Raises:
             ValueError: the method is unknown, the shapes do not fit, or the values are not finite or all zero.
         """
-        if method not in ("kmeans", "random"):
-            raise InvalidInputError(
-                f"LearnableGaussianField.initialize: method must be 'kmeans' or 'random', got {method!r}"
-            )
+        check_choice("LearnableGaussianField.initialize: method", method, ("kmeans", "random"))
         if points.dim() != 2 or points.shape[1] != 3 or values.shape != points.shape[:1]:
             raise InvalidInputError(
                 "LearnableGaussianField.initialize: points must be [M, 3] and values [M], "

@@ -6,8 +6,6 @@ import torch
 from mmengine import dist
 from torch import Tensor
 
-__all__ = ["mean_count"]
-
 
 def mean_count(counts: Tensor | int, device: torch.device) -> Any:
     """Return the mean of counts over all processes, but at least 1.

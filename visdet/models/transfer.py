@@ -10,8 +10,6 @@ from torch import Tensor
 from visdet.execution.capture import keeps_tables
 from visdet.execution.tensor_tree import map_tensors, tensors_of
 
-__all__ = ["SamplesOnHost", "constants_on", "to_device"]
-
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers as a tensor on ``device``, without waiting for the work that is queued there.

@@ -15,8 +15,6 @@ from .base_detector import BaseDetector
 from .layers import ConvModule
 from .layers.precision import at_least_float32
 
-__all__ = ["TwoViewDepth", "epipolar_samples"]
-
 
 def epipolar_samples(
     intrinsics: Tensor,  # [B, 3, 3]

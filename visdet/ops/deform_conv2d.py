@@ -30,9 +30,8 @@ def deform_conv2d(
     """Return the convolution whose taps read ``input`` bilinearly at their position plus ``offset``.
 
     A tap whose offset leads out of the map, or is NaN or infinite, reads 0, and its offset has no gradient. Pixels
-    outside the map are zeros, so that a tap within one pixel of the border reads a blend with zero. The gradient of
-    an offset that leads to exactly -1, where zero offsets put the taps of a padding of 1, is 0 as in mmcv (torchvision
-    gives it that of a sample inside).
+    outside the map are zeros, so that a tap within one pixel of the border reads a blend with zero. A tap at exactly
+    -1, as with a padding of 1 and zero offsets, gives its offset no gradient, as in mmcv. In torchvision it does.
 
     Args:
         input: [B, C, H, W]. The map, of any floating-point type.
@@ -188,9 +187,8 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     for row, wy in ((y0, 1 - fy), (y0 + 1, fy)):
         for column, wx in ((x0, 1 - fx), (x0 + 1, fx)):
             is_inside = counts & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            index = torch.where(
-                is_inside, row.long() * W + column.long(), 0
-            )  # float32 is not exact beyond 2^24
+            # float32 is not exact beyond 2^24.
+            index = torch.where(is_inside, row.long() * W + column.long(), 0)
             index = index[:, None].expand(-1, flat.shape[1], -1)
             corner_weight = torch.where(is_inside, wy * wx, 0)
             total = total + flat.gather(2, index) * corner_weight[:, None]

@@ -85,9 +85,8 @@ def deformable_aggregation_with_depth_reference(
     for camera, (shapes, starts) in enumerate(zip(level_shapes.tolist(), level_starts.tolist(), strict=True)):
         location = locations[:, :, :, camera]  # [B, Q, P, 3]
         place, depth = location[..., :2], location[..., 2:]
-        counts = (
-            ((place > 0) & (place < 1)).all(-1, keepdim=True) & (depth > -1) & (depth < D)
-        )  # [B, Q, P, 1]
+        is_on_map = ((place > 0) & (place < 1)).all(-1, keepdim=True)  # [B, Q, P, 1]
+        counts = is_on_map & (depth > -1) & (depth < D)
         # The volume has D planes between two of zeros, so that D may be 0.
         grid = torch.cat([2 * place - 1, (2 * depth + 3) / (D + 2) - 1], -1)
         grid = torch.where(counts, grid, -3.0).view(B, Q * P, 1, 1, 3)

@@ -40,7 +40,7 @@ def boxes_iou3d(
     boxes_a: Tensor,  # [M, 7] (x, y, z, dx, dy, dz, heading)
     boxes_b: Tensor,  # [N, 7]
 ) -> Tensor:  # [M, N]
-    """Return the IoU of the volumes of each box of ``boxes_a`` and each of ``boxes_b``.
+    """Return the IoU of volumes for each pair of a box of ``boxes_a`` and a box of ``boxes_b``.
 
     Args:
         boxes_a: [M, 7]. As of ``boxes_overlap_bev``, with z the height of the centre.

@@ -31,9 +31,9 @@ def ms_deform_attn(
     weight, and has zero gradients.
 
     A NaN or an infinite number in ``value``, in a weight or in the output's gradient reaches every result that
-    depends on it. On the CPU, no other result changes. On CUDA, others may become NaN, too, because the kernels read a
-    texel inside the map with weight zero where a corner lies outside: samples near the border of the map, the gradients
-    of texels beside those that a sample reads, and, if the first texel of a level is NaN, the results of all queries.
+    depends on it. On the CPU, no other result changes. On CUDA, other results may become NaN, too, because the kernels
+    read a texel inside the map with weight zero where a corner lies outside. These are samples near the border of the
+    map, gradients of texels next to a sample, and, if the first texel of a level is NaN, all results.
 
     Args:
         value: [B, S, G, C]. The maps, float64, float32, float16 or bfloat16, channels last. The levels stand one after

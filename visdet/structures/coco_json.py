@@ -11,8 +11,6 @@ from mmengine.fileio import get_text
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError
 
-__all__ = ["id_order", "listed", "load_coco_json", "match_categories", "written_otherwise"]
-
 _REQUIRED_KEYS = {
     "images": ("id", "file_name", "height", "width"),
     "annotations": ("id", "image_id", "category_id", "bbox"),

@@ -2,8 +2,6 @@
 
 from mmengine.structures import BaseDataElement, InstanceData
 
-__all__ = ["DetDataSample"]
-
 
 class DetDataSample(BaseDataElement):
     """Ground truth, predictions and meta information of one image.

@@ -7,8 +7,6 @@ import torch
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
-__all__ = ["DrivingDataSample", "predictions_of"]
-
 _OF_TRUE_INSTANCES = ("gt_bboxes_3d", "gt_labels_3d", "gt_agent_fut_", "gt_map_")
 _OF_MAP = ("vectors", "scores", "labels")
 _OF_PLAN = ("planning_score", "planning", "final_planning", "ego_period", "ego_anchor_queue")

@@ -2,8 +2,6 @@
 
 from mmengine.structures import BaseDataElement
 
-__all__ = ["FieldDataSample"]
-
 
 class FieldDataSample(BaseDataElement):
     """True and predicted values of a field at the points of a chunk.

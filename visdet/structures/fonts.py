@@ -7,8 +7,6 @@ from typing import Any
 
 from mmengine.logging import print_log
 
-__all__ = ["legible"]
-
 
 @functools.lru_cache(maxsize=4096)
 def legible(*texts: str) -> tuple[list[str], str]:

@@ -2,8 +2,6 @@
 
 import colorsys
 
-__all__ = ["class_palette"]
-
 _GOLDEN_RATIO = 0.618033988749895
 
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["clip_line", "clip_polygon", "closed_orders", "open_orders", "resample", "simplify_line"]
-
 _MIN_LENGTH_M = 0.5
 _MIN_AREA_M2 = 1.0
 

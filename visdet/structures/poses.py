@@ -7,15 +7,6 @@ import numpy as np
 
 from visdet.errors import InvalidInputError
 
-__all__ = [
-    "box_corners",
-    "inverse_pose",
-    "pose_matrix",
-    "quaternion_from_matrix",
-    "rotation_from_quaternion",
-    "wrap_angle",
-]
-
 
 def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the rotation matrix [3, 3] of a quaternion (w, x, y, z) of any length but zero.

@@ -2,8 +2,6 @@
 
 from mmengine.structures import BaseDataElement
 
-__all__ = ["TwoViewDataSample"]
-
 
 class TwoViewDataSample(BaseDataElement):
     """The cameras and the true and predicted depth of a pair of views.

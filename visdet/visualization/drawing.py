@@ -8,8 +8,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from visdet.structures.fonts import legible
 
-__all__ = ["contact_sheet", "draw_boxes", "enlarge", "side_by_side", "text_width", "write_text"]
-
 _BACKGROUND = (24, 26, 30)
 _CAPTION_COLOUR = (225, 228, 232)
 # A place outside of every picture, in pixels. Pillow draws no numbers that are infinite or do not fit a C int.

@@ -16,8 +16,6 @@ from visdet.structures.poses import box_corners
 
 from .drawing import text_width, write_text
 
-__all__ = ["Scene", "draw_frame", "scene_of_prediction", "scene_of_truth", "write_gif"]
-
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
 PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
 _BACKGROUND, _EGO_COLOR, _TEXT_COLOR = (24, 26, 30), (235, 235, 235), (230, 230, 230)

@@ -11,8 +11,6 @@ from visdet.structures import DrivingDataSample
 from .driving_views import draw_frame, scene_of_prediction, scene_of_truth
 from .sample_visualizer import SampleVisualizer, threshold_of_each
 
-__all__ = ["DrivingVisualizer"]
-
 
 @VISUALIZERS.register_module()
 class DrivingVisualizer(SampleVisualizer):

@@ -12,8 +12,6 @@ from visdet.structures import FieldDataSample
 
 from .sample_visualizer import SampleVisualizer
 
-__all__ = ["FieldVisualizer", "slice_ellipses"]
-
 # Scattered points are drawn up to this fraction of the extent to either side of the middle.
 _SLAB = 0.05
 

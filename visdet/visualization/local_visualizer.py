@@ -14,8 +14,6 @@ from visdet.structures.palette import class_palette
 from .drawing import draw_boxes, enlarge
 from .sample_visualizer import SampleVisualizer, threshold_of_each
 
-__all__ = ["DetLocalVisualizer"]
-
 _IGNORED_COLOUR = (150, 150, 150)
 
 

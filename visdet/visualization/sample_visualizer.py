@@ -13,8 +13,6 @@ from PIL import Image
 
 from .drawing import contact_sheet, side_by_side
 
-__all__ = ["SampleVisualizer", "threshold_of_each"]
-
 _LONGEST_SIDE_ON_A_SHEET = 1200  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
 
 

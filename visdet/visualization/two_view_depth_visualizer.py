@@ -11,8 +11,6 @@ from visdet.structures import TwoViewDataSample
 
 from .sample_visualizer import SampleVisualizer
 
-__all__ = ["TwoViewDepthVisualizer"]
-
 _FULL_ERROR = 0.2
 
 

@@ -8,8 +8,6 @@ from torch.utils.data import BatchSampler, Sampler
 from visdet.errors import InvalidTypeError
 from visdet.registry import DATA_SAMPLERS
 
-__all__ = ["AspectRatioBatchSampler"]
-
 
 @DATA_SAMPLERS.register_module()
 class AspectRatioBatchSampler(BatchSampler):

@@ -11,8 +11,6 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 from visdet.errors import InvalidInputError
 from visdet.registry import DATA_SAMPLERS
 
-__all__ = ["GroupInBatchSampler", "SceneSampler"]
-
 
 @DATA_SAMPLERS.register_module()
 class GroupInBatchSampler(BatchSampler):

@@ -15,9 +15,6 @@ from filelock import FileLock
 
 from visdet.errors import InvalidInputError, UserError
 
-__all__ = ["claim_folder", "draw_in_processes", "draw_once", "is_orphan"]
-
-
 # The folder that each existing data set reads.
 _claims: weakref.WeakKeyDictionary[object, Path] = weakref.WeakKeyDictionary()
 

@@ -10,8 +10,6 @@ from visdet.structures.poses import box_corners
 
 from .driving_world import DRIVING_CLASSES, Road, World
 
-__all__ = ["GROUND_Z", "RIG", "Camera", "Renderer", "Shot"]
-
 GROUND_Z = -1.84  # in the lidar frame, which has x to the right, y ahead and z up
 _NEAR = 0.3
 _MAP_RANGE = 56.0  # the ground is painted up to this distance in metres

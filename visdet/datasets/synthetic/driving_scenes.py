@@ -17,8 +17,6 @@ from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
-__all__ = ["DRIVING_MAP_CLASSES", "make_driving_scenes"]
-
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS, EGO_STEPS = 12, 6
 
@@ -230,9 +228,8 @@ def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: lis
     local = positions @ to_lidar[:3, :3].T + to_lidar[:3, 3]
     masks = (frame + 1 + np.arange(EGO_STEPS) < num_frames).astype(np.float32)
     side = local[-1, 0]
-    command = (
-        0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
-    )  # right, left, straight
+    # right, left, straight
+    command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
     speeds, yaws = world.ego_speed, np.unwrap(world.ego_yaw)
     acceleration, yaw_rate = np.gradient(speeds, STEP_S)[frame], np.gradient(yaws, STEP_S)[frame]
     speed = speeds[frame]

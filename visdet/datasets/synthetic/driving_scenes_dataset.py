@@ -9,8 +9,6 @@ from .drawn_folder import claim_folder
 from .driving_scenes import DRIVING_MAP_CLASSES, make_driving_scenes
 from .driving_world import DRIVING_CLASSES
 
-__all__ = ["DrivingScenesDataset"]
-
 
 @DATASETS.register_module()
 class DrivingScenesDataset(NuScenes3DDetTrackDataset):

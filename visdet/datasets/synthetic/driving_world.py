@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DRIVING_CLASSES", "STEP_S", "World", "make_world"]
-
 # The names are those of nuScenes, so that its metrics apply.
 DRIVING_CLASSES = ("car", "truck", "pedestrian", "bicycle", "traffic_cone")
 STEP_S = 0.5  # time between key frames

@@ -11,8 +11,6 @@ from visdet.errors import InvalidInputError
 from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .shapes_images import SHAPE_CLASSES, draw_shapes
 
-__all__ = ["make_shapes"]
-
 _GENERATOR_VERSION = 1
 _STAMP = "shapes.json"
 _SPLITS = ("train", "val")

@@ -10,8 +10,6 @@ from .drawn_folder import claim_folder
 from .shapes import make_shapes
 from .shapes_images import SHAPE_CLASSES
 
-__all__ = ["ShapesDataset"]
-
 
 @DATASETS.register_module()
 class ShapesDataset(CocoDataset):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-__all__ = ["SHAPE_CLASSES", "ShapeObject", "draw_shapes"]
-
 SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 
 _SUPERSAMPLING = 4

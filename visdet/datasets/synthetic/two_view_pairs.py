@@ -11,8 +11,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures import TwoViewDataSample
 
-__all__ = ["TwoViewPairs"]
-
 _TEXTURE_CELLS = 64
 _CELL_PER_DEPTH = 0.07  # size of a texture cell divided by its depth, so that every cell is a few pixels wide
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["BaseTransform", "choose", "uniform", "uniform_int"]
-
 
 class BaseTransform(metaclass=ABCMeta):
     """A step of a data pipeline, which changes a dict of results and returns it.

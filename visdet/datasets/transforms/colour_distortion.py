@@ -4,8 +4,6 @@ from visdet.errors import InvalidInputError
 
 from .base import BaseTransform
 
-__all__ = ["ColourDistortion"]
-
 
 class ColourDistortion(BaseTransform):
     """A transform that changes brightness, contrast, saturation and hue at random.

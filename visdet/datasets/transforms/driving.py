@@ -14,15 +14,6 @@ from visdet.structures.poses import inverse_pose, wrap_angle
 
 from .base import BaseTransform
 
-__all__ = [
-    "BBoxRotation",
-    "CircleObjectRangeFilter",
-    "InstanceNameFilter",
-    "NuScenesSparse4DAdaptor",
-    "PackDrivingInputs",
-    "VectorizeMap",
-]
-
 _PER_BOX_KEYS = (
     "gt_bboxes_3d",
     "gt_labels_3d",

@@ -11,8 +11,6 @@ from visdet.structures import DetDataSample
 from .base import BaseTransform
 from .interleaved import split_channels
 
-__all__ = ["PackDetInputs"]
-
 
 @TRANSFORMS.register_module()
 class PackDetInputs(BaseTransform):

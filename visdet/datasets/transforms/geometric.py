@@ -8,14 +8,12 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, check_choice
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, choose, uniform, uniform_int
 from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
-
-__all__ = ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"]
 
 
 @TRANSFORMS.register_module()
@@ -55,12 +53,8 @@ class Resize(BaseTransform):
             raise InvalidInputError(
                 f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}"
             )
-        if backend not in ("cv2", "pillow"):
-            raise InvalidInputError(f"Resize: backend must be 'cv2' or 'pillow', got {backend!r}")
-        if interpolation not in ("nearest", "bilinear", "bicubic"):
-            raise InvalidInputError(
-                f"Resize: interpolation must be nearest, bilinear or bicubic, got {interpolation!r}"
-            )
+        check_choice("Resize: backend", backend, ("cv2", "pillow"))
+        check_choice("Resize: interpolation", interpolation, ("nearest", "bilinear", "bicubic"))
         self.scale: Any = None if scale is None else _positive_pair("Resize: scale", scale)
         self.scale_factor = (
             None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
@@ -263,11 +257,9 @@ class RandomCrop(BaseTransform):
         recompute_bbox: bool = False,
         bbox_clip_border: bool = True,
     ) -> None:
-        if crop_type not in ("absolute", "absolute_range", "relative", "relative_range"):
-            raise InvalidInputError(
-                "RandomCrop: crop_type must be absolute, absolute_range, relative or relative_range, "
-                f"got {crop_type!r}"
-            )
+        check_choice(
+            "RandomCrop: crop_type", crop_type, ("absolute", "absolute_range", "relative", "relative_range")
+        )
         if recompute_bbox:
             raise InvalidInputError(
                 "RandomCrop: recompute_bbox=True needs instance masks, which visdet does not have"
@@ -312,14 +304,12 @@ class RandomCrop(BaseTransform):
         if "gt_bboxes" in results:
             offset = torch.tensor([left, top, left, top], dtype=torch.float32)
             boxes = results["gt_bboxes"].as_subclass(torch.Tensor) - offset
-            reaches_in = (boxes[:, :2] < boxes.new_tensor([crop_w, crop_h])).all(1) & (boxes[:, 2:] > 0).all(
-                1
-            )
-            if not reaches_in.any() and not self.allow_negative_crop:
+            kept = (boxes[:, :2] < boxes.new_tensor([crop_w, crop_h])).all(1) & (boxes[:, 2:] > 0).all(1)
+            if not kept.any() and not self.allow_negative_crop:
                 return None
         set_image(results, F.crop(results["img"], top, left, crop_h, crop_w))
         if "gt_bboxes" in results:
-            set_boxes(results, boxes, reaches_in)
+            set_boxes(results, boxes, kept)
             if self.bbox_clip_border:
                 set_boxes(results, F.clamp_bounding_boxes(results["gt_bboxes"]))
         return results
@@ -359,10 +349,7 @@ class Pad(BaseTransform):
                 "Pad: give either size, or size_divisor and/or pad_to_square, "
                 f"got {size=}, {size_divisor=}, {pad_to_square=}"
             )
-        if padding_mode not in ("constant", "edge", "reflect", "symmetric"):
-            raise InvalidInputError(
-                f"Pad: padding_mode must be constant, edge, reflect or symmetric, got {padding_mode!r}"
-            )
+        check_choice("Pad: padding_mode", padding_mode, ("constant", "edge", "reflect", "symmetric"))
         if size_divisor is not None and size_divisor < 1:
             raise InvalidInputError(f"Pad: size_divisor must be at least 1, got {size_divisor}")
         value: Any = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val

@@ -5,8 +5,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["mirrored", "split_channels"]
-
 _DTYPES = (torch.uint8, torch.float32)
 _MOST_CHANNELS = 4  # which OpenCV mirrors
 

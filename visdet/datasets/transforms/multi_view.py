@@ -10,20 +10,11 @@ from mmengine import fileio
 from mmengine.logging import print_log
 from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError, MissingFileError, check_choice
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
-
-__all__ = [
-    "LoadMultiViewImageFromFiles",
-    "LoadPointsFromFile",
-    "MultiScaleDepthMapGenerator",
-    "NormalizeMultiviewImage",
-    "PhotoMetricDistortionMultiViewImage",
-    "ResizeCropFlipImage",
-]
 
 
 @TRANSFORMS.register_module()
@@ -46,10 +37,7 @@ class LoadMultiViewImageFromFiles(BaseTransform):
     def __init__(
         self, to_float32: bool = False, color_type: str = "unchanged", backend_args: dict | None = None
     ) -> None:
-        if color_type not in ("color", "unchanged"):
-            raise InvalidInputError(
-                f"LoadMultiViewImageFromFiles: color_type must be 'color' or 'unchanged', got {color_type!r}"
-            )
+        check_choice("LoadMultiViewImageFromFiles: color_type", color_type, ("color", "unchanged"))
         self.to_float32 = to_float32
         self.color_type = color_type
         self.backend_args = backend_args
@@ -114,10 +102,7 @@ class LoadPointsFromFile(BaseTransform):
         file_client_args: dict | None = None,
         backend_args: dict | None = None,
     ) -> None:
-        if coord_type not in ("CAMERA", "LIDAR", "DEPTH"):
-            raise InvalidInputError(
-                f"LoadPointsFromFile: coord_type must be CAMERA, LIDAR or DEPTH, got {coord_type!r}"
-            )
+        check_choice("LoadPointsFromFile: coord_type", coord_type, ("CAMERA", "LIDAR", "DEPTH"))
         self.coord_type = coord_type
         self.load_dim = load_dim
         self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)

@@ -9,8 +9,6 @@ from .base import uniform
 from .colour_distortion import ColourDistortion
 from .tv_results import set_image
 
-__all__ = ["PhotoMetricDistortion"]
-
 
 @TRANSFORMS.register_module()
 class PhotoMetricDistortion(ColourDistortion):

@@ -3,8 +3,6 @@
 import torch
 from torchvision import tv_tensors
 
-__all__ = ["set_boxes", "set_image"]
-
 
 def set_image(results: dict, image: torch.Tensor) -> None:
     """Store ``image`` [3, H, W] and its shape (height, width)."""

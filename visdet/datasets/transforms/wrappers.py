@@ -13,8 +13,6 @@ from visdet.registry import TRANSFORMS
 from .base import BaseTransform, choose
 from .tv_results import set_boxes, set_image
 
-__all__ = ["RandomChoice", "TorchvisionTransform"]
-
 
 @TRANSFORMS.register_module()
 class RandomChoice(BaseTransform):

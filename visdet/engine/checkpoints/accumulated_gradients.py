@@ -8,8 +8,6 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from torch import nn
 
-__all__ = ["gather_gradients", "restore_gradients"]
-
 
 def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
     """Return the gradients of every process, on the CPU, if the next update needs gradients of earlier iterations.

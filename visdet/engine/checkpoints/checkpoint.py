@@ -28,8 +28,6 @@ from ..errors import (
 from .plain_state import to_plain
 from .weights import check_finite, weights_of
 
-__all__ = ["read_checkpoint", "register_checkpoint_readers", "write_checkpoint"]
-
 LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
 # By torch's convention these are the first digits of the file's SHA-256.

@@ -27,8 +27,6 @@ from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_e
 from .temporal_states import restore_temporal_state
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
-__all__ = ["CheckpointingRunner"]
-
 
 class CheckpointingRunner(Runner):
     """Reads, writes and resumes checkpoints as :class:`DetRunner` describes.

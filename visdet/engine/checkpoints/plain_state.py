@@ -11,8 +11,6 @@ from mmengine.logging import HistoryBuffer
 
 from visdet.errors import InvalidTypeError
 
-__all__ = ["restore_message_hub", "to_plain"]
-
 _PLAIN = (bool, int, float, str, bytes, type(None))
 # The values of a history that a checkpoint keeps, which suffice for every smoothing window in use. The full histories
 # of twenty scalars grow to 100 MB in a long run.

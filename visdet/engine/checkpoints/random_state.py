@@ -9,9 +9,6 @@ import numpy as np
 import torch
 from mmengine.dist import get_world_size
 
-__all__ = ["gather_random_states", "get_random_state", "preserved_random_state", "set_random_state"]
-
-
 _preserved: list[dict[str, Any]] = []
 
 

@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from visdet.errors import InvalidInputError
 
-__all__ = ["ResumableBatches", "SeededBatch", "new_loader"]
-
 
 class SeededBatch(list):
     """The indices of a batch. A data worker that iterates over them seeds its random generators first.

@@ -10,14 +10,6 @@ from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is
 from ..errors import CheckpointError, DamagedCheckpointError
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
 
-__all__ = [
-    "AUTO",
-    "checkpoint_to_resume",
-    "decided_by_the_main_process",
-    "newest_readable_checkpoint",
-    "read_on_every_process",
-]
-
 AUTO = "auto"
 _Decided = TypeVar("_Decided")
 

@@ -7,8 +7,6 @@ from mmengine.dist import get_world_size
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-__all__ = ["gather_temporal_states", "restore_temporal_state"]
-
 
 @runtime_checkable
 class TemporalModel(Protocol):

@@ -14,8 +14,6 @@ from visdet.checks.state_dicts import common_prefix, is_dense, named, nonfinite_
 
 from ..errors import CheckpointError
 
-__all__ = ["check_finite", "load_weights", "revised", "tensors_of", "weights_of"]
-
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Return the state dict of a checkpoint.

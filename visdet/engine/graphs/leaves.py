@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["leaves_in_place_of", "with_leaves"]
-
 
 class _Call(nn.Module):
     """A module whose call runs a given function."""

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from visdet.execution.capture import Capture, captures
 
-__all__ = ["GraphMemory"]
-
 
 class GraphMemory:
     """What the graphs of all shapes share: a pool, two streams to capture on, and gradients.

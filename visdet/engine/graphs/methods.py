@@ -21,8 +21,6 @@ from visdet.execution.tensor_tree import layout_of, map_tensors
 from .memory import GraphMemory
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 
-__all__ = ["GraphedLoss", "GraphedPrediction", "graphs_for"]
-
 _LEARNS = attrgetter("requires_grad")
 _living: "WeakSet[GraphedMethod]" = WeakSet()
 
@@ -234,9 +232,9 @@ class GraphedMethod(ABC):
 class GraphedLoss(GraphedMethod):
     """The losses of a detector, computed by CUDA graphs.
 
-    A step of a detector with stages is the graph of ``predictions_and_costs``, a call of ``assign``, the graph of
-    ``losses``, and in ``backward`` the graph of all gradients (see ``DeformableDETR``). ``assign`` is called once in
-    each step. It may wait for the device and exchange numbers with other processes. The graphs may not.
+    A step has three graphs: one for ``predictions_and_costs``, one for ``losses``, and in ``backward`` one for all
+    gradients (see ``DeformableDETR``). ``assign`` is called once between the first two. It may wait for the device and
+    exchange numbers with other processes. The graphs may not.
     The losses are ordinary nodes of the autograd graph, from which the parameters get their gradients. Gradient
     accumulation, loss scaling, clipping and the optimizer therefore work as without graphs. Random numbers, including
     dropout's, are the same as in eager steps.

@@ -13,8 +13,6 @@ from visdet.execution.tensor_tree import layout_of, map_tensors, tensors_of
 from .leaves import leaves_in_place_of, with_leaves
 from .memory import GraphMemory
 
-__all__ = ["GraphedDetections", "GraphedFeatures", "GraphedStep"]
-
 
 class GraphedStep:
     """A training step of one shape of batches: three CUDA graphs, and the tensors that they read and write.

@@ -8,14 +8,12 @@ from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
-from visdet.errors import InvalidInputError
+from visdet.errors import check_choice
 from visdet.execution.host_copy import HostCopy, stack_numbers
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError, UserError
 from ..optim_wrapper import OptimWrapper
-
-__all__ = ["CheckInvalidLossHook", "NonFiniteLossError"]
 
 _NUM_BAD = "number of processes with a bad loss"
 
@@ -48,8 +46,7 @@ class CheckInvalidLossHook(Hook):
     priority = "VERY_HIGH"  # before the logger and the checkpoint hook
 
     def __init__(self, action: str = "stop", max_skips: int = 20, interval: int = 1) -> None:
-        if action not in ("stop", "skip"):
-            raise InvalidInputError(f"CheckInvalidLossHook: action must be 'stop' or 'skip', got {action!r}")
+        check_choice("CheckInvalidLossHook: action", action, ("stop", "skip"))
         self.action = action
         self.max_skips = max_skips
         self.interval = interval

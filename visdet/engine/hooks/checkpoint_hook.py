@@ -16,8 +16,6 @@ from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError
 from ..places import check_free_space, check_work_dir
 
-__all__ = ["CheckpointHook"]
-
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):

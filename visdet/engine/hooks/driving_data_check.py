@@ -7,8 +7,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["check_driving_data"]
-
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")  # TrackingMetric needs no range of these.
 
 

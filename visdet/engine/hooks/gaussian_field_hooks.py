@@ -12,8 +12,6 @@ from visdet.registry import HOOKS, MODELS
 
 from ..errors import ConfigError
 
-__all__ = ["InitializeFieldHook", "SplitGaussiansHook"]
-
 
 def _field(runner: Any, hook: Hook) -> Any:
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model

@@ -12,8 +12,6 @@ from visdet.registry import HOOKS
 from ..errors import ConfigError
 from .driving_data_check import check_driving_data
 
-__all__ = ["NumClassCheckHook"]
-
 
 @HOOKS.register_module()
 class NumClassCheckHook(Hook):

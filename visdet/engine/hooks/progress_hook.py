@@ -12,8 +12,6 @@ from visdet.registry import HOOKS
 
 from ..console import console, is_main_process, say
 
-__all__ = ["ProgressHook"]
-
 _REFRESH_SECONDS = 0.2
 
 

@@ -15,10 +15,9 @@ import visdet
 from visdet.registry import HOOKS
 
 from ..console import console, is_main_process, say
+from ..places import short_path
 from ..score_thresholds import write_curves
 from .visualization_hook import val_pictures_folder
-
-__all__ = ["RunReportHook"]
 
 
 @HOOKS.register_module()
@@ -54,7 +53,7 @@ class RunReportHook(Hook):
             rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}{begin}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
         rows["start"] = _start(runner)
-        rows["writes to"] = f"{_short(runner.work_dir)} (log: {_short(runner.logger.log_file)})"
+        rows["writes to"] = f"{short_path(runner.work_dir)} (log: {short_path(runner.logger.log_file)})"
         for name, row in rows.items():
             say(f"{name:<10} {row}")
 
@@ -86,9 +85,9 @@ class RunReportHook(Hook):
             ("TensorBoard", _existing(os.path.join(runner.log_dir, "vis_data"))),
         ):
             if path:
-                say(f"  {label:<16} {_short(path)}")
+                say(f"  {label:<16} {short_path(path)}")
         say("look at it:")
-        folder = shlex.quote(_short(runner.work_dir))
+        folder = shlex.quote(short_path(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
         say(f"  visdet curves {folder}")
 
@@ -97,8 +96,8 @@ class RunReportHook(Hook):
         if is_main_process():
             self._print_metrics(runner.test_evaluator)
             for file in self.files:
-                say(f"curves: {_short(file)}")
-            say(f"log: {_short(runner.logger.log_file)}")
+                say(f"curves: {short_path(file)}")
+            say(f"log: {short_path(runner.logger.log_file)}")
 
     def _print_metrics(self, evaluator: Any) -> None:
         """Print a table with one row per class and one for all classes, for each metric that has results per class."""
@@ -155,7 +154,7 @@ def _start(runner: Any) -> str:
             if runner.max_iters > 0
             else f"{start}; nothing is trained, because train_cfg has no iterations"
         )
-    start = f"resumed from {_short(runner._load_from)}"
+    start = f"resumed from {short_path(runner._load_from)}"
     if runner.iter < runner.max_iters:
         return f"{start} at iteration {runner.iter}"
     finished = f"the run is finished, after {runner.iter} of {runner.max_iters} iterations"
@@ -169,9 +168,3 @@ def _number(value: float | None) -> str:
 
 def _existing(path: str) -> str | None:
     return path if os.path.isdir(path) else None
-
-
-def _short(path: str) -> str:
-    """Return ``path`` relative to the current folder if it lies below that folder, otherwise ``path`` itself."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -11,8 +11,6 @@ from visdet.registry import HOOKS
 from ..optim_wrapper import OptimWrapper
 from .progress_hook import ProgressHook
 
-__all__ = ["RuntimeInfoHook"]
-
 
 @HOOKS.register_module()
 class RuntimeInfoHook(_RuntimeInfoHook):

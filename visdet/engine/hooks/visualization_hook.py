@@ -17,8 +17,6 @@ from ..picture_paths import PicturePaths
 from ..sample_images import image_of, is_bgr
 from ..score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
 
-__all__ = ["DetVisualizationHook", "val_pictures_folder"]
-
 
 def val_pictures_folder(runner: Any) -> str:
     """Return the folder that a run's validation pictures go to."""

@@ -10,9 +10,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from visdet.checks.state_dicts import common_prefix, named
-from visdet.errors import InvalidInputError, UserError
-
-__all__ = ["load_pretrained"]
+from visdet.errors import InvalidInputError, UserError, check_choice
 
 _TORCHVISION = "torchvision://"
 
@@ -48,10 +46,7 @@ def load_pretrained(
         PretrainedWeightsError: the weights are not available and ``if_unavailable`` is 'error', or they belong to
             another architecture.
     """
-    if if_unavailable not in ("error", "random"):
-        raise InvalidInputError(
-            f"init_cfg: if_unavailable must be 'error' or 'random', got {if_unavailable!r}"
-        )
+    check_choice("init_cfg: if_unavailable", if_unavailable, ("error", "random"))
     try:
         state_dict = _read(checkpoint, map_location)
     except (OSError, HTTPException) as error:  # The file is missing, or the network fails.

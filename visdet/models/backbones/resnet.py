@@ -10,15 +10,13 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, check_choice
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from .pretrained import load_pretrained
-
-__all__ = ["ResNet"]
 
 _BN = {"type": "BN", "requires_grad": True}
 _DEFAULT_INIT = [
@@ -347,7 +345,6 @@ def _check_options(
         raise InvalidInputError(
             f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
         )
-    if style not in ("pytorch", "caffe"):
-        raise InvalidInputError(f"ResNet: style must be 'pytorch' or 'caffe', got {style!r}")
+    check_choice("ResNet: style", style, ("pytorch", "caffe"))
     if not -1 <= frozen_stages <= num_stages:
         raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")

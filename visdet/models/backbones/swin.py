@@ -19,8 +19,6 @@ from ..layers.normalization import build_norm_layer
 from ..transfer import to_device
 from .pretrained import load_pretrained
 
-__all__ = ["SwinTransformer"]
-
 _LN = {"type": "LN"}
 _GELU = {"type": "GELU"}
 _INIT = [

@@ -21,8 +21,6 @@ from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid, flatten_pyramid
 from .head import SetPrediction
 
-__all__ = ["DeformableDetectionTransformer", "PredictionBatch", "TrainingBatch"]
-
 # Least number of boxes per image after padding. Each number is a shape of its own for CUDA graphs.
 _LEAST_ROOM, _LEAST_ROOM_ON_GPU = 8, 64
 

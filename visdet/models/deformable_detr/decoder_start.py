@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DecoderStart", "DenoisingQueries"]
-
 
 class DenoisingQueries(NamedTuple):
     """Queries made of ground truth with noise. P of them are there, and some of them may be no more than room.

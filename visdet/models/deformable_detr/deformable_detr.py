@@ -14,8 +14,6 @@ from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid
 from .proposals import box_embedding, pixel_proposals, rows_at
 
-__all__ = ["DeformableDETR"]
-
 
 @MODELS.register_module()
 class DeformableDETR(DeformableDetectionTransformer):
@@ -38,9 +36,8 @@ class DeformableDETR(DeformableDetectionTransformer):
             self.pos_trans_fc = nn.Linear(self.embed_dims * 2, self.embed_dims * 2)
             self.pos_trans_norm = LayerNorm(self.embed_dims * 2)
         else:
-            self.query_embedding = nn.Embedding(
-                self.num_queries, self.embed_dims * 2
-            )  # query_pos, then query
+            # query_pos, then query
+            self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims * 2)
             self.reference_points_fc = nn.Linear(self.embed_dims, 2)
 
     def init_weights(self) -> None:

@@ -14,8 +14,6 @@ from visdet.execution.capture import keeps_tables
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
 
-__all__ = ["FlatPyramid", "flatten_pyramid"]
-
 
 @dataclass(frozen=True)
 class FlatPyramid:

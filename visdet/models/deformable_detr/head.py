@@ -20,8 +20,6 @@ from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .transformer import refine_boxes
 
-__all__ = ["DeformableDETRHead", "SetPrediction"]
-
 _FOCAL = {"type": "FocalLoss", "use_sigmoid": True, "gamma": 2.0, "alpha": 0.25, "loss_weight": 2.0}
 _L1 = {"type": "L1Loss", "loss_weight": 5.0}
 _GIOU = {"type": "GIoULoss", "loss_weight": 2.0}

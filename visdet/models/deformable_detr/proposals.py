@@ -8,8 +8,6 @@ from torch import Tensor
 from ..layers.positional_encoding import sine_embedding
 from .flat_pyramid import FlatPyramid
 
-__all__ = ["box_embedding", "pixel_proposals", "rows_at"]
-
 
 def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
     """Return one box per pixel of the pyramid, and whether it is usable.

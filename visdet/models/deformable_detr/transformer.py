@@ -18,14 +18,6 @@ from ..layers.normalization import build_norm_layer
 from ..layers.precision import in_full_precision
 from .flat_pyramid import FlatPyramid
 
-__all__ = [
-    "DeformableDetrTransformerDecoder",
-    "DeformableDetrTransformerDecoderLayer",
-    "DeformableDetrTransformerEncoder",
-    "DeformableDetrTransformerEncoderLayer",
-    "refine_boxes",
-]
-
 _LN = {"type": "LN"}
 
 

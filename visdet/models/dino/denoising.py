@@ -13,8 +13,6 @@ from ..boxes import inverse_sigmoid, xyxy_to_cxcywh
 from ..deformable_detr.decoder_start import DenoisingQueries
 from ..matching.padded_targets import PaddedTargets
 
-__all__ = ["CdnQueryGenerator"]
-
 
 @MODELS.register_module()
 class CdnQueryGenerator(BaseModule):

@@ -19,8 +19,6 @@ from ..layers.precision import in_full_precision, without_gradients
 from ..matching.padded_targets import PaddedTargets
 from ..transfer import to_device
 
-__all__ = ["DINO", "DINOHead", "DenoisingBatch"]
-
 
 @dataclass(frozen=True)
 class DenoisingBatch(TrainingBatch):

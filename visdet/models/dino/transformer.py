@@ -14,8 +14,6 @@ from ..layers.normalization import LayerNorm
 from ..layers.positional_encoding import sine_embedding
 from ..layers.precision import in_full_precision
 
-__all__ = ["DinoTransformerDecoder"]
-
 
 class BoxPositions(nn.Module):
     """Two linear layers that make the position of a query from the sine embedding of its box."""

@@ -6,8 +6,6 @@ from torch import nn
 
 from visdet.registry import MODELS
 
-__all__ = ["build_activation_layer"]
-
 for _layer in (
     nn.ReLU,
     nn.ReLU6,

@@ -10,8 +10,6 @@ from visdet.registry import MODELS
 from .activation import build_activation_layer
 from .normalization import build_norm_layer, norm_abbreviation
 
-__all__ = ["ConvModule"]
-
 _RELU = {"type": "ReLU"}
 
 

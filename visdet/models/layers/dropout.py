@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-__all__ = ["build_dropout", "draws_in_a_capture"]
-
 
 def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
     """Return a dropout layer.

@@ -15,8 +15,6 @@ from .linear import Linear
 from .residual import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
-__all__ = ["FFN", "feed_forward_layers"]
-
 _RELU = {"type": "ReLU"}
 
 
@@ -67,6 +65,23 @@ def feed_forward_layers(
     return nn.Sequential(*hidden, Linear(widths[-1], out_channels), nn.Dropout(ffn_drop))
 
 
+def feed_forward(
+    layers: nn.Sequential, x: Tensor, added: Tensor | None, dropout_layer: nn.Module, norm: nn.Module | None
+) -> Tensor:
+    """Return ``norm(added + dropout_layer(layers(x)))``, where ``added`` and ``norm`` may be None.
+
+    Args:
+        layers: the result of :func:`feed_forward_layers`.
+    """
+    *linear_layers, dropout = layers
+    for layer in linear_layers:
+        x = layer(x)
+    if added is not None:
+        return add_and_norm(norm, x, added, dropout, dropout_layer)
+    x = dropout_layer(dropout(x))
+    return x if norm is None else norm(x)
+
+
 @register_in_root
 @MODELS.register_module()
 class FFN(BaseModule):
@@ -112,11 +127,5 @@ class FFN(BaseModule):
         Args:
             x: the input. identity: replaces x in the sum. norm: a normalisation of the result, or None.
         """
-        out = x
-        *linear_layers, dropout = self.layers
-        for layer in linear_layers:
-            out = layer(out)
-        if self.add_identity:
-            return add_and_norm(norm, out, x if identity is None else identity, dropout, self.dropout_layer)
-        out = self.dropout_layer(dropout(out))
-        return out if norm is None else norm(out)
+        added = (x if identity is None else identity) if self.add_identity else None
+        return feed_forward(self.layers, x, added, self.dropout_layer, norm)

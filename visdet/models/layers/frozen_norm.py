@@ -13,9 +13,6 @@ from visdet.ops.tracing import is_traced
 
 from .precision import as_autocast_input, autocast_dtype
 
-__all__ = ["FoldedConv", "fold_frozen_norms"]
-
-
 # This is the count of 16-bit numbers in 16 bytes. cuDNN reads a bias in pieces of 16 bytes, and the process crashes if
 # the bias does not begin at a multiple of 16 bytes.
 _BIAS_MULTIPLE = 8

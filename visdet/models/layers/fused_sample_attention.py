@@ -12,8 +12,6 @@ from visdet.registry import MODELS
 
 from .precision import at_least_float32
 
-__all__ = ["FusedSampleAttention"]
-
 
 @MODELS.register_module()
 class FusedSampleAttention(BaseModule):

@@ -5,8 +5,6 @@ from torch import Tensor, nn
 
 from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
-__all__ = ["Linear"]
-
 _MIN_ROWS = 8192  # From here on, the gradients of ``autocast_linear`` take the GPU less time than torch's.
 
 

@@ -17,8 +17,6 @@ from .precision import as_autocast_input
 from .residual import add_and_norm
 from .root_registration import register_in_root
 
-__all__ = ["MultiScaleDeformableAttention"]
-
 
 @register_in_root
 @MODELS.register_module()

@@ -16,8 +16,6 @@ from .precision import as_autocast_input, at_least_float32
 from .residual import add_and_norm
 from .root_registration import register_in_root
 
-__all__ = ["MultiheadAttention"]
-
 
 @register_in_root
 @MODELS.register_module()

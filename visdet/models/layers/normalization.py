@@ -10,8 +10,6 @@ from visdet.errors import InvalidTypeError
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 from visdet.registry import MODELS
 
-__all__ = ["BatchNorm2d", "LayerNorm", "ReLULayerNorm", "build_norm_layer", "norm_abbreviation"]
-
 
 # mmengine's initialisers find a layer by its name or by the names of its direct bases. Configs name ``_BatchNorm``.
 class BatchNorm2d(nn.BatchNorm2d, _BatchNorm):

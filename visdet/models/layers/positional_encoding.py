@@ -10,8 +10,6 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
-__all__ = ["SinePositionalEncoding", "sine_embedding"]
-
 
 def sine_embedding(positions: Tensor, num_feats: int, temperature: float = 10000.0) -> Tensor:
     """Return sines and cosines of positions [...] at ``num_feats / 2`` wavelengths, [..., num_feats] in float32.

@@ -6,14 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "as_autocast_input",
-    "at_least_float32",
-    "autocast_dtype",
-    "in_full_precision",
-    "without_gradients",
-]
-
 
 def in_full_precision(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)`` without autocast, in the dtype of the module's weights."""

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from .normalization import LayerNorm
 
-__all__ = ["add_and_norm", "drops", "is_plain"]
-
 _Layer = TypeVar("_Layer", bound=nn.Module)
 
 

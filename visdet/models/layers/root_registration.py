@@ -5,8 +5,6 @@ from importlib.util import find_spec
 from mmengine.registry import MODELS as ROOT_MODELS
 from torch import nn
 
-__all__ = ["register_in_root"]
-
 
 def register_in_root(module_class: type[nn.Module], name: str | None = None) -> type[nn.Module]:
     """Register a class in mmengine's root ``MODELS``, where mmcv 2 has a class of this name, and return the class.

@@ -7,8 +7,6 @@ from visdet.registry import MODELS
 from ..boxes import elementwise_overlaps
 from .reduced_loss import ReducedLoss
 
-__all__ = ["GIoULoss", "L1Loss"]
-
 
 @MODELS.register_module()
 class L1Loss(ReducedLoss):

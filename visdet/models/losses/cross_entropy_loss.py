@@ -11,8 +11,6 @@ from visdet.registry import MODELS
 from ..layers.precision import at_least_float32
 from .reduction import reduce_loss
 
-__all__ = ["CrossEntropyLoss"]
-
 
 @MODELS.register_module()
 class CrossEntropyLoss(nn.Module):

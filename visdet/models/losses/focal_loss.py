@@ -10,8 +10,6 @@ from visdet.registry import MODELS
 from ..layers.precision import at_least_float32
 from .reduced_loss import ReducedLoss
 
-__all__ = ["FocalLoss"]
-
 
 @MODELS.register_module()
 class FocalLoss(ReducedLoss):

@@ -7,8 +7,6 @@ from visdet.registry import MODELS
 from ..layers.precision import at_least_float32
 from .reduced_loss import ReducedLoss
 
-__all__ = ["GaussianFocalLoss"]
-
 _EPS = 1e-12
 
 

@@ -4,8 +4,6 @@ from torch import Tensor, nn
 
 from .reduction import reduce_loss
 
-__all__ = ["ReducedLoss"]
-
 
 class ReducedLoss(nn.Module):
     """A loss whose elements are weighted and reduced. A subclass computes the elements.

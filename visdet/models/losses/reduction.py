@@ -2,9 +2,7 @@
 
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
-
-__all__ = ["REDUCTIONS", "reduce_loss"]
+from visdet.errors import check_choice
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -22,8 +20,7 @@ def reduce_loss(
     Raises:
         ValueError: the reduction is unknown, or it is 'sum' and ``avg_factor`` is given.
     """
-    if reduction not in REDUCTIONS:
-        raise InvalidInputError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    check_choice("reduction", reduction, REDUCTIONS)
     if weight is not None:
         loss = loss * weight
     if reduction == "none":

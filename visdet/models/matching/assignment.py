@@ -10,8 +10,6 @@ from visdet.ops.fused import linear_sum_assignment, solves_assignments_on
 
 from ..transfer import to_device
 
-__all__ = ["for_solver", "solve_assignment", "solve_on_host", "solve_padded"]
-
 # This replaces NaN and infinite costs, which the solver does not accept. Such a pair is chosen last.
 _INVALID_COST = 1e8
 

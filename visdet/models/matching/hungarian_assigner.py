@@ -15,8 +15,6 @@ from .assignment import solve_assignment
 from .match_costs import MatchCost, single_image_targets
 from .padded_targets import PaddedTargets
 
-__all__ = ["AssignResult", "HungarianAssigner"]
-
 
 @dataclass(frozen=True)
 class AssignResult:

@@ -10,21 +10,12 @@ from typing import Any
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
+from visdet.errors import check_choice
 from visdet.registry import TASK_UTILS
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
 from .padded_targets import PaddedTargets
-
-__all__ = [
-    "BBoxL1Cost",
-    "ClassificationCost",
-    "FocalLossCost",
-    "IoUCost",
-    "MatchCost",
-    "single_image_targets",
-]
 
 
 def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | None) -> PaddedTargets:
@@ -131,8 +122,7 @@ class BBoxL1Cost(MatchCost):
 
     def __init__(self, box_format: str = "xyxy", weight: float = 1.0) -> None:
         super().__init__(weight)
-        if box_format not in ("xyxy", "xywh"):
-            raise InvalidInputError(f"BBoxL1Cost: box_format must be 'xyxy' or 'xywh', got {box_format!r}")
+        check_choice("BBoxL1Cost: box_format", box_format, ("xyxy", "xywh"))
         self.box_format = box_format
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
@@ -154,8 +144,7 @@ class IoUCost(MatchCost):
 
     def __init__(self, iou_mode: str = "giou", weight: float = 1.0) -> None:
         super().__init__(weight)
-        if iou_mode not in ("iou", "giou"):
-            raise InvalidInputError(f"IoUCost: iou_mode must be 'iou' or 'giou', got {iou_mode!r}")
+        check_choice("IoUCost: iou_mode", iou_mode, ("iou", "giou"))
         self.iou_mode = iou_mode
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:

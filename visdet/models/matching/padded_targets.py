@@ -15,8 +15,6 @@ from visdet.structures import DetDataSample
 
 from ..transfer import to_device
 
-__all__ = ["PaddedTargets"]
-
 
 @dataclass(frozen=True)
 class PaddedTargets:

@@ -10,8 +10,6 @@ from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
 
-__all__ = ["ChannelMapper"]
-
 _RELU = {"type": "ReLU"}
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 

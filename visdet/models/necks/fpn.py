@@ -11,8 +11,6 @@ from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
 
-__all__ = ["FPN"]
-
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 _NEAREST = {"mode": "nearest"}
 _EXTRA = ("on_input", "on_lateral", "on_output")

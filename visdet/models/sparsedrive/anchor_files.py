@@ -12,8 +12,6 @@ from torch import Tensor
 
 from visdet.errors import MissingFileError
 
-__all__ = ["ModuleWithAnchors"]
-
 
 class ModuleWithAnchors(BaseModule):
     """A module with anchors from .npy files.

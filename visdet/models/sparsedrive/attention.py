@@ -7,8 +7,6 @@ from visdet.registry import MODELS
 
 from ..layers.multihead_attention import MultiheadAttention
 
-__all__ = ["MultiheadFlashAttention"]
-
 
 @MODELS.register_module()
 class MultiheadFlashAttention(MultiheadAttention):

@@ -15,8 +15,6 @@ from ..matching.assignment import solve_padded
 from ..mean_count import mean_count
 from .padded_instances import PaddedInstances, rows_or_zeros
 
-__all__ = ["Assignment", "BaseTargetWithDenoising", "InstanceTargets", "PairCosts", "assigned_instances"]
-
 
 class InstanceTargets(NamedTuple):
     """What the predictions of a decoder layer, or of L layers with a first dimension more, have to learn.

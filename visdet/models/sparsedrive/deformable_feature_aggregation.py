@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, check_choice
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_fused,
@@ -20,8 +20,6 @@ from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32, in_full_precision
 from .mlp import linear_relu_ln
-
-__all__ = ["DeformableFeatureAggregation"]
 
 _MIN_DEPTH_M = 1e-5  # Points that are nearer or behind the camera are projected far outside the image.
 
@@ -74,10 +72,7 @@ class DeformableFeatureAggregation(BaseModule):
             raise InvalidInputError(
                 f"DeformableFeatureAggregation: num_groups must divide embed_dims = {embed_dims}, got {num_groups}"
             )
-        if residual_mode not in ("add", "cat"):
-            raise InvalidInputError(
-                f"DeformableFeatureAggregation: residual_mode must be 'add' or 'cat', got {residual_mode!r}"
-            )
+        check_choice("DeformableFeatureAggregation: residual_mode", residual_mode, ("add", "cat"))
         if not 0 <= attn_drop < 1:
             raise InvalidInputError(
                 f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}"

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-__all__ = ["DenseDepthNet"]
-
 _MAX_LOG_DEPTH = 20.0  # keeps a diverging depth and its gradient finite
 
 

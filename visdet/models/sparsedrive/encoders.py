@@ -6,15 +6,13 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.errors import check_choice
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX, W, X
 from .mlp import linear_relu_ln
 from .side_by_side import SideBySide
-
-__all__ = ["SparseBox3DEncoder", "SparsePoint3DEncoder"]
 
 
 @MODELS.register_module()
@@ -44,8 +42,7 @@ class SparseBox3DEncoder(BaseModule):
         out_loops: int = 2,
     ) -> None:
         super().__init__()
-        if mode not in ("add", "cat"):
-            raise InvalidInputError(f"SparseBox3DEncoder: mode must be 'add' or 'cat', got {mode!r}")
+        check_choice("SparseBox3DEncoder: mode", mode, ("add", "cat"))
         widths = [embed_dims] * 5 if isinstance(embed_dims, int) else list(embed_dims)
         self.embed_dims = embed_dims
         self.vel_dims = vel_dims

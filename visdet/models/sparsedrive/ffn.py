@@ -8,12 +8,9 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.dropout import build_dropout
-from ..layers.feed_forward import feed_forward_layers
+from ..layers.feed_forward import feed_forward, feed_forward_layers
 from ..layers.normalization import build_norm_layer
 from ..layers.precision import as_autocast_input
-from ..layers.residual import add_and_norm
-
-__all__ = ["AsymmetricFFN"]
 
 _RELU = {"type": "ReLU", "inplace": True}
 
@@ -74,12 +71,5 @@ class AsymmetricFFN(BaseModule):
         if self.pre_norm is not None:
             x = self.pre_norm(x)
         x = as_autocast_input(x)
-        *linear_layers, dropout = self.layers
-        out = x
-        for layer in linear_layers:
-            out = layer(out)
-        if self.add_identity:
-            identity = self.identity_fc(x if identity is None else identity)
-            return add_and_norm(norm, out, identity, dropout, self.dropout_layer)
-        out = self.dropout_layer(dropout(out))
-        return out if norm is None else norm(out)
+        added = self.identity_fc(x if identity is None else identity) if self.add_identity else None
+        return feed_forward(self.layers, x, added, self.dropout_layer, norm)

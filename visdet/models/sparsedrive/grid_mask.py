@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GridMask"]
-
 
 class GridMask(nn.Module):
     """Blanks a random grid in training, the same in all images of a batch, with probability ``prob``.

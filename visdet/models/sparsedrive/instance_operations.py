@@ -13,8 +13,6 @@ from ..layers.feed_forward import FFN
 from ..layers.precision import as_autocast_input
 from .ffn import AsymmetricFFN
 
-__all__ = ["InstanceOperations"]
-
 
 class InstanceOperations(nn.Module):
     """Base class of heads whose ``layers`` are operations on instances, one for each name in ``operation_order``.

@@ -13,8 +13,6 @@ from visdet.registry import MODELS
 from ..layers.precision import at_least_float32, in_full_precision
 from .boxes.box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
-__all__ = ["SparseBox3DKeyPointsGenerator", "SparsePoint3DKeyPointsGenerator"]
-
 
 @MODELS.register_module()
 class SparseBox3DKeyPointsGenerator(BaseModule):

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from ..layers.normalization import ReLULayerNorm
 
-__all__ = ["Scale", "linear_relu_ln"]
-
 
 class Scale(nn.Module):
     """Multiplies each channel by a learnable factor, the parameter ``scale``."""

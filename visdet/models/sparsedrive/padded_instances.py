@@ -12,8 +12,6 @@ from visdet.execution.tensor_tree import ON_HOST
 
 from ..transfer import to_device
 
-__all__ = ["PaddedInstances", "padded_rows", "room_for", "rows_or_zeros"]
-
 _LEAST_ROOM = 16
 
 

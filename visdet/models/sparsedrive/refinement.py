@@ -13,8 +13,6 @@ from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX
 from .mlp import Scale, linear_relu_ln
 
-__all__ = ["SparseBox3DRefinementModule", "SparsePoint3DRefinementModule"]
-
 _PRIOR = 0.01  # the probability of each class before training
 
 
@@ -22,13 +20,24 @@ def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
     return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, num_outputs))
 
 
-def _set_prior(class_branch: Any) -> None:
-    if class_branch is not None:
-        nn.init.constant_(class_branch[-1].bias, bias_init_with_prob(_PRIOR))
+class _Refinement(BaseModule):
+    """The base class of both refinements. ``cls_layers`` is the class branch, or None."""
+
+    cls_layers: Any
+
+    def init_weights(self) -> None:
+        """Set the bias of the class logits so that probabilities start at 1 %."""
+        if self.cls_layers is not None:
+            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        if self.cls_layers is None:
+            raise ValueError(f"{type(self).__name__}: return_cls must be False without a class branch")
+        return self.cls_layers(feature)
 
 
 @MODELS.register_module()
-class SparseBox3DRefinementModule(BaseModule):
+class SparseBox3DRefinementModule(_Refinement):
     """Refines box anchors, in float32 under autocast.
 
     The predicted offsets are added to position and size. For the velocity, a displacement is predicted and divided by
@@ -68,10 +77,6 @@ class SparseBox3DRefinementModule(BaseModule):
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
         self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
-    def init_weights(self) -> None:
-        """Set the bias of the class logits so that probabilities start at 1 %."""
-        _set_prior(self.cls_layers)
-
     def forward(
         self,
         instance_feature: Tensor,
@@ -104,14 +109,12 @@ class SparseBox3DRefinementModule(BaseModule):
             refined = torch.cat([refined[..., :SIN_YAW], yaw, refined[..., VX:]], dim=-1)
         if not return_cls:
             return refined, None, None
-        if self.cls_layers is None:
-            raise ValueError("SparseBox3DRefinementModule: return_cls must be False without a class branch")
         quality = None if self.quality_layers is None else self.quality_layers(feature)
-        return refined, self.cls_layers(instance_feature), quality
+        return refined, self._logits(instance_feature), quality
 
 
 @MODELS.register_module()
-class SparsePoint3DRefinementModule(BaseModule):
+class SparsePoint3DRefinementModule(_Refinement):
     """Refines polyline anchors by adding predicted offsets, in float32 under autocast.
 
     Args:
@@ -142,10 +145,6 @@ class SparsePoint3DRefinementModule(BaseModule):
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
 
-    def init_weights(self) -> None:
-        """Set the bias of the class logits so that probabilities start at 1 %."""
-        _set_prior(self.cls_layers)
-
     def forward(
         self,
         instance_feature: Tensor,
@@ -167,6 +166,4 @@ class SparsePoint3DRefinementModule(BaseModule):
         refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
         if not return_cls:
             return refined, None, None
-        if self.cls_layers is None:
-            raise ValueError("SparsePoint3DRefinementModule: return_cls must be False without a class branch")
-        return refined, self.cls_layers(instance_feature), None
+        return refined, self._logits(instance_feature), None

@@ -15,8 +15,6 @@ from ..driving_data_preprocessor import stack_equal
 from .boxes.denoising import DenoisingQueries
 from .temporal.frame_clock import FrameClock
 
-__all__ = ["DrivingBatch", "batch_of", "field_of"]
-
 # These fields become one tensor for the batch. Other tensors stay lists with one tensor per sample.
 _STACKED = (
     "projection_mat",

@@ -11,8 +11,6 @@ from visdet.ops.fused import dropout_add_layer_norm
 
 from ..layers.normalization import ReLULayerNorm
 
-__all__ = ["SideBySide"]
-
 
 class SideBySide(nn.Module):
     """Computes perceptrons ``n times (Linear, Identity, ReLULayerNorm)`` side by side, in the dtype of their weights.

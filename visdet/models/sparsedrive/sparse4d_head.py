@@ -20,8 +20,6 @@ from .temporal.frame_clock import FrameStep
 from .temporal.instance_bank import InstanceBankState
 from .temporal.plain_values import temporal_value
 
-__all__ = ["Sparse4DHead", "Sparse4DState"]
-
 
 @temporal_value
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from ..transfer import constants_on
 from .base_target import Assignment, PairCosts
 from .padded_instances import PaddedInstances
 
-__all__ = ["Sparse4DLoss"]
-
 
 class Sparse4DLoss:
     """The losses of ``Sparse4DHead``, for matched instances and for denoising queries.

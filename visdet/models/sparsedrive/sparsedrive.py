@@ -21,8 +21,6 @@ from .sample_batch import DrivingBatch, batch_of
 from .temporal.frame_clock import FrameClock
 from .temporal.plain_values import from_plain_values, temporal_value, to_plain_values
 
-__all__ = ["Sparse4D", "SparseDrive", "TemporalState"]
-
 
 @temporal_value
 @dataclass(frozen=True)

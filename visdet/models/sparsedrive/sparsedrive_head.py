@@ -16,8 +16,6 @@ from .boxes.denoising import DenoisingQueries
 from .padded_instances import padded_rows
 from .temporal.frame_clock import FrameStep
 
-__all__ = ["SparseDriveHead"]
-
 
 @MODELS.register_module()
 class SparseDriveHead(BaseModule):

@@ -98,9 +98,8 @@ def sorted_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor
     count = num_valid.long().clamp(max=mask.shape[-1])[..., None]
     rank = torch.arange(mask.shape[-1], device=mask.device)
     ordered = vertices.gather(2, order[..., None].expand_as(vertices))
-    before = ordered.gather(
-        2, ((rank - 1) % count.clamp(min=1))[..., None].expand_as(ordered)
-    )  # the last one is before the first
+    # The last one is before the first.
+    before = ordered.gather(2, ((rank - 1) % count.clamp(min=1))[..., None].expand_as(ordered))
     gap = torch.where(rank < count, (ordered - before).square().sum(-1), -1.0)
     is_kept = gap.sort(dim=-1, descending=True, stable=True)[1].argsort(-1) < 8
     is_kept &= rank < count

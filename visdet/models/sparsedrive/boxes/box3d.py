@@ -10,26 +10,6 @@ from torch import Tensor
 
 from ...layers.precision import at_least_float32
 
-__all__ = [
-    "CNS",
-    "COS_YAW",
-    "MAX_LOG_SIZE",
-    "SIN_YAW",
-    "VX",
-    "VY",
-    "VZ",
-    "YAW",
-    "YNS",
-    "H",
-    "L",
-    "W",
-    "X",
-    "Y",
-    "Z",
-    "decode_box",
-    "encode_box",
-]
-
 X, Y, Z, W, L, H, SIN_YAW, COS_YAW, VX, VY, VZ = range(11)  # columns of an anchor
 YAW = 6  # column of an annotated box
 CNS, YNS = 0, 1  # columns of centerness and yawness in a quality prediction

@@ -12,8 +12,6 @@ from visdet.registry import TASK_UTILS
 from ...transfer import SamplesOnHost
 from .box3d import CNS, decode_box
 
-__all__ = ["BestPredictions", "ResultDecoder", "SparseBox3DDecoder", "of_samples", "select_best"]
-
 
 class BestPredictions(NamedTuple):
     """The n best predictions of each sample.

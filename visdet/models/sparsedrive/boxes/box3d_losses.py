@@ -12,8 +12,6 @@ from visdet.registry import MODELS
 from ...layers.precision import at_least_float32
 from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
 
-__all__ = ["SparseBox3DLoss"]
-
 
 def _built(loss: dict[str, Any] | nn.Module | None) -> Any:
     return MODELS.build(loss) if isinstance(loss, dict) else loss

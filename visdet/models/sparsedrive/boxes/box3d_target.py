@@ -15,8 +15,6 @@ from ..padded_instances import PaddedInstances
 from .box3d import encode_box
 from .denoising import BoxDenoising
 
-__all__ = ["SparseBox3DTarget"]
-
 
 @TASK_UTILS.register_module()
 class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):

@@ -11,8 +11,6 @@ from ...matching.assignment import for_solver, solve_padded
 from ...transfer import to_device
 from ..padded_instances import room_for
 
-__all__ = ["BoxDenoising", "DenoisingQueries"]
-
 _PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
 
 

@@ -12,8 +12,6 @@ from visdet.registry import TASK_UTILS
 
 from ...matching.match_costs import FocalLossCost
 
-__all__ = ["HungarianLinesAssigner", "LinesL1Cost", "MapQueriesCost"]
-
 
 def _may_be_read(tensor: Tensor) -> bool:
     """Return whether the host may read the numbers of a tensor without waiting. Those of a subclass may not exist."""

@@ -9,8 +9,6 @@ from visdet.registry import TASK_UTILS
 
 from ..boxes.box3d_decoder import ResultDecoder, select_best
 
-__all__ = ["SparsePoint3DDecoder"]
-
 
 @TASK_UTILS.register_module()
 class SparsePoint3DDecoder(ResultDecoder):

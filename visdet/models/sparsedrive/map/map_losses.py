@@ -12,8 +12,6 @@ from ...layers.precision import at_least_float32
 from ...losses.reduced_loss import ReducedLoss
 from .map_target import normalize_line
 
-__all__ = ["LinesL1Loss", "SparseLineLoss"]
-
 
 @MODELS.register_module()
 class LinesL1Loss(ReducedLoss):

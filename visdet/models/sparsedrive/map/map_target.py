@@ -14,8 +14,6 @@ from ..base_target import BaseTargetWithDenoising, PairCosts
 from ..padded_instances import PaddedInstances
 from .map_assigner import HungarianLinesAssigner
 
-__all__ = ["SparsePoint3DTarget", "normalize_line"]
-
 _EPS_M = 1e-5
 
 

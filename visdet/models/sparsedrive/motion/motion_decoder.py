@@ -14,8 +14,6 @@ from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
 from ..boxes.box3d_decoder import ResultDecoder, select_best
 from ..sample_batch import field_of
 
-__all__ = ["HierarchicalPlanningDecoder", "SparseBox3DMotionDecoder"]
-
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
 _COLLISION = -999.0
 
@@ -87,7 +85,7 @@ class HierarchicalPlanningDecoder(ResultDecoder):
     """Decodes the plan, which is the best mode of the given command.
 
     Args:
-        ego_fut_ts, ego_fut_mode: number of steps of a plan, and of modes of each command.
+        ego_fut_ts, ego_fut_mode: number of steps in a plan, and number of modes for each command.
         use_rescore: whether modes that collide with the predicted motion of agents get a low score. If all modes
             collide, no score changes.
 

@@ -21,8 +21,6 @@ from ..temporal.instance_queue import InstanceQueueState
 from .motion_target import best_modes
 from .sine_embedding import gen_sineembed_for_position
 
-__all__ = ["MotionPlanningHead"]
-
 _NUSCENES_CLASSES = 10
 
 

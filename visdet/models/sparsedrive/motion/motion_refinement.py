@@ -10,8 +10,6 @@ from visdet.registry import MODELS
 from ...layers.precision import in_full_precision
 from ..mlp import linear_relu_ln
 
-__all__ = ["MotionPlanningRefinementModule"]
-
 _STATUS = 10  # acceleration, rotation rate and velocity, three each, and the steering angle
 
 
@@ -24,7 +22,7 @@ class MotionPlanningRefinementModule(BaseModule):
     Args:
         embed_dims: width C of the features.
         fut_ts, fut_mode: number of steps and of modes of agents.
-        ego_fut_ts, ego_fut_mode: number of steps of the ego, and of its modes for each of the three commands.
+        ego_fut_ts, ego_fut_mode: number of the ego's steps, and number of its modes for each of the three commands.
 
     Source: names and defaults are SparseDrive's.
     """

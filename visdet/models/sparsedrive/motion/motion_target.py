@@ -10,8 +10,6 @@ from visdet.registry import TASK_UTILS
 from ..padded_instances import rows_or_zeros
 from ..sample_batch import field_of
 
-__all__ = ["MotionTarget", "PlanningTarget", "best_modes"]
-
 
 def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mode nearest to the target, [B, N], and its steps, [B, N, T, 2].

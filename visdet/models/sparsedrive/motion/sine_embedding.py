@@ -6,8 +6,6 @@ from torch import Tensor
 
 from ...layers.positional_encoding import sine_embedding
 
-__all__ = ["gen_sineembed_for_position"]
-
 
 def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
     """Return the sines and cosines [..., hidden_dim] of positions [..., 2]. Those of y come first.

@@ -13,8 +13,6 @@ from visdet.errors import InvalidInputError
 from ...transfer import to_device
 from .plain_values import temporal_value
 
-__all__ = ["DeviceStep", "FrameClock", "FrameStep"]
-
 
 @dataclass(frozen=True)
 class FrameStep:

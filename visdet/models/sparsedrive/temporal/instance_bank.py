@@ -15,8 +15,6 @@ from ..anchor_files import ModuleWithAnchors
 from .frame_clock import DeviceStep, FrameStep
 from .plain_values import temporal_value
 
-__all__ = ["InstanceBank", "InstanceBankState", "select_rows", "topk"]
-
 
 def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the k largest confidences [B, k] of each sample, and those rows of each input, [B, k, C].

@@ -18,8 +18,6 @@ from ..mlp import linear_relu_ln
 from .frame_clock import DeviceStep, FrameStep
 from .plain_values import temporal_value
 
-__all__ = ["InstanceQueue", "InstanceQueueState"]
-
 _EGO_SIZE_M = (4.08, 1.73, 1.56)
 _GROUND_M = -1.84
 _NUM_WAVES = 4

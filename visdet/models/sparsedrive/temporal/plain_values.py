@@ -9,8 +9,6 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import is_on_host
 
-__all__ = ["from_plain_values", "temporal_value", "to_plain_values"]
-
 _KIND = "kind"
 _VALUES: dict[str, type] = {}
 

@@ -1,0 +1,38 @@
+"""Calls of operators: with their gradients, as CUDA graphs, and the error of a result."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["captured", "gradients", "relative_error"]
+
+
+def gradients(function, case, grad_output):
+    """Return the output of a call, and its gradients to the floating-point tensors among the arguments."""
+    arguments = [
+        one.detach().clone().requires_grad_() if isinstance(one, Tensor) and one.is_floating_point() else one
+        for one in case
+    ]
+    output = function(*arguments)
+    leaves = [one for one in arguments if isinstance(one, Tensor) and one.requires_grad]
+    return output, torch.autograd.grad(output, leaves, grad_output.to(output).expand_as(output))
+
+
+def relative_error(actual, expected):
+    """Return the largest difference, divided by the largest expected number."""
+    if expected.numel() == 0:
+        return 0.0
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def captured(step):
+    """Return the graph of a step, which runs once on a stream of its own before, and the results that it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

@@ -1,0 +1,46 @@
+"""The random sizes, crops, flips and rotations of the images of a frame."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def drawn_augmentation(
+    conf: dict[str, Any], test_mode: bool, rng: np.random.Generator | None = None
+) -> dict[str, Any]:
+    """Return the resize factor, crop, flip and rotations of a frame.
+
+    In test mode, images get the smallest size that covers ``final_dim``, and are cropped to their middle and, by
+    ``bot_pct_lim``, their bottom.
+
+    Args:
+        conf: the ranges, the ``data_aug_conf`` of :class:`NuScenes3DDetTrackDataset`.
+        test_mode: whether nothing is random.
+        rng: the generator of the random numbers. The default is one that torch's global generator seeds.
+    """
+    height, width = conf["H"], conf["W"]
+    final_height, final_width = conf["final_dim"]
+    if test_mode:
+        rng = None
+        resize = max(final_height / height, final_width / width)
+        bottom, flip, rotate, rotate_3d = float(np.mean(conf["bot_pct_lim"])), False, 0.0, 0.0
+    else:
+        rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
+        resize = rng.uniform(*conf["resize_lim"])
+        bottom = rng.uniform(*conf["bot_pct_lim"])
+        flip = bool(conf["rand_flip"] and rng.integers(2))
+        rotate = rng.uniform(*conf["rot_lim"])
+        rotate_3d = rng.uniform(*conf["rot3d_range"])
+    new_width, new_height = int(width * resize), int(height * resize)
+    top = int((1 - bottom) * new_height) - final_height
+    spare = max(0, new_width - final_width)
+    left = spare // 2 if rng is None else int(rng.uniform(0, spare))
+    return {
+        "resize": resize,
+        "resize_dims": (new_width, new_height),
+        "crop": (left, top, left + final_width, top + final_height),
+        "flip": flip,
+        "rotate": rotate,
+        "rotate_3d": rotate_3d,
+    }
