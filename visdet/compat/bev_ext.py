@@ -178,9 +178,5 @@ def hard_voxelize(
 def dynamic_voxelize(
     points: Tensor, coors: Tensor, voxel_size: Sequence[float], coors_range: Sequence[float], NDim: int = 3
 ) -> None:
-    write(
-        "voxel_layer.dynamic_voxelize",
-        "coors",
-        coors,
-        voxel_ops.dynamic_voxelize(points, voxel_size, coors_range, NDim),
-    )
+    found = voxel_ops.dynamic_voxelize(points, voxel_size, coors_range, NDim)
+    write("voxel_layer.dynamic_voxelize", "coors", coors, found)

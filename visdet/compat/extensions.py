@@ -11,8 +11,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
   (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` (GaussianFormer)
 * ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
-* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and of ``pcdet.ops``, whose functions raise
-  an error when they are called
+* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and of ``pcdet.ops``, whose functions
+  raise an error when they are called
 * ``numba.errors``, ``torch._six`` and ``pkg_resources``, which numba, torch and setuptools have dropped
 """
 

@@ -1,4 +1,4 @@
-"""The modules of ``flash_attn.flash_attention`` (flash_attn 0.2 to 1.0), computed by ``scaled_dot_product_attention``."""
+"""The modules of ``flash_attn.flash_attention``, up to flash_attn 1, computed by ``scaled_dot_product_attention``."""
 
 from typing import Any
 
