@@ -138,6 +138,12 @@ def test_names_of_torch_1(make_package):
     assert isinstance("a", string_classes) and isinstance([], container_abcs.Sequence) and inf > 0
 
 
+def test_utilities_of_torchvisions_models(make_package):
+    from torchvision.models.utils import load_state_dict_from_url
+
+    assert load_state_dict_from_url is importlib.import_module("torch.hub").load_state_dict_from_url
+
+
 def test_resources_of_setuptools(make_package, monkeypatch):
     if importlib.util.find_spec("pkg_resources").origin != "visdet":
         pytest.skip("this setuptools has pkg_resources")

@@ -13,7 +13,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
 * ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and of ``pcdet.ops``, whose functions
   raise an error when they are called
-* ``numba.errors``, ``torch._six`` and ``pkg_resources``, which numba, torch and setuptools have dropped
+* ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
+  and setuptools have dropped
 """
 
 import importlib
@@ -28,7 +29,7 @@ from types import ModuleType
 
 from ._deferred import deferred
 
-__all__ = ["install", "installed", "provided", "uninstall"]
+__all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "uninstall"]
 
 _PROVIDERS = {
     "MultiScaleDeformableAttention": "msda_ext",
@@ -45,6 +46,7 @@ _PROVIDERS = {
     "numba.errors": "numba.core.errors",
     "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
+    "torchvision.models.utils": "torch.hub",
 }
 # Modules that are provided within any package, too, by the ends of their names.
 _WITHIN_PACKAGES = {
@@ -61,6 +63,8 @@ _WITHIN_PACKAGES = {
     "local_aggregate._C": "gaussian_ext",
 }
 _PACKAGES = ("flash_attn",)
+NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
+_COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
 # The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
 _DEFERRED = re.compile(
     r"(?:.*\.)?ops\.(?:.*\.)?(?:(?:ball_query|group_points|interpolate|knn|furthest_point_sample|gather_points"
@@ -108,6 +112,12 @@ def installed() -> Iterator[None]:
 def provided() -> list[str]:
     """Return the names of the extensions that have been imported from visdet."""
     return [name for name, module in sys.modules.items() if isinstance(_loader_of(module), _Loader)]
+
+
+def missing_extension(error: ImportError) -> str | None:
+    """Return the name of the compiled extension that an import has not found, or None if it was another module."""
+    found = _COMPILED.search(str(error))
+    return found and found[1]
 
 
 def _loader_of(module: ModuleType | None) -> object:
