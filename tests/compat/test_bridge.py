@@ -303,6 +303,24 @@ def test_the_list_of_bridges():
     code, out, error = run_python("-m", "visdet.compat")
     assert code == 0, error
     assert all(f"\n{name}" in out for name in compat.BRIDGES) and "run SCRIPT" in out
+    assert all(name in out for name in ("DCNv3", "deformable_aggregation_with_depth_ext", "bev_pool_v2_ext"))
+
+
+@pytest.mark.parametrize(
+    "line, advice",
+    [
+        ("from neighbour import _msmv_sampling_cuda", True),
+        ("import selective_scan_cuda_ext", True),
+        ("import no_such_module", False),
+    ],
+)
+def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tmp_path):
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "script.py").write_text(line)
+    code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "script.py")
+    name = line.rpartition(" ")[2]
+    assert code == 1 and name in error.splitlines()[-1]
+    assert (f"visdet does not provide the compiled extension {name}: " in error.splitlines()[-1]) == advice
 
 
 @pytest.fixture

@@ -40,6 +40,25 @@ def test_abstract_classes_that_python_had_in_collections(bridge):
     assert issubclass(list, module.Sequence) and issubclass(dict, module.Mapping)
 
 
+def test_functions_that_python_has_dropped(monkeypatch):
+    for module, name in (("inspect", "getargspec"), ("pkgutil", "find_loader")):
+        monkeypatch.delattr(importlib.import_module(module), name, raising=False)
+    with older_versions.installed():
+        inspect, pkgutil = map(importlib.import_module, ("inspect", "pkgutil"))
+        spec = inspect.getargspec(lambda a, *others, b=1, **named: None)
+        assert (spec.args, spec.varargs, spec.keywords, spec.defaults) == (["a"], "others", "named", None)
+        assert pkgutil.find_loader("numpy") and pkgutil.find_loader("no_such_module") is None
+
+
+def test_names_that_pillow_and_matplotlib_have_dropped(bridge):
+    image, draw = (importlib.import_module(f"PIL.{name}") for name in ("Image", "ImageDraw"))
+    cm = pytest.importorskip("matplotlib.cm", reason="pip install matplotlib")
+    assert (image.ANTIALIAS, image.LINEAR, image.CUBIC) == (image.LANCZOS, image.BILINEAR, image.BICUBIC)
+    width, height = draw.Draw(image.new("RGB", (9, 9))).textsize("car")
+    assert width > height > 0
+    assert cm.get_cmap("jet", 5).N == 5 and cm.get_cmap("jet").name == "jet"
+
+
 def test_uninstall_leaves_the_packages_as_they_were():
     before = vars(np).copy(), torch.load, torch.nn.parallel._functions._get_stream
     with older_versions.installed():

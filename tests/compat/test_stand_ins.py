@@ -45,6 +45,22 @@ def make_package(tmp_path, monkeypatch):
         del sys.modules[key]
 
 
+OTHERS = {  # the compiled modules of OpenPCDet, BEVFusion and AdelaiDet
+    "pcdet.ops.iou3d_nms.iou3d_nms_cuda": "boxes_iou_bev_cpu",
+    "pcdet.ops.roiaware_pool3d.roiaware_pool3d_cuda": "points_in_boxes_cpu",
+    "pcdet.ops.pointnet2.pointnet2_stack.pointnet2_stack_cuda": "ball_query_wrapper",
+    "mmdet3d.ops.feature_decorator.feature_decorator_ext": "feature_decorator_forward",
+    "adet._C": "bezier_align_forward",
+}
+
+
+@pytest.mark.parametrize("name, function", OTHERS.items(), ids=OTHERS)
+def test_functions_that_are_not_provided_fail_when_called(name, function, make_package):
+    make_package(name.rpartition(".")[0])
+    with pytest.raises(NotImplementedError, match=rf"{name}.{function}: visdet does not provide"):
+        getattr(importlib.import_module(name), function)()
+
+
 @pytest.mark.parametrize("package", ["mmdet3d", "vendored.mmdet3d"])
 @pytest.mark.parametrize("name, function", MMDET3D.items(), ids=MMDET3D)
 def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_package):
@@ -71,9 +87,16 @@ def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_pac
             "voxel_pooling_train_forward_wrapper",
         ),
         ("local_aggregate", "_C", "local_aggregate_backward"),
+        ("adet", "_C", "ms_deform_attn_forward"),
+        ("GroundingDINO.groundingdino", "_C", "ms_deform_attn_backward"),
+        (
+            "projects.mmdet3d_plugin.ops",
+            "deformable_aggregation_ext_a800",
+            "deformable_aggregation_forward",
+        ),
     ],
 )
-def test_functions_of_birds_eye_views_are_provided(folder, module, function, make_package):
+def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):
     make_package(folder, wrapper=f"from . import {module} as ext\ncall = ext.{function}\n")
     assert importlib.import_module(f"{folder}.wrapper").call.__module__.startswith("visdet.compat.")
 
@@ -113,6 +136,12 @@ def test_names_of_torch_1(make_package):
     from torch._six import container_abcs, inf, string_classes
 
     assert isinstance("a", string_classes) and isinstance([], container_abcs.Sequence) and inf > 0
+
+
+def test_utilities_of_torchvisions_models(make_package):
+    from torchvision.models.utils import load_state_dict_from_url
+
+    assert load_state_dict_from_url is importlib.import_module("torch.hub").load_state_dict_from_url
 
 
 def test_resources_of_setuptools(make_package, monkeypatch):

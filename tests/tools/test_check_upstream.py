@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from check_upstream import COLUMNS, table
 from upstream.compare import differences, in_order_of
 from upstream.cpu import CpuForCuda
+from upstream.float64 import float32_is_float64, in_float64
 from upstream.recipes import RECIPES, recognise
 
 MAIN = """
@@ -150,6 +151,23 @@ def test_boxes_and_lines_that_have_changed_places_are_compared_with_one_another(
 def test_a_loss_of_one_number_may_have_a_dimension():
     assert differences("loss", {"a": torch.tensor([2.0])}, {"a": torch.tensor(2.1)}) == [pytest.approx(0.05)]
     assert differences("gradients", {"a": torch.ones(2)}, {"a": torch.ones(3)}) == [float("inf")]
+
+
+def test_gradients_of_equal_norms_differ():
+    assert differences("gradients", {"a": torch.tensor([1.0, 0])}, {"a": torch.tensor([0, 1.0])}) == [1.0]
+    with pytest.raises(ValueError, match=r"only one model has gradients of \['b'\]"):
+        differences("gradients", {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+def test_code_that_asks_for_float32_gets_float64():
+    images = torch.ones(2)
+    with float32_is_float64():
+        data = in_float64({"img": images, "gt": [images, torch.ones(1, dtype=torch.int64)], "scene": "a"})
+        asked = [images.float(), images.to(torch.float32), torch.zeros(1, dtype=torch.float), torch.zeros(1)]
+        made = torch.nn.Linear(2, 3).weight
+    assert {tensor.dtype for tensor in (*asked, made, data["img"], data["gt"][0])} == {torch.float64}
+    assert data["gt"][1].dtype == torch.int64 and data["scene"] == "a"
+    assert torch.zeros(1).dtype == torch.float32 == made.float().dtype
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,4 +1,7 @@
-"""HiP-AD on the poses of the driving scenes, with random images and targets, as Bench2Drive is out of reach."""
+"""Models for Bench2Drive, which is out of reach, on the driving scenes: HiP-AD and SparseDriveV2.
+
+HiP-AD gets random images and targets on the scenes' poses. SparseDriveV2 gets random paths, speeds and target points.
+"""
 
 import pickle
 from collections.abc import Iterator
@@ -10,6 +13,12 @@ import torch
 
 from .driving import Driving, write_infos
 
+_DRAWN = {  # the targets of SparseDriveV2: their shapes and largest values
+    "tp_near": ((2,), 30.0),
+    "gt_lat": ((15, 2), 15.0),
+    "gt_lon": ((6,), 10.0),
+    "gt_traj": ((6, 2), 20.0),
+}
 _PATHS = ("spat_trajs_2m", "spat_trajs_5m", "fut_trajs_2hz", "fut_trajs_5hz")
 
 
@@ -91,3 +100,24 @@ class HiPAD(Driving):
 
     def predict(self, batch: dict) -> Any:
         return self.parallel.module(**batch)
+
+
+class SparseDriveV2(Driving):
+    """The second stage of SparseDriveV2's branch ``bench2drive``, with motion and planning."""
+
+    def batches(self, work: Path, training: bool, samples: int = 1) -> Iterator[dict]:
+        pipeline = self.settings.data["train" if training else "val"].pipeline
+        pipeline[-1]["keys"] = [
+            name for name in pipeline[-1]["keys"] if name.removesuffix("_mask") not in _DRAWN
+        ]
+        generator = torch.Generator().manual_seed(0)
+        for batch in super().batches(work, training, samples):
+            if training:
+                for name in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
+                    futures = batch[name].data[0]
+                    futures[:] = [future[:, : self.settings.fut_ts] for future in futures]
+            for name, (shape, extent) in _DRAWN.items():
+                batch[name] = torch.rand(samples, *shape, generator=generator) * extent
+                if name != "tp_near":
+                    batch[f"{name}_mask"] = torch.ones(samples, shape[0])
+            yield batch

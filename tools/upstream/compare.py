@@ -1,4 +1,4 @@
-"""A repository's SparseDrive beside visdet's own model, with the same weights on the same frames."""
+"""A repository's SparseDrive beside visdet's own model in float64, with the same weights on the same frames."""
 
 import copy
 from pathlib import Path
@@ -13,11 +13,15 @@ from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
+from .float64 import float32_is_float64, in_float64
+
 __all__ = ["compare"]
 
-LIMITS = {"loss": 1e-3, "prediction": 1e-3, "gradients": 2e-3}
+STAGES = ("loss", "gradients", "prediction")
+LIMIT = 1e-6
 
 
+@float32_is_float64()
 def compare(runner: Any, work: Path, device: str, scale: float, report: Any, answers: Any) -> None:
     """Train and predict two frames with both models, and report the largest differences.
 
@@ -32,63 +36,32 @@ def compare(runner: Any, work: Path, device: str, scale: float, report: Any, ans
     with report.stage("comparison"):
         ours = MODELS.build(runner.plain_model).to(device)
         ours.load_state_dict(theirs.state_dict())
-        found: dict[str, list[float]] = {stage: [0.0] for stage in LIMITS}
+        found: dict[str, list[float]] = {stage: [0.0] for stage in STAGES}
         for training in (True, False):
             # Each turn starts without earlier frames, which only visdet's model forgets by itself.
             pair = [copy.deepcopy(model).train(training) for model in (theirs, ours)]
             for batch in runner.batches(work, training):
-                data = runner.scattered(batch)
+                data = in_float64(runner.scattered(batch))
                 pairs = (trained if training else predicted)(*pair, data, answers)
                 for stage, (values, own_values) in pairs.items():
                     found[stage] += differences(stage, values, own_values)
     for stage, values in found.items():
         report.add(stage, f"{max(values):.1e}")
-        if max(values) > LIMITS[stage]:
-            report.add(
-                "obstacle", f"{stage}: the models differ by {max(values):.1e}, more than {LIMITS[stage]:g}"
-            )
+        if max(values) > LIMIT:
+            report.add("obstacle", f"{stage}: the models differ by {max(values):.1e}, more than {LIMIT:g}")
 
 
 def trained(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
-    """Return the losses and the norms of all gradients of both models."""
+    """Return the losses and all gradients of both models."""
     for model in (theirs, ours):
         model.zero_grad()
     with answers, answers.available():
         losses = theirs(**copy.deepcopy(data))
     with answers:
         sum(losses.values()).backward()
-    # On a GPU, the order of sums differs more.
-    disturbed = [with_noise(ours, seed) for seed in range(6 if data["img"].is_cuda else 2)]
-    for model in (*disturbed, ours):
-        own_losses = model(data["img"], samples_of(data), mode="loss")
-        sum(own_losses.values()).backward()
-    own = norms(ours)
-    unsteady = {
-        name
-        for values in map(norms, disturbed)
-        for name, value in values.items()
-        if abs(value - own[name]) > 2e-4 * own[name]
-    }
-    print(
-        f"{len(unsteady)} of {len(own)} norms of gradients depend on the last digit of the weights",
-        flush=True,
-    )
-    values = {name: value for name, value in norms(theirs).items() if name not in unsteady}
-    return {"loss": (losses, own_losses), "gradients": (values, own)}
-
-
-def with_noise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Return a copy with weights off by about one unit in the last place.
-
-    An L1 loss or a ReLU at zero then takes the other side, as another order of summation would make it.
-    """
-    model = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            parameter.mul_(1 + 2e-7 * noise)
-    return model
+    own_losses = ours(data["img"], samples_of(data), mode="loss")
+    sum(own_losses.values()).backward()
+    return {"loss": (losses, own_losses), "gradients": (gradients(theirs), gradients(ours))}
 
 
 @torch.no_grad()
@@ -142,29 +115,31 @@ def samples_of(data: dict) -> list[DrivingDataSample]:
     return samples
 
 
-def norms(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def differences(stage: str, values: dict, own_values: dict) -> list[float]:
-    """Print and return the largest difference of each entry, relative to the largest number where that exceeds one.
+    """Print the largest differences of the entries, and return all of them, relative to an entry's largest number.
 
-    Numbers such as losses and norms are compared relative to themselves.
+    Differences of predictions whose numbers are all below one are absolute.
     """
+    if stage == "gradients" and values.keys() != own_values.keys():
+        raise ValueError(f"only one model has gradients of {sorted(values.keys() ^ own_values.keys())}")
     found = {}
     for name, value in values.items():
-        theirs, ours = (as_tensor(entry).double() for entry in (value, own_values[name]))
+        theirs, ours = as_tensor(value), as_tensor(own_values[name])
         if stage == "loss":  # Some of the repository's losses are [1].
             theirs, ours = theirs.squeeze(), ours.squeeze()
         if theirs.shape != ours.shape:
             found[name] = float("inf")
         elif theirs.numel():
-            least = 1.0 if theirs.dim() else 1e-4
-            found[name] = float((theirs - ours).abs().max()) / max(float(theirs.abs().max()), least)
+            least = 1.0 if stage == "prediction" else 1e-6
+            found[name] = float((theirs - ours).abs().max() / theirs.abs().max().clamp(min=least))
     for name in sorted(found, key=lambda name: -found[name])[:5]:
-        print(f"{stage} {name}: {found[name]:.1e}", flush=True)
+        print(f"{stage} {name}: {found[name]:.1e} (of {len(found)})", flush=True)
     return list(found.values())
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value).detach().cpu()
+    return torch.as_tensor(np.stack(value) if isinstance(value, list) else value).detach().cpu().double()

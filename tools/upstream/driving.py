@@ -25,6 +25,9 @@ ANCHORS = {  # by a part of the file's name: the shape, and the size of the regi
     "plan_spat": ((48, 6, 2), 10.0),
     "motion_6": ((10, 6, 12, 2), 10.0),
     "plan_6": ((3, 6, 6, 2), 10.0),
+    "path_1m": ((1024, 15, 2), 15.0),  # of SparseDriveV2's branch bench2drive
+    "vel_seq": ((256, 6), 10.0),
+    "trajectory_1024": ((1024, 256, 6, 2), 10.0),
 }
 
 
@@ -167,7 +170,7 @@ def without_files(settings: Any, work: Path, anchors: dict) -> None:
             without_files(value, work, anchors)
         if key == "pretrained" or (key == "init_cfg" and (value or {}).get("type") == "Pretrained"):
             settings[key] = None
-        elif isinstance(value, str) and value.endswith(".npy"):
+        elif isinstance(value, str) and value.endswith((".npy", ".npz")):
             shape, extent = next(
                 (entry for part, entry in anchors.items() if part in Path(value).name), (None, 0)
             )
@@ -179,7 +182,10 @@ def without_files(settings: Any, work: Path, anchors: dict) -> None:
                 drawn[:, 3:6] = np.log([4.5, 1.9, 1.6])  # length, width, height
                 drawn[:, [2, 8, 9, 10]] = 0
                 drawn[:, 6:8] = drawn[:, 6:8] / np.linalg.norm(drawn[:, 6:8], axis=1, keepdims=True)
-            np.save(path, drawn)
+            if path.suffix == ".npy":
+                np.save(path, drawn)
+            else:
+                np.savez(path, trajectory=drawn, trajectory_mask=np.ones(shape[:-1], np.float32))
             settings[key] = str(path)
 
 

@@ -59,9 +59,15 @@ RECIPES = (
         kind="griffin.SparseCoop",
     ),
     Recipe(
-        "SparseDriveV2 (bench2drive)",
+        "SparseDriveV2 (bench2drive) stage 1",
         f"{_CONFIGS}/sparsedrive_stage1.py",
         options={"dataset": "NuScenes3DDataset"},
+    ),
+    Recipe(
+        "SparseDriveV2 (bench2drive) stage 2",
+        f"{_CONFIGS}/sparsedrive_stage2.py",
+        kind="bench2drive.SparseDriveV2",
+        options={"dataset": "NuScenes3DDataset", "anchors": {"motion_6": ((9, 6, 6, 2), 10.0)}},
     ),
     Recipe("SparseDriveV2", "navsim/agents/sparsedrive/sparsedrive_config.py", kind="navsim.SparseDriveV2"),
     Recipe(

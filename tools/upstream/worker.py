@@ -121,8 +121,6 @@ def main(name: str, work: Path, device: str, scale: float, report: Report, task:
             from upstream.compare import compare
 
             runner.exact, runner.half = True, False
-            torch.backends.cudnn.allow_tf32 = False
-            torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
             compare(runner, work, device, scale, report, answers)
         elif task == "time":
             from upstream.times import measure

@@ -3,11 +3,13 @@
 import importlib.metadata
 import re
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
 from visdet.compat import BRIDGES, watch
 from visdet.compat._run import run_program, share_with_children
+from visdet.compat.extensions import NAMES, missing_extension
 
 _OPERATOR = re.compile(
     r"^(?:class MultiScaleDeformableAttention|def multi_scale_deformable_attention(?:_v2)?)\b", re.M
@@ -17,9 +19,9 @@ _REPLACED = {
     "rfdetr": "MSDeformAttn",
     "groundingdino": "multi_scale_deformable_attn_pytorch; groundingdino._C where it is missing",
     "libreyolo": "the kernel slot ms_deform_attn",
-    "extensions": "MultiScaleDeformableAttention, groundingdino._C, detrex._C, deformable_aggregation_ext, "
-    "deformable_aggregation_with_depth_ext",
-    "older_versions": "what numpy 2, torch 2, torchvision and shapely 2 have dropped, and checkpoints with numpy",
+    "extensions": ", ".join(NAMES),
+    "older_versions": "what Python, numpy, torch, torchvision, Pillow, matplotlib and shapely have dropped, and "
+    "checkpoints with numpy",
 }
 _OF_NO_PACKAGE = ("extensions", "older_versions")
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
@@ -60,7 +62,7 @@ def print_bridges() -> None:
     for name in BRIDGES:
         version = "-" if name in _OF_NO_PACKAGE else version_of(name) or "not installed"
         replaced = ", ".join(families()) or "-" if name == "transformers" else _REPLACED[name]
-        print(f"{name:15}{version:15}{replaced}")
+        print(textwrap.fill(f"{name:15}{version:15}{replaced}", 120, subsequent_indent=" " * 30))
     mmcv = version_of("mmcv-lite") or "not installed"
     print(f"{'mmcv-lite':15}{mmcv:15}mmcv._ext, by the bridge extensions")
     print(
@@ -100,7 +102,15 @@ def main(arguments: list[str] | None = None) -> int:
     elif command == "run" and given not in ([], ["-m"]):
         share_with_children(watch(chosen))
         program = 2 if given[0] == "-m" else 1
-        run_program([*given[:program], *rank, *given[program:]])
+        try:
+            run_program([*given[:program], *rank, *given[program:]])
+        except ImportError as error:
+            if name := missing_extension(error):
+                error.msg += (
+                    f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
+                    "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
+                )
+            raise
         return 0
     elif command == "startup" and not given:
         print(Path(__file__).resolve().parent / "startup")

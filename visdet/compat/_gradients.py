@@ -8,11 +8,15 @@ from torch import Tensor
 __all__ = ["add_gradients", "choice", "write"]
 
 
+def _full(entry: str) -> str:
+    return entry if "." in entry else f"mmcv._ext.{entry}"
+
+
 def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
     """Return the name of a choice that mmcv gives by its number.
 
     Args:
-        entry: the name of the function of ``mmcv._ext``, for the error message.
+        entry: the name of the function, for the error message. Without a dot, it is one of ``mmcv._ext``.
         name: the name of its argument, for the error message.
         number: the value of the argument.
         names: the names of the choices in the order of their numbers.
@@ -22,7 +26,7 @@ def choice(entry: str, name: str, number: int, names: Sequence[str]) -> str:
     """
     if not 0 <= number < len(names):
         meanings = ", ".join(f"{i} ({meaning})" for i, meaning in enumerate(names))
-        raise ValueError(f"mmcv._ext.{entry}: {name} must be one of {meanings}, got {number!r}")
+        raise ValueError(f"{_full(entry)}: {name} must be one of {meanings}, got {number!r}")
     return names[number]
 
 
@@ -33,7 +37,7 @@ def write(entry: str, name: str, target: Tensor, values: Tensor) -> None:
         ValueError: the tensor has another shape.
     """
     if target.shape != values.shape:
-        raise ValueError(f"mmcv._ext.{entry}: {name} must be {list(values.shape)}, got {list(target.shape)}")
+        raise ValueError(f"{_full(entry)}: {name} must be {list(values.shape)}, got {list(target.shape)}")
     target.copy_(values)
 
 
@@ -53,7 +57,7 @@ def add_gradients(
     for input, out in zip(inputs, outputs, strict=True):
         if out is not None and out.shape != input.shape:
             raise ValueError(
-                f"mmcv._ext.{entry}: a gradient must be written to a tensor of its input's shape {list(input.shape)}, "
+                f"{_full(entry)}: a gradient must be written to a tensor of its input's shape {list(input.shape)}, "
                 f"got {list(out.shape)}"
             )
     with torch.enable_grad():
@@ -65,7 +69,7 @@ def add_gradients(
         result = function(*leaves)
         if grad_output.shape != result.shape:
             raise ValueError(
-                f"mmcv._ext.{entry}: grad_output must be {list(result.shape)}, got {list(grad_output.shape)}"
+                f"{_full(entry)}: grad_output must be {list(result.shape)}, got {list(grad_output.shape)}"
             )
         grads = iter(torch.autograd.grad(result, wanted, grad_output, allow_unused=True))
     for out in outputs:

@@ -61,7 +61,7 @@ def bev_pool_backward(
         return voxel_ops.bev_pool(x, geom_feats, b, d, h, w)
 
     grad = out_grad.new_zeros(len(geom_feats), out_grad.shape[-1])
-    add_gradients("bev_pool_backward", pool, [torch.zeros_like(grad)], out_grad, [grad])
+    add_gradients("bev_pool_ext.bev_pool_backward", pool, [torch.zeros_like(grad)], out_grad, [grad])
     return grad
 
 
@@ -77,7 +77,7 @@ def bev_pool_v2_forward(
 ) -> None:
     cells = out.shape[:-1].numel()
     pooled = voxel_ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells)
-    write("bev_pool_v2_forward", "out", out, pooled.view(*out.shape[:-1], feat.shape[-1]))
+    write("bev_pool_v2_ext.bev_pool_v2_forward", "out", out, pooled.view(*out.shape[:-1], feat.shape[-1]))
 
 
 def bev_pool_v2_backward(
@@ -98,7 +98,7 @@ def bev_pool_v2_backward(
         return voxel_ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells)
 
     grad = out_grad.reshape(cells, -1)
-    add_gradients("bev_pool_v2_backward", pool, [depth, feat], grad, [depth_grad, feat_grad])
+    add_gradients("bev_pool_v2_ext.bev_pool_v2_backward", pool, [depth, feat], grad, [depth_grad, feat_grad])
 
 
 def voxel_pooling_forward_wrapper(
@@ -116,7 +116,7 @@ def voxel_pooling_forward_wrapper(
     """Write the sums, and the image, the row and the column of each point that is inside the grid."""
     size = (int(num_voxel_x), int(num_voxel_y), int(num_voxel_z))
     pooled = voxel_ops.voxel_pooling(geom_xyz, input_features, size)
-    write("voxel_pooling_forward_wrapper", "output_features", output_features, pooled)
+    write("voxel_pooling_ext.voxel_pooling_forward_wrapper", "output_features", output_features, pooled)
     is_inside = ((geom_xyz >= 0) & (geom_xyz < geom_xyz.new_tensor(size))).all(2, keepdim=True)
     image = torch.arange(batch_size, device=geom_xyz.device)[:, None].expand(batch_size, num_points)
     place = torch.stack([image, geom_xyz[..., 1], geom_xyz[..., 0]], 2)
@@ -178,6 +178,5 @@ def hard_voxelize(
 def dynamic_voxelize(
     points: Tensor, coors: Tensor, voxel_size: Sequence[float], coors_range: Sequence[float], NDim: int = 3
 ) -> None:
-    write(
-        "dynamic_voxelize", "coors", coors, voxel_ops.dynamic_voxelize(points, voxel_size, coors_range, NDim)
-    )
+    found = voxel_ops.dynamic_voxelize(points, voxel_size, coors_range, NDim)
+    write("voxel_layer.dynamic_voxelize", "coors", coors, found)

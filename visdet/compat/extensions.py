@@ -3,17 +3,18 @@
 After ``install()``, visdet provides these modules. A module that is installed is not replaced.
 
 * ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
-* ``groundingdino._C`` (GroundingDINO from its repository)
-* ``detrex._C`` (detrex)
+* ``groundingdino._C`` (GroundingDINO from its repository), ``detrex._C`` (detrex) and ``adet._C`` (AdelaiDet)
+* ``DCNv3`` (InternImage) and ``GeometricKernelAttention`` (MapTR)
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
 * ``bev_pool_ext``, ``bev_pool_v2_ext``, ``voxel_layer``, ``voxel_pooling_ext`` and its two successors within a package
   (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` (GaussianFormer)
 * ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
-* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18, whose functions raise an error when they
-  are called
-* ``numba.errors``, ``torch._six`` and ``pkg_resources``, which numba, torch and setuptools have dropped
+* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and of ``pcdet.ops``, whose functions
+  raise an error when they are called
+* ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
+  and setuptools have dropped
 """
 
 import importlib
@@ -28,24 +29,30 @@ from types import ModuleType
 
 from ._deferred import deferred
 
-__all__ = ["install", "installed", "provided", "uninstall"]
+__all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "uninstall"]
 
 _PROVIDERS = {
     "MultiScaleDeformableAttention": "msda_ext",
-    "groundingdino._C": "msda_ext",
     "detrex._C": "msda_ext",
+    "adet._C": "adet_ext",
+    "DCNv3": "dcnv3_ext",
+    "GeometricKernelAttention": "geometric_ext",
     "mmcv._ext": "mmcv_ext",
     "detectron2._C": "detectron2_ext",
     "flash_attn": "flash_attention",
+    "flash_attn.flash_attention": "flash_modules",
     "flash_attn.flash_attn_interface": "flash_attention",
     "flash_attn.bert_padding": "flash_padding",
     "numba.errors": "numba.core.errors",
     "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
+    "torchvision.models.utils": "torch.hub",
 }
 # Modules that are provided within any package, too, by the ends of their names.
 _WITHIN_PACKAGES = {
+    "groundingdino._C": "msda_ext",
     "deformable_aggregation_ext": "aggregation_ext",
+    "deformable_aggregation_ext_a800": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
     "bev_pool_ext": "bev_ext",
     "bev_pool_v2_ext": "bev_ext",
@@ -56,10 +63,14 @@ _WITHIN_PACKAGES = {
     "local_aggregate._C": "gaussian_ext",
 }
 _PACKAGES = ("flash_attn",)
+NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
+_COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
 # The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
 _DEFERRED = re.compile(
     r"(?:.*\.)?ops\.(?:.*\.)?(?:(?:ball_query|group_points|interpolate|knn|furthest_point_sample|gather_points"
-    r"|roiaware_pool3d|sparse_conv|assign_score_withk)_ext|iou3d_cuda)"
+    r"|roiaware_pool3d|sparse_conv|assign_score_withk|feature_decorator)_ext|iou3d_cuda"
+    # Those of OpenPCDet and of mmdet3d's project DSVT.
+    r"|(?:iou3d_nms|roiaware_pool3d|roipoint_pool3d|pointnet2_batch|pointnet2_stack|ingroup_inds)_cuda)"
 )
 
 
@@ -101,6 +112,12 @@ def installed() -> Iterator[None]:
 def provided() -> list[str]:
     """Return the names of the extensions that have been imported from visdet."""
     return [name for name, module in sys.modules.items() if isinstance(_loader_of(module), _Loader)]
+
+
+def missing_extension(error: ImportError) -> str | None:
+    """Return the name of the compiled extension that an import has not found, or None if it was another module."""
+    found = _COMPILED.search(str(error))
+    return found and found[1]
 
 
 def _loader_of(module: ModuleType | None) -> object:

@@ -55,5 +55,5 @@ def local_aggregate_backward(
 
     inputs = [means3D, opacities, semantics, cov3D]
     grads = [torch.zeros_like(tensor) for tensor in inputs]
-    add_gradients("local_aggregate_backward", sum_around, inputs, out_grad, list(grads))
+    add_gradients("local_aggregate._C.local_aggregate_backward", sum_around, inputs, out_grad, list(grads))
     return grads[0], grads[1], grads[2], grads[3]

@@ -1,4 +1,4 @@
-"""The bridge to programs that were written for older versions of Python, numpy, torch, torchvision, shapely and yapf.
+"""The bridge to programs that were written for older versions of Python, numpy, torch and other packages.
 
 It gives modules of today the names that newer versions have dropped. A name that exists is not replaced, but for these
 functions, which then accept more than before:
@@ -14,10 +14,12 @@ functions, which then accept more than before:
 
 import collections.abc
 import functools
+import importlib.util
 import inspect
 import os
 import re
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -131,9 +133,52 @@ def _torchvision_ops(_: Any) -> dict[str, Any]:
     }
 
 
+def _inspect(_: Any) -> dict[str, Any]:
+    """Return what Python 3.11 has dropped."""
+    arguments = namedtuple("ArgSpec", "args varargs keywords defaults")
+    return {"getargspec": lambda function: arguments(*inspect.getfullargspec(function)[:4])}
+
+
+def _pkgutil(_: Any) -> dict[str, Any]:
+    """Return what Python 3.14 has dropped."""
+    return {"find_loader": lambda name: getattr(importlib.util.find_spec(name), "loader", None)}
+
+
+def _filters(image: Any) -> dict[str, Any]:
+    """Return the filters that Pillow 10 has dropped."""
+    return {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC}
+
+
+def _size_of_text(_: Any) -> dict[str, Any]:
+    return {
+        "textsize": lambda self, text, *options, **named: self.textbbox((0, 0), text, *options, **named)[2:]
+    }
+
+
+def _size_in_font(_: Any) -> dict[str, Any]:
+    return {"getsize": lambda self, text, *options, **named: self.getbbox(text, *options, **named)[2:]}
+
+
+def _color_maps(_: Any) -> dict[str, Any]:
+    """Return what matplotlib 3.9 has dropped."""
+
+    def get_cmap(name: Any = None, lut: int | None = None) -> Any:
+        from matplotlib import pyplot
+
+        return pyplot.get_cmap(name, lut)
+
+    return {"get_cmap": get_cmap}
+
+
 # By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are.
 _ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "collections": ("", _collections),
+    "inspect": ("", _inspect),
+    "pkgutil": ("", _pkgutil),
+    "matplotlib.cm": ("", _color_maps),
+    "PIL.Image": ("", _filters),
+    "PIL.ImageDraw": ("ImageDraw", _size_of_text),
+    "PIL.ImageFont": ("FreeTypeFont", _size_in_font),
     "numpy": ("", _numpy),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", _distributed),
     "mmcv.parallel.distributed": ("MMDistributedDataParallel", _mmcv_distributed),

@@ -1,0 +1,125 @@
+"""The functions of InternImage's and MapTR's extensions, and the modules of flash_attn 1."""
+
+import importlib
+
+import pytest
+import torch
+from torch.nn.functional import grid_sample, scaled_dot_product_attention
+
+from visdet.compat import extensions
+
+
+@pytest.fixture
+def provide():
+    """Return a function that imports a provided module."""
+    with extensions.installed():
+        yield importlib.import_module
+
+
+def gradients_of(function, *tensors):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves)
+    grad_output = torch.randn_like(out)
+    return out, grad_output, torch.autograd.grad(out, leaves, grad_output)
+
+
+def dcnv3(input, offset, mask, kernel, stride, pad, dilation, groups, scale, points):
+    """DCNv3 by one call of grid_sample for each group and each point of the kernel."""
+    (B, H, W, C), (Hout, Wout) = input.shape, offset.shape[1:3]
+    images = input.view(B, H, W, groups, -1).permute(0, 3, 4, 1, 2).flatten(0, 1)
+    offsets = offset.view(B, Hout, Wout, groups, len(points), 2)
+    masks = mask.view(B, Hout, Wout, groups, len(points))
+    half = [d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)]
+    rows = (torch.arange(Hout).double() * stride[0] - pad[0] + half[0])[:, None]
+    columns = torch.arange(Wout).double() * stride[1] - pad[1] + half[1]
+    out = 0
+    for p, (i, j) in enumerate(points):
+        x = columns + (i * dilation[1] - half[1] + offsets[..., p, 0].movedim(3, 1)) * scale
+        y = rows + (j * dilation[0] - half[0] + offsets[..., p, 1].movedim(3, 1)) * scale
+        grid = torch.stack([(2 * x + 1) / W - 1, (2 * y + 1) / H - 1], -1).flatten(0, 1)
+        sampled = grid_sample(images, grid, padding_mode="zeros", align_corners=False)
+        out = out + sampled.view(B, groups, -1, Hout, Wout) * masks[..., p].movedim(3, 1)[:, :, None]
+    return out.permute(0, 3, 4, 1, 2).reshape(B, Hout, Wout, C)
+
+
+@pytest.mark.parametrize(
+    "kernel, stride, pad, dilation, scale, has_center",
+    [((3, 3), (1, 1), (1, 1), (1, 1), 1.0, True), ((3, 5), (2, 1), (0, 2), (2, 1), 0.7, False)],
+)
+def test_dcnv3_equals_grid_sample(kernel, stride, pad, dilation, scale, has_center, provide):
+    ext, generator = provide("DCNv3"), torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    B, H, W, groups, channels = 2, 9, 7, 2, 3
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip((H, W), kernel, stride, pad, dilation, strict=True)
+    ]
+    points = [(i, j) for i in range(kernel[1]) for j in range(kernel[0])]
+    if not has_center:
+        points.remove((kernel[1] // 2, kernel[0] // 2))
+    tensors = (
+        draw(B, H, W, groups * channels),
+        draw(B, *size, groups * len(points) * 2),
+        draw(B, *size, groups * len(points)),
+    )
+    out, grad_output, grads = gradients_of(
+        lambda *tensors: dcnv3(*tensors, kernel, stride, pad, dilation, groups, scale, points), *tensors
+    )
+    options = *kernel, *stride, *pad, *dilation, groups, channels, scale
+    extra = () if has_center else (True,)
+    torch.testing.assert_close(ext.dcnv3_forward(*tensors, *options, 256, *extra), out)
+    found = ext.dcnv3_backward(*tensors, *options, grad_output, 256, *extra)
+    for grad, expected in zip(found, grads, strict=True):
+        torch.testing.assert_close(grad, expected)
+    with pytest.raises(ValueError, match=r"DCNv3\.dcnv3_backward: grad_output must be"):
+        ext.dcnv3_backward(*tensors, *options, grad_output[:1], 256, *extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
+    ext = provide("GeometricKernelAttention")
+    shapes, starts = torch.tensor([[3, 4], [2, 5]]), torch.tensor([0, 12])
+    B, Q, G, P, C = 2, 3, 2, 4, 5
+    value, weight = torch.randn(B, 22, G, C, dtype=dtype), torch.rand(B, Q, G, 2, P, dtype=dtype)
+    locations = torch.randint(-2, 8, (B, Q, G, 2, P, 2))
+
+    def by_hand(value, weight):
+        total = torch.zeros(B, Q, G, C, dtype=dtype)
+        for b, q, g, level, p in torch.cartesian_prod(*map(torch.arange, (B, Q, G, 2, P))).tolist():
+            (x, y), (height, width) = locations[b, q, g, level, p].tolist(), shapes[level].tolist()
+            row = starts[level] + min(max(y, 0), height - 1) * width + min(max(x, 0), width - 1)
+            part = torch.zeros_like(total)
+            part[b, q, g] = value[b, row, g] * weight[b, q, g, level, p]
+            total = total + part
+        return total.flatten(2)
+
+    out, grad_output, grads = gradients_of(by_hand, value, weight)
+    arguments = value, shapes, starts, locations, weight
+    tolerances = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.float16 else {}
+    torch.testing.assert_close(ext.geometric_kernel_attn_cuda_forward(*arguments, 64), out, **tolerances)
+    found = ext.geometric_kernel_attn_cuda_backward(*arguments, grad_output, 64)
+    for grad, expected in zip(found, grads, strict=True):
+        torch.testing.assert_close(grad, expected, **tolerances)
+
+
+def test_attention_modules_of_flash_attn_1(provide):
+    flash = provide("flash_attn.flash_attention")
+    module = flash.FlashMHA(embed_dim=8, num_heads=2, attention_dropout=0.5, dtype=torch.float64).eval()
+    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    q, k, v = module.Wqkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    attended = scaled_dot_product_attention(q, k, v, mask[:, None, None]).transpose(1, 2).flatten(2)
+    expected = module.out_proj(attended * mask[..., None])
+    found, weights = module(x, key_padding_mask=mask)
+    torch.testing.assert_close(found, expected)
+    assert weights is None and {"Wqkv.weight", "out_proj.bias"} < set(module.state_dict())
+    packed, starts = torch.randn(5, 3, 2, 4), torch.tensor([0, 2, 5], dtype=torch.int32)
+    apart = [module.inner_attn(part[None], causal=True)[0][0] for part in packed.split([2, 3])]
+    together, _ = module.inner_attn(packed, causal=True, cu_seqlens=starts, max_s=3)
+    torch.testing.assert_close(together, torch.cat(apart))
+    with pytest.raises(NotImplementedError, match="need_weights"):
+        module(x, need_weights=True)
+    with pytest.raises(ValueError, match="num_heads"):
+        flash.FlashMHA(8, 3)

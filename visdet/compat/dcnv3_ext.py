@@ -1,0 +1,90 @@
+"""The functions of ``DCNv3``, the extension of InternImage, computed by ``visdet.ops.ms_deform_attn``.
+
+``visdet.compat.extensions`` makes this module importable under that name. The kernel's points are those of an attention
+with one level: each group is a head, and the mask holds the weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+from ._gradients import add_gradients
+
+__all__ = ["dcnv3_backward", "dcnv3_forward"]
+
+
+def dcnv3_forward(
+    input: Tensor,  # [B, H, W, G * C]
+    offset: Tensor,  # [B, Hout, Wout, G * P * 2] (x, y), with P = kernel_h * kernel_w
+    mask: Tensor,  # [B, Hout, Wout, G * P]
+    kernel_h: int,
+    kernel_w: int,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    group_channels: int,
+    offset_scale: float,
+    im2col_step: int = 256,
+    remove_center: bool = False,
+) -> Tensor:  # [B, Hout, Wout, G * C]
+    """Return the weighted sum of the bilinear samples of each group at the points of the kernel, moved by the offsets.
+
+    The points run down each column of the kernel, from its left to its right one. Pixels outside the image count as 0.
+
+    Args:
+        input, offset, mask: as above. Any floating type.
+        kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w: as of a convolution.
+        group, group_channels: G and C.
+        offset_scale: the factor of the distances from the kernel's centre, offsets included.
+        im2col_step: has no effect.
+        remove_center: whether the kernel lacks its central point.
+    """
+    (B, H, W, _), (Hout, Wout) = input.shape, offset.shape[1:3]
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+
+    def steps(count: int) -> Tensor:
+        return torch.arange(count, device=input.device, dtype=wide)
+
+    # The centres of the kernel at the pixels of the output, and the points around each.
+    half_w, half_h = dilation_w * (kernel_w - 1) // 2, dilation_h * (kernel_h - 1) // 2
+    x, y = half_w - pad_w + steps(Wout) * stride_w, half_h - pad_h + steps(Hout) * stride_h
+    centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1).view(1, Hout * Wout, 1, 1, 2)
+    around = steps(kernel_w) * dilation_w - half_w, steps(kernel_h) * dilation_h - half_h
+    points = torch.stack(torch.meshgrid(*around, indexing="ij"), -1).flatten(0, 1)
+    if remove_center:
+        points = points[torch.arange(len(points), device=input.device) != len(points) // 2]
+    moved = points + offset.to(wide).view(B, Hout * Wout, group, -1, 2)
+    locations = (centers + moved * offset_scale + 0.5) / moved.new_tensor([W, H])
+    out = ops.ms_deform_attn(
+        input.reshape(B, H * W, group, group_channels),
+        torch.tensor([[H, W]], device=input.device),
+        torch.zeros(1, dtype=torch.int64, device=input.device),
+        locations[:, :, :, None],
+        mask.to(wide).view(B, Hout * Wout, group, 1, -1),
+    )
+    return out.view(B, Hout, Wout, -1)
+
+
+def dcnv3_backward(input: Tensor, offset: Tensor, mask: Tensor, *arguments: Any) -> list[Tensor]:
+    """Return the gradients of ``input``, ``offset`` and ``mask``.
+
+    The arguments are those of :func:`dcnv3_forward`, with the gradient of its result before ``im2col_step``.
+    """
+    options, grad_output, others = arguments[:11], arguments[11], arguments[12:]
+    inputs = [input, offset, mask]
+    grads = [torch.zeros_like(tensor) for tensor in inputs]
+    add_gradients(
+        "DCNv3.dcnv3_backward",
+        lambda *tensors: dcnv3_forward(*tensors, *options, *others),
+        inputs,
+        grad_output,
+        list(grads),
+    )
+    return grads
