@@ -17,6 +17,7 @@ from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 
 from .config import complete_config, dataset_config
+from .given_images import GivenImage
 from .inference import Detector
 
 __all__ = ["model_summary"]
@@ -47,7 +48,7 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
         height, width = shape or _resized_to(cfg)
         model: Any = detector.model
         what = f"an image of {height} x {width} pixels (height x width)"
-        item = detector.item_of(np.zeros((height, width, 3), np.uint8))
+        item = detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))
     else:
         model = MODELS.build(cfg.model).eval()
         try:
