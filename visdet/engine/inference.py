@@ -76,9 +76,10 @@ class Detector:
         register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         path = None if checkpoint is None else os.fspath(checkpoint)
+        kind = cfg.model.get("type")
+        _check_takes_images(MODELS.get(kind) if isinstance(kind, str) else kind)
         content = {} if path is None else read_checkpoint(path, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
-        _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
         if path is not None:
             load_weights(
@@ -217,15 +218,15 @@ def init_detector(
     return Detector(load_config(config)[0], checkpoint, device)
 
 
-def _check_takes_images(model: nn.Module) -> None:
-    """Raise a ConfigError if the samples of a model are not single images.
+def _check_takes_images(model: Any) -> None:
+    """Raise a ConfigError if the samples of a class of models are not single images.
 
     docs/contract.md describes the tools for other samples.
     """
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
-            f"{type(model).__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
+            f"{model.__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
             "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or visdet.evaluate, to "
             "write and draw the predictions for the data set of the config"
         )
