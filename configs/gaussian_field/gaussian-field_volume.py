@@ -1,4 +1,4 @@
-# A volume of your own: [D0, D1, D2] in a .npy file, or the only array of a .npz file.
+# Gaussians on a volume of your own: [D0, D1, D2] in a .npy file, or the only array of a .npz file.
 # VOLUME=scan.npy visdet train gaussian_field/gaussian-field_volume
 _base_ = "./gaussian-field_synthetic.py"
 

@@ -1,3 +1,4 @@
+# SparseDrive's first stage, which is detection with track ids and the vector map, with a total batch size of 64 frames.
 # This command makes the anchors: visdet make-anchors data/infos/nuscenes_infos_train.npz --out-dir data/kmeans
 _base_ = [
     "../_base_/models/sparsedrive_r50.py",

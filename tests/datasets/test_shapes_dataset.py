@@ -15,6 +15,7 @@ from PIL import Image
 
 from visdet.datasets import ShapesDataset, make_shapes
 from visdet.datasets.synthetic import shapes, shapes_images
+from visdet.datasets.synthetic.drawn_folder import draw_in_processes
 from visdet.datasets.synthetic.shapes_images import SHAPE_CLASSES, draw_shapes
 from visdet.registry import DATASETS
 
@@ -207,3 +208,17 @@ def test_rejections(tmp_path):
         make_shapes(tmp_path / "x", image_size=16)
     with pytest.raises(TypeError, match="num_images"):
         ShapesDataset(data_root=str(tmp_path / "x"), generator=dict(num_images=3))
+
+
+def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(capfd):
+    def share(worker, num_workers, parent):
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in a terminal reaches every process.
+        if worker == 0:
+            os.kill(parent, signal.SIGINT)
+        time.sleep(60)
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        draw_in_processes(share, (), 2, "test")
+    assert time.monotonic() - begin < 30 and not multiprocessing.active_children()
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """The Python API of a detector: what it takes as images, what it returns, and what it refuses."""
 
+import io
 import json
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from toy_run import toy_config
 import visdet
 from visdet.engine.inference import detect_files
 from visdet.errors import MissingPackageError, UserError
-from visdet.registry import VISUALIZERS
 
 RGB = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
 
@@ -108,10 +108,7 @@ def test_a_batch_gives_what_single_images_give(detector):
 
 
 def test_a_result_is_what_infer_writes(detector, file, tmp_path):
-    visualizer = VISUALIZERS.build(
-        {"type": "DetLocalVisualizer", "vis_backends": None, "name": "given images"}
-    )
-    (written,), _ = detect_files(detector, visualizer, [str(file)], str(tmp_path / "out"), 0.0)
+    (written,), _ = detect_files(detector, [str(file)], str(tmp_path / "out"), 0.0)
     result = detector(str(file), score_threshold=0.0)
     assert json.loads(result.to_json()) == result.to_dict() == written
     picture = result.draw(tmp_path / "drawn" / "a.png")
@@ -129,25 +126,68 @@ def test_the_threshold(detector):
     scores = detector(RGB, score_threshold=0).scores
     least = float(scores[0])
     assert len(detector(RGB, np.int64(2), np.float32(least))) == int((scores >= scores[0]).sum())
-    assert len(detector(RGB, score_threshold=1.5)) == 0 and "nothing in an image" in repr(
-        detector(RGB, 1, 1.5)
-    )
+    assert len(detector(RGB, score_threshold=1)) == 0 and "nothing in an image" in repr(detector(RGB, 1, 1))
     assert detector.score_thresholds == [0.3, 0.3]
 
 
-def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector, tmp_path):
-    path, size = str(tmp_path / "in.mp4"), (64, 48)
-    writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), 7, size)
-    for level in (0, 100, 200):
+def write_video(path, levels=(0, 100, 200)):
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 7, (64, 48))
+    for level in levels:
         writer.write(np.full((48, 64, 3), level, np.uint8))
     writer.release()
+    return str(path)
+
+
+def test_a_folder_of_images_and_videos_is_read_in_the_order_of_the_names(detector, tmp_path):
+    Image.new("RGB", (64, 48)).save(tmp_path / "b.png")
+    video, later = (write_video(tmp_path / name) for name in ("a ü.MP4", "c.avi"))
+    found = detector(tmp_path.as_uri(), batch_size=2)
+    assert [(result.path, result.frame) for result in found] == [
+        *((video, number) for number in range(3)),
+        (str(tmp_path / "b.png"), None),
+        *((later, number) for number in range(3)),
+    ]
+    assert list(found[1].to_dict())[:2] == ["file", "frame"] and "frame" not in found[3].to_dict()
+    assert "frame 1" in repr(found[1])
+
+
+def test_infer_reads_videos_and_goes_on_after_one_that_is_damaged(detector, tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    files = [str(tmp_path / "a.mp4"), write_video(tmp_path / "b.mp4", (0, 50)), str(tmp_path / "c.png")]
+    Image.fromarray(RGB).save(files[2])
+    found, (failure,) = detect_files(detector, files, str(tmp_path / "out"), None)
+    assert [(image["file"], image.get("frame")) for image in found] == [
+        (files[1], 0),
+        (files[1], 1),
+        (files[2], None),
+    ]
+    assert json.loads((tmp_path / "out" / "predictions.json").read_text()) == found
+    assert failure.startswith(f"video {files[0]} cannot be read")
+    assert sorted(path.name for path in (tmp_path / "out" / "pictures").iterdir()) == ["b.mp4", "c.png"]
+    video = cv2.VideoCapture(str(tmp_path / "out" / "pictures" / "b.mp4"))
+    assert (video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)) == (2, 7)
+
+
+def test_paths_begin_with_the_home_folder(detector, file, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    assert detector("~/a b.png").path == str(file)
+    detector("~/a b.png").draw("~/drawn.png")
+    detector([RGB], save_video="~/out.mp4")
+    assert (file.parent / "drawn.png").is_file() and (file.parent / "out.mp4").is_file()
+    assert detector("~/*b.png")[0].path == str(file)
+
+
+def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector, tmp_path):
+    path = write_video(tmp_path / "in.mp4")
+    with pytest.raises(UserError, match="must not name the video that is read"):
+        detector(path, save_video=tmp_path / "sub" / ".." / "in.mp4")
     results = detector(path, batch_size=2, save_video=tmp_path / "out.mp4")
     assert not isinstance(results, list)
     assert [round(float(result.image.mean()), -2) for result in results] == [0, 100, 200]
     video = cv2.VideoCapture(str(tmp_path / "out.mp4"))
     assert (video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)) == (3, 7)
     with pytest.raises(UserError, match=r"must name an \.mp4 file"):
-        list(detector([RGB], save_video="out.gif"))
+        detector(path, save_video="out.gif")
     with pytest.raises(UserError, match="frames must be of one size"):
         detector(
             [np.zeros((600, 600, 3), np.uint8), np.zeros((700, 600, 3), np.uint8)],
@@ -162,11 +202,23 @@ def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector
         (3, "got int"),
         ({}, "got dict"),
         (b"a.png", "got bytes"),
-        ([[RGB]], "got a list in a list"),
-        ([RGB, None], "got NoneType"),
-        ("", "is neither an image file nor a folder"),
-        ("nowhere.png", "nowhere.png is neither an image file nor a folder"),
+        (io.BytesIO(b"a.png"), "got BytesIO"),
+        ([[RGB]], r"images\[0\] must be one of .*got a list"),
+        ([RGB, None], r"images\[1\] must be .*got NoneType"),
+        ([RGB, np.full((4, 4), -1)], r"images\[1\]: values of int64 must be"),
+        (np.full((2, 4, 4, 3), np.nan), r"images\[0\]: values of float64"),
+        ("", "'' is no path"),
+        ("a\0.png", r"'a\\x00.png' is no path"),
+        ("nowhere.png", "nowhere.png does not exist"),
+        ("~/nowhere.png", "/nowhere.png does not exist"),
+        ("/dev/null", "/dev/null is neither a file nor a folder"),
         ("http://a/b.png", "download it first"),
+        (Path("https://a/b.png"), "download it first"),
+        ("file://other.host/b.png", "file://other.host/b.png is no file of this machine"),
+        ("file:///no%20where.png", "/no where.png does not exist"),
+        ("file:/nowhere.mp4", "video /nowhere.mp4 does not exist"),
+        (torch.zeros(3, 4, 4).to_sparse(), "images: cannot read a tensor"),
+        (torch.zeros(3, 4, 4, device="meta"), "images: cannot read a tensor"),
         ("nowhere.mp4", "nowhere.mp4 does not exist"),
         (RGB.transpose(2, 0, 1), r"an array must be .*\[H, W, 3\].*got \[3, 30, 40\]"),
         (torch.from_numpy(RGB), r"a tensor must be .*\[3, H, W\].*got \[30, 40, 3\]"),
@@ -204,7 +256,12 @@ def test_a_damaged_file_is_named(detector, file, name):
     [
         ({"batch_size": 0}, "batch_size must be a positive whole number, got 0"),
         ({"batch_size": 1.5}, r"got 1\.5"),
-        ({"score_threshold": "0.3"}, "score_threshold must be a number, got '0.3'"),
+        ({"score_threshold": "0.3"}, "score_threshold must be a number from 0 to 1, got '0.3'"),
+        ({"score_threshold": 30}, "from 0 to 1, got 30"),
+        ({"score_threshold": -0.1}, "from 0 to 1, got -0.1"),
+        ({"amp": "yes"}, "amp must be True or False, got 'yes'"),
+        ({"graph": 1}, "graph must be True or False, got 1"),
+        ({"save_video": 3}, r"save_video must name an \.mp4 file, got 3"),
         ({"score_threshold": float("nan")}, "got nan"),
         ({"channel_order": "gbr"}, "channel_order must be 'bgr' or 'rgb', got 'gbr'"),
     ],
@@ -235,7 +292,7 @@ def test_supervision(detector, monkeypatch):
     taken = result.to_supervision()
     assert taken["xyxy"].shape == (len(result), 4) and taken["class_id"].tolist() == result.labels.tolist()
     assert taken["data"]["class_name"].tolist() == result.class_names
-    assert detector(RGB, score_threshold=2).to_supervision()["xyxy"].shape == (0, 4)
+    assert detector(RGB, score_threshold=1).to_supervision()["xyxy"].shape == (0, 4)
     monkeypatch.setitem(sys.modules, "supervision", None)
     with pytest.raises(MissingPackageError, match="pip install supervision"):
         result.to_supervision()

@@ -1,6 +1,7 @@
 """Which files of a folder are images, and that the others are counted and named."""
 
 import os
+import re
 import socket
 
 import pytest
@@ -66,10 +67,10 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
     images, remarks = found(folder)
     assert images == ["a.png"]
     text = "\n".join(remarks).replace(f"{folder}/", "")
-    assert "left out 7 (no images): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more" in text
+    assert "left out 7 (no images or videos): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more" in text
     assert "left out 2 (no files, but devices, pipes or sockets): pipe.jpg, socket.png" in text
     assert "left out 1 (links that lead nowhere): lost.png" in text
-    with pytest.raises(UserError, match="neither an image file nor a folder"):
+    with pytest.raises(UserError, match="neither a file nor a folder"):
         find_images([str(folder / "pipe.jpg")], "out")
 
 
@@ -109,23 +110,33 @@ def test_files_folders_and_patterns(folder):
     assert find_images(names, "out")[0] == sorted(
         str(folder / name) for name in ("a.png", "b.jpg", "sub/c.png", "[d].png")
     )
-    for nothing in ("*.bmp", "nowhere", "http://localhost/a.jpg"):
-        with pytest.raises(UserError, match="neither an image file nor a folder"):
+    assert find_images([(folder / "[d].png").as_uri()], "out")[0] == [str(folder / "[d].png")]
+    for nothing in ("*.bmp", "nowhere"):
+        with pytest.raises(UserError, match=f"{re.escape(nothing)} does not exist"):
             find_images([nothing], "out")
+    with pytest.raises(UserError, match=r"http://localhost/a\.jpg is no file of this machine"):
+        find_images(["http://localhost/a.jpg"], "out")
 
 
 def test_a_folder_without_images_names_what_it_has(folder):
     folder.mkdir()
     (folder / "notes.txt").write_text("")
-    with pytest.raises(UserError, match=r"has no image\nleft out 1 \(no images\): .*notes\.txt"):
+    with pytest.raises(
+        UserError, match=r"has no image and no video\nleft out 1 \(no images or videos\): .*notes\.txt"
+    ):
         found(folder)
 
 
-def test_videos_and_further_frames_are_named(folder):
+@pytest.mark.parametrize("name", ["a.mp4", "a b.MOV", "a.mkv", "a.webm", "a.avi"])
+def test_videos_are_found_on_every_machine(folder, name):
     folder.mkdir()
-    (folder / "a.mp4").write_bytes(b"")
-    with pytest.raises(UserError, match=r"a\.mp4 is a video.*ffmpeg -i"):
-        find_images([str(folder / "a.mp4")], "out")
+    (folder / name).write_bytes(b"")
+    for given in (folder, folder / name, folder / "a*"):
+        assert find_images([str(given)], "out") == ([str(folder / name)], [])
+
+
+def test_further_frames_are_named(folder):
+    folder.mkdir()
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
     frames[0].save(folder / "still.gif")

@@ -12,12 +12,11 @@ from PIL import Image
 from toy_run import toy_config, toy_runner, train
 
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
-from visdet.engine.detections import detections_of
+from visdet.engine.detections import Detections, detections_of
 from visdet.engine.inference import detect_files
 from visdet.engine.picture_paths import PicturePaths
 from visdet.engine.prepare import write_detections
 from visdet.engine.sample_images import image_file_of
-from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 
 PIPELINE = [
@@ -115,29 +114,26 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.open(image).save(folder / name)
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
-    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "pictures"})
-    _, failures = detect_files(
-        detector, visualizer, find_images([str(folder)], "out")[0], str(tmp_path / "out"), 0.0
-    )
+    _, failures = detect_files(detector, find_images([str(folder)], "out")[0], str(tmp_path / "out"), 0.0)
     pictures = tmp_path / "out" / "pictures"
     written = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.png"))
     assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]
 
 
-def test_what_was_found_before_an_error_is_written(tmp_path, trained, image):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("cannot write b.png: the disk is full")])
+def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, error, monkeypatch):
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
-    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "pictures"})
 
-    def fail_at_the_second(name, *args, **kwargs):
-        if name == "b.png":
-            raise KeyboardInterrupt
+    def fail_at_the_second(result, out_file):
+        if out_file.name == "b.png":
+            raise error
 
-    visualizer.add_datasample = fail_at_the_second
+    monkeypatch.setattr(Detections, "draw", fail_at_the_second)
     for name in ("a.png", "b.png", "c.png"):
         shutil.copy(image, tmp_path / name)
     files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
-    with pytest.raises(KeyboardInterrupt):
-        detect_files(detector, visualizer, files, str(tmp_path / "out"), 0.0)
+    with pytest.raises(type(error)):
+        detect_files(detector, files, str(tmp_path / "out"), 0.0)
     found = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert [Path(entry["file"]).name for entry in found] == ["a.png", "b.png"]
 
@@ -148,6 +144,7 @@ def test_picture_paths():
         paths.path_of(image, image.rsplit("/", 1)[-1]).name for image in ("1/a.jpg", "2/a.jpg", "3/a.jpg")
     ]
     assert names == ["a.png", "a.jpg.png", "a.jpg_2.png"]
+    assert paths.path_of("4/a.mp4", "a.mp4", ".mp4").name == "a.mp4"
     assert paths.path_of("2/a.jpg", "a.jpg").name == "a.jpg.png", "an image keeps its picture"
 
 
@@ -158,9 +155,8 @@ def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, mon
         raise ValueError("a bug")
 
     monkeypatch.setattr(detector.model, "test_step", broken)
-    visualizer = VISUALIZERS.build({"type": "DetLocalVisualizer", "vis_backends": None, "name": "bug"})
     with pytest.raises(ValueError, match="a bug"):
-        detect_files(detector, visualizer, [image], str(tmp_path / "out"), 0.0)
+        detect_files(detector, [image], str(tmp_path / "out"), 0.0)
 
 
 def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):

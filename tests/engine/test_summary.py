@@ -32,11 +32,27 @@ def test_a_part_whose_parts_are_called_from_outside_has_their_flops():
     )
 
 
-def test_a_model_without_a_sample_has_its_parameters(tmp_path):
-    cfg, _ = load_config(
-        "sparsedrive/sparse4dv3_r50_8xb6_nuscenes", {"test_dataloader.dataset.data_root": str(tmp_path)}
+@pytest.mark.filterwarnings("ignore:.*no .* file")
+def test_the_flops_of_a_driving_model_are_those_of_a_drawn_frame():
+    size = {"test_dataloader.dataset.data_aug_conf.final_dim": (32, 64)}
+    cfg, _ = load_config("sparsedrive/sparsedrive_toy_stage2", size)
+    *rows, last = model_summary(cfg).splitlines()[1:]
+    rows = {row.split()[0]: row.split()[1:] for row in rows if len(row.split()) == 5}
+    parts = {part: float(row[2]) for part, row in rows.items()}
+    assert (
+        parts.pop("all") == pytest.approx(sum(parts.values()), abs=0.01)
+        and min(parts["head"], parts["img_backbone"]) > 0.01
     )
-    cfg.model.img_backbone.pop("init_cfg", None)
+    assert "a frame of six images of 32 x 64 pixels" in last
+    assert int(rows["img_backbone"][1]) == 0 < int(rows["head"][1].replace(",", "")), "perception is frozen"
+
+
+@pytest.mark.filterwarnings("ignore:InstanceBank")
+def test_a_model_without_a_sample_has_its_parameters(tmp_path):
+    options = {"test_dataloader.dataset.data_root": str(tmp_path), "test_dataloader.dataset.num_cameras": 5}
+    cfg, _ = load_config("sparsedrive/sparsedrive_toy_stage1", options)
+    cfg.test_dataloader.dataset.pop("generator", None)
+    cfg.test_dataloader.dataset.type = "NuScenes3DDetTrackDataset"
     text = model_summary(cfg)
     assert (
         "img_backbone" in text

@@ -1,7 +1,9 @@
 """The program ``visdet`` and the configs of the package, which are found from any folder."""
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -42,6 +44,31 @@ def test_the_help_names_every_command_and_first_steps(program):
     assert status == 2 and "invalid choice: 'trian'" in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("visdet tr", ["train "]),
+        ("visdet print-config x --su", ["--summary "]),
+        ("visdet configs c", ["copy "]),
+    ],
+)
+def test_the_shell_completes_commands_and_options(tmp_path, typed, expected):
+    pytest.importorskip("argcomplete")
+    variables = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": typed,
+        "COMP_POINT": str(len(typed)),
+        "_ARGCOMPLETE_IFS": "|",
+    }
+    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "COMP_TYPE": "9"}
+    code = "import sys; sys.argv[0] = 'visdet'; from visdet.commands import main; main()"
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=CONFIGS.parents[2], capture_output=True
+    )
+    assert (tmp_path / "out").read_text().split("|") == expected, done.stderr
+
+
 def test_a_config_is_named_by_its_path_without_a_clone(program, tmp_path):
     status, whole, _ = program("print-config", SHAPES)
     assert status == 0 and "ShapesDataset" in whole
@@ -69,7 +96,11 @@ def test_a_file_of_the_user_goes_before_a_config_of_the_package(monkeypatch, tmp
     "name",
     ["deformable-detr_shapes", "deformabel_detr/deformable-detr_shapes", "visdet::deformable-detr-shapes.py"],
 )
-def test_an_unknown_name_lists_near_ones(program, name):
+def test_an_unknown_name_lists_near_ones(program, name, tmp_path):
+    dumped = tmp_path / "work_dirs" / "deformable-detr_shapes" / "deformable-detr_shapes.py"
+    if "/" in name:  # The package's config is nearer than the copy that a run has written.
+        dumped.parent.mkdir(parents=True)
+        dumped.write_text("")
     status, _, err = program("print-config", name)
     assert status == 1 and err.startswith(f"error: config {name} does not exist; did you mean {SHAPES}")
     assert program("train", "nonsense")[2].endswith("; `visdet configs` lists those of the package\n")

@@ -33,7 +33,7 @@ _DESCRIPTION = """Train, evaluate and use detectors that config files describe.
 First steps, in any folder:
   visdet configs                                           # the configs of the package
   visdet train deformable_detr/deformable-detr_shapes      # on images that are drawn first
-  visdet infer CONFIG CHECKPOINT IMAGE|FOLDER ...          # detections in your own images
+  visdet infer CONFIG CHECKPOINT IMAGE|VIDEO|FOLDER ...    # detections in your own images
 
 A CONFIG is a file of yours, or the name of one of the package's configs. `visdet COMMAND --help` explains a command."""
 

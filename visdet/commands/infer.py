@@ -1,4 +1,4 @@
-"""Detect objects in image files. The detections are written to a JSON file and drawn into a copy of each image.
+"""Detect objects in images and videos. The detections are written to a JSON file and drawn into a copy of each file.
 
 visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth data/shapes/val
 """
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "images",
         nargs="+",
-        help="image files, or folders that are searched for image files with their subfolders",
+        help="images, videos, and folders that are searched for them with their subfolders",
     )
     add_options(parser, out_dir=("work_dirs/detections", "folder to write"))
     parser.add_argument(
@@ -33,25 +33,22 @@ def run(args: argparse.Namespace) -> None:
         load_config,
         say,
     )
-    from visdet.registry import VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph
-    images, left_out = find_images(args.images, args.out_dir)
+    files, left_out = find_images(args.images, args.out_dir)
     check_work_dir(args.out_dir, "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
-    drawing = {**cfg.get("visualizer", {"type": "DetLocalVisualizer"}), "vis_backends": None}
-    found, failures = detect_files(detector, VISUALIZERS.build(drawing), images, args.out_dir, args.score_thr)
+    found, failures = detect_files(detector, files, args.out_dir, args.score_thr)
     total = sum(len(image["detections"]) for image in found)
-    say(
-        f"wrote {total} detections in {len(found)} images to {args.out_dir}/predictions.json and "
-        f"{args.out_dir}/pictures"
-    )
+    frames = sum("frame" in image for image in found)
+    read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
+    say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json and {args.out_dir}/pictures")
     for remark in left_out:
         say(remark)
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
     if failures:
-        print(f"{len(failures)} of {len(images)} images could not be read", file=sys.stderr)
+        print(f"{len(failures)} of {len(files)} files could not be read", file=sys.stderr)
         sys.exit(1)

@@ -30,13 +30,15 @@ class Detections:
         thresholds: the lowest score of the detections that are kept, one number or one for each class.
         image: the pixels, RGB uint8 [H, W, 3]. The default is to read the file of the sample when they are needed.
         draw: a function of the pixels and a sample that returns the picture.
+        frame: the number of the frame, if the image is one of a video.
 
     Attributes:
         boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image.
         scores: float32 [N] in 0..1.
         labels: int64 [N], positions in ``classes``.
         classes: the names of all labels.
-        path: the file of the image, or None.
+        path: the file of the image or the video, or None.
+        frame: the number of the frame in the video from 0 on, or None.
         shape: the (height, width) of the image.
         sample: the sample with the detections that are kept.
 
@@ -51,9 +53,11 @@ class Detections:
         thresholds: float | Sequence[float] = 0.0,
         image: np.ndarray | None = None,
         draw: Callable[[np.ndarray, DetDataSample], np.ndarray] | None = None,
+        frame: int | None = None,
     ) -> None:
         found = sample.pred_instances
         self.path: str | None = sample.get("img_path")
+        self.frame = frame
         check_finite(f"image {self.path}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
         scores = found.scores.float()
         order = torch.argsort(scores, descending=True, stable=True)
@@ -74,7 +78,9 @@ class Detections:
     def __repr__(self) -> str:
         names = self.class_names
         counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names)) or "nothing"
-        return f"Detections({counts} in {self.path or 'an image'} of {self.shape[1]}x{self.shape[0]} pixels)"
+        where = self.path or "an image"
+        where += "" if self.frame is None else f", frame {self.frame},"
+        return f"Detections({counts} in {where} of {self.shape[1]}x{self.shape[0]} pixels)"
 
     @property
     def class_names(self) -> list[str]:
@@ -97,9 +103,10 @@ class Detections:
         picture = Image.fromarray(self._draw(self.image, self.sample))
         if out_file is not None:
             try:
-                Path(out_file).parent.mkdir(parents=True, exist_ok=True)
-                picture.save(out_file)
-            except (OSError, ValueError) as error:
+                path = Path(out_file).expanduser()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                picture.save(path)
+            except (OSError, ValueError, TypeError) as error:
                 raise UserError(
                     f"cannot write {out_file}: {getattr(error, 'strerror', None) or error}"
                 ) from error
@@ -108,12 +115,13 @@ class Detections:
     def to_dict(self) -> dict[str, Any]:
         """Return the record of the image in ``predictions.json`` of ``visdet infer``, in types of JSON.
 
-        Its keys are ``file``, ``height``, ``width`` and ``detections``. That is a list of dicts with ``class``,
-        ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2 decimals).
+        Its keys are ``file``, ``frame`` (of videos only), ``height``, ``width`` and ``detections``. That is a list of
+        dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2 decimals).
         """
         rows = zip(self.class_names, self.labels.tolist(), self.scores, self.boxes, strict=True)
         return {
             "file": self.path,
+            **({} if self.frame is None else {"frame": self.frame}),
             "height": self.shape[0],
             "width": self.shape[1],
             "detections": [

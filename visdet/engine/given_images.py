@@ -1,11 +1,9 @@
 """The images that a detector is given: files, folders, videos, arrays, tensors, Pillow's images, and many of them."""
 
-import mimetypes
+import io
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +11,25 @@ from PIL import Image
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError, check_choice
 
-from .image_files import find_images
+from .image_files import find_images, is_video, local_path
 
-__all__ = ["each_image", "frames_per_second", "is_one_image", "is_video"]
+__all__ = ["GivenImage", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
 _KINDS = "paths, numpy arrays, tensors, images of Pillow, or lists and iterators of them"
+
+
+class GivenImage(NamedTuple):
+    """An image: its file, or its pixels, RGB uint8 [H, W, 3]. A frame of a video has all three values.
+
+    Attributes:
+        path: the file of the image or of its video, or None.
+        pixels: the pixels, or None to read the file.
+        frame: the number of the frame in its video from 0 on, or None.
+    """
+
+    path: str | None = None
+    pixels: np.ndarray | None = None
+    frame: int | None = None
 
 
 def is_one_image(given: Any) -> bool:
@@ -25,78 +37,71 @@ def is_one_image(given: Any) -> bool:
     if isinstance(given, np.ndarray | torch.Tensor):
         return given.ndim != 4
     if isinstance(given, str | os.PathLike):
-        path = _local_path(given)
+        path = local_path(given)
         return os.path.isfile(path) and not is_video(path)
     return isinstance(given, Image.Image)
 
 
-def is_video(given: Any) -> bool:
-    """Return whether a video file is given, by the suffix of its name."""
-    if not isinstance(given, str | os.PathLike):
-        return False
-    return (mimetypes.guess_type(_local_path(given))[0] or "").startswith("video/")
+def video_of(given: Any) -> str | None:
+    """Return the path of a video file that is given, or None if something else is."""
+    path = local_path(given) if isinstance(given, str | os.PathLike) else ""
+    return path if is_video(path) and not os.path.isdir(path) else None
 
 
-def each_image(given: Any, channel_order: str = "bgr") -> Iterator[str | np.ndarray]:
-    """Return an iterator of the path of each image file, and of each other image as a new RGB array, uint8 [H, W, 3].
+def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> Iterator[GivenImage]:
+    """Return an iterator of what is given.
 
     Args:
-        given: a path, a ``file://`` address or a pattern of image files, folders or videos; an array [H, W], [H, W, 1],
-            [H, W, 3] or [H, W, 4]; a tensor with the channels first; an image of Pillow; a batch of arrays or tensors;
-            or an iterable of them. Values are uint8, uint16 (whose upper byte counts, as in files), other whole
-            numbers from 0 to 255, or floats from 0 to 1. Alpha is dropped, and grey values are repeated.
+        given: a path, a ``file://`` address or a pattern of image files, videos or folders of both; an array [H, W],
+            [H, W, 1], [H, W, 3] or [H, W, 4]; a tensor with the channels first; an image of Pillow; a batch of arrays
+            or tensors; or an iterable of them. Values are uint8, uint16 (whose upper byte counts, as in files), other
+            whole numbers from 0 to 255, or floats from 0 to 1. Alpha is dropped, and grey values are repeated.
         channel_order: 'bgr' or 'rgb', the order of the channels of arrays and tensors.
+        name: how messages call what is given.
 
     Raises:
         UserError: something given is no image. The message says what it is.
     """
     check_choice("channel_order", channel_order, ("bgr", "rgb"))
-    if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(given, dict | bytes | set):
-        raise InvalidTypeError(f"images must be {_KINDS}, got {type(given).__name__}")
-    return _each_image(given, channel_order)
+    if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(
+        given, dict | bytes | set | io.IOBase
+    ):
+        raise InvalidTypeError(f"{name} must be {_KINDS}, got {type(given).__name__}")
+    return _each_image(given, channel_order, name)
 
 
-def _each_image(given: Any, channel_order: str) -> Iterator[str | np.ndarray]:
+def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImage]:
     if isinstance(given, str | os.PathLike):
-        path = _local_path(given)
-        yield from _frames(path) if is_video(path) else find_images([path])[0]
+        video = video_of(given)
+        for path in find_images([os.fspath(given)])[0] if video is None else [video]:
+            if is_video(path):
+                yield from (GivenImage(path, frame, number) for number, frame in enumerate(_frames(path)))
+            else:
+                yield GivenImage(path)
     elif isinstance(given, Image.Image):
-        yield _rgb_of_picture(given)
-    elif isinstance(given, torch.Tensor | np.ndarray):
-        for image in given if given.ndim == 4 else [given]:
-            yield _rgb_of_array(image, channel_order)
+        yield GivenImage(pixels=_rgb_of_picture(given, name))
+    elif isinstance(given, torch.Tensor | np.ndarray) and given.ndim != 4:
+        yield GivenImage(pixels=_rgb_of_array(given, channel_order, name))
     else:
-        for image in given:
+        for index, image in enumerate(given):
             if isinstance(image, list | tuple):
-                raise InvalidTypeError(f"images must be {_KINDS}, got a list in a list")
-            yield from each_image(image, channel_order)
+                raise InvalidTypeError(f"{name}[{index}] must be one of {_KINDS}, got a list")
+            yield from each_image(image, channel_order, f"{name}[{index}]")
 
 
-def _local_path(given: str | os.PathLike) -> str:
-    path = os.fspath(given)
-    if not isinstance(path, str):
-        raise InvalidTypeError(f"images must be {_KINDS}, got {type(path).__name__}")
-    address = urlsplit(path) if "://" in path else None
-    if address is None:
-        return path
-    if address.scheme != "file":
-        raise InvalidInputError(f"{path} is no file of this machine: download it first")
-    return unquote(address.path)
-
-
-def _rgb_of_picture(picture: Image.Image) -> np.ndarray:
+def _rgb_of_picture(picture: Image.Image, name: str) -> np.ndarray:
     from visdet.registry import TRANSFORMS
 
     read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
     try:
         rgb = read.rgb_of(picture)
     except (OSError, SyntaxError, ValueError) as error:
-        raise InvalidInputError(f"images: cannot read {picture!r}: {error}") from error
-    _check_size(rgb.shape)
+        raise InvalidInputError(f"{name}: cannot read {picture!r}: {error}") from error
+    _check_size(rgb.shape, name)
     return rgb
 
 
-def _rgb_of_array(image: Any, channel_order: str) -> np.ndarray:
+def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:
     """Return the RGB values of an array, or of a tensor with the channels first, as a new array."""
     is_tensor = isinstance(image, torch.Tensor)
     layouts = (
@@ -104,30 +109,38 @@ def _rgb_of_array(image: Any, channel_order: str) -> np.ndarray:
         if is_tensor
         else "[H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
     )
+    image = image if is_tensor else np.asarray(image)  # A matrix would stay two-dimensional.
     shape = tuple(image.shape)
     if len(shape) == 2:
         image = image[None] if is_tensor else image[..., None]
     elif len(shape) != 3 or shape[0 if is_tensor else 2] not in (1, 3, 4):
         raise InvalidInputError(
-            f"images: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {list(shape)}"
+            f"{name}: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {list(shape)}"
         )
     if is_tensor:
-        image = image.detach().movedim(0, -1).cpu()
-        image = (image.float() if image.dtype.is_floating_point else image).numpy()
-    _check_size(image.shape)
-    values = _bytes_of(image)
+        image = _array_of(image.movedim(0, -1), name)
+    _check_size(image.shape, name)
+    values = _bytes_of(image, name)
     colours = values[..., :3] if values.shape[2] > 1 else np.repeat(values, 3, axis=2)
     # The copy is contiguous and belongs to nobody else.
     return np.array(colours[..., ::-1] if channel_order == "bgr" else colours, order="C")
 
 
-def _bytes_of(image: np.ndarray) -> np.ndarray:
+def _array_of(image: torch.Tensor, name: str) -> np.ndarray:
+    try:
+        image = image.detach().cpu()
+        return (image.float() if image.dtype.is_floating_point else image).numpy()
+    except (TypeError, RuntimeError) as error:  # It is sparse or quantized, or has no values.
+        raise InvalidTypeError(f"{name}: cannot read a tensor: {str(error).splitlines()[0]}") from error
+
+
+def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
     """Return the values of an image as uint8."""
     kind = image.dtype.kind
     if image.dtype == np.uint8:
         return image
     if kind not in "uif":
-        raise InvalidTypeError(f"images: the values must be whole numbers or floats, got {image.dtype}")
+        raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {image.dtype}")
     if image.dtype == np.uint16:
         return (image >> 8).astype(np.uint8)
     low, high = image.min(), image.max()
@@ -139,14 +152,14 @@ def _bytes_of(image: np.ndarray) -> np.ndarray:
             else "give uint8 or uint16"
         )
         raise InvalidInputError(
-            f"images: values of {image.dtype} must be from 0 to {top}, got {low:g} to {high:g}; {hint}"
+            f"{name}: values of {image.dtype} must be from 0 to {top}, got {low:g} to {high:g}; {hint}"
         )
     return np.round(image * 255).astype(np.uint8) if kind == "f" else image.astype(np.uint8)
 
 
-def _check_size(shape: tuple[int, ...]) -> None:
+def _check_size(shape: tuple[int, ...], name: str) -> None:
     if 0 in shape:
-        raise InvalidInputError(f"images: an image has no pixels, its shape is {list(shape)}")
+        raise InvalidInputError(f"{name}: an image has no pixels, its shape is {list(shape)}")
 
 
 def _opened(path: str) -> Any:
@@ -160,11 +173,11 @@ def _opened(path: str) -> Any:
     return video
 
 
-def frames_per_second(path: str | os.PathLike) -> float:
+def frames_per_second(path: str) -> float:
     """Return how many frames a video shows in a second, or 25 if it does not say."""
     import cv2
 
-    video = _opened(_local_path(path))
+    video = _opened(path)
     try:
         rate = video.get(cv2.CAP_PROP_FPS)
     finally:
@@ -187,4 +200,4 @@ def _frames(path: str) -> Iterator[np.ndarray]:
     finally:
         video.release()
     if not number:
-        raise UserError(f"video {Path(path)} has no frame that OpenCV can read")
+        raise UserError(f"video {path} has no frame that OpenCV can read")

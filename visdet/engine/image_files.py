@@ -1,21 +1,37 @@
-"""The image files that a tool reads, and what it leaves out."""
+"""The files of images and videos that a detector reads, and what it leaves out."""
 
 import glob
-import mimetypes
 import os
-import shlex
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from PIL import Image
 
-from .errors import UserError
+from visdet.errors import InvalidInputError, UserError
 
-__all__ = ["find_images", "pictures_folder"]
+__all__ = ["find_images", "is_video", "local_path", "pictures_folder"]
 
 # Files with these names are meant to be images. If one cannot be read, that is an error.
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
 _IMAGE_SUFFIXES |= {".jp2", ".j2k", ".avif", ".ppm", ".pgm", ".pbm"}
+_VIDEO_SUFFIXES = {
+    ".mp4",
+    ".m4v",
+    ".mov",
+    ".avi",
+    ".mkv",
+    ".webm",
+    ".mpg",
+    ".mpeg",
+    ".wmv",
+    ".flv",
+    ".ogv",
+    ".3gp",
+}
+_VIDEO_SUFFIXES |= {".mts", ".m2ts"}
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _FRAMES = {".gif", ".tif", ".tiff", ".webp", ".png", ".avif"}
 # Pillow opens these with other programs or plugins, or they are no pictures.
 _NO_IMAGE_FORMATS = {"EPS", "WMF", "BUFR", "GRIB", "HDF5", "MPEG", "FITS"}
@@ -27,44 +43,65 @@ def pictures_folder(out_dir: str) -> str:
     return os.path.join(out_dir, "pictures")
 
 
-def find_images(paths: Sequence[str], out_dir: str | None = None) -> tuple[list[str], list[str]]:
-    """Return the sorted paths of all image files, and a remark on each kind of file that is left out.
+def is_video(path: str) -> bool:
+    """Return whether the suffix of a file is that of a video."""
+    return Path(path).suffix.lower() in _VIDEO_SUFFIXES
 
-    A folder is searched with its subfolders, links to folders included. A file in it is an image if its suffix or its
-    content is that of one. Pictures of earlier runs, which are in :func:`pictures_folder`, are left out.
+
+def local_path(given: str | os.PathLike) -> str:
+    """Return the path that is given, also as a ``file://`` address, or as ``~`` for the home folder.
+
+    Raises:
+        UserError: the path is empty or no text, or the address is not one of this machine.
+    """
+    path = os.fspath(given)
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InvalidInputError(f"{path!r} is no path of an image or a video")
+    if os.path.lexists(path):
+        return path
+    if not _ADDRESS.match(path):
+        return os.path.expanduser(path)
+    address = urlsplit(path)
+    if address.scheme != "file" or address.netloc not in ("", "localhost"):
+        raise InvalidInputError(f"{path} is no file of this machine: download it first")
+    return unquote(address.path)
+
+
+def find_images(paths: Sequence[str], out_dir: str | None = None) -> tuple[list[str], list[str]]:
+    """Return the sorted paths of all images and videos, and a remark on each kind of file that is left out.
+
+    A folder is searched with its subfolders, links to folders included. A file in it is a video if its suffix is that
+    of one, and an image if its suffix or its content is that of one. Pictures of earlier runs, which are in
+    :func:`pictures_folder`, are left out.
 
     Args:
-        paths: image files, folders, and patterns such as ``images/*.jpg``.
+        paths: files, folders, patterns such as ``images/*.jpg``, and ``file://`` addresses.
         out_dir: the folder that is going to be written, if there is one.
 
     Raises:
-        UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is no
-            image at all.
+        UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is
+            nothing to read.
     """
     pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(out_dir)))
     images: dict[str, None] = {}
     left_out: dict[str, list[str]] = {}
-    for path in (match for given in paths for match in _matches(given)):
+    for path in (match for given in paths for match in _matches(local_path(given))):
         real = Path(os.path.realpath(path))
         if real == pictures or pictures in real.parents:
             raise UserError(
                 f"{path} is in {pictures}, which is going to be written: choose another --out-dir"
             )
         if os.path.isfile(path):
-            if (mimetypes.guess_type(path)[0] or "").startswith("video/"):
-                raise UserError(
-                    f"{path} is a video. visdet.init_detector gives a detector that reads it, or write its frames to a "
-                    f"folder first: ffmpeg -i {shlex.quote(path)} FOLDER/%06d.png"
-                )
             images[path] = None
         elif os.path.isdir(path):
             files = list(_files_below(path, pictures))
             for file, reason in files:
                 left_out.setdefault(reason, []).append(file) if reason else images.setdefault(file)
             if all(reason for _, reason in files):
-                raise UserError("\n".join([f"folder {path} has no image", *_remarks(left_out)]))
+                raise UserError("\n".join([f"folder {path} has no image and no video", *_remarks(left_out)]))
         else:
-            raise UserError(f"{path} is neither an image file nor a folder")
+            wrong = "is neither a file nor a folder" if os.path.exists(path) else "does not exist"
+            raise UserError(f"{path} {wrong}")
     if several := [image for image in sorted(images) if _has_frames(image)]:
         left_out["files of several frames, whose first is read"] = several
     return sorted(images), _remarks(left_out)
@@ -102,7 +139,7 @@ def _reason_to_leave_out(file: str) -> str:
         return "links that lead nowhere"
     if not os.path.isfile(file):
         return "no files, but devices, pipes or sockets"
-    if Path(file).suffix.lower() in _IMAGE_SUFFIXES:
+    if Path(file).suffix.lower() in _IMAGE_SUFFIXES or is_video(file):
         return ""
     Image.init()
     try:
@@ -111,7 +148,7 @@ def _reason_to_leave_out(file: str) -> str:
     except Image.DecompressionBombError:
         return ""
     except Exception:  # Plugins of Pillow raise errors of many types on the files of other programs.
-        return "no images"
+        return "no images or videos"
 
 
 def _has_frames(image: str) -> bool:

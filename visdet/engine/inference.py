@@ -19,7 +19,6 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
-from mmengine.visualization import Visualizer
 from torch import nn
 
 from visdet.errors import InvalidInputError, InvalidTypeError
@@ -31,10 +30,11 @@ from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config, load_config
 from .detections import Detections
 from .errors import ConfigError, UserError
-from .given_images import each_image, frames_per_second, is_one_image, is_video
+from .given_images import GivenImage, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
-from .image_files import pictures_folder
+from .image_files import is_video, pictures_folder
 from .picture_paths import PicturePaths
+from .places import check_work_dir
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from .videos import written_as_video
 
@@ -76,9 +76,10 @@ class Detector:
         register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         path = None if checkpoint is None else os.fspath(checkpoint)
+        kind = cfg.model.get("type")
+        _check_takes_images(MODELS.get(kind) if isinstance(kind, str) else kind)
         content = {} if path is None else read_checkpoint(path, trust=trust)
         self.model: nn.Module = MODELS.build(cfg.model)
-        _check_takes_images(self.model)
         self.dataset_meta = _dataset_meta(cfg, content)
         if path is not None:
             load_weights(
@@ -113,12 +114,12 @@ class Detector:
         iterator gives an iterator, which reads ``batch_size`` images at a time.
 
         Args:
-            images: a path, a ``file://`` address or a pattern of image files, folders or a video; an array [H, W, 3]; a
-                tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an iterator of these.
-                :func:`each_image` describes the values.
+            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; an array
+                [H, W, 3]; a tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an
+                iterator of these. :func:`each_image` describes the values.
             batch_size: number of images that the model takes at once.
-            score_threshold: the lowest score of the detections that are kept. The default is that of each class in
-                ``score_thresholds``.
+            score_threshold: the lowest score of the detections that are kept, from 0 to 1. The default is that of each
+                class in ``score_thresholds``.
             amp: compute in bfloat16 where torch's autocast does.
             graph: replay predictions as CUDA graphs on a GPU. The default is the config's choice. Only one thread at a
                 time may then call the detector.
@@ -131,42 +132,43 @@ class Detector:
         """
         if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
             raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
+        _check_threshold(score_threshold, "score_threshold")
+        for name, value in (("amp", amp), ("graph", graph)):
+            if not isinstance(value, bool | None):
+                raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
         thresholds = self.score_thresholds if score_threshold is None else score_threshold
-        if score_threshold is not None:
-            is_number = isinstance(score_threshold, Real) and not isinstance(score_threshold, bool)
-            if not is_number or math.isnan(score_threshold):
-                raise InvalidInputError(f"score_threshold must be a number, got {score_threshold!r}")
         given = each_image(images, channel_order)
-        found = self._detect(given, batch_size, thresholds, amp, graph)
-        rate = frames_per_second(images) if is_video(images) else 25.0
+        found = self._detect(given, batch_size, thresholds, bool(amp), graph)
+        video = video_of(images)
+        rate = 25.0 if video is None else frames_per_second(video)
         if save_video is not None:
-            found = written_as_video(found, os.fspath(save_video), rate)
+            found = written_as_video(found, save_video, rate, video)
         if is_one_image(images):
             (result,) = found
             return result
         is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
-        return list(found) if is_finite and not is_video(images) else found
+        return list(found) if is_finite and video is None else found
 
     def _detect(
-        self, given: Iterator[Any], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
+        self, given: Iterator[GivenImage], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
     ) -> Iterator[Detections]:
         while batch := list(islice(given, batch_size)):
             samples = self._predict([self.item_of(image) for image in batch], amp, graph)
             for image, sample in zip(batch, samples, strict=True):
-                pixels = None if isinstance(image, str) else image
-                yield Detections(sample, self.dataset_meta["classes"], thresholds, pixels, self._picture)
+                classes = self.dataset_meta["classes"]
+                yield Detections(sample, classes, thresholds, image.pixels, self._picture, image.frame)
 
-    def item_of(self, image: str | np.ndarray) -> dict[str, Any]:
-        """Return what the test pipeline makes of an image file, or of RGB values [H, W, 3]."""
-        if isinstance(image, str):
-            return self._pipeline({"img_path": image, "img_id": 0})
+    def item_of(self, image: GivenImage) -> dict[str, Any]:
+        """Return what the test pipeline makes of an image."""
+        if image.pixels is None:
+            return self._pipeline({"img_path": image.path, "img_id": 0})
         first = self._pipeline.transforms[0]
         if type(first).__name__ != "LoadImageFromFile":
             raise ConfigError(
                 f"the test pipeline begins with {type(first).__name__}, which reads files only; LoadImageFromFile also "
                 "takes arrays, tensors and images of Pillow"
             )
-        return self._pipeline({"img_path": None, "img_id": 0, "rgb": image.copy()})
+        return self._pipeline({"img_path": image.path, "img_id": 0, "rgb": image.pixels.copy()})
 
     @torch.no_grad()
     def _predict(self, items: list[dict], amp: bool, graph: bool | None) -> list[DetDataSample]:
@@ -216,81 +218,83 @@ def init_detector(
     return Detector(load_config(config)[0], checkpoint, device)
 
 
-def _check_takes_images(model: nn.Module) -> None:
-    """Raise a ConfigError if the samples of a model are not single images.
+def _check_takes_images(model: Any) -> None:
+    """Raise a ConfigError if the samples of a class of models are not single images.
 
     docs/contract.md describes the tools for other samples.
     """
     sample_type = getattr(model, "sample_type", DetDataSample)
     if not issubclass(sample_type, DetDataSample):
         raise ConfigError(
-            f"{type(model).__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
+            f"{model.__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
             "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or visdet.evaluate, to "
             "write and draw the predictions for the data set of the config"
         )
 
 
 def detect_files(
-    detector: Detector, visualizer: Visualizer, images: list[str], out_dir: str, score_thr: float | None
+    detector: Detector, files: list[str], out_dir: str, score_thr: float | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Detect objects in image files, and write ``predictions.json`` and a picture of each image below ``out_dir``.
+    """Detect objects in images and videos, and write ``predictions.json`` and a picture of each file below ``out_dir``.
 
-    The pictures are in :func:`pictures_folder`. Their subfolders are those of the images below the deepest folder that
-    contains all images; see also :class:`PicturePaths`.
+    The picture of a video is an .mp4 file. The pictures are in :func:`pictures_folder`. Their subfolders are those of
+    the files below the deepest folder that contains all of them; see also :class:`PicturePaths`.
 
     Args:
         detector: the detector.
-        visualizer: the visualizer that draws the pictures.
-        images: the paths of the images.
+        files: the paths of the images and the videos.
         out_dir: the folder to write to.
         score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
 
     Returns:
-        the detections in every image (see :meth:`Detections.to_dict`), and a message for each file that is no image.
+        the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
+        cannot be read.
     """
-    visualizer.dataset_meta = detector.dataset_meta
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in images])
+    _check_threshold(score_thr, "--score-thr")
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     pictures = PicturePaths(pictures_folder(out_dir))
-    found, failures = [], []
+    predictions = Path(out_dir, "predictions.json")
+    found: list[dict[str, Any]] = []
+    failures: list[str] = []
     try:
-        for path in images:
-            try:
-                results: Any = detector([path], score_threshold=score_thr)
-            except UserError as error:
-                failures.append(str(error))
-                continue
-            except OSError as error:  # The file may not be read, or has gone.
-                failures.append(f"cannot read image {path}: {error.strerror or error}")
-                continue
-            (result,) = results
-            found.append(result.to_dict())
-            picture = pictures.path_of(os.path.relpath(path, root))
-            image = result.image
-            try:
-                picture.parent.mkdir(parents=True, exist_ok=True)
-                visualizer.add_datasample(
-                    picture.name,
-                    image,
-                    result.sample,
-                    draw_gt=False,
-                    out_file=str(picture),
-                    pred_score_thr=-math.inf,
-                )
-            except OSError as error:
-                raise UserError(f"cannot write {picture}: {error.strerror or error}") from error
+        for path in files:
+            video = is_video(path)
+            picture = pictures.path_of(os.path.relpath(path, root), suffix=".mp4" if video else ".png")
+            check_work_dir(picture.parent, "--out-dir")
+            for result in _readable(detector, path, score_thr, picture if video else None, failures):
+                found.append(result.to_dict())
+                if not video:
+                    result.draw(picture)
     except BaseException:  # What was found until then is kept.
         if found:
             with contextlib.suppress(OSError):
-                write_detections_file(Path(out_dir, "predictions.json"), found)
+                write_detections_file(predictions, found)
         raise
-    write_detections_file(Path(out_dir, "predictions.json"), found)
+    write_detections_file(predictions, found)
     return found, failures
+
+
+def _readable(
+    detector: Detector, path: str, score_thr: float | None, save_video: Path | None, failures: list[str]
+) -> Iterator[Detections]:
+    """Yield the detections in an image or a video, up to an error of the file, whose message goes to ``failures``."""
+    given: Any = iter([path]) if save_video is None else path
+    try:
+        yield from detector(given, score_threshold=score_thr, save_video=save_video)  # type: ignore[misc]
+    except UserError as error:
+        failures.append(str(error))
 
 
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
     """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
+
+
+def _check_threshold(value: Any, name: str) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= value <= 1):
+        raise InvalidInputError(f"{name} must be a number from 0 to 1, got {value!r}")
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:

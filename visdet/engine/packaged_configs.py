@@ -56,7 +56,8 @@ def existing_config(name: str) -> str:
         return found
     if os.path.isdir(name):
         raise ConfigError(f"config {name} is a folder; give one of its files")
-    near = [] if name.startswith(PACKAGE) else named_like(name, folder_near(name))
+    near = nearest_names(name.removesuffix(".py"), packaged_configs(), cutoff=0.9)
+    near = near or ([] if name.startswith(PACKAGE) else named_like(name, folder_near(name)))
     near = near or _packaged_like(name)
     hint = did_you_mean(near) or "; `visdet configs` lists those of the package"
     raise ConfigError(f"config {name} does not exist{hint}")

@@ -6,7 +6,7 @@ __all__ = ["PicturePaths"]
 
 
 class PicturePaths:
-    """Gives every image a ``.png`` file of its own in a folder.
+    """Gives every image a file of its own in a folder.
 
     The first image with the stem ``a`` gets ``a.png``. If that path is taken, ``a.jpg`` gets ``a.jpg.png``; if that
     is taken, too, it gets ``a.jpg_2.png``, and so on.
@@ -19,19 +19,20 @@ class PicturePaths:
         self.folder = Path(folder)
         self._image_of: dict[Path, str] = {}
 
-    def path_of(self, image: str | Path, name: str | Path | None = None) -> Path:
+    def path_of(self, image: str | Path, name: str | Path | None = None, suffix: str = ".png") -> Path:
         """Return the path of an image's picture. The same image always gets the same path.
 
         Args:
             image: the path of the image, which identifies it.
             name: the path below the folder from which the picture gets its name. The default is ``image``.
+            suffix: the suffix of the picture.
         """
         name = Path(image if name is None else name)
-        candidates = [name.with_suffix(".png"), name.with_name(f"{name.name}.png")]
+        candidates = [name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")]
         number = 1
         while True:
             for candidate in candidates:
                 if self._image_of.setdefault(candidate, str(image)) == str(image):
                     return self.folder / candidate
             number += 1
-            candidates = [name.with_name(f"{name.name}_{number}.png")]
+            candidates = [name.with_name(f"{name.name}_{number}{suffix}")]

@@ -2,6 +2,7 @@
 
 import copy
 from math import prod
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from visdet.registry import DATASETS, MODELS
 from visdet.structures import DetDataSample
 
 from .config import complete_config, dataset_config
+from .config_file import read_config
+from .given_images import GivenImage
 from .inference import Detector
 
 __all__ = ["model_summary"]
@@ -28,8 +31,8 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
     """Return a table of the parameters and the FLOPs of each part of a config's model.
 
     A multiplication and an addition are two operations. Those of convolutions, products of matrices, attention and
-    sampling are counted, as torch.utils.flop_counter does, for the prediction of one image, or of the first sample of
-    the test set if the model takes no images.
+    sampling are counted, as torch.utils.flop_counter does, for the prediction of one image, of a drawn frame of six
+    cameras, or of a sample of the test set.
 
     Args:
         cfg: the config.
@@ -47,18 +50,47 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
         height, width = shape or _resized_to(cfg)
         model: Any = detector.model
         what = f"an image of {height} x {width} pixels (height x width)"
-        item = detector.item_of(np.zeros((height, width, 3), np.uint8))
+        item = detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))
     else:
         model = MODELS.build(cfg.model).eval()
         try:
-            item, what = DATASETS.build(dataset_config(cfg, "test"))[0], "the first sample of the test set"
+            earlier, item, what = _samples(cfg)
         except (MissingFileError, ConfigError) as error:
             return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
+        with torch.no_grad():
+            model.test_step(pseudo_collate([earlier]))
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)  # The counter fails on a parameter that a part gets as an argument.
     with torch.no_grad(), counter:
         model.test_step(pseudo_collate([item]))
+    for parameter in trained:
+        parameter.requires_grad_(True)
     counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
     return "\n".join([*_rows(model, counts), f"FLOPs are those of the prediction for {what}."])
+
+
+def _samples(cfg: Config) -> tuple[Any, Any, str]:
+    """Return two samples, the second of which may follow on the first, and what they are.
+
+    Frames of six cameras are drawn, which takes less time than the data set of the config and needs no download.
+    """
+    dataset = dataset_config(cfg, "test")
+    cameras, augmentation = dataset.get("num_cameras", 6), dataset.get("data_aug_conf")
+    if augmentation is None or cameras != 6:
+        built = DATASETS.build(dataset)
+        return built[0], built[min(1, len(built) - 1)], "a sample of the test set"
+    height, width = augmentation["final_dim"]
+    drawn = read_config("visdet::_base_/datasets/driving_scenes").test_dataloader.dataset
+    drawn.data_aug_conf.update(final_dim=(height, width), H=height, W=width)
+    scenes = dict(num_train=1, num_val=1, num_test=1, num_frames=2, image_size=(height, width))
+    with TemporaryDirectory() as folder:
+        built = DATASETS.build({**drawn, "data_root": folder, "generator": scenes})
+        return (
+            built[0],
+            built[1],
+            f"a frame of six images of {height} x {width} pixels that follows on another",
+        )
 
 
 def _resized_to(cfg: Config) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Writing the pictures of detections as a video."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +12,32 @@ from .places import check_out_file
 __all__ = ["written_as_video"]
 
 
-def written_as_video(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
-    """Yield the detections, and write their pictures to a video as they pass.
+def written_as_video(
+    found: Iterator[Detections], path: str | os.PathLike, rate: float, source: str | None = None
+) -> Iterator[Detections]:
+    """Return an iterator of the detections, which writes their pictures to a video as they pass.
 
     Args:
         found: the detections in the frames.
         path: the .mp4 file to write.
         rate: the number of frames in a second.
+        source: the video that is read, if it is one.
 
     Raises:
         UserError: the file cannot be written, or a frame has another size than the first one.
     """
+    path = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(path, str) or not path.lower().endswith(".mp4"):
+        raise UserError(f"save_video must name an .mp4 file, got {path!r}")
+    if source is not None and os.path.realpath(source) == os.path.realpath(path):
+        raise UserError(f"save_video must not name the video that is read, got {path!r}")
+    check_out_file(path, "save_video")
+    return _written(found, path, rate)
+
+
+def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
     import cv2
 
-    if not path.endswith(".mp4"):
-        raise UserError(f"save_video must name an .mp4 file, got {path!r}")
-    check_out_file(path, "save_video")
     writer: Any = None
     try:
         for result in found:

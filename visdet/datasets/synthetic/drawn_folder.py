@@ -5,11 +5,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -144,18 +146,32 @@ def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int |
     # The processes are forked, because they need only numpy and an imaging library and need not import torch again.
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=draw_share, args=(*arguments, worker, num_workers, os.getpid()))
+        context.Process(target=_draw_quietly, args=(draw_share, *arguments, worker, num_workers, os.getpid()))
         for worker in range(num_workers)
     ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join()
     failed = [worker.exitcode for worker in workers if worker.exitcode != 0]
     if failed:
         raise RuntimeError(
             f"{maker}: {len(failed)} of {num_workers} drawing processes failed, exit codes {failed}"
         )
+
+
+def _draw_quietly(draw_share: Callable, *arguments: Any) -> None:
+    """Draw a share in a new process. The parent alone reports Ctrl-C, which all processes get, and ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    draw_share(*arguments)
 
 
 def is_orphan(parent: int) -> bool:

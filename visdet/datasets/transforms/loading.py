@@ -103,6 +103,10 @@ class LoadImageFromFile(BaseTransform):
             content = fileio.get(path, backend_args=self.backend_args)
         except FileNotFoundError as error:
             raise MissingFileError(f"LoadImageFromFile: image {path} does not exist") from error
+        except OSError as error:
+            raise InvalidInputError(
+                f"LoadImageFromFile: cannot read image {path}: {error.strerror or error}"
+            ) from error
         try:
             with _open(content) as stored:
                 width, height = stored.size
