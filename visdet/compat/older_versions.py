@@ -135,8 +135,8 @@ def _torchvision_ops(_: Any) -> dict[str, Any]:
 
 def _inspect(_: Any) -> dict[str, Any]:
     """Return what Python 3.11 has dropped."""
-    arguments = namedtuple("ArgSpec", "args varargs keywords defaults")
-    return {"getargspec": lambda function: arguments(*inspect.getfullargspec(function)[:4])}
+    ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
+    return {"getargspec": lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])}
 
 
 def _pkgutil(_: Any) -> dict[str, Any]:
