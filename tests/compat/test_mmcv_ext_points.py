@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from visdet.compat import bev_ext, gaussian_ext, mmcv_ext
+from visdet.ops import furthest_point_sample, point_neighbours
 from visdet.ops.mmcv import (
     aligned_pooling,
     map_correlation,
     point_gathering,
-    point_neighbours,
     points_in_boxes,
 )
 from visdet.ops.mmcv.local_aggregate import local_aggregate
@@ -99,7 +99,7 @@ def test_neighbours():
     assert (squared[:, :, 1:] == 1e10).all() and (index == 0).all()
     samples = torch.zeros(2, 5).int()
     mmcv_ext.furthest_point_sampling_forward(points, torch.full((2, 9), 1e10), samples, b=2, n=9, m=5)
-    assert torch.equal(samples, point_neighbours.furthest_point_sample(points, 5))
+    assert torch.equal(samples, furthest_point_sample(points, 5))
 
 
 def test_boxes():

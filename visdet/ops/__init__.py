@@ -19,6 +19,7 @@ from .deformable_aggregation_with_depth import (
 )
 from .explain import explain
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
+from .furthest_point_sample import furthest_point_sample, furthest_point_sample_with_dist
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .iou3d import boxes_iou3d, boxes_overlap_bev, nms3d, nms3d_normal
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
@@ -64,6 +65,7 @@ from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
 from .nms import nms, nms_match
 from .nms_rotated import nms_quadri, nms_rotated
+from .point_neighbours import ball_query, knn, stack_ball_query, three_nn
 from .roi_align import RoIAlign, roi_align
 from .roi_align_rotated import RoIAlignRotated, roi_align_rotated
 from .roi_pool import RoIPool, roi_pool
@@ -96,6 +98,7 @@ __all__ = [
     "SoftmaxFocalLoss",
     "abs_img_point_to_rel_img_point",
     "active_rotated_filter",
+    "ball_query",
     "batched_nms",
     "bbox_overlaps",
     "bilinear_grid_sample",
@@ -126,9 +129,12 @@ __all__ = [
     "diff_iou_rotated_3d",
     "explain",
     "feature_maps_format",
+    "furthest_point_sample",
+    "furthest_point_sample_with_dist",
     "gaussian_field",
     "gaussian_field_reference",
     "generate_grid",
+    "knn",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",
@@ -162,4 +168,6 @@ __all__ = [
     "sigmoid_focal_loss",
     "soft_nms",
     "softmax_focal_loss",
+    "stack_ball_query",
+    "three_nn",
 ]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout, row_ranges
+from .._arguments import check_layout, computation_dtype
+from ..point_neighbours import row_ranges
 
 __all__ = ["local_aggregate"]
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout, sizes_of
+from .._arguments import check_layout, computation_dtype
+from ..point_neighbours import sizes_of
 
 __all__ = [
     "assign_score_withk",

@@ -7,8 +7,7 @@ from operator import index as as_integer
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout
+from .._arguments import check_layout, computation_dtype
 from .voxels import rows_of_keys
 
 __all__ = [
