@@ -252,3 +252,13 @@ def test_tensors_without_data_beside_others_are_refused(call):
         pytest.skip("the library is not built")
     with pytest.raises(RuntimeError, match=r"must be on the device cpu of \w+, got meta"):
         call(torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, device="meta"))
+
+
+def test_the_gradient_of_interpolation_is_summed_before_it_is_rounded(device):
+    features = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
+    index = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
+    weight = torch.full((1, 1, 3), 1 + 0.45 * 2**-7, device=device)  # each alone rounds to 1
+    three_interpolate(features, index, weight).backward(
+        torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+    )
+    assert features.grad.item() == 3 + 2**-6

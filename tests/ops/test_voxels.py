@@ -194,3 +194,18 @@ def test_gradients():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(5, 3))
+
+
+def test_a_largest_feature_of_0_has_its_whole_gradient(device):
+    features = torch.tensor([[0.0], [-1.0], [0.0], [0.0]], device=device, requires_grad=True)
+    voxels = torch.tensor([[0], [0], [1], [1]], dtype=torch.int32, device=device)
+    dynamic_scatter(features, voxels, "max")[0].sum().backward()
+    assert features.grad.flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("radii", [(0,), (0, 3)])
+def test_no_gaussians(radii, device):
+    points, none = torch.rand(5, 3, device=device), torch.zeros(0, 3, device=device)
+    given = points, points.int(), none, none.int(), none[:, 0], torch.zeros(0, 4, device=device)
+    reach, precision = torch.zeros(radii, device=device).int(), torch.zeros(0, 6, device=device)
+    assert local_aggregate(*given, reach, precision, 2, 2, 2).tolist() == [[0.0] * 4] * 5

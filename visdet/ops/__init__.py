@@ -38,7 +38,15 @@ from .mmcv.deform_roi_pool import (
     deform_roi_pool,
 )
 from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
+from .mmcv.local_aggregate import local_aggregate
 from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
+from .mmcv.point_gathering import (
+    assign_score_withk,
+    gather_points,
+    group_points,
+    stack_group_points,
+    three_interpolate,
+)
 from .mmcv.point_sample import (
     SimpleRoIAlign,
     abs_img_point_to_rel_img_point,
@@ -57,9 +65,19 @@ from .mmcv.point_sets import (
     min_area_polygons,
     points_in_polygons,
 )
+from .mmcv.points_in_boxes import points_in_boxes_all, points_in_boxes_part, roiaware_pool3d, roipoint_pool3d
 from .mmcv.riroi_align_rotated import RiRoIAlignRotated, riroi_align_rotated
 from .mmcv.rotated_features import active_rotated_filter, rotated_feature_align
 from .mmcv.saconv import ConvAWS2d, SAConv2d
+from .mmcv.sparse_conv import get_indice_pairs, indice_conv, indice_maxpool
+from .mmcv.voxels import (
+    bev_pool,
+    bev_pool_v2,
+    dynamic_scatter,
+    dynamic_voxelize,
+    hard_voxelize,
+    voxel_pooling,
+)
 from .modulated_deform_conv2d import modulated_deform_conv2d
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
@@ -98,9 +116,12 @@ __all__ = [
     "SoftmaxFocalLoss",
     "abs_img_point_to_rel_img_point",
     "active_rotated_filter",
+    "assign_score_withk",
     "ball_query",
     "batched_nms",
     "bbox_overlaps",
+    "bev_pool",
+    "bev_pool_v2",
     "bilinear_grid_sample",
     "box_iou_quadri",
     "box_iou_rotated",
@@ -127,14 +148,23 @@ __all__ = [
     "denormalize",
     "diff_iou_rotated_2d",
     "diff_iou_rotated_3d",
+    "dynamic_scatter",
+    "dynamic_voxelize",
     "explain",
     "feature_maps_format",
     "furthest_point_sample",
     "furthest_point_sample_with_dist",
+    "gather_points",
     "gaussian_field",
     "gaussian_field_reference",
     "generate_grid",
+    "get_indice_pairs",
+    "group_points",
+    "hard_voxelize",
+    "indice_conv",
+    "indice_maxpool",
     "knn",
+    "local_aggregate",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",
@@ -152,6 +182,8 @@ __all__ = [
     "nms_rotated",
     "normalize",
     "point_sample",
+    "points_in_boxes_all",
+    "points_in_boxes_part",
     "points_in_polygons",
     "register_nms",
     "rel_roi_point_to_abs_img_point",
@@ -160,6 +192,8 @@ __all__ = [
     "roi_align",
     "roi_align_rotated",
     "roi_pool",
+    "roiaware_pool3d",
+    "roipoint_pool3d",
     "rotated_feature_align",
     "sample_dot",
     "sample_dot_reference",
@@ -169,5 +203,8 @@ __all__ = [
     "soft_nms",
     "softmax_focal_loss",
     "stack_ball_query",
+    "stack_group_points",
+    "three_interpolate",
     "three_nn",
+    "voxel_pooling",
 ]

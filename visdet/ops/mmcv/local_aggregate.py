@@ -61,7 +61,7 @@ def local_aggregate(
     if opacities.numel() != G or radii.shape not in ((G,), (G, 3)):
         name, given = ("opacities", opacities) if opacities.numel() != G else ("radii", radii)
         raise ValueError(f"local_aggregate: {name} must be [{G}], got {list(given.shape)}")
-    reach = radii.reshape(G, -1).expand(G, 3)
+    reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
     dtype = computation_dtype(semantics)
     shape = points_int.new_tensor([H, W, D])
     is_inside = ((points_int >= 0) & (points_int < shape)).all(1)

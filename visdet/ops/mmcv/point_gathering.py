@@ -136,7 +136,9 @@ def three_interpolate(
     check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
     dtype = computation_dtype(features)
-    grouped = group_points(features, indices).to(dtype)
+    grouped = group_points(
+        features.to(dtype), indices
+    )  # the gradient of a point is summed before it is rounded
     return (grouped * weight[:, None].to(dtype)).sum(3).to(features.dtype)
 
 

@@ -146,7 +146,8 @@ def scatter_to_voxels(
     given = feats[inside].to(reduced.dtype)
     if reduce_type == "max":
         index = voxel[:, None].expand_as(given)
-        reduced = reduced.scatter_reduce(0, index, given, "amax", include_self=False)
+        # torch divides the gradient of a maximum among all that are equal to it, what was there before included.
+        reduced = reduced.fill_(torch.nan).scatter_reduce(0, index, given, "amax", include_self=False)
     else:
         reduced = reduced.index_add(0, voxel, given)
     if reduce_type == "mean":
