@@ -71,6 +71,8 @@ def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_pac
             "voxel_pooling_train_forward_wrapper",
         ),
         ("local_aggregate", "_C", "local_aggregate_backward"),
+        ("local_aggregate_prob", "_C", "local_aggregate_backward"),
+        ("head.local_aggregate_prob_fast", "_C", "local_aggregate"),
     ],
 )
 def test_functions_of_birds_eye_views_are_provided(folder, module, function, make_package):

@@ -38,7 +38,7 @@ from .mmcv.deform_roi_pool import (
     deform_roi_pool,
 )
 from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
-from .mmcv.local_aggregate import local_aggregate
+from .mmcv.local_aggregate import local_aggregate, local_aggregate_prob
 from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
 from .mmcv.point_gathering import (
     assign_score_withk,
@@ -165,6 +165,7 @@ __all__ = [
     "indice_maxpool",
     "knn",
     "local_aggregate",
+    "local_aggregate_prob",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",

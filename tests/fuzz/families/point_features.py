@@ -20,6 +20,7 @@ from visdet.ops import (
     hard_voxelize,
     indice_conv,
     local_aggregate,
+    local_aggregate_prob,
     points_in_boxes_all,
     points_in_boxes_part,
     roipoint_pool3d,
@@ -249,7 +250,7 @@ def _draw_gaussians(draw: Draw) -> Problem:
         "opacities": draw.place(draw.uniform(0, 1, G), dtype),
         "semantics": draw.place(draw.numbers(G, C), dtype),
         "radii": draw.place(draw.whole(0, 4, *draw.pick((G,), (G, 3))).int(), can_expand=False),
-        "cov3D": draw.place(precision, dtype),
+        "cov3D": draw.place(precision, dtype, can_expand=False),  # not singular
         "H": H,
         "W": W,
         "D": D,
@@ -276,6 +277,27 @@ def _aggregated(
     apart = pts[:, None] - means3D
     density = (-0.5 * torch.einsum("ngi,gij,ngj->ng", apart, precision, apart)).exp()
     return (density * opacities * is_near) @ semantics
+
+
+def _expected(
+    pts: Tensor, points_int: Tensor, means3D: Tensor, semantics: Tensor, cov3D: Tensor, **others: Any
+) -> tuple[Tensor, ...]:
+    """Return the results by way of the plain sums."""
+
+    def summed(opacities: Tensor, values: Tensor) -> Tensor:
+        return _aggregated(
+            pts, points_int, means3D, semantics=values, cov3D=cov3D, **others | {"opacities": opacities}
+        )
+
+    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
+    weights = others["opacities"] * torch.linalg.det(precision).sqrt() / (2 * math.pi) ** 1.5
+    G, C = semantics.shape
+    ones = semantics.new_ones(G)
+    each = summed(ones, torch.eye(G).to(semantics))
+    total, means = summed(weights, ones[:, None]), summed(weights, semantics)
+    is_seen = total > 1e-9
+    means = torch.where(is_seen, means / torch.where(is_seen, total, 1), 1 / max(C - 1, 1))
+    return means, 1 - (1 - each).prod(1), each.sum(1)
 
 
 def _bounds_of_gaussians(problem: Problem, bounds: dict[str, float]) -> None:
@@ -513,6 +535,14 @@ OPERATORS = (
         local_aggregate,
         _draw_gaussians,
         _aggregated,
+        _bounds_of_gaussians,
+        spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
+    ),
+    Operator(
+        "local_aggregate_prob",
+        local_aggregate_prob,
+        _draw_gaussians,
+        _expected,
         _bounds_of_gaussians,
         spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
     ),

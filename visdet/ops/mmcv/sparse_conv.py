@@ -47,8 +47,8 @@ def get_indice_pairs(
 
     Returns:
         [M, 1 + D], [K, 2, N] and [K], all int32. The places of the outputs in rising order (those of the
-        inputs for a submanifold convolution), the indices of the inputs and the outputs of each tap, with -1 after the last pair,
-        and the numbers of pairs.
+        inputs for a submanifold convolution), the indices of the inputs and the outputs of each tap, with -1 after the
+        last pair, and the numbers of pairs.
 
     It is not differentiable. It is deterministic. On a GPU, the host waits for the number of pairs.
 
