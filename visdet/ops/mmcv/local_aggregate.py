@@ -117,7 +117,12 @@ def local_aggregate_prob(
     ):
         xx, yy, zz, xy, yz, xz = cov3D[gaussian].to(dtype).unbind(1)
         volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
-        weight = opacities.flatten()[gaussian].to(dtype) * volume.clamp(min=0).sqrt() * density / (2 * math.pi) ** 1.5
+        weight = (
+            opacities.flatten()[gaussian].to(dtype)
+            * volume.clamp(min=0).sqrt()
+            * density
+            / (2 * math.pi) ** 1.5
+        )
         total = _sum_by_point(point, rows, weight)
         summed = _sum_by_point(point, rows, weight[:, None] * semantics[gaussian].to(dtype))
         is_seen = (total > 1e-9)[:, None]
