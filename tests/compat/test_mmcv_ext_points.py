@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from visdet.compat import bev_ext, gaussian_ext, mmcv_ext
+from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, mmcv_ext
+from visdet.ops import furthest_point_sample, point_neighbours
 from visdet.ops.mmcv import (
     aligned_pooling,
     map_correlation,
     point_gathering,
-    point_neighbours,
     points_in_boxes,
 )
-from visdet.ops.mmcv.local_aggregate import local_aggregate
+from visdet.ops.mmcv.local_aggregate import local_aggregate, local_aggregate_prob
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
@@ -99,7 +99,7 @@ def test_neighbours():
     assert (squared[:, :, 1:] == 1e10).all() and (index == 0).all()
     samples = torch.zeros(2, 5).int()
     mmcv_ext.furthest_point_sampling_forward(points, torch.full((2, 9), 1e10), samples, b=2, n=9, m=5)
-    assert torch.equal(samples, point_neighbours.furthest_point_sample(points, 5))
+    assert torch.equal(samples, furthest_point_sample(points, 5))
 
 
 def test_boxes():
@@ -274,4 +274,22 @@ def test_local_aggregate():
     )
     assert torch.equal(logits, expected)
     for one, other in zip(given, torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_local_aggregate_prob():
+    points, voxels = torch.rand(9, 3, dtype=torch.float64), torch.zeros(9, 3).int()
+    precision = torch.cat([1 + torch.rand(4, 3), torch.rand(4, 3) / 4], 1).double().requires_grad_()
+    inputs = [leaf(4, 3), torch.rand(4, dtype=torch.float64).requires_grad_(), leaf(4, 2), precision]
+    means, opacities, semantics, entries = inputs
+    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
+    arguments = points, voxels, means, centers, opacities, semantics, radii, entries, 2, 2, 2
+    expected = local_aggregate_prob(*arguments)
+    with torch.no_grad():
+        count, *results, probability, geometry, binning, image = gaussian_prob_ext.local_aggregate(*arguments)
+    assert all(map(torch.equal, results, expected))
+    grads = [torch.randn_like(one) for one in expected]
+    kept = geometry, binning, image, 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
+    given = gaussian_prob_ext.local_aggregate_backward(*kept, *results, probability, *grads)
+    for one, other in zip(given, torch.autograd.grad(expected, inputs, grads), strict=True):
         torch.testing.assert_close(one, other)

@@ -94,6 +94,8 @@ def test_functions_of_mmdet3d_fail_when_called(name, function, package, make_pac
             "deformable_aggregation_ext_a800",
             "deformable_aggregation_forward",
         ),
+        ("local_aggregate_prob", "_C", "local_aggregate_backward"),
+        ("head.local_aggregate_prob_fast", "_C", "local_aggregate"),
     ],
 )
 def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):

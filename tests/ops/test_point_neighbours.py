@@ -3,21 +3,22 @@
 import pytest
 import torch
 
-from visdet.ops.mmcv import point_gathering, point_neighbours
+from visdet.ops import (
+    _library,
+    ball_query,
+    furthest_point_sample,
+    furthest_point_sample_with_dist,
+    knn,
+    point_neighbours,
+    stack_ball_query,
+    three_nn,
+)
 from visdet.ops.mmcv.point_gathering import (
     assign_score_withk,
     gather_points,
     group_points,
     stack_group_points,
     three_interpolate,
-)
-from visdet.ops.mmcv.point_neighbours import (
-    ball_query,
-    furthest_point_sample,
-    furthest_point_sample_with_dist,
-    knn,
-    stack_ball_query,
-    three_nn,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -59,8 +60,8 @@ def test_ball_query_in_chunks_gives_the_same(monkeypatch):
     points, centers = cloud(2, 30, 3), cloud(2, 11, 3, seed=1)
     whole = ball_query(0, 1, 4, points, centers), knn(4, points, centers)[0]
     monkeypatch.setattr(point_neighbours, "_PAIRS", 70)
-    assert torch.equal(ball_query(0, 1, 4, points, centers), whole[0])
-    assert torch.equal(knn(4, points, centers)[0], whole[1])
+    assert torch.equal(point_neighbours.ball_query_reference(points, centers, 0, 1, 4, False), whole[0])
+    assert torch.equal(point_neighbours.knn_reference(points, centers, 4)[0], whole[1])
 
 
 def test_no_points_and_no_centers(device):
@@ -81,6 +82,10 @@ def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     assert ball_query(0, 1, 3, points, center).tolist() == [[[1, 2, 1]]]
     index, distances = knn(3, points, center)
     assert index.tolist() == [[[1, 2, 0]]] and distances[0, 0, 2] == torch.inf
+    points[0, 0, 0] = -torch.inf
+    center[0, 0, 0] = -torch.inf  # inf - inf is a NaN whose sign bit is set on some processors
+    index, distances = point_neighbours.knn_reference(points, center, 2)
+    assert index.tolist() == [[[0, 0]]] and distances.isinf().all()
 
 
 def test_stack_ball_query_is_the_loop_over_each_cloud(device):
@@ -202,6 +207,7 @@ def test_gradients():
             r"ball_query: xyz must be \[B, N, 3\], got \[2, 4, 2\]",
         ),
         (lambda x: ball_query(0, 1, 2, x, x[:1]), r"center_xyz must be \[2, M, 3\], got \[1, 4, 3\]"),
+        (lambda x: ball_query(0, 1, -1, x, x), "ball_query: sample_num must be 0 or more, got -1"),
         (lambda x: knn(0, x, x), "knn: k must be at least 1, got 0"),
         (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, 3\]"),
         (lambda x: three_nn(x[0], x), r"three_nn: target must be \[2, N, 3\], got \[4, 3\]"),
@@ -229,6 +235,30 @@ def test_bad_arguments(call, message):
         call(torch.zeros(2, 4, 3))
 
 
-def test_public_names_exist():
-    for module in (point_gathering, point_neighbours):
-        assert all(hasattr(module, name) for name in module.__all__)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, other: ball_query(0, 1, 2, x, other),
+        lambda x, other: knn(2, x, other),
+        lambda x, other: torch.ops.visdet.box_iou_rotated(
+            x[0, :, [0, 1, 2, 0, 1]], other[0, :, [0, 1, 2, 0, 1]], 0, False
+        ),
+        lambda x, other: torch.ops.visdet.nms(x[0, :, [0, 1, 2, 0]], other[0, :, 0], None, None, 0.5),
+    ],
+    ids=["ball_query", "knn", "box_iou_rotated", "nms"],
+)
+def test_tensors_without_data_beside_others_are_refused(call):
+    if not _library.is_loaded("cpu"):
+        pytest.skip("the library is not built")
+    with pytest.raises(RuntimeError, match=r"must be on the device cpu of \w+, got meta"):
+        call(torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, device="meta"))
+
+
+def test_the_gradient_of_interpolation_is_summed_before_it_is_rounded(device):
+    features = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
+    index = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
+    weight = torch.full((1, 1, 3), 1 + 0.45 * 2**-7, device=device)  # each alone rounds to 1
+    three_interpolate(features, index, weight).backward(
+        torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+    )
+    assert features.grad.item() == 3 + 2**-6

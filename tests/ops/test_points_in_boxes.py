@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from visdet.ops.mmcv import point_neighbours
+from visdet.ops import point_neighbours
 from visdet.ops.mmcv.points_in_boxes import (
     points_in_boxes_all,
     points_in_boxes_part,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visdet.ops.mmcv.local_aggregate import local_aggregate
+from visdet.ops.mmcv.local_aggregate import local_aggregate, local_aggregate_prob
 from visdet.ops.mmcv.voxels import (
     bev_pool,
     bev_pool_v2,
@@ -194,3 +194,33 @@ def test_gradients():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(5, 3))
+
+
+def test_a_largest_feature_of_0_has_its_whole_gradient(device):
+    features = torch.tensor([[0.0], [-1.0], [0.0], [0.0]], device=device, requires_grad=True)
+    voxels = torch.tensor([[0], [0], [1], [1]], dtype=torch.int32, device=device)
+    dynamic_scatter(features, voxels, "max")[0].sum().backward()
+    assert features.grad.flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("radii", [(0,), (0, 3)])
+def test_no_gaussians(radii, device):
+    points, none = torch.rand(5, 3, device=device), torch.zeros(0, 3, device=device)
+    given = points, points.int(), none, none.int(), none[:, 0], torch.zeros(0, 4, device=device)
+    reach, precision = torch.zeros(radii, device=device).int(), torch.zeros(0, 6, device=device)
+    assert local_aggregate(*given, reach, precision, 2, 2, 2).tolist() == [[0.0] * 4] * 5
+
+
+def test_local_aggregate_prob_of_two_gaussians_by_hand(device):
+    # The first point is at the mean of a Gaussian and out of the other's reach. The second one sees none.
+    points = torch.tensor([[0.5, 0.5, 0.5], [3.5, 0.5, 0.5]], device=device)
+    means = torch.tensor([[0.5, 0.5, 0.5], [0.5, 1.5, 0.5]], device=device, requires_grad=True)
+    semantics = torch.tensor([[1.0, 2, 3], [4, 5, 6]], device=device)
+    precision = torch.tensor([[1.0, 1, 1, 0, 0, 0]] * 2, device=device)
+    given = points, points.int(), means, means.int(), torch.ones(2, device=device), semantics
+    sizes = torch.tensor([1, 0], device=device), precision, 4, 4, 4
+    expected, occupied, density = local_aggregate_prob(*given, *sizes)
+    assert expected.tolist() == [[1, 2, 3], [0.5, 0.5, 0.5]]
+    assert occupied.tolist() == [1, 0] and density.tolist() == [1, 0]
+    torch.autograd.backward([expected.sum() + occupied.sum() + density.sum()])
+    assert means.grad.isfinite().all()

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from visdet.ops.mmcv import point_gathering, point_neighbours, points_in_boxes
+from visdet.ops import furthest_point_sample, furthest_point_sample_with_dist, point_neighbours
+from visdet.ops.mmcv import point_gathering, points_in_boxes
 
 from ._gradients import add_gradients, choice, write
 
@@ -38,14 +39,14 @@ __all__ = [
 def furthest_point_sampling_forward(
     points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, *, m: int, **sizes: int
 ) -> None:
-    index = point_neighbours.furthest_point_sample(points_tensor, m)
+    index = furthest_point_sample(points_tensor, m)
     write("furthest_point_sampling_forward", "idx_tensor", idx_tensor, index)
 
 
 def furthest_point_sampling_with_dist_forward(
     points_tensor: Tensor, temp_tensor: Tensor, idx_tensor: Tensor, *, m: int, **sizes: int
 ) -> None:
-    index = point_neighbours.furthest_point_sample_with_dist(points_tensor, m)
+    index = furthest_point_sample_with_dist(points_tensor, m)
     write("furthest_point_sampling_with_dist_forward", "idx_tensor", idx_tensor, index)
 
 

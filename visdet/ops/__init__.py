@@ -19,6 +19,7 @@ from .deformable_aggregation_with_depth import (
 )
 from .explain import explain
 from .focal_loss import SigmoidFocalLoss, SoftmaxFocalLoss, sigmoid_focal_loss, softmax_focal_loss
+from .furthest_point_sample import furthest_point_sample, furthest_point_sample_with_dist
 from .gaussian_field import gaussian_field, gaussian_field_reference
 from .iou3d import boxes_iou3d, boxes_overlap_bev, nms3d, nms3d_normal
 from .mahalanobis_distance import mahalanobis_distance, mahalanobis_distance_reference
@@ -37,7 +38,15 @@ from .mmcv.deform_roi_pool import (
     deform_roi_pool,
 )
 from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
+from .mmcv.local_aggregate import local_aggregate, local_aggregate_prob
 from .mmcv.masked_conv2d import MaskedConv2d, masked_conv2d
+from .mmcv.point_gathering import (
+    assign_score_withk,
+    gather_points,
+    group_points,
+    stack_group_points,
+    three_interpolate,
+)
 from .mmcv.point_sample import (
     SimpleRoIAlign,
     abs_img_point_to_rel_img_point,
@@ -56,14 +65,25 @@ from .mmcv.point_sets import (
     min_area_polygons,
     points_in_polygons,
 )
+from .mmcv.points_in_boxes import points_in_boxes_all, points_in_boxes_part, roiaware_pool3d, roipoint_pool3d
 from .mmcv.riroi_align_rotated import RiRoIAlignRotated, riroi_align_rotated
 from .mmcv.rotated_features import active_rotated_filter, rotated_feature_align
 from .mmcv.saconv import ConvAWS2d, SAConv2d
+from .mmcv.sparse_conv import get_indice_pairs, indice_conv, indice_maxpool
+from .mmcv.voxels import (
+    bev_pool,
+    bev_pool_v2,
+    dynamic_scatter,
+    dynamic_voxelize,
+    hard_voxelize,
+    voxel_pooling,
+)
 from .modulated_deform_conv2d import modulated_deform_conv2d
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 from .ms_deform_attn_fused import ms_deform_attn_fused, ms_deform_attn_fused_reference
 from .nms import nms, nms_match
 from .nms_rotated import nms_quadri, nms_rotated
+from .point_neighbours import ball_query, knn, stack_ball_query, three_nn
 from .roi_align import RoIAlign, roi_align
 from .roi_align_rotated import RoIAlignRotated, roi_align_rotated
 from .roi_pool import RoIPool, roi_pool
@@ -96,8 +116,12 @@ __all__ = [
     "SoftmaxFocalLoss",
     "abs_img_point_to_rel_img_point",
     "active_rotated_filter",
+    "assign_score_withk",
+    "ball_query",
     "batched_nms",
     "bbox_overlaps",
+    "bev_pool",
+    "bev_pool_v2",
     "bilinear_grid_sample",
     "box_iou_quadri",
     "box_iou_rotated",
@@ -124,11 +148,24 @@ __all__ = [
     "denormalize",
     "diff_iou_rotated_2d",
     "diff_iou_rotated_3d",
+    "dynamic_scatter",
+    "dynamic_voxelize",
     "explain",
     "feature_maps_format",
+    "furthest_point_sample",
+    "furthest_point_sample_with_dist",
+    "gather_points",
     "gaussian_field",
     "gaussian_field_reference",
     "generate_grid",
+    "get_indice_pairs",
+    "group_points",
+    "hard_voxelize",
+    "indice_conv",
+    "indice_maxpool",
+    "knn",
+    "local_aggregate",
+    "local_aggregate_prob",
     "mahalanobis_distance",
     "mahalanobis_distance_reference",
     "masked_conv2d",
@@ -146,6 +183,8 @@ __all__ = [
     "nms_rotated",
     "normalize",
     "point_sample",
+    "points_in_boxes_all",
+    "points_in_boxes_part",
     "points_in_polygons",
     "register_nms",
     "rel_roi_point_to_abs_img_point",
@@ -154,6 +193,8 @@ __all__ = [
     "roi_align",
     "roi_align_rotated",
     "roi_pool",
+    "roiaware_pool3d",
+    "roipoint_pool3d",
     "rotated_feature_align",
     "sample_dot",
     "sample_dot_reference",
@@ -162,4 +203,9 @@ __all__ = [
     "sigmoid_focal_loss",
     "soft_nms",
     "softmax_focal_loss",
+    "stack_ball_query",
+    "stack_group_points",
+    "three_interpolate",
+    "three_nn",
+    "voxel_pooling",
 ]

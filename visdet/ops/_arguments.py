@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_device", "computation_dtype", "integer_table", "pair"]
+__all__ = ["check_device", "check_layout", "computation_dtype", "integer_table", "pair"]
 
 
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
@@ -15,6 +15,13 @@ def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Ten
     if tensor.device != of.device:
         whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
+
+
+def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
+    """Raise a ValueError unless the tensor has these sizes, where None stands for any size."""
+    fits = tensor.dim() == len(sizes)
+    if not fits or any(size not in (None, given) for size, given in zip(sizes, tensor.shape, strict=True)):
+        raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
 
 
 def computation_dtype(tensor: Tensor) -> torch.dtype:

@@ -237,6 +237,16 @@ def differentiable(
     return call
 
 
+def without_gradient(name: str, shape: Callable[[Any], Any], **layouts: str) -> None:
+    """Register the shapes of ``visdet::<name>``, which has no gradient, if the library has it.
+
+    ``shape`` and ``layouts`` are those of ``differentiable``.
+    """
+    if declares(name):
+        torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
+        explain_missing_cuda(name)
+
+
 class Gradient:
     """The gradient of ``visdet::<name>``, which its schema and that of ``visdet::<name>_backward`` describe.
 

@@ -169,11 +169,9 @@ def _positive_part(start: Tensor, end: Tensor) -> Tensor:
     return torch.where(most > 0, torch.where(least >= 0, (least + most) / 2, crossing), 0.0)
 
 
-def _fake(boxes1: Tensor, boxes2: Tensor, mode: int, is_aligned: bool) -> Tensor:
-    shape = (boxes1.shape[0],) if is_aligned else (boxes1.shape[0], boxes2.shape[0])
-    return boxes1.new_empty(shape)
+def _result(given: Any) -> Tensor:
+    M, N = given.boxes1.shape[0], given.boxes2.shape[0]
+    return given.boxes1.new_empty((M,) if given.is_aligned else (M, N))
 
 
-if _library.declares("box_iou_rotated"):
-    torch.library.register_fake("visdet::box_iou_rotated", _fake)
-    _library.explain_missing_cuda("box_iou_rotated")
+_library.without_gradient("box_iou_rotated", _result, boxes1="[M, D]", boxes2="[N, D]")

@@ -182,16 +182,7 @@ def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-def _fake_nms(
-    boxes: Tensor,
-    scores: Tensor,
-    classes: Tensor | None,
-    is_candidate: Tensor | None,
-    iou_threshold: float,
-) -> Tensor:
-    return boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
-
-
-if _library.declares("nms"):
-    torch.library.register_fake("visdet::nms", _fake_nms)
-    _library.explain_missing_cuda("nms")
+_library.without_gradient(
+    "nms",
+    lambda given: given.boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64),
+)

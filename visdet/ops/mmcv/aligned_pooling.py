@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from .._arguments import check_layout, computation_dtype
 from .._roi_sampling import _sample, check_rois, is_image, pool_samples
-from .point_neighbours import check_layout
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
 

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout
+from .._arguments import check_layout, computation_dtype
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
 

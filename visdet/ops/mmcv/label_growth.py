@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .point_neighbours import check_layout
+from .._arguments import check_layout
 
 __all__ = ["contour_expand", "pixel_group"]
 

@@ -1,12 +1,15 @@
 """Semantics of points from Gaussians in their neighbourhood, for occupancy."""
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout, row_ranges
+from .._arguments import check_layout, computation_dtype
+from ..point_neighbours import row_ranges
 
-__all__ = ["local_aggregate"]
+__all__ = ["local_aggregate", "local_aggregate_prob"]
 
 
 def local_aggregate(
@@ -51,21 +54,118 @@ def local_aggregate(
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
+    dtype = computation_dtype(semantics)
+    parts = [semantics.new_zeros(0, semantics.shape[1], dtype=dtype)]
+    gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
+    for rows, point, gaussian, density in _near_pairs(
+        "local_aggregate", pts, points_int, *gaussians, H, W, D
+    ):
+        weight = opacities.flatten()[gaussian].to(dtype) * density
+        parts.append(_sum_by_point(point, rows, weight[:, None] * semantics[gaussian].to(dtype)))
+    return torch.cat(parts).to(semantics.dtype)
+
+
+def local_aggregate_prob(
+    pts: Tensor,  # [N, 3]
+    points_int: Tensor,  # [N, 3]
+    means3D: Tensor,  # [G, 3]
+    means3D_int: Tensor,  # [G, 3]
+    opacities: Tensor,  # [G]
+    semantics: Tensor,  # [G, C]
+    radii: Tensor,  # [G]
+    cov3D: Tensor,  # [G, 6]
+    H: int,
+    W: int,
+    D: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [N, C], [N], [N]
+    """Return the semantics expected at each point, the probability that it is occupied, and its density.
+
+    With the Gaussians around a point as of ``local_aggregate``, and ``e[g] = exp(-0.5 * d' P d)``, the semantics are
+    the mean of ``semantics[g]`` weighted by ``opacities[g] * sqrt(det P) / (2 pi)^1.5 * e[g]``. The probability is 1
+    less the product of ``1 - e[g]``, and the density is the sum of ``e[g]``.
+
+    Args:
+        pts: [N, 3]. As of ``local_aggregate``.
+        points_int: [N, 3]. As of ``local_aggregate``.
+        means3D: [G, 3]. As of ``local_aggregate``.
+        means3D_int: [G, 3]. As of ``local_aggregate``.
+        opacities: [G]. The prior weights of the Gaussians, or [G, 1].
+        semantics: [G, C]. As of ``local_aggregate``.
+        radii: [G]. As of ``local_aggregate``.
+        cov3D: [G, 6]. As of ``local_aggregate``.
+        H: As of ``local_aggregate``.
+        W: As of ``local_aggregate``.
+        D: As of ``local_aggregate``.
+
+    Returns:
+        [N, C], [N] and [N]. Where the weights add up to 1e-9 or less, the semantics are ``1 / (C - 1)`` each, without a
+        gradient. 16-bit types are computed in float32.
+
+    It is differentiable with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+
+    Source: Paper "GaussianFormer-2" (Huang et al.).
+    """
+    dtype, C = computation_dtype(semantics), semantics.shape[1]
+    empty = semantics.new_zeros(0, dtype=dtype)
+    parts = [(empty[:, None].expand(0, C), empty, empty)]
+    gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
+    for rows, point, gaussian, density in _near_pairs(
+        "local_aggregate_prob", pts, points_int, *gaussians, H, W, D
+    ):
+        xx, yy, zz, xy, yz, xz = cov3D[gaussian].to(dtype).unbind(1)
+        volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
+        weight = (
+            opacities.flatten()[gaussian].to(dtype)
+            * volume.clamp(min=0).sqrt()
+            * density
+            / (2 * math.pi) ** 1.5
+        )
+        total = _sum_by_point(point, rows, weight)
+        summed = _sum_by_point(point, rows, weight[:, None] * semantics[gaussian].to(dtype))
+        is_seen = (total > 1e-9)[:, None]
+        expected = torch.where(is_seen, summed / torch.where(is_seen, total[:, None], 1), 1 / max(C - 1, 1))
+        free = torch.ones_like(total).scatter_reduce(0, point, 1 - density, "prod")
+        parts.append((expected, 1 - free, _sum_by_point(point, rows, density)))
+    expected, occupied, density = (torch.cat(part).to(semantics.dtype) for part in zip(*parts, strict=True))
+    return expected, occupied, density
+
+
+def _sum_by_point(point: Tensor, rows: slice, values: Tensor) -> Tensor:
+    return values.new_zeros(rows.stop - rows.start, *values.shape[1:]).index_add(0, point, values)
+
+
+def _near_pairs(
+    op: str,
+    pts: Tensor,
+    points_int: Tensor,
+    means3D: Tensor,
+    means3D_int: Tensor,
+    opacities: Tensor,
+    semantics: Tensor,
+    radii: Tensor,
+    cov3D: Tensor,
+    H: int,
+    W: int,
+    D: int,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield ranges of points and, of their pairs, the point, the Gaussian and ``exp(-0.5 * d' P d)``."""
     G, N = len(means3D), len(pts)
-    check_layout("local_aggregate", "pts", pts, "[N, 3]", None, 3)
-    check_layout("local_aggregate", "points_int", points_int, f"[{N}, 3]", N, 3)
-    check_layout("local_aggregate", "means3D", means3D, "[G, 3]", None, 3)
-    check_layout("local_aggregate", "means3D_int", means3D_int, f"[{G}, 3]", G, 3)
-    check_layout("local_aggregate", "semantics", semantics, f"[{G}, C]", G, None)
-    check_layout("local_aggregate", "cov3D", cov3D, f"[{G}, 6]", G, 6)
+    check_layout(op, "pts", pts, "[N, 3]", None, 3)
+    check_layout(op, "points_int", points_int, f"[{N}, 3]", N, 3)
+    check_layout(op, "means3D", means3D, "[G, 3]", None, 3)
+    check_layout(op, "means3D_int", means3D_int, f"[{G}, 3]", G, 3)
+    check_layout(op, "semantics", semantics, f"[{G}, C]", G, None)
+    check_layout(op, "cov3D", cov3D, f"[{G}, 6]", G, 6)
     if opacities.numel() != G or radii.shape not in ((G,), (G, 3)):
         name, given = ("opacities", opacities) if opacities.numel() != G else ("radii", radii)
-        raise ValueError(f"local_aggregate: {name} must be [{G}], got {list(given.shape)}")
-    reach = radii.reshape(G, -1).expand(G, 3)
+        raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
+    reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
     dtype = computation_dtype(semantics)
     shape = points_int.new_tensor([H, W, D])
     is_inside = ((points_int >= 0) & (points_int < shape)).all(1)
-    parts = [semantics.new_zeros(0, semantics.shape[1], dtype=dtype)]
     for rows in row_ranges(N, G):
         is_near = is_inside[rows, None].expand(-1, G)
         for voxel, mean, most in zip(points_int[rows].T, means3D_int.T, reach.T, strict=True):
@@ -74,7 +174,4 @@ def local_aggregate(
         x, y, z = (means3D[gaussian] - pts[rows][point]).to(dtype).unbind(1)
         xx, yy, zz, xy, yz, xz = cov3D[gaussian].to(dtype).unbind(1)
         power = -0.5 * (xx * x * x + yy * y * y + zz * z * z) - xy * x * y - yz * y * z - xz * x * z
-        weight = opacities.flatten()[gaussian].to(dtype) * power.exp()
-        summed = semantics.new_zeros(rows.stop - rows.start, semantics.shape[1], dtype=dtype)
-        parts.append(summed.index_add(0, point, weight[:, None] * semantics[gaussian].to(dtype)))
-    return torch.cat(parts).to(semantics.dtype)
+        yield rows, point, gaussian, power.exp()

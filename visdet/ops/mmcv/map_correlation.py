@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout
+from .._arguments import check_layout, computation_dtype
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
 

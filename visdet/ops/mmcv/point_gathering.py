@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout, sizes_of
+from .._arguments import check_layout, computation_dtype
+from ..point_neighbours import sizes_of
 
 __all__ = [
     "assign_score_withk",
@@ -136,7 +136,9 @@ def three_interpolate(
     check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
     dtype = computation_dtype(features)
-    grouped = group_points(features, indices).to(dtype)
+    grouped = group_points(
+        features.to(dtype), indices
+    )  # the gradient of a point is summed before it is rounded
     return (grouped * weight[:, None].to(dtype)).sum(3).to(features.dtype)
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout, first_marked, row_ranges
+from .._arguments import check_layout, computation_dtype
+from ..point_neighbours import first_marked, row_ranges
 
 __all__ = [
     "collect_points",

@@ -7,8 +7,7 @@ from operator import index as as_integer
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout
+from .._arguments import check_layout, computation_dtype
 from .voxels import rows_of_keys
 
 __all__ = [
@@ -47,9 +46,9 @@ def get_indice_pairs(
         transpose: Whether the convolution is transposed.
 
     Returns:
-        [M, 1 + D], [K, 2, N] and [K], all int32. The places of the outputs in rising order (of a submanifold
-        convolution: of the inputs), the indices of the inputs and the outputs of each tap, with -1 after the last pair,
-        and the numbers of pairs.
+        [M, 1 + D], [K, 2, N] and [K], all int32. The places of the outputs in rising order (those of the
+        inputs for a submanifold convolution), the indices of the inputs and the outputs of each tap, with -1 after the
+        last pair, and the numbers of pairs.
 
     It is not differentiable. It is deterministic. On a GPU, the host waits for the number of pairs.
 

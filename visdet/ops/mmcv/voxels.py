@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
-from .point_neighbours import check_layout
+from .._arguments import check_layout, computation_dtype
 
 __all__ = [
     "bev_pool",
@@ -147,7 +146,8 @@ def scatter_to_voxels(
     given = feats[inside].to(reduced.dtype)
     if reduce_type == "max":
         index = voxel[:, None].expand_as(given)
-        reduced = reduced.scatter_reduce(0, index, given, "amax", include_self=False)
+        # torch divides the gradient of a maximum among all that are equal to it, what was there before included.
+        reduced = reduced.fill_(torch.nan).scatter_reduce(0, index, given, "amax", include_self=False)
     else:
         reduced = reduced.index_add(0, voxel, given)
     if reduce_type == "mean":

@@ -18,19 +18,6 @@ void write_areas(const A* boxes, int64_t N, A* areas) {
 }
 
 template <typename A>
-VISDET_INLINE bool any_lane(IntVec<A> holds) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(holds), reinterpret_cast<__m512i>(holds)) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_epi8(reinterpret_cast<__m256i>(holds)) != 0;
-#else
-  bool any = false;
-  for (int i = 0; i < kLanes<A>; ++i) any |= holds[i] != 0;
-  return any;
-#endif
-}
-
-template <typename A>
 bool is_suppressed(const A* blocks, int64_t count, const A* box, A limit, A low) {
   const Vec<A> zero = {}, x1 = zero + box[0], y1 = zero + box[1], x2 = zero + box[2], y2 = zero + box[3];
   const Vec<A> area = zero + box[4];

@@ -148,6 +148,20 @@ VISDET_INLINE A sum_of_lanes(Vec<A> v) {
   return across_lanes<A>(v, [](Vec<A> one, Vec<A> other) { return one + other; });
 }
 
+// Returns whether a comparison holds in any lane.
+template <typename A>
+VISDET_INLINE bool any_lane(IntVec<A> holds) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(holds), reinterpret_cast<__m512i>(holds)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8(reinterpret_cast<__m256i>(holds)) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kLanes<A>; ++i) any |= holds[i] != 0;
+  return any;
+#endif
+}
+
 // Returns v in the first `count` lanes, `rest` in the others.
 template <typename A>
 VISDET_INLINE Vec<A> first_lanes(Vec<A> v, int64_t count, A rest) {

@@ -5,16 +5,9 @@
 #include <cuda_runtime.h>
 
 #include "common/box_overlap.h"
+#include "common/rounded.cuh"
 
 namespace visdet::nms {
-
-// Operations that are rounded by themselves: the compiler may not fuse a multiplication and an addition.
-__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float sum(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double sum(double a, double b) { return __dadd_rn(a, b); }
-__device__ __forceinline__ float quotient(float a, float b) { return __fdiv_rn(a, b); }
-__device__ __forceinline__ double quotient(double a, double b) { return __ddiv_rn(a, b); }
 
 template <typename A>
 struct AlignedBoxes {

@@ -1,18 +1,17 @@
-"""Neighbours and samples of point clouds: ball query, nearest neighbours, and furthest point sampling."""
+"""Neighbours of points: ball query and nearest neighbours."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from . import _library
+from ._arguments import check_layout, computation_dtype
 
 __all__ = [
     "ball_query",
-    "check_layout",
     "first_marked",
-    "furthest_point_sample",
-    "furthest_point_sample_with_dist",
     "knn",
     "row_ranges",
     "stack_ball_query",
@@ -21,13 +20,6 @@ __all__ = [
 
 # Pairs of points whose distances are in memory at a time.
 _PAIRS = 1 << 24
-
-
-def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
-    """Raise a ValueError unless the tensor has these sizes, where None stands for any size."""
-    fits = tensor.dim() == len(sizes)
-    if not fits or any(size not in (None, given) for size, given in zip(sizes, tensor.shape, strict=True)):
-        raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
 
 
 def row_ranges(rows: int, columns: int) -> Iterator[slice]:
@@ -55,20 +47,19 @@ def first_marked(marks: Tensor, count: int) -> tuple[Tensor, Tensor]:  # [M, N] 
     return first[:, None].repeat(1, count).index_put((row, rank), column), found
 
 
-def _for_each_cloud(
-    centers: Tensor, points: Tensor, count: int, find: Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]
-) -> list[Tensor]:
-    """Return the results of ``find`` for ranges of centers, put together as [B, M, count]."""
-    dtype = computation_dtype(points)
-    results = []
-    for center, cloud in zip(centers.detach().to(dtype), points.detach().to(dtype), strict=True):
-        for rows in row_ranges(len(center), len(cloud)):
-            results.append(find(center[rows], cloud))
-    shape = (*centers.shape[:2], count)
-    if not results:
-        return [points.new_zeros(shape, dtype=torch.int32), points.new_zeros(shape, dtype=dtype)]
-    columns = zip(*(result if isinstance(result, tuple) else (result,) for result in results), strict=True)
-    return [torch.cat(parts).reshape(shape) for parts in columns]
+def _for_each_range(
+    xyz: Tensor, center_xyz: Tensor, find: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return the two results of ``find`` for the squared distances of all centers, a range of centers at a time."""
+    found = [
+        find(squared_distances(centers[rows], points))
+        for centers, points in zip(center_xyz, xyz, strict=True)
+        for rows in row_ranges(len(centers), len(points))
+    ]
+    found = found or [find(xyz.new_empty(0, xyz.shape[1]))]
+    first, second = (torch.cat(parts) for parts in zip(*found, strict=True))
+    shape = center_xyz.shape[:2]
+    return first.reshape(*shape, *first.shape[1:]), second.reshape(*shape, *second.shape[1:])
 
 
 def ball_query(
@@ -91,7 +82,7 @@ def ball_query(
         [B, M, sample_num] int32. Indices in rising order. The first one fills the rest of a ball with fewer points, and
         zeros fill an empty ball. A point or center with a NaN is in no ball.
 
-    It is not differentiable. It is deterministic. On a GPU, the host waits for the number of points in the balls.
+    It is not differentiable. It is deterministic.
 
     Raises:
         ValueError: A shape does not fit. The message names the argument.
@@ -99,14 +90,35 @@ def ball_query(
     Source: The signature is mmcv's.
     """
     check_layout("ball_query", "xyz", xyz, "[B, N, 3]", None, None, 3)
-    check_layout("ball_query", "center_xyz", center_xyz, f"[{len(xyz)}, M, 3]", len(xyz), None, 3)
+    check_layout("ball_query", "center_xyz", center_xyz, f"[{xyz.shape[0]}, M, 3]", xyz.shape[0], None, 3)
 
-    def find(centers: Tensor, points: Tensor) -> Tensor:
-        distances = squared_distances(centers, points)
-        is_near = (distances >= min_radius**2) & (distances < max_radius**2)
-        return first_marked(is_near | (distances == 0), sample_num)[0].int()
+    return _in_balls("ball_query", xyz, center_xyz, min_radius**2, max_radius**2, sample_num, False)
 
-    return _for_each_cloud(center_xyz, xyz, sample_num, find)[0]
+
+def _in_balls(
+    op: str, xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
+) -> Tensor:
+    if count < 0:
+        raise ValueError(f"{op}: sample_num must be 0 or more, got {count}")
+    dtype = computation_dtype(xyz)
+    points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
+    run: Any = torch.ops.visdet.ball_query if _library.serves(points) else ball_query_reference
+    return run(points, centers, float(low), float(high), count, is_stacked)
+
+
+def ball_query_reference(
+    xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
+) -> Tensor:
+    """Return what the operator ``visdet::ball_query`` returns, in plain torch: csrc/point_neighbours.h says what."""
+
+    def find(distances: Tensor) -> tuple[Tensor, Tensor]:
+        is_near = (distances >= low) & (distances < high)
+        return first_marked(is_near if is_stacked else is_near | (distances == 0), count)
+
+    index, found = _for_each_range(xyz, center_xyz, find)
+    if is_stacked:
+        index[..., :1].masked_fill_((found == 0)[..., None], -1)
+    return index.int()
 
 
 def stack_ball_query(
@@ -139,18 +151,12 @@ def stack_ball_query(
     """
     check_layout("stack_ball_query", "xyz", xyz, "[N, 3]", None, 3)
     check_layout("stack_ball_query", "center_xyz", center_xyz, "[M, 3]", None, 3)
-    dtype = computation_dtype(xyz)
-    results = [center_xyz.new_zeros(0, sample_num, dtype=torch.int32)]
     sizes = sizes_of("stack_ball_query", "xyz", xyz, xyz_batch_cnt)
     center_sizes = sizes_of("stack_ball_query", "center_xyz", center_xyz, center_xyz_batch_cnt, len(sizes))
-    wide_centers, wide_points = center_xyz.detach().to(dtype), xyz.detach().to(dtype)
-    clouds = zip(wide_centers.split(center_sizes), wide_points.split(sizes), strict=True)
-    for centers, points in clouds:
-        for rows in row_ranges(len(centers), len(points)):
-            is_near = squared_distances(centers[rows], points) < max_radius**2
-            index, found = first_marked(is_near, sample_num)
-            index[:, :1].masked_fill_((found == 0)[:, None], -1)
-            results.append(index.int())
+    results = [center_xyz.new_zeros(0, sample_num, dtype=torch.int32)]
+    for points, centers in zip(xyz.split(sizes), center_xyz.split(center_sizes), strict=True):
+        clouds = points[None], centers[None]
+        results.append(_in_balls("stack_ball_query", *clouds, 0, max_radius**2, sample_num, True)[0])
     return torch.cat(results)
 
 
@@ -164,23 +170,23 @@ def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor, clouds: int | 
 
 
 def _nearest(distances: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` smallest distances of each row and their columns, of equal ones the lower column first.
+    """Return the columns of the ``count`` smallest distances of each row, of equal ones the lower first, and these.
 
     Where there are fewer than ``count`` numbers, the distance is infinite and the column 0.
     """
+    distances = distances.nan_to_num(torch.inf, torch.inf)
     missing = count - distances.shape[1]
     if missing > 0:
         distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
     if distances.dtype == torch.float32:
-        # The bits of numbers from 0 on have the order of the numbers, with NaN at the end.
+        # The bits of numbers from 0 on have the order of the numbers.
         key = distances.view(torch.int32).long() << 32
         key |= torch.arange(distances.shape[1], device=key.device)
         index = key.topk(count, dim=1, largest=False).values & 0xFFFFFFFF
     else:
         index = distances.sort(dim=1, stable=True).indices[:, :count]
     nearest = distances.gather(1, index)
-    is_number = nearest < torch.inf
-    return torch.where(is_number, nearest, torch.inf), torch.where(is_number, index, 0).int()
+    return torch.where(nearest < torch.inf, index, 0).int(), nearest
 
 
 def knn(
@@ -210,14 +216,18 @@ def knn(
     if k < 1:
         raise ValueError(f"knn: k must be at least 1, got {k}")
     check_layout("knn", "xyz", xyz, "[B, N, 3]", None, None, 3)
-    check_layout("knn", "center_xyz", center_xyz, f"[{len(xyz)}, M, 3]", len(xyz), None, 3)
+    check_layout("knn", "center_xyz", center_xyz, f"[{xyz.shape[0]}, M, 3]", xyz.shape[0], None, 3)
 
-    def find(centers: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-        distances, index = _nearest(squared_distances(centers, points), k)
-        return index, distances
+    dtype = computation_dtype(xyz)
+    points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
+    has_kernel = _library.serves(points) and k <= _library.CONSTANTS["max_neighbours"]
+    run: Any = torch.ops.visdet.knn if has_kernel else knn_reference
+    return run(points, centers, k)
 
-    index, distances = _for_each_cloud(center_xyz, xyz, k, find)
-    return index, distances
+
+def knn_reference(xyz: Tensor, center_xyz: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what the operator ``visdet::knn`` returns, in plain torch: csrc/point_neighbours.h says what."""
+    return _for_each_range(xyz, center_xyz, lambda distances: _nearest(distances, k))
 
 
 def three_nn(
@@ -241,81 +251,16 @@ def three_nn(
     Source: The signature is mmcv's.
     """
     check_layout("three_nn", "source", source, "[B, M, 3]", None, None, 3)
-    check_layout("three_nn", "target", target, f"[{len(source)}, N, 3]", len(source), None, 3)
+    check_layout("three_nn", "target", target, f"[{source.shape[0]}, N, 3]", source.shape[0], None, 3)
     index, distances = knn(3, source, target)
     return distances.sqrt().to(target.dtype), index
 
 
-def furthest_point_sample(
-    points_xyz: Tensor,  # [B, N, 3]
-    num_points: int,
-) -> Tensor:  # [B, num_points] int32
-    """Return samples of each cloud: its first point, and then always the point that is furthest from all samples.
-
-    Args:
-        points_xyz: [B, N, 3]. The points. 16-bit types are computed in float32.
-        num_points: The number of samples. Beyond the number of points, samples are repeated.
-
-    Returns:
-        [B, num_points] int32. The indices. Of points at the same distance the lower index is taken. Distances that
-        are NaN do not count, and none is larger than 1e5.
-
-    It is not differentiable. It is deterministic.
-
-    Raises:
-        ValueError: A shape or ``num_points`` does not fit. The message names the argument.
-
-    Source: The signature is mmcv's.
-    """
-    check_layout("furthest_point_sample", "points_xyz", points_xyz, "[B, N, 3]", None, None, 3)
-    points = points_xyz.detach().to(computation_dtype(points_xyz))
-    nearest = points.new_full(points.shape[:2], 1e10)
-    return sample_furthest("furthest_point_sample", points, nearest, num_points)
+def _results(given: Any, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*given.center_xyz.shape[:2], count)
+    return given.xyz.new_empty(shape, dtype=torch.int32), given.xyz.new_empty(shape)
 
 
-def furthest_point_sample_with_dist(
-    points_dist: Tensor,  # [B, N, N]
-    num_points: int,
-) -> Tensor:  # [B, num_points] int32
-    """Return what ``furthest_point_sample`` returns, given the distance of each pair of points.
-
-    Args:
-        points_dist: [B, N, N]. The distances, of any kind.
-        num_points: As of ``furthest_point_sample``.
-
-    Returns:
-        [B, num_points] int32. As from ``furthest_point_sample``.
-
-    It is not differentiable. It is deterministic.
-
-    Raises:
-        ValueError: A shape or ``num_points`` does not fit. The message names the argument.
-
-    Source: The signature is mmcv's.
-    """
-    op = "furthest_point_sample_with_dist"
-    size = points_dist.shape[1] if points_dist.dim() > 1 else None
-    check_layout(op, "points_dist", points_dist, "[B, N, N]", None, size, size)
-    distances = points_dist.detach().to(computation_dtype(points_dist))
-    return sample_furthest(op, distances, distances.new_full(distances.shape[:2], 1e10), num_points)
-
-
-def sample_furthest(op: str, points: Tensor, nearest: Tensor, num_points: int) -> Tensor:
-    """Return the samples, given points [B, N, 3] or distances [B, N, N] as the operator says.
-
-    ``nearest`` [B, N] holds the squared distance of each point from the samples so far, and is updated.
-    """
-    if num_points < 0 or (num_points > 0 and points.shape[1] == 0):
-        expected = "0" if points.shape[1] == 0 else "0 or more"
-        raise ValueError(
-            f"{op}: num_points must be {expected} for {points.shape[1]} points, got {num_points}"
-        )
-    cloud = torch.arange(len(points), device=points.device)
-    samples = cloud.new_zeros(num_points, len(points))
-    for i in range(1, num_points):
-        row = points[cloud, samples[i - 1]]
-        if not op.endswith("with_dist"):
-            row = (points - row[:, None]).square_().sum(2)
-        torch.fmin(nearest, row, out=nearest)
-        torch.argmax(nearest, 1, out=samples[i])
-    return samples.T.int()
+_LAYOUTS = {"xyz": "[B, N, 3]", "center_xyz": "[B, M, 3]"}
+_library.without_gradient("ball_query", lambda given: _results(given, given.count)[0], **_LAYOUTS)
+_library.without_gradient("knn", lambda given: _results(given, given.k), **_LAYOUTS)

@@ -1,0 +1,96 @@
+"""Furthest point sampling of point clouds."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._arguments import check_layout, computation_dtype
+
+__all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
+
+
+def furthest_point_sample(
+    points_xyz: Tensor,  # [B, N, 3]
+    num_points: int,
+) -> Tensor:  # [B, num_points] int32
+    """Return samples of each cloud: its first point, and then always the point that is furthest from all samples.
+
+    Args:
+        points_xyz: [B, N, 3]. The points. 16-bit types are computed in float32.
+        num_points: The number of samples. Beyond the number of points, samples are repeated.
+
+    Returns:
+        [B, num_points] int32. The indices. Of points at the same distance the lower index is taken. Distances that
+        are NaN do not count, and none is larger than 1e5.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or ``num_points`` does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    check_layout("furthest_point_sample", "points_xyz", points_xyz, "[B, N, 3]", None, None, 3)
+    return _sampled("furthest_point_sample", points_xyz, num_points, False)
+
+
+def furthest_point_sample_with_dist(
+    points_dist: Tensor,  # [B, N, N]
+    num_points: int,
+) -> Tensor:  # [B, num_points] int32
+    """Return what ``furthest_point_sample`` returns, given the distance of each pair of points.
+
+    Args:
+        points_dist: [B, N, N]. The distances, of any kind.
+        num_points: As of ``furthest_point_sample``.
+
+    Returns:
+        [B, num_points] int32. As from ``furthest_point_sample``.
+
+    It is not differentiable. It is deterministic.
+
+    Raises:
+        ValueError: A shape or ``num_points`` does not fit. The message names the argument.
+
+    Source: The signature is mmcv's.
+    """
+    op = "furthest_point_sample_with_dist"
+    size = points_dist.shape[1] if points_dist.dim() > 1 else None
+    check_layout(op, "points_dist", points_dist, "[B, N, N]", None, size, size)
+    return _sampled(op, points_dist, num_points, True)
+
+
+def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor:
+    if num_points < 0 or (num_points > 0 and points.shape[1] == 0):
+        expected = "0" if points.shape[1] == 0 else "0 or more"
+        raise ValueError(
+            f"{op}: num_points must be {expected} for {points.shape[1]} points, got {num_points}"
+        )
+    points = points.detach().to(computation_dtype(points))
+    has_kernel = _library.serves(points)
+    run: Any = torch.ops.visdet.furthest_point_sample if has_kernel else furthest_point_sample_reference
+    return run(points, num_points, is_table)
+
+
+def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: bool) -> Tensor:
+    """Return the samples of points [B, N, 3] or, with ``is_table``, of distances [B, N, N], in plain torch."""
+    cloud = torch.arange(len(points), device=points.device)
+    samples = cloud.new_zeros(num_points, len(points))
+    nearest = points.new_full(points.shape[:2], 1e10)
+    for i in range(1, num_points):
+        row = points[cloud, samples[i - 1]]
+        if not is_table:
+            x, y, z = (points - row[:, None]).square_().unbind(2)
+            row = x + y + z
+        torch.fmin(nearest, row, out=nearest)
+        torch.argmax(nearest, 1, out=samples[i])
+    return samples.T.int()
+
+
+_library.without_gradient(
+    "furthest_point_sample",
+    lambda given: given.points.new_empty((given.points.shape[0], given.num_points), dtype=torch.int32),
+    points="[B, N, 3]",
+)
