@@ -321,6 +321,19 @@ def test_supervision(detector, monkeypatch):
         result.to_supervision()
 
 
+def test_the_real_supervision_takes_the_detections(detector):
+    supervision = pytest.importorskip("supervision")
+    result = detector(RGB, score_threshold=0)
+    taken = result.to_supervision()
+    assert isinstance(taken, supervision.Detections) and len(taken) == len(result) > 0
+    assert (
+        np.array_equal(taken.xyxy, result.boxes.numpy()) and taken.class_id.tolist() == result.labels.tolist()
+    )
+    assert taken["class_name"].tolist() == result.class_names
+    assert supervision.BoxAnnotator().annotate(RGB.copy(), taken).shape == RGB.shape
+    assert len(detector(RGB, score_threshold=1).to_supervision()) == 0
+
+
 def test_the_names_of_the_package_come_at_their_first_use():
     code = (
         "import sys, visdet\n"
