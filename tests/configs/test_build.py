@@ -1,5 +1,6 @@
 """Every model config builds; the published ones have the published names and shapes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,20 @@ import torch
 from golden import published_shapes
 from mmengine.config import Config
 
+from visdet.engine import load_config
 from visdet.engine.config_text import config_text
+from visdet.engine.packaged_configs import packaged_configs
+from visdet.engine.summary import model_summary
 from visdet.registry import MODELS
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+ZOO = {
+    name: (parameters, flops)
+    for name, parameters, flops in re.findall(
+        r"^\| `([\w/-]+)` \| ([\d,]+) \| (.*?) \|", (ROOT / "docs" / "model_zoo.md").read_text(), re.MULTILINE
+    )
+}
 PUBLISHED = {
     "deformable_detr/deformable-detr_r50_16xb2-50e_coco": "deformable_detr_mmdet_base",
     "deformable_detr/deformable-detr-refine_r50_16xb2-50e_coco": "deformable_detr_mmdet_refine",
@@ -35,9 +46,21 @@ def build(path):
 def test_config_builds_and_dumps(path):
     config = Config.fromfile(path)
     assert config.default_scope == "visdet"
-    assert build(path).training
+    model = build(path)
+    assert model.training
+    parameters = ZOO[path.relative_to(CONFIGS).with_suffix("").as_posix()][0]
+    assert parameters == f"{sum(parameter.numel() for parameter in model.parameters()):,}"
     again = Config.fromstring(config_text(config.to_dict()), ".py")
     assert again.to_dict() == config.to_dict()
+
+
+def test_the_model_zoo_lists_every_config():
+    assert sorted(ZOO) == packaged_configs()
+
+
+def test_the_flops_of_the_model_zoo_are_counted():
+    assert ZOO["dino/dino_shapes"][1] == "0.506 G"
+    assert model_summary(load_config("dino/dino_shapes")[0]).splitlines()[-2].endswith("  0.506 G")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

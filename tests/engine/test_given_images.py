@@ -274,12 +274,35 @@ def test_wrong_arguments_are_one_message(detector, options, message):
 def test_what_init_detector_refuses():
     with pytest.raises(UserError, match="config must be a path, a name or a Config, got int"):
         visdet.init_detector(3)
-    with pytest.raises(UserError, match="checkpoint must be a path or None, got int"):
+    with pytest.raises(UserError, match="checkpoint must be a path, got int"):
         visdet.init_detector("x.py", 3)
     with pytest.raises(UserError, match="config nothing does not exist"):
         visdet.init_detector("nothing")
     with pytest.raises(UserError, match=r"SparseDrive does not take image files.*visdet\.evaluate"):
         visdet.init_detector("sparsedrive/sparsedrive_toy_stage1", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amp": "yes"}, "amp must be True or False, got 'yes'"),
+        ({"graph": 0}, "graph must be True or False, got 0"),
+        ({"auto_scale_lr": "no"}, "auto_scale_lr must be"),
+        ({"work_dir": 3}, "work_dir must be a path, got int"),
+        ({"resume": True}, "resume must be a path, got bool"),
+        ({"trian_cfg": {}}, "did you mean 'train_cfg'"),
+    ],
+)
+def test_wrong_arguments_of_train_are_one_message(options, message):
+    with pytest.raises(UserError, match=message):
+        visdet.train("deformable_detr/deformable-detr_shapes", **options)
+
+
+def test_wrong_options_are_one_message():
+    with pytest.raises(UserError, match="options must be a dict of dotted keys, got list"):
+        visdet.train("deformable_detr/deformable-detr_shapes", ["train_cfg.max_iters=3"])
+    with pytest.raises(UserError, match="checkpoint must be a path, got None"):
+        visdet.evaluate("deformable_detr/deformable-detr_shapes", None)
 
 
 def test_supervision(detector, monkeypatch):
@@ -296,6 +319,19 @@ def test_supervision(detector, monkeypatch):
     monkeypatch.setitem(sys.modules, "supervision", None)
     with pytest.raises(MissingPackageError, match="pip install supervision"):
         result.to_supervision()
+
+
+def test_the_real_supervision_takes_the_detections(detector):
+    supervision = pytest.importorskip("supervision")
+    result = detector(RGB, score_threshold=0)
+    taken = result.to_supervision()
+    assert isinstance(taken, supervision.Detections) and len(taken) == len(result) > 0
+    assert (
+        np.array_equal(taken.xyxy, result.boxes.numpy()) and taken.class_id.tolist() == result.labels.tolist()
+    )
+    assert taken["class_name"].tolist() == result.class_names
+    assert supervision.BoxAnnotator().annotate(RGB.copy(), taken).shape == RGB.shape
+    assert len(detector(RGB, score_threshold=1).to_supervision()) == 0
 
 
 def test_the_names_of_the_package_come_at_their_first_use():

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from types import NoneType, UnionType
@@ -11,6 +12,20 @@ from visdet.errors import InvalidInputError, InvalidTypeError
 
 # Other values, such as objects that a script passes, are not checked.
 _PLAIN = (NoneType, bool, int, float, str, list, tuple, dict)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise an InvalidTypeError for an argument that is neither a bool nor None."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | None):
+            raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_paths(**paths: Any) -> None:
+    """Raise an InvalidTypeError for an argument that is neither a path nor None."""
+    for name, value in paths.items():
+        if not isinstance(value, str | os.PathLike | None):
+            raise InvalidTypeError(f"{name} must be a path, got {type(value).__name__}")
 
 
 class _DoesNotFit(Exception):

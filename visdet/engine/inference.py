@@ -21,7 +21,8 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
 from torch import nn
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.checks.argument_types import check_flags, check_paths
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 
@@ -75,7 +76,7 @@ class Detector:
         allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
         register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
-        path = None if checkpoint is None else os.fspath(checkpoint)
+        path = None if checkpoint is None else os.path.expanduser(checkpoint)
         kind = cfg.model.get("type")
         _check_takes_images(MODELS.get(kind) if isinstance(kind, str) else kind)
         content = {} if path is None else read_checkpoint(path, trust=trust)
@@ -133,9 +134,7 @@ class Detector:
         if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
             raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
         _check_threshold(score_threshold, "score_threshold")
-        for name, value in (("amp", amp), ("graph", graph)):
-            if not isinstance(value, bool | None):
-                raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        check_flags(amp=amp, graph=graph)
         thresholds = self.score_thresholds if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
         found = self._detect(given, batch_size, thresholds, bool(amp), graph)
@@ -213,8 +212,7 @@ def init_detector(
     Raises:
         UserError: see :class:`Detector`.
     """
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-        raise InvalidTypeError(f"checkpoint must be a path or None, got {type(checkpoint).__name__}")
+    check_paths(checkpoint=checkpoint)
     return Detector(load_config(config)[0], checkpoint, device)
 
 

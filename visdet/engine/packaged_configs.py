@@ -40,7 +40,8 @@ def find_config(name: str) -> str | None:
             Both may lack the suffix, and ``visdet::`` may stand before a name.
     """
     inside = name.removeprefix(PACKAGE)
-    paths = [] if inside != name else [Path(name), Path(f"{name}.py")]
+    given = os.path.expanduser(name)
+    paths = [] if inside != name else [Path(given), Path(f"{given}.py")]
     paths += [CONFIGS / inside, CONFIGS / f"{inside}.py"]
     return next((str(path) for path in paths if path.is_file()), None)
 

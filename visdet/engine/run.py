@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visdet.checks.argument_types import check_flags, check_paths
 from visdet.errors import InvalidTypeError
 
 from .config import check_required_keys, load_config
@@ -61,6 +62,8 @@ def train(
     Raises:
         UserError: the config, an option or the data cannot be used. The message says why.
     """
+    check_paths(work_dir=work_dir, resume=resume)
+    check_flags(amp=amp, graph=graph, auto_scale_lr=auto_scale_lr)
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
     # These import torch, and a mistake in the config is told before.
     from .checkpoints.checkpoint import LAST_CHECKPOINT
@@ -115,14 +118,16 @@ def evaluate(
     Raises:
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
     """
-    if not isinstance(checkpoint, str | os.PathLike):
-        raise InvalidTypeError(f"checkpoint must be a path, got {type(checkpoint).__name__}")
+    if checkpoint is None:
+        raise InvalidTypeError("checkpoint must be a path, got None")
+    check_paths(checkpoint=checkpoint, work_dir=work_dir, out=out, show_dir=show_dir)
+    check_flags(graph=graph)
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
     from .distributed import checked_launcher
     from .prepare import build_runner, draw_detections, write_detections
 
     cfg.launcher = checked_launcher(launcher)
-    cfg.load_from, cfg.resume = os.fspath(checkpoint), False
+    cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if graph is not None:
         cfg.graph = graph
     if out:
@@ -142,6 +147,9 @@ def evaluate(
 def _loaded(
     config: Any, options: Any, overrides: dict, work_dir: Any, for_training: bool
 ) -> tuple[Any, list[str]]:
-    cfg, remarks = load_config(config, {**(options or {}), **overrides}, work_dir and os.fspath(work_dir))
+    if not isinstance(options, Mapping | None):
+        raise InvalidTypeError(f"options must be a dict of dotted keys, got {type(options).__name__}")
+    folder = work_dir and os.path.expanduser(work_dir)
+    cfg, remarks = load_config(config, {**(options or {}), **overrides}, folder)
     check_required_keys(cfg, for_training)
     return cfg, remarks
