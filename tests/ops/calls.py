@@ -6,14 +6,19 @@ from torch import Tensor
 __all__ = ["captured", "gradients", "relative_error"]
 
 
-def gradients(function, case, grad_output):
-    """Return the output of a call, and its gradients to the floating-point tensors among the arguments."""
-    arguments = [
-        one.detach().clone().requires_grad_() if isinstance(one, Tensor) and one.is_floating_point() else one
-        for one in case
-    ]
+def gradients(function, case, grad_output, of=None):
+    """Return the output of a call and its gradients.
+
+    Args:
+        of: the indices of the arguments to differentiate by. The default is all floating-point tensors.
+    """
+    if of is None:
+        of = [i for i, one in enumerate(case) if isinstance(one, Tensor) and one.is_floating_point()]
+    arguments = list(case)
+    for index in of:
+        arguments[index] = case[index].detach().clone().requires_grad_()
     output = function(*arguments)
-    leaves = [one for one in arguments if isinstance(one, Tensor) and one.requires_grad]
+    leaves = [arguments[index] for index in of]
     return output, torch.autograd.grad(output, leaves, grad_output.to(output).expand_as(output))
 
 
