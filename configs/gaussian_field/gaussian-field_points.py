@@ -1,4 +1,5 @@
-# Gaussians on point samples of your own: [M, 4] rows of x, y, z, value in a .npy file, or a .npz file with points and values.
+# Gaussians on point samples of your own: [M, 4] rows of x, y, z, value in a .npy file, or a .npz file with points and
+# values.
 # POINTS=samples.npz visdet train gaussian_field/gaussian-field_points
 _base_ = "./gaussian-field_synthetic.py"
 

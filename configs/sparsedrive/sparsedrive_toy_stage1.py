@@ -10,9 +10,13 @@ _base_ = [
 
 model = dict(data_preprocessor={{_base_.data_preprocessor}})
 val_evaluator = [
-    dict(type="NuScenesMetric", class_range=30, anchors="data/driving_scenes/kmeans_det_128.npy"),
+    dict(
+        type="NuScenesMetric",
+        class_range={{_base_.class_range}},
+        anchors="data/driving_scenes/kmeans_det_128.npy",
+    ),
     dict(type="VectorMapMetric", anchors="data/driving_scenes/kmeans_map_30.npy"),
-    dict(type="TrackingMetric", class_range=30),
+    dict(type="TrackingMetric", class_range={{_base_.class_range}}),
 ]
 test_evaluator = val_evaluator
 

@@ -22,7 +22,7 @@ train_dataloader = dict(
             dict(type="LoadMultiViewImageFromFiles"),
             dict(type="ResizeCropFlipImage"),
             dict(type="BBoxRotation"),
-            dict(type="CircleObjectRangeFilter", class_dist_thred=[33] * 5),
+            dict(type="CircleObjectRangeFilter", class_dist_thred={{_base_.training_range}}),
             dict(type="InstanceNameFilter", classes={{_base_.class_names}}),
             dict(
                 type="VectorizeMap",
@@ -38,15 +38,19 @@ train_dataloader = dict(
 )
 
 val_evaluator = [
-    dict(type="NuScenesMetric", class_range=30, anchors="data/driving_scenes/kmeans_det_128.npy"),
+    dict(
+        type="NuScenesMetric",
+        class_range={{_base_.class_range}},
+        anchors="data/driving_scenes/kmeans_det_128.npy",
+    ),
     dict(type="VectorMapMetric", anchors="data/driving_scenes/kmeans_map_30.npy"),
-    dict(type="TrackingMetric", class_range=30),
-    dict(type="MotionMetric", class_range=30),
+    dict(type="TrackingMetric", class_range={{_base_.class_range}}),
+    dict(type="MotionMetric", class_range=dict(car=30, pedestrian=24)),
     dict(type="PlanningMetric"),
 ]
 test_evaluator = val_evaluator
 
 visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)
-load_from = "work_dirs/sparsedrive_toy_stage1/iter_1800.pth"
+load_from = "work_dirs/sparsedrive_toy_stage1/iter_2500.pth"
 strict_load = False  # The first stage has no motion and planning.

@@ -82,3 +82,14 @@ def test_shared_branches_are_stored_for_every_layer():
     model = build(CONFIGS / "deformable_detr" / "deformable-detr_r50_16xb2-50e_coco.py")
     assert model.bbox_head.cls_branches[0] is model.bbox_head.cls_branches[5]
     assert sum(parameter.numel() for parameter in model.parameters()) == 40_118_934
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_driving_demo_learns_all_boxes_that_it_is_evaluated_on(stage):
+    config = Config.fromfile(CONFIGS / "sparsedrive" / f"sparsedrive_toy_stage{stage}.py")
+    pipeline = config.train_dataloader.dataset.pipeline
+    (learned,) = [step.class_dist_thred for step in pipeline if step.type == "CircleObjectRangeFilter"]
+    learned = dict(zip(config.class_names, learned, strict=True))
+    ranges = [metric.class_range for metric in config.test_evaluator if "class_range" in metric]
+    assert len(ranges) == stage + 1
+    assert all(reach <= learned[name] for of_metric in ranges for name, reach in of_metric.items())

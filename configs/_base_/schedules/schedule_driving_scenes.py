@@ -1,12 +1,12 @@
 # A short schedule for the driving scenes. The cosine ends with training, so that
 # `--cfg-options train_cfg.max_iters=400` is a whole schedule of 400 iterations.
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=1800, val_interval=1800)
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=2500, val_interval=2500)
 val_cfg = dict(type="ValLoop")
 test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=1e-3, weight_decay=1e-3, fused=True),
+    optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.98), weight_decay=1e-3, fused=True),
     clip_grad=dict(max_norm=25, norm_type=2),
 )
 

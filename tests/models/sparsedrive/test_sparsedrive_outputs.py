@@ -52,6 +52,21 @@ def test_centerness_decides_the_order_by_hand():
     )
 
 
+def test_boxes_near_a_better_one_of_their_class_are_left_out():
+    boxes = torch.zeros(1, 5, 11)
+    boxes[0, :, 0] = torch.tensor(
+        [0.0, 1.0, 2.0, 0.5, 9.0]
+    )  # The second box hides no third one, as it is hidden.
+    logits = torch.full((1, 5, 2), -9.0)
+    logits[0, range(5), [0, 0, 0, 1, 0]] = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+    shuffled = [4, 2, 0, 3, 1]
+    decoder = SparseBox3DDecoder(num_output=5, min_distance=1.5)
+    ids = torch.arange(5)[None]
+    (result,) = decoded(decoder, [logits[:, shuffled]], [boxes[:, shuffled]], ids)
+    assert result["boxes_3d"][:, 0].tolist() == [0.0, 2.0, 0.5, 9.0]
+    assert result["labels_3d"].tolist() == [0, 0, 1, 0]
+
+
 def test_line_decoder_matches_golden():
     decoder, given, expected = built("SparsePoint3DDecoder", registry=TASK_UTILS)
     for i, result in enumerate(decoded(decoder, [given["cls_scores"]], [given["pts_preds"]])):

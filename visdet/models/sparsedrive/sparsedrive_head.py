@@ -67,6 +67,8 @@ class SparseDriveHead(BaseModule):
                 decoder.num_output = boxes.num_output
             if decoder.score_threshold is None:
                 decoder.score_threshold = boxes.score_threshold
+            if decoder.min_distance is None:
+                decoder.min_distance = boxes.min_distance
             self._check_motion_anchor()
 
     def _check_motion_anchor(self) -> None:

@@ -62,6 +62,33 @@ def select_best(
     return BestPredictions(query, label, class_score, score)
 
 
+def rows_to_keep(
+    best: BestPredictions, boxes: Tensor, score_threshold: float | None, min_distance: float | None
+) -> dict[str, Tensor]:
+    """Return ``is_kept`` [B, n] of the best predictions, or nothing if neither option leaves rows out.
+
+    Args:
+        boxes: [B, Q, D], the predictions, which begin with the centres. score_threshold, min_distance: see
+            ``SparseBox3DDecoder``.
+    """
+    if score_threshold is None and min_distance is None:
+        return {}
+    is_kept = torch.ones_like(best.label, dtype=torch.bool)
+    if score_threshold is not None:
+        is_kept = best.class_score >= score_threshold
+    if min_distance is not None:
+        order = best.score.argsort(dim=1, descending=True, stable=True)
+        query, label = best.query.gather(1, order), best.label.gather(1, order)
+        centres = boxes[..., :2].float().gather(1, query[..., None].expand(-1, -1, 2))
+        is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance
+        hides = (is_near & (label[:, :, None] == label[:, None])).triu(1)
+        is_free = is_kept.gather(1, order)
+        for row in range(label.shape[1]):
+            is_free = is_free & ~(hides[:, row] & is_free[:, row, None])
+        is_kept = torch.empty_like(is_free).scatter_(1, order, is_free)
+    return {"is_kept": is_kept}
+
+
 def of_samples(
     selected: dict[str, Any],
     of_sample: Callable[[dict[str, Any]], dict[str, Any]],
@@ -125,17 +152,25 @@ class SparseBox3DDecoder(ResultDecoder):
         num_output: greatest number of results of a sample.
         score_threshold: least class score, before it is multiplied by the centerness. With None all results are kept.
         sorted: whether the best results come first. With quality they always do.
+        min_distance: a box is left out if its centre is nearer than this, in metres, to that of a better box of its
+            class that is kept. With None no box is.
 
-    Source: names and defaults are SparseDrive's. Differences: there may be fewer predictions than ``num_output``, and
+    Source: names and defaults are SparseDrive's, apart from ``min_distance``, which is CenterPoint's suppression by
+    circles. Differences: there may be fewer predictions than ``num_output``, and
     each of ``cls_scores`` belongs to the box of the same row.
     """
 
     def __init__(
-        self, num_output: int = 300, score_threshold: float | None = None, sorted: bool = True
+        self,
+        num_output: int = 300,
+        score_threshold: float | None = None,
+        sorted: bool = True,
+        min_distance: float | None = None,
     ) -> None:
         self.num_output = num_output
         self.score_threshold = score_threshold
         self.sorted = sorted
+        self.min_distance = min_distance
 
     @torch.no_grad()
     def select(
@@ -146,7 +181,7 @@ class SparseBox3DDecoder(ResultDecoder):
         quality: list[Tensor | None] | None = None,
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
-        """Return ``boxes_3d`` [B, n, 7 + v], ``scores_3d``, ``labels_3d`` [B, n], and ``is_kept`` with a threshold.
+        """Return ``boxes_3d`` [B, n, 7 + v], ``scores_3d``, ``labels_3d`` [B, n], and ``is_kept`` if rows are left out.
 
         Args:
             cls_scores: [B, Q, C] of each decoder layer, logits. box_preds: [B, Q, 8 + v] of each layer, encoded.
@@ -170,6 +205,4 @@ class SparseBox3DDecoder(ResultDecoder):
             results["cls_scores"] = best.class_score
         if instance_id is not None:
             results["instance_ids"] = instance_id.gather(1, best.query)
-        if self.score_threshold is not None:
-            results["is_kept"] = best.class_score >= self.score_threshold
-        return results
+        return results | rows_to_keep(best, boxes, self.score_threshold, self.min_distance)

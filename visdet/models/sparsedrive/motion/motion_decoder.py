@@ -11,7 +11,7 @@ from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
 from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
-from ..boxes.box3d_decoder import ResultDecoder, select_best
+from ..boxes.box3d_decoder import ResultDecoder, rows_to_keep, select_best
 from ..sample_batch import field_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
@@ -25,17 +25,23 @@ class SparseBox3DMotionDecoder(ResultDecoder):
     Args:
         num_output: as in ``SparseBox3DDecoder``. With None it is that of the box decoder if both are in a
             ``SparseDriveHead``, and else 300, the default of ``SparseBox3DDecoder``.
-        score_threshold, sorted: as in ``SparseBox3DDecoder``.
+        score_threshold, sorted, min_distance: as in ``SparseBox3DDecoder``. In a ``SparseDriveHead``, the default of
+            ``min_distance`` is that of the box decoder, too.
 
     Source: the name is SparseDrive's, whose number of outputs is fixed at 300.
     """
 
     def __init__(
-        self, num_output: int | None = None, score_threshold: float | None = None, sorted: bool = True
+        self,
+        num_output: int | None = None,
+        score_threshold: float | None = None,
+        sorted: bool = True,
+        min_distance: float | None = None,
     ) -> None:
         self.num_output = num_output
         self.score_threshold = score_threshold
         self.sorted = sorted
+        self.min_distance = min_distance
 
     @torch.no_grad()
     def select(
@@ -56,7 +62,7 @@ class SparseBox3DMotionDecoder(ResultDecoder):
         Returns:
             ``trajs_3d`` [B, n, M, T, 2], positions in metres; ``trajs_score`` [B, n, M]; ``anchor_queue``
             [B, n, frames, 7 + v], the boxes of the last frames; ``period`` [B, n], the number of frames for which a box
-            has been tracked; and ``is_kept`` [B, n] with a threshold.
+            has been tracked; and ``is_kept`` [B, n] if rows are left out.
         """
         assert motion_output is not None
         wanted = 300 if self.num_output is None else self.num_output
@@ -75,9 +81,7 @@ class SparseBox3DMotionDecoder(ResultDecoder):
             "anchor_queue": decode_box(queue),
             "period": motion_output["period"][batch, query],
         }
-        if self.score_threshold is not None:
-            results["is_kept"] = best.class_score >= self.score_threshold
-        return results
+        return results | rows_to_keep(best, box_preds[output_idx], self.score_threshold, self.min_distance)
 
 
 @TASK_UTILS.register_module()
