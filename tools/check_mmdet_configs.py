@@ -27,6 +27,10 @@ CONFIGS = (
     "carafe/faster-rcnn_r50_fpn-carafe_1x_coco.py",
     "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py",
     "pisa/faster-rcnn_r50_fpn_pisa_1x_coco.py",
+    "dyhead/atss_r50-caffe_fpn_dyhead_1x_coco.py",
+    "dyhead/atss_r50_fpn_dyhead_1x_coco.py",
+    "atss/atss_r50_fpn_1x_coco.py",
+    "cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py",
 )
 OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 
