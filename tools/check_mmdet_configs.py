@@ -38,6 +38,9 @@ CONFIGS = (
     "centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco.py",
     "centernet/centernet-update_r50-caffe_fpn_ms-1x_coco.py",
     "grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco.py",
+    "groie/faste-rcnn_r50_fpn_groie_1x_coco.py",
+    "libra_rcnn/libra-faster-rcnn_r50_fpn_1x_coco.py",
+    "paa/paa_r50_fpn_1x_coco.py",
 )
 OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 
