@@ -27,6 +27,20 @@ CONFIGS = (
     "carafe/faster-rcnn_r50_fpn-carafe_1x_coco.py",
     "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py",
     "pisa/faster-rcnn_r50_fpn_pisa_1x_coco.py",
+    "dyhead/atss_r50-caffe_fpn_dyhead_1x_coco.py",
+    "dyhead/atss_r50_fpn_dyhead_1x_coco.py",
+    "atss/atss_r50_fpn_1x_coco.py",
+    "cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py",
+    "mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py",
+    "fcos/fcos_r50-caffe_fpn_gn-head_1x_coco.py",
+    "gfl/gfl_r50_fpn_1x_coco.py",
+    "cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py",
+    "centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco.py",
+    "centernet/centernet-update_r50-caffe_fpn_ms-1x_coco.py",
+    "grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco.py",
+    "groie/faste-rcnn_r50_fpn_groie_1x_coco.py",
+    "libra_rcnn/libra-faster-rcnn_r50_fpn_1x_coco.py",
+    "paa/paa_r50_fpn_1x_coco.py",
 )
 OPEN = dict(score_thr=0.0, distance_threshold=float("inf"), corner_topk=1000)
 

@@ -1,29 +1,20 @@
-"""Problems of the operators in plain torch for features of points: gathers, voxels, sums over cells, points in boxes,
-and sparse convolution."""
+"""Problems of the operators in plain torch for features of points: gathers, voxels, and sums over cells."""
 
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from tests.fuzz.problem import Draw, Operator, Problem, largest, wide_of
+from tests.fuzz.problem import Draw, Operator, Problem, wide_of
 from visdet.ops import (
     bev_pool,
     bev_pool_v2,
     dynamic_scatter,
     dynamic_voxelize,
     gather_points,
-    get_indice_pairs,
     group_points,
     hard_voxelize,
-    indice_conv,
-    local_aggregate,
-    local_aggregate_prob,
-    points_in_boxes_all,
-    points_in_boxes_part,
-    roipoint_pool3d,
     stack_group_points,
     three_interpolate,
     voxel_pooling,
@@ -31,19 +22,19 @@ from visdet.ops import (
 
 from .point_neighbours import draw_cloud, nothing
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "linear_problem"]
 
 
-def _features(draw: Draw, *shape: int) -> Tensor:
+def draw_features(draw: Draw, *shape: int) -> Tensor:
     return draw.place(draw.with_bad_numbers(draw.numbers(*shape)), draw.dtype())
 
 
-def _index(draw: Draw, low: int, high: int, *shape: int) -> Tensor:
+def draw_index(draw: Draw, low: int, high: int, *shape: int) -> Tensor:
     kind = draw.pick(torch.int32, torch.int64)
     return draw.place(draw.whole(low, max(high, low + 1), *shape), kind, can_expand=False)
 
 
-def _problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
+def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
     return Problem(
         arguments,
         differentiable=(features, *others),
@@ -55,8 +46,8 @@ def _problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
 def _draw_groups(draw: Draw) -> Problem:
     B, C, N = draw.size(3), draw.size(5), draw.size(30)
     M, K = (draw.size(12), draw.size(6)) if N else (0, draw.size(6))
-    given = {"features": _features(draw, B, C, N), "indices": _index(draw, 0, N, B, M, K)}
-    return _problem("features", given)
+    given = {"features": draw_features(draw, B, C, N), "indices": draw_index(draw, 0, N, B, M, K)}
+    return linear_problem("features", given)
 
 
 def _groups(features: Tensor, indices: Tensor) -> Tensor:
@@ -67,7 +58,7 @@ def _groups(features: Tensor, indices: Tensor) -> Tensor:
 def _draw_gathers(draw: Draw) -> Problem:
     problem = _draw_groups(draw)
     K = problem.arguments["indices"].shape[2]
-    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else _index(draw, 0, 1, 0, 0)
+    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else draw_index(draw, 0, 1, 0, 0)
     problem.arguments["features"] = problem.arguments["features"][: len(problem.arguments["indices"])]
     return problem
 
@@ -75,10 +66,10 @@ def _draw_gathers(draw: Draw) -> Problem:
 def _draw_interpolation(draw: Draw) -> Problem:
     B, C, M = draw.size(3), draw.size(5), draw.size(30, 0)
     N = draw.size(12)
-    features = _features(draw, B, C, M)
+    features = draw_features(draw, B, C, M)
     weight = draw.place(draw.with_bad_numbers(draw.numbers(B, N, 3)), features.dtype)
-    given = {"features": features, "indices": _index(draw, 0, M, B, N, 3), "weight": weight}
-    return _problem("features", given, "weight")
+    given = {"features": features, "indices": draw_index(draw, 0, M, B, N, 3), "weight": weight}
+    return linear_problem("features", given, "weight")
 
 
 def _interpolated(features: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
@@ -89,12 +80,12 @@ def _draw_stacked_groups(draw: Draw) -> Problem:
     clouds, C, K = draw.size(4), draw.size(5), draw.size(6)
     counts, groups = ([draw.size(12, 0.1) for _ in range(clouds)] for _ in range(2))
     given = {
-        "features": _features(draw, sum(counts), C),
+        "features": draw_features(draw, sum(counts), C),
         "features_batch_cnt": torch.tensor(counts, dtype=torch.int32).to(draw.device),
-        "indices": _index(draw, -2, 14, sum(groups), K),
+        "indices": draw_index(draw, -2, 14, sum(groups), K),
         "indices_batch_cnt": torch.tensor(groups, dtype=torch.int32).to(draw.device),
     }
-    return _problem("features", given)
+    return linear_problem("features", given)
 
 
 def _stacked_groups(
@@ -163,11 +154,11 @@ def _same_hard_voxels(problem: Problem, got: tuple[Tensor, ...], expected: Any) 
 def _draw_scatter(draw: Draw) -> Problem:
     N = draw.size(60)
     given = {
-        "feats": _features(draw, N, draw.size(5)),
-        "coors": _index(draw, -1, 4, N, 3),
+        "feats": draw_features(draw, N, draw.size(5)),
+        "coors": draw_index(draw, -1, 4, N, 3),
         "reduce_type": draw.pick("max", "sum", "mean"),
     }
-    return _problem("feats", given)
+    return linear_problem("feats", given)
 
 
 def _scattered(feats: Tensor, coors: Tensor, reduce_type: str) -> Tensor:
@@ -179,8 +170,8 @@ def _scattered(feats: Tensor, coors: Tensor, reduce_type: str) -> Tensor:
 
 def _draw_cells(draw: Draw) -> Problem:
     N, sizes = draw.size(60), {name: draw.size(4, 0.02) for name in "BDHW"}
-    given = {"feats": _features(draw, N, draw.size(5)), "coords": _index(draw, -1, 5, N, 4), **sizes}
-    return _problem("feats", given)
+    given = {"feats": draw_features(draw, N, draw.size(5)), "coords": draw_index(draw, -1, 5, N, 4), **sizes}
+    return linear_problem("feats", given)
 
 
 def _cells(feats: Tensor, coords: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
@@ -198,16 +189,16 @@ def _draw_ranks(draw: Draw) -> Problem:
         *(draw.size(4, 0) for _ in range(3)),
         draw.size(9, 0),
     )
-    N, features = draw.size(60), _features(draw, B, V, H, W, draw.size(5))
+    N, features = draw.size(60), draw_features(draw, B, V, H, W, draw.size(5))
     given = {
         "depth": draw.place(draw.with_bad_numbers(draw.uniform(0, 1, B, V, D, H, W)), features.dtype),
         "feat": features,
-        "ranks_depth": _index(draw, 0, B * V * D * H * W, N),
-        "ranks_feat": _index(draw, 0, B * V * H * W, N),
-        "ranks_bev": _index(draw, 0, cells, N),
+        "ranks_depth": draw_index(draw, 0, B * V * D * H * W, N),
+        "ranks_feat": draw_index(draw, 0, B * V * H * W, N),
+        "ranks_bev": draw_index(draw, 0, cells, N),
         "cells": cells,
     }
-    return _problem("feat", given, "depth")
+    return linear_problem("feat", given, "depth")
 
 
 def _ranked(
@@ -222,11 +213,11 @@ def _draw_columns(draw: Draw) -> Problem:
     B, N = draw.size(3), draw.size(40)
     sizes = [draw.size(4, 0) for _ in range(3)]
     given = {
-        "geom_xyz": _index(draw, -1, 5, B, N, 3),
-        "input_features": _features(draw, B, N, draw.size(5)),
+        "geom_xyz": draw_index(draw, -1, 5, B, N, 3),
+        "input_features": draw_features(draw, B, N, draw.size(5)),
         "voxel_num": sizes,
     }
-    return _problem("input_features", given)
+    return linear_problem("input_features", given)
 
 
 def _columns(geom_xyz: Tensor, input_features: Tensor, voxel_num: list[int]) -> Tensor:
@@ -235,224 +226,6 @@ def _columns(geom_xyz: Tensor, input_features: Tensor, voxel_num: list[int]) -> 
     places = torch.cat([geom_xyz.flatten(0, 1).long(), image[:, None]], 1)[:, [1, 0, 2, 3]]
     W, H, D = voxel_num
     return _cells(input_features.flatten(0, 1), places, B, D, H, W).sum(1)
-
-
-def _draw_gaussians(draw: Draw) -> Problem:
-    N, G, C, dtype = draw.size(40), draw.size(30), draw.size(5), draw.dtype(torch.float32, torch.float64)
-    H, W, D = (draw.size(6, 0) for _ in range(3))
-    points, means = draw.uniform(0, 6, N, 3), draw.uniform(0, 6, G, 3)
-    precision = torch.cat([draw.uniform(1, 2, G, 3), draw.uniform(-0.3, 0.3, G, 3)], 1)
-    given = {
-        "pts": draw.place(points, dtype, can_expand=False),
-        "points_int": draw.place(points.floor().int() - 1, can_expand=False),
-        "means3D": draw.place(means, dtype, can_expand=False),
-        "means3D_int": draw.place(means.floor().int() - 1, can_expand=False),
-        "opacities": draw.place(draw.uniform(0, 1, G), dtype),
-        "semantics": draw.place(draw.numbers(G, C), dtype),
-        "radii": draw.place(draw.whole(0, 4, *draw.pick((G,), (G, 3))).int(), can_expand=False),
-        "cov3D": draw.place(precision, dtype, can_expand=False),  # not singular
-        "H": H,
-        "W": W,
-        "D": D,
-    }
-    return _problem("semantics", given, "means3D", "opacities", "cov3D")
-
-
-def _aggregated(
-    pts: Tensor,
-    points_int: Tensor,
-    means3D: Tensor,
-    means3D_int: Tensor,
-    opacities: Tensor,
-    semantics: Tensor,
-    radii: Tensor,
-    cov3D: Tensor,
-    **sizes: int,
-) -> Tensor:
-    ends = points_int.new_tensor([sizes["H"], sizes["W"], sizes["D"]])
-    is_inside = ((points_int >= 0) & (points_int < ends)).all(1)
-    reach = radii.view(len(means3D), 3 if radii.dim() == 2 else 1)
-    is_near = ((points_int[:, None] - means3D_int).abs() <= reach).all(2) & is_inside[:, None]
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    apart = pts[:, None] - means3D
-    density = (-0.5 * torch.einsum("ngi,gij,ngj->ng", apart, precision, apart)).exp()
-    return (density * opacities * is_near) @ semantics
-
-
-def _expected(
-    pts: Tensor, points_int: Tensor, means3D: Tensor, semantics: Tensor, cov3D: Tensor, **others: Any
-) -> tuple[Tensor, ...]:
-    """Return the results by way of the plain sums."""
-
-    def summed(opacities: Tensor, values: Tensor) -> Tensor:
-        return _aggregated(
-            pts, points_int, means3D, semantics=values, cov3D=cov3D, **others | {"opacities": opacities}
-        )
-
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    weights = others["opacities"] * torch.linalg.det(precision).sqrt() / (2 * math.pi) ** 1.5
-    G, C = semantics.shape
-    ones = semantics.new_ones(G)
-    each = summed(ones, torch.eye(G).to(semantics))
-    total, means = summed(weights, ones[:, None]), summed(weights, semantics)
-    is_seen = total > 1e-9
-    means = torch.where(is_seen, means / torch.where(is_seen, total, 1), 1 / max(C - 1, 1))
-    return means, 1 - (1 - each).prod(1), each.sum(1)
-
-
-def _bounds_of_gaussians(problem: Problem, bounds: dict[str, float]) -> None:
-    given = problem.arguments
-    terms = max(1, len(given["pts"]) * len(given["means3D"])) * 100
-    most = terms * max(1.0, largest(given["semantics"], 1e30)) * max(1.0, bounds.get("grad_total", 0.0))
-    for name in bounds:
-        bounds[name] = most
-
-
-def _boxes(draw: Draw, *shape: int) -> Tensor:
-    parts = draw.uniform(-2, 2, *shape, 3), draw.uniform(0.2, 3, *shape, 3), draw.uniform(-4, 4, *shape, 1)
-    return torch.cat(parts, -1)
-
-
-def _draw_boxes(draw: Draw) -> Problem:
-    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
-    points = draw.with_bad_numbers(draw.uniform(-3, 3, B, N, 3))
-    return Problem(
-        {
-            "points": draw.place(points, dtype),
-            "boxes": draw.place(draw.with_bad_numbers(_boxes(draw, B, M)), dtype),
-        }
-    )
-
-
-def _margins(points: Tensor, boxes: Tensor) -> Tensor:  # [B, N, 3], [B, M, 7] -> [B, N, M]
-    """Return how far each point is inside each box; negative outside, NaN where a number is not finite."""
-    apart, (cos, sin) = (
-        points.double()[:, :, None] - boxes.double()[:, None, :, :3],
-        (
-            boxes[..., 6].double().cos()[:, None],
-            boxes[..., 6].double().sin()[:, None],
-        ),
-    )
-    half = boxes.double()[:, None, :, 3:6] / 2
-    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
-    along = torch.stack([x, y, apart[..., 2] - half[..., 2]], 3)
-    margin = (half - along.abs()).amin(3)
-    is_sound = points.isfinite().all(2)[:, :, None] & boxes.isfinite().all(2)[:, None]
-    return torch.where(is_sound, margin, torch.nan)
-
-
-def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
-    margin = _margins(**problem.arguments)
-    # A number of 1e30 leaves no digits for the distance from a side.
-    is_clear = (margin.abs() > 1e-4) & (margin.abs() < 1e4)
-    found = got[0]
-    if found.dim() == 3:
-        is_wrong = is_clear & ((found == 1) != (margin > 0))
-        return f"point and box {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
-    if margin.shape[2] == 0:
-        return "" if bool((found == -1).all()) else "a point is in a box, and there are none"
-    is_inside = margin > 0
-    wanted = torch.where(is_inside.any(2), is_inside.int().argmax(2), -1)
-    is_wrong = is_clear.all(2) & (found != wanted)
-    return f"points {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
-
-
-def _draw_pooled(draw: Draw) -> Problem:
-    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
-    given = {
-        "points": draw.place(draw.uniform(-3, 3, B, N, 3), dtype, can_expand=False),
-        "point_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, draw.size(4))), dtype),
-        "boxes3d": draw.place(_boxes(draw, B, M), dtype, can_expand=False),
-        "num_sampled_points": draw.size(20, 0),
-    }
-    return Problem(given)
-
-
-def _same_pooled(problem: Problem, got: tuple[Tensor, Tensor], expected: Any) -> str:
-    given = problem.arguments
-    margin = _margins(given["points"], given["boxes3d"])
-    values = torch.cat([given["points"], given["point_features"]], 2)
-    for b, m in torch.cartesian_prod(torch.arange(margin.shape[0]), torch.arange(margin.shape[2])).tolist():
-        if bool((margin[b, :, m].abs() < 1e-4).any()):
-            continue
-        inside = (margin[b, :, m] > 0).nonzero()[:, 0]
-        if bool(got[1][b, m]) != (len(inside) == 0):
-            return f"box {b}, {m} with {len(inside)} points: empty {bool(got[1][b, m])}"
-        slots = torch.arange(given["num_sampled_points"], device=inside.device)
-        wanted = values[b][inside[slots % len(inside)]] if len(inside) else torch.zeros_like(got[0][b, m])
-        if not torch.equal(got[0][b, m].nan_to_num(7), wanted.nan_to_num(7)):
-            return f"points of box {b}, {m}"
-    return ""
-
-
-def _draw_sparse(draw: Draw) -> Problem:
-    B, shape = draw.size(2, 0), [draw.size(6, 0) for _ in range(3)]
-    every = torch.cartesian_prod(*(torch.arange(size) for size in (B, *shape)))
-    indices = every[torch.randperm(len(every), generator=draw.generator)[: draw.size(40)]].int()
-    ksize, C = [draw.pick(1, 2, 3) for _ in range(3)], draw.size(4, 0)
-    subm = draw.chance(0.4)
-    features = draw.place(draw.with_bad_numbers(draw.numbers(len(indices), C)), draw.dtype())
-    given = {
-        "features": features,
-        "filters": draw.place(draw.numbers(*ksize, C, draw.size(4, 0)), features.dtype),
-        "indices": indices.to(draw.device),
-        "batch_size": B,
-        "shape": shape,
-        "stride": [1] * 3 if subm else [draw.pick(1, 2) for _ in range(3)],
-        "padding": [size // 2 for size in ksize] if subm else [draw.pick(0, 1) for _ in range(3)],
-        "subm": subm and all(size % 2 for size in ksize),
-    }
-    problem = _problem("features", given, "filters")
-    problem.epsilon, problem.error_factor = (
-        torch.finfo(features.dtype).eps,
-        64.0,
-    )  # The product of a tap is rounded.
-    return problem
-
-
-def _out_shape(shape: list[int], ksize: list[int], stride: list[int], padding: list[int]) -> list[int]:
-    return [
-        max((n + 2 * p - k) // s + 1, 0) for n, k, s, p in zip(shape, ksize, stride, padding, strict=True)
-    ]
-
-
-def _sparse(
-    features: Tensor,
-    filters: Tensor,
-    indices: Tensor,
-    batch_size: int,
-    shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    subm: bool,
-) -> Tensor:
-    """Return the convolution as a dense map."""
-    ksize = list(filters.shape[:3])
-    out = _out_shape(shape, ksize, stride, padding)
-    places, pairs, counts = get_indice_pairs(
-        indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm
-    )
-    values = indice_conv(features, filters, pairs, counts, len(places))
-    grid = values.new_zeros(batch_size, *(shape if subm else out), filters.shape[-1])
-    return grid.index_put(tuple(places.long().T), values)
-
-
-def _dense(
-    features: Tensor, filters: Tensor, indices: Tensor, batch_size: int, shape: list[int], **settings: Any
-) -> Tensor:
-    grid = features.new_zeros(batch_size, *shape, features.shape[1])
-    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
-    out = _out_shape(shape, list(filters.shape[:3]), settings["stride"], settings["padding"])
-    if 0 in out:
-        empty = features.new_zeros(batch_size, *out, filters.shape[-1])
-        return empty + features.sum() * 0 + filters.sum() * 0
-    weight = filters.movedim((-1, -2), (0, 1))
-    dense = functional.conv3d(grid, weight, stride=settings["stride"], padding=settings["padding"])
-    if not settings["subm"]:
-        return dense.movedim(1, -1)
-    is_place = grid.new_zeros(batch_size, *shape, 1)
-    is_place = is_place.index_put(tuple(indices.long().T), is_place.new_ones(1))
-    return dense.movedim(1, -1) * is_place
 
 
 OPERATORS = (
@@ -529,48 +302,5 @@ OPERATORS = (
         _draw_columns,
         _columns,
         spoiled={"geom_xyz": ("rank", 0, 1, 2), "input_features": ("rank", 0, 1)},
-    ),
-    Operator(
-        "local_aggregate",
-        local_aggregate,
-        _draw_gaussians,
-        _aggregated,
-        _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
-    ),
-    Operator(
-        "local_aggregate_prob",
-        local_aggregate_prob,
-        _draw_gaussians,
-        _expected,
-        _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
-    ),
-    *(
-        Operator(
-            call.__name__,
-            call,
-            _draw_boxes,
-            nothing,
-            compare=_same_insides,
-            spoiled={"points": ("rank", 0, 2), "boxes": ("rank", 0, 2)},
-        )
-        for call in (points_in_boxes_part, points_in_boxes_all)
-    ),
-    Operator(
-        "roipoint_pool3d",
-        roipoint_pool3d,
-        _draw_pooled,
-        nothing,
-        compare=_same_pooled,
-        spoiled={"points": ("rank", 0, 1, 2), "boxes3d": ("rank", 0, 2)},
-    ),
-    Operator(
-        "indice_conv",
-        _sparse,
-        _draw_sparse,
-        _dense,
-        spoiled={"features": ("rank", 1), "indices": ("rank", 1)},
-        aliases=("get_indice_pairs",),
     ),
 )
