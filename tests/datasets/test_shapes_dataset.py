@@ -214,6 +214,9 @@ def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(c
     def share(worker, num_workers, parent):
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in a terminal reaches every process.
         if worker == 0:
+            time.sleep(
+                1
+            )  # The parent waits by then. Python loses an interrupt that comes while a process is forked.
             os.kill(parent, signal.SIGINT)
         time.sleep(60)
 

@@ -15,7 +15,8 @@ from tests.fuzz.problem import Draw
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Registers an operator whose operator misbehaves from a certain size on, and runs the fuzzer on it.
+# A script that registers an operator, which misbehaves at a certain size, and runs the fuzzer on it. The processes of
+# the fuzzer import it for the operator.
 PLANTED = """
 import os, sys, time
 import torch
@@ -33,13 +34,21 @@ def doubled(x):
     return x * 2
 
 OPERATORS["planted"] = Operator("planted", doubled, draw, lambda x: x * 2)
-sys.exit(main(["planted", "--calls", "400", "--seed", "0", "--batch", "100", "--jobs", "1", {more}]))
+if __name__ == "__main__":
+    sys.exit(main(["planted", "--calls", "400", "--seed", "0", "--batch", "100", "--jobs", "1", {more}]))
 """
 
 
-def run_planted(body, *more):
-    code = PLANTED.format(body=body, more=", ".join(map(repr, more)))
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run_planted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "planted.py"
+
+    def run(body, *more):
+        script.write_text(PLANTED.format(body=body, more=", ".join(map(repr, more))))
+        return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+
+    return run
 
 
 def seeds_of_77(calls):
@@ -57,7 +66,7 @@ def seeds_of_77(calls):
     ],
     ids=["wrong-element", "wrong-gradient", "abort", "segmentation-fault", "unclear-error"],
 )
-def test_a_planted_failure_is_found_and_can_be_repeated(body, kind, said):
+def test_a_planted_failure_is_found_and_can_be_repeated(run_planted, body, kind, said):
     result = run_planted(body, "--keep-going")
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"FAILURE ({kind}) of planted" in result.stdout
@@ -71,20 +80,20 @@ def test_a_planted_failure_is_found_and_can_be_repeated(body, kind, said):
     assert len(repeated) <= int(found[1]) <= len(seeds)  # some calls ask for no gradient
 
 
-def test_without_keep_going_the_first_failure_ends_it():
+def test_without_keep_going_the_first_failure_ends_it(run_planted):
     result = run_planted("os.abort()")
     assert result.returncode == 1
     assert result.stdout.count("FAILURE") == 1
 
 
-def test_a_hang_is_a_failure():
+def test_a_hang_is_a_failure(run_planted):
     result = run_planted("time.sleep(600)", "--limit", "2")
     assert result.returncode == 1
     assert "FAILURE (hang) of planted: no end within 2 s" in result.stdout
     assert "doubled" in result.stdout  # where it hung
 
 
-def test_a_crash_that_needs_the_calls_before_it_is_repeated_with_them():
+def test_a_crash_that_needs_the_calls_before_it_is_repeated_with_them(run_planted):
     body = "globals().setdefault('met', []).append(1); len(met) > 1 and os.abort(); return x * 2"
     result = run_planted(body)
     _, second = next(

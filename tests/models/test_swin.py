@@ -7,8 +7,8 @@ import torch
 from golden import every, golden, golden_state, sampled, under
 from mmengine.optim import OptimWrapper
 from test_cuda_graphs import STEPS, train
+from test_deformable_detr import VARIANTS, config
 from test_deformable_detr_golden import close
-from test_dino import dino_config
 
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.models import SwinTransformer
@@ -120,7 +120,7 @@ def test_replayed_steps_are_eager_steps():
     backbone = {"type": "SwinTransformer", **SMALL, "drop_path_rate": 0.3, "with_cp": True}
     models = []
     for _ in range(2):
-        given = {**dino_config(), "backbone": backbone}
+        given = config(**VARIANTS["dino"], backbone=backbone)
         given["neck"] |= {"in_channels": [8, 16]}
         torch.manual_seed(0)
         models.append(MODELS.build(given).cuda().train())

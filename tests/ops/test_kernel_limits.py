@@ -42,8 +42,8 @@ def test_sample_dot_with_every_number_of_octaves(dtype, octaves, device):
     tensors, rest = make_case("dot", 2, 64, 5, 7, 3, 200, 2, octaves, dtype=dtype, device=device)
     exact = [tensor.double().cpu() for tensor in tensors]
     grad_output = torch.randn(2, 2, 3, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
-    output, grads = gradients(sample_dot, tensors, rest, grad_output)
-    expected, wanted = gradients(sample_dot_reference, exact, rest, grad_output.double())
+    output, grads = gradients(sample_dot, [*tensors, *rest], grad_output)
+    expected, wanted = gradients(sample_dot_reference, [*exact, *rest], grad_output.double())
     # The encoding of a depth d turns 2^octaves d times: float64's own rounding of its angle is 2^octaves eps.
     tolerance = {torch.float64: 1e-11 + 2.0**octaves * 1e-15, torch.float32: 5e-5, torch.bfloat16: 8e-3}[
         dtype
@@ -76,10 +76,10 @@ def test_all_samples_in_one_cell(Q, D):
     weights = torch.rand(1, 1, Q, D, generator=generator).double()
     exact = [images, samples, weights]
     grad_output = torch.ones(1, dtype=torch.float64)
-    _, expected = gradients(OPS["sum"][1], exact, (), grad_output)
+    _, expected = gradients(OPS["sum"][1], exact, grad_output)
     tensors = [tensor.float().cuda() for tensor in exact]
     with deterministic():
-        runs = [gradients(OPS["sum"][0], tensors, (), grad_output)[1] for _ in range(3)]
+        runs = [gradients(OPS["sum"][0], tensors, grad_output)[1] for _ in range(3)]
     for grads in runs:
         assert all(torch.equal(*pair) for pair in zip(grads, runs[0], strict=True))
         assert relative_error(grads[0], expected[0]) < 1e-3

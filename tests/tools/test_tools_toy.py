@@ -116,7 +116,7 @@ def test_two_processes_on_the_cpu(tmp_path):
             [TOY_CONFIG, "iter_1.pth", "--out", "found.pkl"],
             "--out must name a .json file, got 'found.pkl'",
         ),
-        ("infer", [TOY_CONFIG, "iter_1.pth", "nothing"], "nothing is neither an image file nor a folder"),
+        ("infer", [TOY_CONFIG, "iter_1.pth", "nothing"], "nothing does not exist"),
         ("infer", [TOY_CONFIG, "iter_1.pth", "."], "folder . has no image"),
         (
             "infer",

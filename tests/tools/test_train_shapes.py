@@ -67,7 +67,7 @@ def test_train_kill_resume_test_infer(tmp_path):
     done = run("infer", config, work_dir / "iter_80.pth", images, "--out-dir", out_dir, "--score-thr", "0.02")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and f"{images}/broken.jpg" in done.stderr
-    assert done.stderr.endswith("1 of 4 images could not be read\n"), "the other images are done"
+    assert done.stderr.endswith("1 of 4 files could not be read\n"), "the other images are done"
     inferred = json.loads((out_dir / "predictions.json").read_text())
     assert [Path(image["file"]).name for image in inferred] == ["000000.jpg", "000001.jpg", "grey.png"]
     assert (inferred[2]["height"], inferred[2]["width"]) == (90, 50)

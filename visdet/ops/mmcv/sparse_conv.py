@@ -118,7 +118,7 @@ def _of_each_tap(pairs: Tensor, counts: Tensor, inverse: bool = False) -> list[t
 
 def indice_conv(
     features: Tensor,  # [N, C]
-    filters: Tensor,  # [sizes of the kernel, C, O]
+    filters: Tensor,  # [k1, k2, ..., C, O]
     indice_pairs: Tensor,  # [K, 2, N]
     indice_pair_num: Tensor,  # [K]
     num_activate_out: int,
@@ -128,7 +128,7 @@ def indice_conv(
 
     Args:
         features: [N, C]. The features of the inputs.
-        filters: [..., C, O], with the sizes of the kernel first. The weights of each tap.
+        filters: [k1, k2, ..., C, O]. The weights of each tap of a kernel of these sizes.
         indice_pairs: [K, 2, N]. The pairs of ``get_indice_pairs``.
         indice_pair_num: [K]. Their numbers.
         num_activate_out: The number M of outputs.
