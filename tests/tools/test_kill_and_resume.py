@@ -12,8 +12,8 @@ from toolbox import TOY_CONFIG, kill_when, start, succeed
 
 from visdet.engine import read_checkpoint
 
-_KILLS = 10
-_ITERATIONS = 400  # many more than ten starts reach, so that every kill finds the run at work
+_KILLS = 5
+_ITERATIONS = 200  # many more than five starts reach, so that every kill finds the run at work
 _OPTIONS = (
     f"train_cfg.max_iters={_ITERATIONS}",
     "train_cfg.val_interval=7",
