@@ -4,6 +4,7 @@ from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
 from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
 from .num_class_check_hook import NumClassCheckHook
+from .pipeline_switch_hook import PipelineSwitchHook
 from .progress_hook import ProgressHook
 from .run_report_hook import RunReportHook
 from .runtime_info_hook import RuntimeInfoHook
@@ -16,6 +17,7 @@ __all__ = [
     "InitializeFieldHook",
     "NonFiniteLossError",
     "NumClassCheckHook",
+    "PipelineSwitchHook",
     "ProgressHook",
     "RunReportHook",
     "RuntimeInfoHook",

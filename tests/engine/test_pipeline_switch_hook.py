@@ -1,0 +1,63 @@
+"""The training data's pipeline is replaced from an epoch or an iteration on, in a resumed run, too."""
+
+import pytest
+from toy_detection import ToyBoxes
+from toy_run import toy_runner, train
+
+from visdet.engine import ConfigError
+from visdet.engine.hooks import PipelineSwitchHook
+from visdet.registry import DATASETS, TRANSFORMS
+
+read = []
+
+
+@DATASETS.register_module()
+class PipedBoxes(ToyBoxes):
+    def prepare_data(self, idx):
+        return self.pipeline(super().prepare_data(idx))
+
+
+@TRANSFORMS.register_module()
+class Noted:
+    """Notes by which pipeline a sample was read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, results: dict) -> dict:
+        read.append(self.name)
+        return results
+
+
+def options(**switch):
+    read.clear()
+    hook = {"type": "PipelineSwitchHook", "switch_pipeline": [{"type": "Noted", "name": "new"}], **switch}
+    return {
+        "train_dataloader__dataset__type": "PipedBoxes",
+        "train_dataloader__dataset__pipeline": [{"type": "Noted", "name": "old"}],
+        "custom_hooks": [hook],
+        "val_dataloader": None,
+        "val_cfg": None,
+        "val_evaluator": None,
+    }
+
+
+def test_from_an_iteration_on(tmp_path):
+    train(tmp_path, **options(switch_iter=3), train_cfg__max_iters=5, default_hooks__checkpoint__interval=4)
+    assert read == ["old"] * 3 * 4 + ["new"] * 2 * 4
+    train(tmp_path, resume="auto", **options(switch_iter=3), train_cfg__max_iters=6)
+    assert read == ["new"] * 4, "5 of 6 iterations were done"
+
+
+def test_from_an_epoch_on(tmp_path):
+    epochs = {"train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": 2, "_delete_": True}}
+    train(tmp_path, **options(switch_epoch=1), **epochs, param_scheduler=None)
+    assert read == ["old"] * 24 + ["new"] * 24
+
+
+def test_what_workers_would_not_see_is_refused(tmp_path):
+    runner = toy_runner(tmp_path, **options(switch_iter=3), train_dataloader__num_workers=1)
+    with pytest.raises(ConfigError, match=r"train_dataloader\.num_workers=0, or .* got num_workers=1"):
+        runner.train()
+    with pytest.raises(ConfigError, match="either switch_epoch or switch_iter must be given, got 1 and 2"):
+        PipelineSwitchHook(switch_epoch=1, switch_iter=2)

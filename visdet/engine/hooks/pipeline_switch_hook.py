@@ -1,0 +1,69 @@
+"""A hook that gives the training data another pipeline during a run."""
+
+from typing import Any
+
+from mmengine.dataset import Compose
+from mmengine.hooks import Hook
+
+from visdet.registry import HOOKS
+
+from ..errors import ConfigError
+
+
+@HOOKS.register_module()
+class PipelineSwitchHook(Hook):
+    """Replaces the pipeline of the training data, for example by one without strong augmentation or with larger images.
+
+    Args:
+        switch_epoch: the first epoch, counted from 0, that reads the new pipeline, or None.
+        switch_pipeline: the configs of the new pipeline's transforms.
+        switch_iter: the first iteration, counted from 0, that reads the new pipeline, or None. Exactly one of
+            ``switch_epoch`` and ``switch_iter`` must be given.
+
+    Raises:
+        ConfigError: both or none of them are given, or data workers would keep the old pipeline. Workers are started
+            for each epoch unless ``persistent_workers=True``, so that only ``switch_epoch`` can serve them.
+
+    Source: the name and the first two arguments are those of mmdet's hook.
+    """
+
+    def __init__(
+        self, switch_epoch: int | None = None, switch_pipeline: Any = (), switch_iter: int | None = None
+    ) -> None:
+        if (switch_epoch is None) == (switch_iter is None):
+            raise ConfigError(
+                "PipelineSwitchHook: either switch_epoch or switch_iter must be given, got "
+                f"{switch_epoch} and {switch_iter}"
+            )
+        self.switch_epoch = switch_epoch
+        self.switch_iter = switch_iter
+        self.pipeline = Compose(switch_pipeline)
+
+    def before_train(self, runner: Any) -> None:
+        """Check the data workers. A run that is resumed after the switch begins with the new pipeline."""
+        loader = runner.train_dataloader
+        if loader.num_workers and (self.switch_epoch is None or loader.persistent_workers):
+            raise ConfigError(
+                "PipelineSwitchHook: workers would keep the old pipeline. It needs train_dataloader.num_workers=0, or "
+                f"switch_epoch and persistent_workers=False, got num_workers={loader.num_workers}, "
+                f"switch_epoch={self.switch_epoch} and persistent_workers={loader.persistent_workers}"
+            )
+        self._switch_if_due(runner, runner.iter)
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self._switch_if_due(runner, runner.iter)
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Switch before the next batch is read."""
+        self._switch_if_due(runner, runner.iter + 1)
+
+    def _switch_if_due(self, runner: Any, next_iter: int) -> None:
+        done, due = (
+            (runner.epoch, self.switch_epoch) if self.switch_iter is None else (next_iter, self.switch_iter)
+        )
+        dataset = runner.train_dataloader.dataset
+        if done >= due and dataset.pipeline is not self.pipeline:
+            dataset.pipeline = self.pipeline
+            runner.logger.info(f"training data: new pipeline from iteration {next_iter} on")
