@@ -3,9 +3,23 @@ _base_ = ["../deformable_detr/deformable-detr_shapes.py"]
 
 model = dict(
     type="DINO",
+    backbone=dict(base_channels=24),
+    neck=dict(in_channels=[48, 96, 192]),
     positional_encoding=dict(offset=0.0, temperature=20),
     bbox_head=dict(type="DINOHead", loss_cls=dict(loss_weight=4.0)),
-    dn_cfg=dict(label_noise_scale=0.5, box_noise_scale=1.0, group_cfg=dict(dynamic=True, num_dn_queries=20)),
+    dn_cfg=dict(label_noise_scale=0.2, box_noise_scale=0.5, group_cfg=dict(dynamic=True, num_dn_queries=20)),
 )
-optim_wrapper = dict(optimizer=dict(lr=2e-3))
-train_cfg = dict(max_iters=1100, val_begin=400, val_interval=400)
+
+# An iteration with smaller images takes two thirds of the time. The last ones see the images as they are.
+train_dataloader = dict(
+    dataset=dict(
+        pipeline=[
+            *_base_.train_pipeline[:-1],
+            dict(type="Resize", scale=(96, 96), keep_ratio=False),
+            _base_.train_pipeline[-1],
+        ]
+    )
+)
+custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=850, switch_pipeline=_base_.train_pipeline)]
+train_cfg = dict(max_iters=1000, val_begin=400, val_interval=400)
+optim_wrapper = dict(optimizer=dict(lr=2e-3, weight_decay=1e-2))

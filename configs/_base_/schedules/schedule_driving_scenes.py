@@ -6,7 +6,7 @@ test_cfg = dict(type="TestLoop")
 
 optim_wrapper = dict(
     type="OptimWrapper",
-    optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.98), weight_decay=1e-3, fused=True),
+    optimizer=dict(type="AdamW", lr=1e-3, betas=(0.9, 0.98), weight_decay=1e-3, fused=True),
     clip_grad=dict(max_norm=25, norm_type=2),
 )
 
