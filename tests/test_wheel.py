@@ -83,7 +83,7 @@ def test_the_commands_run_from_an_empty_folder(visdet):
     assert CONFIG in visdet("configs") and "nothing: all is well" in visdet("doctor")
     printed = visdet("train", CONFIG, "--cfg-options", *SMALL)
     run_folder = folder / "work_dirs" / "deformable-detr_shapes"
-    assert "visdet curves work_dirs/deformable-detr_shapes" in printed and "bbox_mAP" in printed
+    assert "visdet curves work_dirs/deformable-detr_shapes" in printed
     checkpoint = run_folder / "iter_2.pth"
     visdet("infer", CONFIG, checkpoint, "data/shapes/val", "--score-thr", 0)
     found = json.loads((folder / "work_dirs" / "detections" / "predictions.json").read_text())

@@ -48,14 +48,14 @@ def test_large_problems_match_the_definition(name, dtype):
         assert_near(found, wanted, dtype)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_instruction_sets(isa):
-    """All cases with kernels of at most this set; which set is chosen is read once a process."""
+    """All cases with kernels of at most this set, read once a process. The best set runs in the other tests."""
     script = f"""
 import torch
 from deform_conv_cases import CASES, TOLERANCE, assert_near, expect, gradient_of, run
 import visdet.ops
-assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2", "avx512").index({isa!r})
+assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2").index({isa!r})
 for name, case in CASES.items():
     for dtype in TOLERANCE:
         tensors = case.tensors(dtype, "cpu")

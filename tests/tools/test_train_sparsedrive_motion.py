@@ -16,7 +16,7 @@ from visdet.registry import DATASETS, MODELS
 
 STAGE = str(ROOT / "configs/sparsedrive/sparsedrive_toy_stage{}.py")
 NUM_DET, NUM_MAP = 32, 8
-ITERATIONS = 4
+ITERATIONS = 2
 
 
 def small_config(folder, stage, **changes):
