@@ -58,9 +58,7 @@ def cases():
     """Yield (name, module, function of a size that returns the inputs)."""
     torch.manual_seed(0)
     x = rand(2, 3, 8, 9)
-    for mode, ratio in (("avg", 0), ("max", 2)):
-        layer = ops.RoIAlign((2, 3), 0.5, ratio, mode)
-        yield f"roi_align-{mode}-{ratio}", layer, lambda n: (x, rois(n))
+    yield "roi_align-max", ops.RoIAlign((2, 3), 0.5, 2, "max"), lambda n: (x, rois(n))
     turned = lambda n: torch.cat([rois(n), boxes(n)[:, :1]], 1)  # noqa: E731
     yield "riroi_align_rotated", ops.RiRoIAlignRotated(2, 0.5, 2, 3), lambda n: (x, turned(n))
     align = Function(ops.rotated_feature_align, 0.5, 5)
@@ -71,11 +69,8 @@ def cases():
         lambda n: (1 + rand(1, n, 5), 1 + rand(1, n, 5)),
     )
     yield "roi_align-images", ops.RoIAlign(2), lambda n: (rand(n, 3, 8, 9), rois(3, 1))
-    yield "deform_roi_pool", ops.DeformRoIPool((2, 3)), lambda n: (x, rois(n), rand(n, 2, 2, 3))
     yield "deform_roi_pool-modulated", ops.ModulatedDeformRoIPoolPack(2, 3, 8), lambda n: (x, rois(n))
     yield "simple_roi_align-corners", ops.SimpleRoIAlign(2, 1.0, False), lambda n: (x, rois(n))
-    yield "point_sample", Function(ops.point_sample), lambda n: (x, rand(2, n, 2))
-    yield "point_sample-corners", Function(ops.point_sample, True), lambda n: (x, rand(2, n, 2))
     yield "point_sample-images", Function(ops.point_sample), lambda n: (rand(n, 3, 5, 6), rand(n, 4, 2))
     yield "point_sample-bfloat16", Function(ops.point_sample), lambda n: (x.bfloat16(), rand(2, n, 2))
     yield "grid_sample", Function(ops.bilinear_grid_sample), lambda n: (x, rand(2, n, 3, 2))
