@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -94,9 +95,10 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_ends_a_run_with_what_resumes_it(tmp_path, processes, number):
-    process = start(
-        "train", TOY_CONFIG, "--work-dir", tmp_path, "--cfg-options", *_OPTIONS, processes=processes
-    )
+    command = ("train", TOY_CONFIG, "--work-dir", tmp_path, "--cfg-options", *_OPTIONS)
+    # What a shell starts in the background, such as the tests, ignores SIGINT.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = start(*command, processes=processes, preexec_fn=listen)
     while not (tmp_path / "last_checkpoint").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
