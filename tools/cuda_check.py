@@ -1,8 +1,8 @@
 """Compile every .cu file for the oldest supported GPU and for sm_90. No GPU is needed.
 
-No code asks for a GPU newer than sm_90, so that other code than theirs is not compiled for later ones (``make wheel``
-compiles for all). What ``make setup`` has compiled is not compiled again. If there is no nvcc, it is installed from the
-package registry.
+No source distinguishes GPUs newer than sm_90: the check of another would compile the same code (``make wheel`` compiles
+for all). What ``make setup`` has compiled is not compiled again. If there is no nvcc, it is installed from the package
+registry.
 """
 
 import argparse
