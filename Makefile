@@ -119,8 +119,8 @@ format: setup
 	$(BIN)/ruff format $(LINTED)
 	$(BIN)/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 
-# Every .cu file for the oldest supported GPU, for sm_90 and for the newest, on a machine with or without a GPU; nvcc comes
-# from the package registry where there is none.
+# Every .cu file for the oldest supported GPU and for sm_90, on a machine with or without a GPU; nvcc comes from the package
+# registry where there is none.
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 

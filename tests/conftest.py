@@ -1,5 +1,7 @@
 """Shared test set-up: one thread a process, and a quiet backend for plots."""
 
+import gc
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -24,3 +26,13 @@ def pytest_collection_modifyitems(items):
         if found < needed:
             reason = "needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    # Processes that tests start by "forkserver" share what takes seconds to import.
+    multiprocessing.set_forkserver_preload(
+        ["visdet.engine.runner", "tests.fuzz.processes", "tests.fuzz.operators"]
+    )
+    # Whenever a test trains, Python's garbage collector would search all modules and tests.
+    gc.collect()
+    gc.freeze()

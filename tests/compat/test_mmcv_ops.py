@@ -69,9 +69,14 @@ def test_scripts_run_with_it(tmp_path):
     assert done.stdout.strip() == "none: operators by visdet ['--a', 'b']", done.stderr
 
 
-@pytest.mark.parametrize("wish, provided", [("1", "True"), ("0", "False"), ("", "False"), (None, "False")])
-@pytest.mark.parametrize("imported", ["visdet", "visdet.ops"])
-def test_the_environment_switch_acts_at_import(wish, provided, imported, tmp_path):
+@pytest.mark.parametrize(
+    "imported, wish, provided",
+    [
+        *(("visdet", wish, "False") for wish in ("0", "", None)),
+        *((imported, "1", "True") for imported in ("visdet", "visdet.ops")),
+    ],
+)
+def test_the_environment_switch_acts_at_import(imported, wish, provided, tmp_path):
     (tmp_path / "mmcv").mkdir()
     (tmp_path / "mmcv" / "__init__.py").write_text("")
     script = f"import importlib.util as u, {imported}; print(u.find_spec('mmcv._ext') is not None)"

@@ -90,7 +90,9 @@ def test_two_processes_go_on_with_the_gradients_of_each(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_process, args=(port, tmp_path), nprocs=2)
+    torch.multiprocessing.start_processes(
+        run_process, args=(port, tmp_path), nprocs=2, start_method="forkserver"
+    )
     for rank in (0, 1):
         whole, rest = torch.load(tmp_path / f"result{rank}.pt")
         for name, value in whole.items():

@@ -26,11 +26,15 @@ class Snapshots(Hook):
         self.before_train(runner)
 
 
-def run_process(rank, port, folder, max_skips):
+MAX_SKIPS = {"skips": 20, "stops": 1}
+
+
+def run_process(rank, port, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    train(rank, folder, max_skips)
+    for name, max_skips in MAX_SKIPS.items():
+        train(rank, folder / name, max_skips)
     leave_process_group()
 
 
@@ -54,17 +58,24 @@ def train(rank, folder, max_skips):
     torch.save({"weights": snapshots.weights, "error": error}, folder / f"result{rank}.pt")
 
 
-def results(folder, max_skips):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The weights and the errors of both processes in two trainings."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    for name in MAX_SKIPS:
+        (folder / name).mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_process, args=(port, folder, max_skips), nprocs=2)
-    return [torch.load(folder / f"result{rank}.pt") for rank in (0, 1)]
+    torch.multiprocessing.start_processes(
+        run_process, args=(port, folder), nprocs=2, start_method="forkserver"
+    )
+    return {name: [torch.load(folder / name / f"result{rank}.pt") for rank in (0, 1)] for name in MAX_SKIPS}
 
 
 @pytest.mark.timeout(120)
-def test_a_bad_loss_of_one_process_is_skipped_by_both(tmp_path):
-    first, second = (result["weights"] for result in results(tmp_path, max_skips=20))
+def test_a_bad_loss_of_one_process_is_skipped_by_both(results):
+    first, second = (result["weights"] for result in results["skips"])
     assert len(first) == len(second) == 7, "before training and after each of six steps"
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs), f"weights differ after step {step}"
@@ -75,8 +86,8 @@ def test_a_bad_loss_of_one_process_is_skipped_by_both(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_both_processes_stop_at_the_bad_loss_of_one(tmp_path):
+def test_both_processes_stop_at_the_bad_loss_of_one(results):
     """A process that went on alone would wait for the gradients of the other."""
-    good, bad = (result["error"] for result in results(tmp_path, max_skips=1))
+    good, bad = (result["error"] for result in results["stops"])
     assert good.startswith("iteration 3: a loss of another process")
     assert bad.startswith("iteration 3: loss = nan")

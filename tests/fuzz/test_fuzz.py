@@ -1,6 +1,7 @@
 """The fuzzer finds what is planted, says how to repeat it, and draws what it says."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -9,99 +10,119 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fuzz.__main__ import main
 from tests.fuzz.check import run_call
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A script that registers an operator, which misbehaves at a certain size, and runs the fuzzer on it. The processes of
-# the fuzzer import it for the operator.
-PLANTED = """
-import os, sys, time
+# Operators that misbehave at a certain size: what one does there, and the fuzzer's further arguments.
+PLANTED = {
+    "wrong_element": ("return torch.cat([x[:50] * 2, x[50:51] * 2.01, x[51:] * 2])", ["--keep-going"]),
+    "wrong_gradient": ("return x.detach() * 2 + (x - x.detach()) * 2.1", ["--keep-going"]),
+    "aborts": ("os.abort()", ["--keep-going"]),
+    "segfaults": ("ctypes.string_at(0)", ["--keep-going"]),
+    "unclear_error": ("raise RuntimeError('out of range')", ["--keep-going"]),
+    "ends_it": ("os.abort()", []),
+    "hangs": ("time.sleep(600)", ["--limit", "2"]),
+    "aborts_at_the_second": ("met.append(1); len(met) > 1 and os.abort()", []),
+}
+# A script that registers them and runs the fuzzer on each. The processes of the fuzzer import it for the operators.
+SCRIPT = """
+import ctypes, os, time
 import torch
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Operator, Problem
 from tests.fuzz.__main__ import main
 
+met = []
+
 def draw(draw):
     size = draw.random.randrange(100)
-    return Problem({{"x": draw.place(draw.uniform(1, 2, size))}}, ("x",))
-
-def doubled(x):
+    return Problem({"x": draw.place(draw.uniform(1, 2, size))}, ("x",))
+"""
+OPERATOR = """
+def {name}(x):
     if len(x) == 77:
         {body}
     return x * 2
 
-OPERATORS["planted"] = Operator("planted", doubled, draw, lambda x: x * 2)
+OPERATORS["{name}"] = Operator("{name}", {name}, draw, lambda x: x * 2)
+"""
+RUN = """
 if __name__ == "__main__":
-    sys.exit(main(["planted", "--calls", "400", "--seed", "0", "--batch", "100", "--jobs", "1", {more}]))
+    for name, more in {runs}.items():
+        options = ["--calls", "400", "--seed", "0", "--batch", "100", "--jobs", "1", *more]
+        print("status", main([name, *options]), "of", name, flush=True)
 """
 
 
-@pytest.fixture
-def run_planted(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    script = tmp_path / "planted.py"
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """What the fuzzer prints for each planted operator, and its exit status."""
+    script = tmp_path_factory.mktemp("planted") / "planted.py"
+    operators = [OPERATOR.format(name=name, body=body) for name, (body, _) in PLANTED.items()]
+    runs = {name: more for name, (_, more) in PLANTED.items()}
+    script.write_text("".join([SCRIPT, *operators, RUN.format(runs=runs)]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    parts = re.findall(r"(.*?)^status (\d) of (\w+)\n", result.stdout, re.DOTALL | re.MULTILINE)
+    assert [name for *_, name in parts] == list(PLANTED), result.stdout + result.stderr
+    return {name: (printed, int(status)) for printed, status, name in parts}
 
-    def run(body, *more):
-        script.write_text(PLANTED.format(body=body, more=", ".join(map(repr, more))))
-        return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
 
-    return run
-
-
-def seeds_of_77(calls):
-    return [seed for seed in range(calls) if Draw("planted", seed, "cpu").random.randrange(100) == 77]
+def seeds_of_77(name, calls):
+    return [seed for seed in range(calls) if Draw(name, seed, "cpu").random.randrange(100) == 77]
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "said"),
+    ("name", "kind", "said"),
     [
-        ("return torch.cat([x[:50] * 2, x[50:51] * 2.01, x[51:] * 2])", "wrong number", "1 of 77 entries"),
-        ("return x.detach() * 2 + (x - x.detach()) * 2.1", "wrong number", "gradient of x"),
-        ("os.abort()", "crash", "abort"),
-        ("import ctypes; ctypes.string_at(0)", "crash", "segmentation fault"),
-        ("raise RuntimeError('out of range')", "unclear error", "out of range"),
+        ("wrong_element", "wrong number", "1 of 77 entries"),
+        ("wrong_gradient", "wrong number", "gradient of x"),
+        ("aborts", "crash", "abort"),
+        ("segfaults", "crash", "segmentation fault"),
+        ("unclear_error", "unclear error", "out of range"),
     ],
-    ids=["wrong-element", "wrong-gradient", "abort", "segmentation-fault", "unclear-error"],
 )
-def test_a_planted_failure_is_found_and_can_be_repeated(run_planted, body, kind, said):
-    result = run_planted(body, "--keep-going")
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"FAILURE ({kind}) of planted" in result.stdout
-    assert said in result.stdout
-    repeated = re.findall(r"repeat: python -m tests.fuzz planted --device cpu --seed (\d+)\n", result.stdout)
-    seeds = seeds_of_77(400)
+def test_a_planted_failure_is_found_and_can_be_repeated(planted, name, kind, said):
+    printed, status = planted[name]
+    assert status == 1, printed
+    assert f"FAILURE ({kind}) of {name}" in printed
+    assert said in printed
+    repeated = re.findall(rf"repeat: python -m tests.fuzz {name} --device cpu --seed (\d+)\n", printed)
+    seeds = seeds_of_77(name, 400)
     assert len(repeated) > 1
     assert {int(seed) for seed in repeated} <= set(seeds)
-    found = re.search(r"400 calls in \d+ s, .*; (\d+) failures", result.stdout)
+    found = re.search(r"400 calls in \d+ s, .*; (\d+) failures", printed)
     assert found
     assert len(repeated) <= int(found[1]) <= len(seeds)  # some calls ask for no gradient
 
 
-def test_without_keep_going_the_first_failure_ends_it(run_planted):
-    result = run_planted("os.abort()")
-    assert result.returncode == 1
-    assert result.stdout.count("FAILURE") == 1
+def test_without_keep_going_the_first_failure_ends_it(planted):
+    printed, status = planted["ends_it"]
+    assert status == 1
+    assert printed.count("FAILURE") == 1
 
 
-def test_a_hang_is_a_failure(run_planted):
-    result = run_planted("time.sleep(600)", "--limit", "2")
-    assert result.returncode == 1
-    assert "FAILURE (hang) of planted: no end within 2 s" in result.stdout
-    assert "doubled" in result.stdout  # where it hung
+def test_a_hang_is_a_failure(planted):
+    printed, status = planted["hangs"]
+    assert status == 1
+    assert "FAILURE (hang) of hangs: no end within 2 s" in printed
+    assert "planted.py" in printed  # where it hung
 
 
-def test_a_crash_that_needs_the_calls_before_it_is_repeated_with_them(run_planted):
-    body = "globals().setdefault('met', []).append(1); len(met) > 1 and os.abort(); return x * 2"
-    result = run_planted(body)
-    _, second = next(
-        pair for pair in itertools.pairwise(seeds_of_77(400)) if pair[0] // 100 == pair[1] // 100
-    )
-    assert result.returncode == 1
-    assert f"--seed {second}\n" in result.stdout
-    assert "it needs the calls before it" in result.stdout
+def test_a_crash_that_needs_the_calls_before_it_is_repeated_with_them(planted):
+    name = "aborts_at_the_second"
+    printed, status = planted[name]
+    pairs = itertools.pairwise(seeds_of_77(name, 400))
+    _, second = next(pair for pair in pairs if pair[0] // 100 == pair[1] // 100)
+    assert status == 1
+    assert f"--seed {second}\n" in printed
+    assert "it needs the calls before it" in printed
 
 
 def test_a_seed_is_the_same_problem_every_time():
@@ -129,21 +150,11 @@ def test_problems_have_every_layout_type_and_bad_number():
     }
 
 
-def test_calls_run_in_this_process_for_a_sanitizer():
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz",
-        "sample_sum",
-        "--in-process",
-        "--calls",
-        "5",
-        "--seed",
-        "3",
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "5 calls" in result.stdout
+def test_calls_run_in_this_process_for_a_sanitizer(capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.fuzz.__main__.run_batches", None)
+        assert main(["sample_sum", "--in-process", "--calls", "5", "--seed", "3"]) == 0
+    assert "5 calls" in capsys.readouterr().out
 
 
 def test_an_argument_spoiled_on_purpose_is_refused_by_name():

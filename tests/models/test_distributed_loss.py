@@ -69,7 +69,7 @@ def train(rank, file):
 @pytest.mark.timeout(120)
 def test_one_process_without_objects(tmp_path):
     file = tmp_path / "store"
-    torch.multiprocessing.spawn(run_process, args=(str(file),), nprocs=2)
+    torch.multiprocessing.start_processes(run_process, args=(str(file),), nprocs=2, start_method="forkserver")
     with_objects, without = (torch.load(f"{file}.{rank}") for rank in (0, 1))
     mean_objects = 1.5
     for name, loss in losses(Head(), 3).items():  # one process divides by its own 3 objects

@@ -48,14 +48,14 @@ def test_large_problems_match_the_definition(name, dtype):
         assert_near(found, wanted, dtype)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_instruction_sets(isa):
-    """All cases with kernels of at most this set; which set is chosen is read once a process."""
+    """All cases with kernels of at most this set, read once a process. The best set runs in the other tests."""
     script = f"""
 import torch
 from deform_conv_cases import CASES, TOLERANCE, assert_near, expect, gradient_of, run
 import visdet.ops
-assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2", "avx512").index({isa!r})
+assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2").index({isa!r})
 for name, case in CASES.items():
     for dtype in TOLERANCE:
         tensors = case.tensors(dtype, "cpu")
@@ -105,11 +105,10 @@ def test_gradients_are_deterministic():
 
 
 @pytest.mark.parametrize("server", ["visdet", "torchvision"])
-@pytest.mark.parametrize("value", ["nan", "inf", "1e30"])
-def test_places_that_are_none_read_nothing(value, server):
+def test_places_that_are_none_read_nothing(server):
     """Everywhere, or at some taps: results are the definition's, in which such a tap is nothing."""
     script = f"""
-import torch
+import itertools, torch
 from deform_conv_cases import Case, expect, assert_near, gradient_of
 from visdet.ops import _library, _torchvision, modulated_deform_conv2d
 if {server!r} == "torchvision":
@@ -118,9 +117,9 @@ if {server!r} == "torchvision":
         raise SystemExit(0)
 case = Case(B=1, C=4, M=3, H=40, W=50, G=2)
 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-    for step in (1, 2, 97):
+    for step, value in itertools.product((1, 2, 97), ("nan", "inf", "1e30")):
         x, offset, mask, weight = case.tensors(dtype, "cpu")
-        offset.flatten()[::step] = float({value!r})
+        offset.flatten()[::step] = float(value)
         offset.flatten()[:: 3 * step] *= -1
         leaves = [t.requires_grad_() for t in (x, offset, mask, weight)]
         output = modulated_deform_conv2d(*leaves, None, *case.settings[:3], 1, case.G)

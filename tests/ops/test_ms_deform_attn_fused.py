@@ -72,7 +72,8 @@ def test_matches_reference(name, references, types, device, deterministic):
 def test_an_encoders_many_rows_match_reference(num_points, columns, references, types, device):
     dtype, inputs = types
     shapes = [(17, 15), (1, 7), (3, columns)]
-    case = make_case(17, 262 + 3 * columns, 8, 32, num_points, shapes, references, dtype, inputs, device)
+    B = 17 if device == "cuda" else 2  # On the CPU every image is treated alike.
+    case = make_case(B, 262 + 3 * columns, 8, 32, num_points, shapes, references, dtype, inputs, device)
     expected = ms_deform_attn_fused_reference(*exactly(case))
     assert relative_error(ms_deform_attn_fused(*case), expected) < TOLERANCE[dtype]
 

@@ -111,22 +111,18 @@ def test_a_fitted_volume_is_tested_drawn_and_browsed(monkeypatch, capsys, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "one_device, two_devices",
-    [
-        pytest.param("", "", id="cpu"),
-        pytest.param("0", "0,1", id="cuda", marks=[pytest.mark.cuda(devices=2)]),
-    ],
+    "devices", [pytest.param("", id="cpu"), pytest.param("0,1", id="cuda", marks=pytest.mark.cuda(devices=2))]
 )
-def test_processes_share_the_points_and_reach_the_same_field(tmp_path, volume, one_device, two_devices):
+def test_processes_share_the_points_and_reach_the_same_field(tmp_path, monkeypatch, capsys, volume, devices):
     no_pictures = "default_hooks.visualization.num_val_pictures=0"
     options = ["--cfg-options", *SMALL, *volume_options(volume), no_pictures]
     # Some of what k-means placed is spent by this measure, so that splits are part of the comparison.
     options += ["custom_hooks.1.interval=20", "custom_hooks.1.prune_below=0.5"]
     one, two = tmp_path / "one", tmp_path / "two"
     command = ("train", CONFIGS / "gaussian-field_volume.py", "--work-dir")
-    single = succeed(*command, one, *options, devices=one_device)
+    single = succeed_here(monkeypatch, capsys, *command, one, *options)
     several = succeed(
-        *command, two, *options, "train_dataloader.batch_size=256", processes=2, devices=two_devices
+        *command, two, *options, "train_dataloader.batch_size=256", processes=2, devices=devices
     )
     expected, found = weights_of(one / "iter_60.pth"), weights_of(two / "iter_60.pth")
     for name, value in expected.items():

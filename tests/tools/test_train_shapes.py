@@ -1,11 +1,11 @@
-"""The real thing in a minute: the shapes config through the tools, killed and resumed, tested, and used on files."""
+"""The real thing in a minute: the shapes config through the tools, trained, tested, and used on files."""
 
 import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from toolbox import ROOT, kill_when, run, start, succeed, succeed_here
+from toolbox import ROOT, run_here, succeed_here
 
 from visdet.datasets import make_shapes
 from visdet.engine import read_checkpoint, read_scalars
@@ -28,18 +28,14 @@ randomness = dict(seed=0)
 
 
 @pytest.mark.slow
-def test_train_kill_resume_test_infer(tmp_path):
+def test_train_test_infer(tmp_path, monkeypatch, capsys):
     data_root = f"{make_shapes(tmp_path / 'shapes', **GENERATOR)}/"
     config = tmp_path / "small_shapes.py"
     base = str(ROOT / "configs/deformable_detr/deformable-detr_shapes.py")
     config.write_text(CONFIG.format(base=base, generator=GENERATOR, data_root=data_root))
     work_dir = tmp_path / "run"
 
-    process = start("train", config, "--work-dir", work_dir)
-    kill_when(process, (work_dir / "iter_20.pth").exists, timeout=240)
-
-    printed = succeed("train", config, "--work-dir", work_dir, "--resume", "auto")
-    assert f"resumed from {work_dir}/iter_20.pth at iteration 20" in printed
+    printed = succeed_here(monkeypatch, capsys, "train", config, "--work-dir", work_dir)
     assert "iter 80/80  loss" in printed and "triangle" in printed
 
     losses = read_scalars(str(work_dir))["loss"]
@@ -49,9 +45,8 @@ def test_train_kill_resume_test_infer(tmp_path):
     assert read_checkpoint(work_dir / "iter_80.pth")["meta"]["iter"] == 80
 
     found_file = tmp_path / "detections.json"
-    printed = succeed(
-        "test", config, work_dir / "iter_80.pth", "--work-dir", tmp_path / "test", "--out", found_file
-    )
+    options = ("--work-dir", tmp_path / "test", "--out", found_file)
+    printed = succeed_here(monkeypatch, capsys, "test", config, work_dir / "iter_80.pth", *options)
     last_ap = list(read_scalars(str(work_dir))["coco/bbox_mAP"].values())[-1]
     assert f"coco/bbox_mAP {last_ap:.4f}" in printed, "testing a checkpoint gives what validation gave"
     found = json.loads(found_file.read_text())
@@ -64,10 +59,13 @@ def test_train_kill_resume_test_infer(tmp_path):
     Image.new("LA", (50, 90)).save(images / "more" / "grey.png")
     (images / "broken.jpg").write_bytes((images / "000000.jpg").read_bytes()[:900])
     out_dir = tmp_path / "inferred"
-    done = run("infer", config, work_dir / "iter_80.pth", images, "--out-dir", out_dir, "--score-thr", "0.02")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ") and f"{images}/broken.jpg" in done.stderr
-    assert done.stderr.endswith("1 of 4 files could not be read\n"), "the other images are done"
+    options = ("--out-dir", out_dir, "--score-thr", "0.02")
+    status, _, err = run_here(
+        monkeypatch, capsys, "infer", config, work_dir / "iter_80.pth", images, *options
+    )
+    assert status == 1
+    assert err.startswith("error: ") and f"{images}/broken.jpg" in err
+    assert err.endswith("1 of 4 files could not be read\n"), "the other images are done"
     inferred = json.loads((out_dir / "predictions.json").read_text())
     assert [Path(image["file"]).name for image in inferred] == ["000000.jpg", "000001.jpg", "grey.png"]
     assert (inferred[2]["height"], inferred[2]["width"]) == (90, 50)

@@ -16,7 +16,7 @@ from visdet.registry import DATASETS, MODELS
 
 STAGE = str(ROOT / "configs/sparsedrive/sparsedrive_toy_stage{}.py")
 NUM_DET, NUM_MAP = 32, 8
-ITERATIONS = 4
+ITERATIONS = 2
 
 
 def small_config(folder, stage, **changes):
@@ -50,7 +50,7 @@ def small_config(folder, stage, **changes):
         val_dataloader=dict(dataset=dataset),
         test_dataloader=dict(dataset=dataset),
         train_cfg=dict(max_iters=ITERATIONS, val_interval=ITERATIONS),
-        default_hooks=dict(logger=dict(interval=1)),
+        default_hooks=dict(logger=dict(interval=1), visualization=dict(num_val_pictures=2)),
         log_processor=dict(window_size=1),
         visualizer=dict(name=f"stage{stage}_{folder.name}"),  # mmengine keeps one per name and process
         **changes,

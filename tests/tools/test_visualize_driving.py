@@ -7,7 +7,7 @@ import torch
 from datasets.driving_files import SMALL, driving_scenes
 from mmengine.config import Config
 from PIL import Image
-from toolbox import ROOT, fail, succeed
+from toolbox import ROOT, fail_here, succeed_here
 
 from visdet.engine import CheckpointError
 from visdet.registry import MODELS
@@ -15,12 +15,13 @@ from visdet.registry import MODELS
 BASE = str(ROOT / "configs/_base_/datasets/driving_scenes.py")
 
 
-def test_scenes_are_drawn_without_a_model(tmp_path):
+def test_scenes_are_drawn_without_a_model(tmp_path, monkeypatch, capsys):
     config = tmp_path / "config.py"
     dataset = dict(data_root=driving_scenes(), generator=SMALL, data_aug_conf=None)
     config.write_text(f"_base_ = {BASE!r}\ntest_dataloader = {dict(dataset=dataset)!r}\n")
     out = tmp_path / "out"
-    printed = succeed("visualize_driving", config, "--out-dir", out, "--scenes", 1, "--max-frames", 2)
+    options = ("--out-dir", out, "--scenes", 1, "--max-frames", 2)
+    printed = succeed_here(monkeypatch, capsys, "visualize_driving", config, *options)
     assert "wrote 2 pictures" in printed
     assert sorted(path.name for path in out.iterdir()) == [
         "scene_001.gif",
@@ -29,12 +30,11 @@ def test_scenes_are_drawn_without_a_model(tmp_path):
     ]
     with Image.open(out / "scene_001_000.png") as picture:
         assert picture.width == 3 * 384
-    assert "numbers from 0 to 1, as the data set has 2 scenes, got 5" in fail(
-        "visualize_driving", config, "--scenes", 5
-    )
+    message = fail_here(monkeypatch, capsys, "visualize_driving", config, "--scenes", 5)
+    assert "numbers from 0 to 1, as the data set has 2 scenes, got 5" in message
 
 
-def test_the_frames_of_a_data_set_are_browsed(tmp_path):
+def test_the_frames_of_a_data_set_are_browsed(tmp_path, monkeypatch, capsys):
     config = tmp_path / "config.py"
     dataset = dict(data_root=driving_scenes(), generator=SMALL)
     config.write_text(
@@ -42,7 +42,8 @@ def test_the_frames_of_a_data_set_are_browsed(tmp_path):
         "visualizer = dict(type='DrivingVisualizer')\n"
     )
     out = tmp_path / "out"
-    succeed("browse_dataset", config, "--not-show", "--split", "val", "--number", 3, "--output-dir", out)
+    options = ("--not-show", "--split", "val", "--number", 3, "--output-dir", out)
+    succeed_here(monkeypatch, capsys, "browse_dataset", config, *options)
     names = [f"0000{i}_val-0000-0{i}.png" for i in range(3)]
     assert sorted(path.name for path in out.iterdir()) == [*names, "sheet.png"]
     with Image.open(out / "sheet.png") as sheet, Image.open(out / names[0]) as picture:

@@ -146,7 +146,7 @@ class SampleVisualizer(Visualizer):
         if out_file is not None:
             path = Path(out_file)
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(drawn).save(path)
+            Image.fromarray(drawn).save(path, compress_level=1)  # a third of the time, a sixth more bytes
         else:
             # LocalVisBackend loses a picture whose name has a slash, because it makes no folders.
             self.add_image(name.replace("/", "_"), drawn, step)

@@ -4,13 +4,22 @@ import copy
 
 import torch
 from test_frozen_perception import motion_frame, tiny_stage2
-from tiny_driving import frame, tiny_model
+from tiny_driving import frame, tiny_config
 
 from visdet.execution.tensor_tree import tensors_of
+from visdet.registry import MODELS
+
+
+def two_layers(head):
+    """Half the default time: one layer starts, and one is as all later ones."""
+    for part in (head.det_head, head.map_head):
+        order = list(part.operation_order)
+        second = order.index("refine", order.index("refine") + 1)
+        part.update(operation_order=order[: second + 1], num_decoder=2)
 
 
 def test_from_images_to_results_there_is_one_graph():
-    model = tiny_stage2().eval()
+    model = tiny_stage2(two_layers).eval()
     torch._dynamo.reset()
     compiled = torch.compile(lambda batch: model.detections(batch), fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -24,7 +33,10 @@ def test_from_images_to_results_there_is_one_graph():
 
 
 def test_frames_of_a_compiled_model_are_those_of_the_model():
-    model = tiny_model().eval()
+    config = tiny_config()
+    two_layers(config.head)
+    model = MODELS.build(config).eval()
+    model.init_weights()
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
     torch._dynamo.reset()
     with torch.no_grad():

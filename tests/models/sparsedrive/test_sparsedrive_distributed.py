@@ -42,7 +42,7 @@ def train(rank, file):
 @pytest.mark.timeout(240)
 def test_one_process_without_objects(tmp_path):
     file = tmp_path / "store"
-    torch.multiprocessing.spawn(run_process, args=(str(file),), nprocs=2)
+    torch.multiprocessing.start_processes(run_process, args=(str(file),), nprocs=2, start_method="forkserver")
     together = [torch.load(f"{file}.{rank}") for rank in (0, 1)]
     assert list(together[0]) == list(together[1])
     alone = losses_of(tiny_model().train(), COUNTS[0])
