@@ -22,10 +22,12 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_paths(**paths: Any) -> None:
-    """Raise an InvalidTypeError for an argument that is neither a path nor None."""
+    """Raise an InvalidTypeError or an InvalidInputError for an argument that is neither a path nor None."""
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike | None):
             raise InvalidTypeError(f"{name} must be a path, got {type(value).__name__}")
+        if value == "":
+            raise InvalidInputError(f"{name} must be a path, got ''")
 
 
 class _DoesNotFit(Exception):
