@@ -43,6 +43,8 @@ def message_of(tmp_path, **options) -> str:
     ("options", "message"),
     [
         ({"model": "ToyDetector"}, "model must be a dict, got 'ToyDetector'"),
+        ({"val_dataloader__dataset__pipeline": 3}, "val_dataloader.dataset.pipeline must be a list, got 3"),
+        ({"val_dataloader__dataset__pipeline": ["x"]}, "val_dataloader.dataset.pipeline.0 must be a dict"),
         ({"model__type": None}, "model.type must be the name of a class, got None"),
         ({"train_cfg": "IterBasedTrainLoop"}, "train_cfg must be a dict"),
         ({"param_scheduler": "MultiStepLR"}, "param_scheduler must be a dict or a list"),
@@ -109,6 +111,9 @@ def message_of(tmp_path, **options) -> str:
             "default_hooks.checkpoint.interval must not be a text",
         ),
         ({"default_hooks__logger__interval": -5}, "default_hooks.logger.interval must be a whole number"),
+        ({"model": {"_delete_": True, "type": "DeformableDETR", "backbone": 3}}, "backbone must be dict"),
+        ({"log_level": "1x"}, "log_level must be a level of logging, such as 'INFO', got '1x'"),
+        ({"env_cfg__mp_cfg__mp_start_method": "x"}, "env_cfg cannot be used: cannot find context for 'x'"),
         ({"model__channels": "8"}, "model.channels must not be a text, got '8'"),
         ({"train_dataloader__dataset__count": "many"}, "train_dataloader.dataset.count must not be a text"),
         ({"val_evaluator__type": "ToyAcuracy"}, "'ToyAcuracy' is not in"),

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from visdet.errors import InvalidInputError, InvalidTypeError
 
 # Other values, such as objects that a script passes, are not checked.
-_PLAIN = (NoneType, bool, int, float, str, list, tuple, dict)
+_PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
 
 
 def check_flags(**flags: Any) -> None:
@@ -81,7 +81,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 def _converted(value: Any, hint: Any) -> Any:
     """Return a value that fits an annotation, or raise _DoesNotFit."""
-    if type(value) not in _PLAIN or hint is Any or isinstance(hint, str):
+    if not (type(value) in _PLAIN or isinstance(value, dict)) or hint is Any or isinstance(hint, str):
         return value
     if isinstance(value, float) and math.isnan(value):
         raise _DoesNotFit

@@ -29,6 +29,7 @@ _SHAPES = {
         for loader in _LOADERS
         for part in ("dataset", "sampler", "batch_sampler")
     },
+    **{f"{loader}.dataset.pipeline": "typed list" for loader in _LOADERS},
     **dict.fromkeys(
         ("train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "data_preprocessor", "env_cfg"), "dict"
     ),
