@@ -119,7 +119,7 @@ def _check_shape(path: str, value: Any, shape: str) -> None:
             _check_shape(f"{path}.{number}", item, "typed dict")
         return
     # An object, such as a model that a program has built, is fine.
-    is_plain = value is None or isinstance(value, str | int | float | list | tuple)
+    is_plain = value is None or isinstance(value, str | bytes | int | float | list | tuple)
     if is_plain or (isinstance(value, dict) and "dict" not in shape):
         expected = " or ".join(f"a {kind}" for kind in kinds if kind in shape)
         raise ConfigError(f"{path} must be {expected}, got {value!r}")
