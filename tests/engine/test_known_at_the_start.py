@@ -112,6 +112,7 @@ def message_of(tmp_path, **options) -> str:
         ),
         ({"default_hooks__logger__interval": -5}, "default_hooks.logger.interval must be a whole number"),
         ({"model": {"_delete_": True, "type": "DeformableDETR", "backbone": 3}}, "backbone must be dict"),
+        ({"randomness__seed": 2**32}, "randomness.seed must be less than 4294967296"),
         ({"log_level": "1x"}, "log_level must be a level of logging, such as 'INFO', got '1x'"),
         ({"env_cfg__mp_cfg__mp_start_method": "x"}, "env_cfg cannot be used: cannot find context for 'x'"),
         ({"model__channels": "8"}, "model.channels must not be a text, got '8'"),

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,6 +29,12 @@ def check_paths(**paths: Any) -> None:
             raise InvalidTypeError(f"{name} must be a path, got {type(value).__name__}")
         if value == "":
             raise InvalidInputError(f"{name} must be a path, got ''")
+
+
+def check_seed(owner: str, seed: Any) -> None:
+    """Raise an InvalidInputError if a seed is not one that the generators of numpy and torch take."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise InvalidInputError(f"{owner}: seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
 
 
 class _DoesNotFit(Exception):

@@ -70,6 +70,8 @@ def check_sections(cfg: Any) -> None:
             )
             if not is_count and not (value is None and pattern in _MAY_BE_NONE):
                 raise ConfigError(f"{path} must be a whole number, {least} or more, got {value!r}")
+            if path == "randomness.seed" and value is not None and value >= 2**32:
+                raise ConfigError(f"{path} must be less than {2**32}, got {value!r}")
 
 
 def check_parts(cfg: Any) -> None:
