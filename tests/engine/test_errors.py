@@ -94,7 +94,7 @@ def test_mistakes_in_a_config(tmp_path, options, parts):
     ("options", "place"),
     [
         ({"model__channels": -1}, "in the config: model"),
-        ({"train_dataloader__dataset__count": None}, "in the config: train_cfg or train_dataloader"),
+        ({"train_dataloader__dataset__count": None}, "in the config: train_dataloader.dataset"),
     ],
 )
 def test_an_error_of_somebody_elses_code_keeps_its_traceback_and_names_the_place(tmp_path, options, place):
