@@ -103,7 +103,8 @@ def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> 
     """Add an option for each keyword. Its default, whose type its values have, and its help are given."""
     for name, (default, text) in options.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
-        parser.add_argument(flag, type=type(default), default=default, help=text)
+        kind = seed_number if name == "seed" else type(default)
+        parser.add_argument(flag, type=kind, default=default, help=text)
 
 
 def positive_int(text: str) -> int:
@@ -112,6 +113,13 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return number
+
+
+def seed_number(text: str) -> int:
+    """Return the seed that an option of the command line gives."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**32 - 1}, got {text!r}")
+    return int(text)
 
 
 def check_installation(program: str) -> None:

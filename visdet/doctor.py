@@ -92,7 +92,7 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 def _operators(info: dict) -> list[str]:
     from visdet import ops
 
-    lines = [f"  {'operator':30} {'cpu':22} {'cuda':22} other devices"]
+    lines = [f"  {'operator':34} {'cpu':22} {'cuda':22} other devices"]
     for name in ops.__all__:
         function = getattr(ops, name)
         is_operator = inspect.isfunction(function) and hasattr(ops, f"{name}_reference")
@@ -101,7 +101,7 @@ def _operators(info: dict) -> list[str]:
         without = "plain torch" if getattr(function, "needs_no_library", False) else "none: not built"
         cpu = "visdet (C++)" if info["cpu"]["loaded"] else without
         cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else without
-        lines.append(f"  {name:30} {cpu:22} {cuda:22} plain torch")
+        lines.append(f"  {name:34} {cpu:22} {cuda:22} plain torch")
     return lines
 
 

@@ -10,7 +10,7 @@ from mmengine.fileio import LocalBackend
 
 from visdet.datasets import CocoDataset, ShapesDataset
 from visdet.datasets.coco import COCO_CLASSES
-from visdet.errors import hints_of
+from visdet.errors import UserError, hints_of
 from visdet.registry import DATASETS
 
 __all__ = ["warnings_logged"]  # a fixture
@@ -58,6 +58,28 @@ def test_labels_follow_the_config_and_not_the_file(tmp_path):
     write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
     dataset = build(tmp_path, metainfo=dict(classes=("bird", "dog", "cat")))
     assert dataset.get_cat_ids(0) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"filter_cfg": {"min_size": "3"}}, "min_size of filter_cfg must be a number"),
+        ({"filter_cfg": {"filter_empty_gt": 1}}, "filter_empty_gt True or False"),
+        ({"indices": [5]}, "indices must be below 2"),
+        ({"data_prefix": {"img": None}}, r"data_prefix must be dict\(img="),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, arguments, message):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
+    with pytest.raises(UserError, match=message):
+        build(tmp_path, **arguments)
+
+
+def test_training_on_crowds_alone_is_refused(tmp_path):
+    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], iscrowd=1)])
+    with pytest.raises(UserError, match="no crowd, so there is nothing to learn from it"):
+        build(tmp_path)
+    build(tmp_path, test_mode=True)
 
 
 def test_metainfo(tmp_path):

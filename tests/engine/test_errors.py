@@ -1,6 +1,7 @@
 """Which errors become one message, and which keep their traceback."""
 
 import ast
+import errno
 import json
 import os
 import signal
@@ -93,7 +94,7 @@ def test_mistakes_in_a_config(tmp_path, options, parts):
     ("options", "place"),
     [
         ({"model__channels": -1}, "in the config: model"),
-        ({"train_dataloader__dataset__count": None}, "in the config: train_cfg or train_dataloader"),
+        ({"train_dataloader__dataset__count": None}, "in the config: train_dataloader.dataset"),
     ],
 )
 def test_an_error_of_somebody_elses_code_keeps_its_traceback_and_names_the_place(tmp_path, options, place):
@@ -310,6 +311,20 @@ def test_a_session_prints_one_message_and_exits(capsys, monkeypatch):
     with pytest.raises(SystemExit), tool_session():
         raise ConfigError("of one rank")
     assert capsys.readouterr().err == "error (rank 3): of one rank\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write: No space left on device"),
+        (OSError(errno.EISDIR, "Is a directory", "a.json"), "cannot use a.json: Is a directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "b.png"), "cannot use b.png: Permission denied"),
+        (PermissionError(errno.EACCES, "Permission denied"), None),
+        (FileNotFoundError(errno.ENOENT, "No such file", "c"), None),
+    ],
+)
+def test_a_file_or_a_disk_that_refuses_is_no_bug(error, message):
+    assert explain(error) == message
 
 
 def test_a_session_lets_bugs_through_and_tracebacks_on_request(monkeypatch):

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import cv2
@@ -38,6 +39,16 @@ def boxes(found):
     return torch.cat([found.boxes, found.scores[:, None], found.labels[:, None]], dim=1)
 
 
+class ArrayOfAnotherPackage:
+    ndim = 3
+
+    def __array__(self, dtype=None, copy=None):
+        return RGB
+
+    def __iter__(self):
+        return iter(RGB)
+
+
 FORMS = {
     "bgr": (RGB[..., ::-1], "bgr"),
     "rgb": (RGB, "rgb"),
@@ -46,8 +57,12 @@ FORMS = {
     "strided": (np.repeat(RGB, 2, axis=1)[:, ::2], "rgb"),
     "rgba": (np.dstack([RGB, RGB[..., 0]]), "rgb"),
     "uint16": (RGB.astype(np.uint16) * 257, "rgb"),
+    "uint16 of another byte order": ((RGB.astype(np.uint16) * 257).astype(">u2"), "rgb"),
     "int64": (RGB.astype(np.int64), "rgb"),
     "float64": (RGB / 255, "rgb"),
+    "float32 after resizing": (np.where(RGB == 255, 1.0000002, RGB / 255).astype(np.float32), "rgb"),
+    "memory": (memoryview(RGB.copy()), "rgb"),
+    "array of another package": (ArrayOfAnotherPackage(), "rgb"),
     "tensor": (torch.from_numpy(RGB).permute(2, 0, 1), "rgb"),
     "bgr tensor": (torch.from_numpy(RGB).permute(2, 0, 1).flip(0), "bgr"),
     "float tensor": (torch.from_numpy(RGB).permute(2, 0, 1) / 255, "rgb"),
@@ -203,7 +218,10 @@ def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector
         ({}, "got dict"),
         (b"a.png", "got bytes"),
         (io.BytesIO(b"a.png"), "got BytesIO"),
-        ([[RGB]], r"images\[0\] must be one of .*got a list"),
+        (frozenset(["a.png"]), "got frozenset"),
+        (UserDict(a="a.png"), "got UserDict"),
+        ([("a.png", "b.png")], r"images\[0\] must be a path, .*got a tuple"),
+        ([[RGB]], r"images\[0\] must be a path, .*got a list"),
         ([RGB, None], r"images\[1\] must be .*got NoneType"),
         ([RGB, np.full((4, 4), -1)], r"images\[1\]: values of int64 must be"),
         (np.full((2, 4, 4, 3), np.nan), r"images\[0\]: values of float64"),
@@ -271,7 +289,27 @@ def test_wrong_arguments_are_one_message(detector, options, message):
         detector([RGB], **options)
 
 
+def test_other_defaults_of_torch_change_nothing(tmp_path, detector):
+    cfg = toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE, train_cfg__max_iters=1)
+    expected = boxes(detector(RGB, score_threshold=0, batch_size=10**30))
+    with torch.device("meta"), torch.inference_mode():
+        assert torch.equal(boxes(detector(RGB, score_threshold=0)), expected)
+        assert len(visdet.init_detector(cfg, device="cpu")(RGB, score_threshold=0))
+        result = visdet.train(cfg)
+        assert visdet.evaluate(cfg, result.last_checkpoint) == result.metrics
+
+
+def test_thresholds_of_another_number_of_classes(detector, monkeypatch):
+    monkeypatch.setattr(detector, "score_thresholds", [0.5])
+    with pytest.raises(UserError, match="score_thresholds must have one number for each of the 2 classes"):
+        detector(RGB)
+
+
 def test_what_init_detector_refuses():
+    with pytest.raises(UserError, match="device 'meta' is not available"):
+        visdet.init_detector("deformable_detr/deformable-detr_shapes", device="meta")
+    with pytest.raises(UserError, match="checkpoint must be a path, got ''"):
+        visdet.init_detector("x.py", "")
     with pytest.raises(UserError, match="config must be a path, a name or a Config, got int"):
         visdet.init_detector(3)
     with pytest.raises(UserError, match="checkpoint must be a path, got int"):

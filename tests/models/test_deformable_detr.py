@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from mmengine.config import ConfigDict
 from mmengine.structures import InstanceData
 
+from visdet.engine import load_config
+from visdet.errors import UserError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -455,3 +458,20 @@ def test_an_export_leaves_no_tables_without_numbers():
         assert type(other) is torch.Tensor
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert all(loss.isfinite() for loss in model.train()(images, samples, mode="loss").values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("layer_cfg", 3, "layer_cfg must be dict"),
+        ("layer_cfg.ffn_cfg", 3, "ffn_cfg must be dict"),
+        ("layer_cfg.self_attn_cfg", (1, 2), "self_attn_cfg must be dict"),
+        ("layer_cfg.self_attn_cfg.num_heads", "x", "MultiScaleDeformableAttention: num_heads must be int"),
+        ("num_layers", ConfigDict(a=1), "num_layers must be int"),
+        ("layer_cfg.norm_cfg", {"type": 3}, "norm_cfg must have the name of a layer as type"),
+    ],
+)
+def test_a_value_deep_in_a_config_is_named(key, value, message):
+    cfg, _ = load_config("deformable_detr/deformable-detr_shapes", {f"model.encoder.{key}": value})
+    with pytest.raises(UserError, match=message):
+        MODELS.build(cfg.model)

@@ -124,6 +124,28 @@ def test_the_configs_are_listed_and_copied_with_their_bases(program, tmp_path):
     assert "exists and differs" in program("configs", "copy", SHAPES, "mine")[2]
     assert f"did you mean {SHAPES}" in program("configs", "copy", "deformable-detr_shapes", "other")[2]
     assert not (tmp_path / "other").exists()
+    assert program("configs", "copy", f"visdet::{SHAPES}.py", "other")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "message"),
+    [
+        ("| true", 1, ""),
+        ("> /dev/full", 1, "error: cannot write the output: No space left on device"),
+        (">&-", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written(tmp_path, redirected, status, message):
+    command = f'"{sys.executable}" -m visdet configs {redirected}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (status, message)
+
+
+def test_a_folder_that_was_deleted(program, tmp_path):
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert program("configs")[0] == "error: the current folder has been deleted: change to another one"
 
 
 @pytest.mark.parametrize("name", packaged_configs())

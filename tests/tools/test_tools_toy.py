@@ -137,6 +137,12 @@ def test_a_number_that_is_not_positive_is_one_message(monkeypatch, capsys, tool,
     assert status == 2 and f"argument {option}: " in message and repr(number) in message
 
 
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
+def test_a_seed_that_is_none_is_one_message(monkeypatch, capsys, seed):
+    status, _, message = run_here(monkeypatch, capsys, "browse_dataset", TOY_CONFIG, "--seed", seed)
+    assert status == 2 and f"from 0 to 4294967295, got {seed!r}" in message
+
+
 def test_a_mistake_sets_the_exit_status():
     assert "nowhere.py does not exist" in fail("train", "nowhere.py")
 

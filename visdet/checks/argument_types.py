@@ -5,13 +5,14 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
+from numbers import Integral
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 
 # Other values, such as objects that a script passes, are not checked.
-_PLAIN = (NoneType, bool, int, float, str, list, tuple, dict)
+_PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
 
 
 def check_flags(**flags: Any) -> None:
@@ -22,10 +23,18 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_paths(**paths: Any) -> None:
-    """Raise an InvalidTypeError for an argument that is neither a path nor None."""
+    """Raise an InvalidTypeError or an InvalidInputError for an argument that is neither a path nor None."""
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike | None):
             raise InvalidTypeError(f"{name} must be a path, got {type(value).__name__}")
+        if value == "":
+            raise InvalidInputError(f"{name} must be a path, got ''")
+
+
+def check_seed(owner: str, seed: Any) -> None:
+    """Raise an InvalidInputError if a seed is not one that the generators of numpy and torch take."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise InvalidInputError(f"{owner}: seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
 
 
 class _DoesNotFit(Exception):
@@ -79,7 +88,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 def _converted(value: Any, hint: Any) -> Any:
     """Return a value that fits an annotation, or raise _DoesNotFit."""
-    if type(value) not in _PLAIN or hint is Any or isinstance(hint, str):
+    if not (type(value) in _PLAIN or isinstance(value, dict)) or hint is Any or isinstance(hint, str):
         return value
     if isinstance(value, float) and math.isnan(value):
         raise _DoesNotFit

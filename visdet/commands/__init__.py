@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,17 @@ def main(command: str | None = None) -> None:
         importlib.import_module("argcomplete").autocomplete(parser)
     arguments = parser.parse_args(None if command or sys.argv[1:] else ["--help"])
     name = command or arguments.command
-    if status := _run(name, modules[name], arguments):
+    try:
+        status = _run(name, modules[name], arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if not _is_of_the_output(error):
+            raise
+        if not isinstance(error, BrokenPipeError):  # The reader of a pipe, such as head, may end before.
+            sys.exit(f"error: cannot write the output: {error.strerror}")
+        status = 1
+    if status:
         sys.exit(status)
 
 
@@ -70,7 +81,22 @@ def _described(text: str) -> dict[str, Any]:
     return {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
+def _is_of_the_output(error: OSError) -> bool:
+    """Return whether standard output cannot be written. It is then replaced, so that Python ends silently."""
+    try:
+        # What did not fit a full disk is still in the buffer, and what a closed pipe refused is not.
+        print(end="\n" if isinstance(error, BrokenPipeError) else "", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
 def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.exit("error: the current folder has been deleted: change to another one")
     if name == "doctor":  # It tells what is not installed.
         return module.run(arguments)
     check_installation(f"visdet {name}")

@@ -51,9 +51,10 @@ def copy(name: str, folder: str) -> None:
 
     from visdet.engine import UserError, check_work_dir, say
     from visdet.engine.config_file import files_of_config
-    from visdet.engine.packaged_configs import CONFIGS
+    from visdet.engine.packaged_configs import CONFIGS, PACKAGE
 
-    files = {file: Path(folder, file.relative_to(CONFIGS)) for file in files_of_config(f"visdet::{name}")}
+    name = PACKAGE + name.removeprefix(PACKAGE)
+    files = {file: Path(folder, file.relative_to(CONFIGS)) for file in files_of_config(name)}
     for file, target in files.items():
         if target.exists() and not filecmp.cmp(file, target, shallow=False):
             raise UserError(f"{target} exists and differs from the package's file; give another folder")

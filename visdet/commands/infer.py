@@ -4,6 +4,7 @@ visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_sh
 """
 
 import argparse
+import os
 import sys
 
 from visdet.command_line import add_config_arguments, add_options
@@ -27,18 +28,18 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import (
         Detector,
-        check_work_dir,
         detect_files,
         find_images,
         load_config,
         say,
     )
+    from visdet.engine.places import check_out_file
 
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph
     files, left_out = find_images(args.images, args.out_dir)
-    check_work_dir(args.out_dir, "--out-dir")
+    check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
     found, failures = detect_files(detector, files, args.out_dir, args.score_thr)
     total = sum(len(image["detections"]) for image in found)

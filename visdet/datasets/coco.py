@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 import torch
 from mmengine.dataset import BaseDataset
@@ -102,7 +103,7 @@ class CocoDataset(BaseDataset):
     ) -> None:
         name = type(self).__name__
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
-        if set(data_prefix) != {"img"}:
+        if set(data_prefix) != {"img"} or not isinstance(data_prefix["img"], str):
             raise InvalidInputError(
                 f"{name}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
             )
@@ -110,6 +111,14 @@ class CocoDataset(BaseDataset):
         if unknown:
             raise InvalidInputError(
                 f"{name}: filter_cfg knows filter_empty_gt and min_size, got {sorted(unknown)}"
+            )
+        least, needs_box = (
+            (filter_cfg or {}).get("min_size", 0),
+            (filter_cfg or {}).get("filter_empty_gt", False),
+        )
+        if not isinstance(least, Real) or not isinstance(needs_box, bool):
+            raise InvalidInputError(
+                f"{name}: min_size of filter_cfg must be a number, and filter_empty_gt True or False, got {filter_cfg}"
             )
         if return_classes:
             print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
@@ -167,7 +176,13 @@ class CocoDataset(BaseDataset):
         num_in_file = len(self.data_list)
         self.data_list = self.filter_data()
         if self._indices is not None:
-            self.data_list = self._get_unserialized_subset(self._indices)
+            try:
+                self.data_list = self._get_unserialized_subset(self._indices)
+            except IndexError:
+                raise InvalidInputError(
+                    f"{type(self).__name__}: indices must be below {len(self.data_list)}, the number of images that "
+                    f"are left of {self.ann_file}, got {self._indices!r:.200}"
+                ) from None
         if not self.data_list:
             raise InvalidInputError(
                 f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "
@@ -199,11 +214,12 @@ class CocoDataset(BaseDataset):
         num_orphans = sum(map(len, annotations_of_image.values()))
         tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
         self._report_boxes(tally)
-        if not (self.test_mode or self._allow_no_boxes or any(record["instances"] for record in records)):
+        is_box = (not instance["ignore_flag"] for record in records for instance in record["instances"])
+        if not (self.test_mode or self._allow_no_boxes or any(is_box)):
             raise InvalidInputError(
                 f"annotation file {self.ann_file}: none of its {len(records)} images has a box of "
-                "metainfo['classes'], so there is nothing to learn from it. To train on it nevertheless, set "
-                "allow_no_boxes=True in the data set's config"
+                "metainfo['classes'] that is no crowd, so there is nothing to learn from it. To train on it "
+                "nevertheless, set allow_no_boxes=True in the data set's config"
             )
         return records
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from visdet.checks.argument_types import check_seed
+from visdet.checks.array_files import load_arrays
 from visdet.checks.finite import check_finite
 from visdet.errors import InvalidInputError, MissingFileError
 from visdet.registry import DATASETS
@@ -194,6 +196,7 @@ def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int =
     shape = (size,) * 3 if isinstance(size, int) else tuple(size)
     if len(shape) != 3 or min(shape) < 1:
         raise InvalidInputError(f"make_volume: size must be one or three positive numbers, got {size}")
+    check_seed("make_volume", seed)
     rng = np.random.default_rng(seed)
     axes = [(np.arange(n) + 0.5) / max(shape) for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)  # [D0, D1, D2, 3]
@@ -214,18 +217,15 @@ def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
         raise MissingFileError(f"{name}: there is no such file")
     if not str(path).endswith((".npy", ".npz")):
         raise InvalidInputError(f"{name} must be a .npy or .npz file")
-    loaded = np.load(path, allow_pickle=False)
+    loaded = load_arrays(path)
     if isinstance(loaded, np.ndarray):
         return [loaded]
-    with loaded:
-        found = loaded.files
-        if keys == (None,) and len(found) == 1:
-            return [loaded[found[0]]]
-        missing = [key for key in keys if key not in found]
-        if missing:
-            wanted = "one array, or key" if keys == (None,) else f"arrays {', '.join(map(str, keys))}"
-            raise InvalidInputError(f"{name} must have {wanted}; it has {', '.join(found) or 'none'}")
-        return [loaded[key] for key in keys]
+    if keys == (None,) and len(loaded) == 1:
+        return [*loaded.values()]
+    if any(key not in loaded for key in keys):
+        wanted = "one array, or key" if keys == (None,) else f"arrays {', '.join(map(str, keys))}"
+        raise InvalidInputError(f"{name} must have {wanted}; it has {', '.join(loaded) or 'none'}")
+    return [loaded[str(key)] for key in keys]
 
 
 def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:

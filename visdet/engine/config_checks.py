@@ -29,6 +29,7 @@ _SHAPES = {
         for loader in _LOADERS
         for part in ("dataset", "sampler", "batch_sampler")
     },
+    **{f"{loader}.dataset.pipeline": "typed list" for loader in _LOADERS},
     **dict.fromkeys(
         ("train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "data_preprocessor", "env_cfg"), "dict"
     ),
@@ -69,6 +70,8 @@ def check_sections(cfg: Any) -> None:
             )
             if not is_count and not (value is None and pattern in _MAY_BE_NONE):
                 raise ConfigError(f"{path} must be a whole number, {least} or more, got {value!r}")
+            if path == "randomness.seed" and value is not None and value >= 2**32:
+                raise ConfigError(f"{path} must be less than {2**32}, got {value!r}")
 
 
 def check_parts(cfg: Any) -> None:
@@ -118,7 +121,7 @@ def _check_shape(path: str, value: Any, shape: str) -> None:
             _check_shape(f"{path}.{number}", item, "typed dict")
         return
     # An object, such as a model that a program has built, is fine.
-    is_plain = value is None or isinstance(value, str | int | float | list | tuple)
+    is_plain = value is None or isinstance(value, str | bytes | int | float | list | tuple)
     if is_plain or (isinstance(value, dict) and "dict" not in shape):
         expected = " or ".join(f"a {kind}" for kind in kinds if kind in shape)
         raise ConfigError(f"{path} must be {expected}, got {value!r}")

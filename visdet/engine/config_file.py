@@ -208,7 +208,7 @@ def _executed(tree: ast.Module, path: str, bases: _Value) -> _Value:
     names: _Value = {BASE: bases, "__file__": os.path.abspath(path), "__name__": "config"}
     try:
         exec(compile(ast.fix_missing_locations(tree), os.path.abspath(path), "exec"), names)
-    except Exception as error:  # A config is a program and may raise any error.
+    except (Exception, SystemExit) as error:  # A config is a program and may raise any error.
         _raise_as_config_error(error, path)
     hidden = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
     return {
@@ -218,7 +218,7 @@ def _executed(tree: ast.Module, path: str, bases: _Value) -> _Value:
     }
 
 
-def _raise_as_config_error(error: Exception, path: str) -> None:
+def _raise_as_config_error(error: BaseException, path: str) -> None:
     """Raise a ConfigError if a config or mmengine raised an error, and the error itself if code of the user did."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     in_config = last.filename == os.path.abspath(path)

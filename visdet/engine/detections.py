@@ -61,7 +61,7 @@ class Detections:
         check_finite(f"image {self.path}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
         scores = found.scores.float()
         order = torch.argsort(scores, descending=True, stable=True)
-        least = torch.as_tensor(thresholds, dtype=torch.float32)
+        least = torch.as_tensor(thresholds, dtype=torch.float32, device=scores.device)
         kept = order[scores[order] >= (least[found.labels[order]] if least.dim() else least)]
         self.boxes: Tensor = found.bboxes[kept].float()
         self.scores: Tensor = scores[kept]

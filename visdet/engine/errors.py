@@ -1,6 +1,7 @@
 """Errors of the tools. A user's mistake ends in a message without a traceback, any other error in a traceback."""
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -28,6 +29,9 @@ __all__ = [
 
 SHOW_TRACEBACK = "VISDET_TRACEBACK"
 _LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"  # as mmengine's
+# What a file or a disk of the user refuses is no bug, wherever it is met.
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
+_OF_A_FILE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG}
 _IN_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
 
 
@@ -51,7 +55,8 @@ class UnwrittenFileError(CheckpointError, OSError):
 def tool_session() -> Iterator[None]:
     """Report the errors of the block, which is the body of a command-line tool.
 
-    A :class:`UserError` ends the tool with one message on stderr and exit status 1. Ctrl-C, SIGTERM and SIGHUP end it
+    A :class:`UserError`, and a file or a disk that refuses, end the tool with one message on stderr and exit status 1.
+    Ctrl-C, SIGTERM and SIGHUP end it
     with a message and exit status 128 plus the number of the signal. Any other error keeps its traceback, and
     ``VISDET_TRACEBACK=1`` in the environment shows the traceback of a :class:`UserError`, too.
 
@@ -84,10 +89,13 @@ def _report_interrupt(error: BaseException, number: int) -> NoReturn:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message of a :class:`UserError` with its hints, or None for any other error."""
-    if not isinstance(error, UserError):
-        return None
+    """Return the message of a :class:`UserError`, or of a file or a disk that refuses, with hints. Else return None."""
     message = str(error)
+    if not isinstance(error, UserError):
+        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+        if number not in _OF_THE_DISK and (number not in _OF_A_FILE or file is None):
+            return None
+        message = f"cannot use {file}: {error.strerror}" if file else f"cannot write: {error.strerror}"
     if _IN_A_WORKER.match(message):
         # A data loader raises a worker's error again and puts the worker's traceback into the message.
         message = message.rsplit(f"{type(error).__qualname__}: ", 1)[-1].strip()

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError,
 
 from .image_files import find_images, is_video, local_path
 
-__all__ = ["GivenImage", "each_image", "frames_per_second", "is_one_image", "video_of"]
+__all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
 _KINDS = "paths, numpy arrays, tensors, images of Pillow, or lists and iterators of them"
 
@@ -63,11 +63,25 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
         UserError: something given is no image. The message says what it is.
     """
     check_choice("channel_order", channel_order, ("bgr", "rgb"))
+    given = as_array(given, name)
     if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(
-        given, dict | bytes | set | io.IOBase
+        given, Mapping | bytes | set | frozenset | io.IOBase
     ):
         raise InvalidTypeError(f"{name} must be {_KINDS}, got {type(given).__name__}")
     return _each_image(given, channel_order, name)
+
+
+def as_array(given: Any, name: str = "images") -> Any:
+    """Return an array of another package, such as jax, as one of numpy, and anything else as it is.
+
+    Its rows would be taken for images otherwise.
+    """
+    if isinstance(given, np.ndarray | torch.Tensor) or not getattr(given, "ndim", 0) > 1:
+        return given
+    try:
+        return np.asarray(given)
+    except Exception as error:  # Each package has errors of its own.
+        raise InvalidTypeError(f"{name}: cannot read {type(given).__name__}: {error}") from error
 
 
 def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImage]:
@@ -85,7 +99,10 @@ def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImag
     else:
         for index, image in enumerate(given):
             if isinstance(image, list | tuple):
-                raise InvalidTypeError(f"{name}[{index}] must be one of {_KINDS}, got a list")
+                raise InvalidTypeError(
+                    f"{name}[{index}] must be a path, an array, a tensor or an image of Pillow, got a "
+                    f"{type(image).__name__}"
+                )
             yield from each_image(image, channel_order, f"{name}[{index}]")
 
 
@@ -141,11 +158,12 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
         return image
     if kind not in "uif":
         raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {image.dtype}")
-    if image.dtype == np.uint16:
+    if kind == "u" and image.dtype.itemsize == 2:  # in either order of the bytes
         return (image >> 8).astype(np.uint8)
     low, high = image.min(), image.max()
     top = 1 if kind == "f" else 255
-    if not (low >= 0 and high <= top):  # This is so for NaN, too.
+    slack = 0.001 if kind == "f" else 0  # Resizing and conversions leave rounding errors.
+    if not (low >= -slack and high <= top + slack):  # This is so for NaN, too.
         hint = (
             "divide them by 255, or give uint8"
             if kind == "f" and np.isfinite(high)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -29,9 +30,10 @@ from visdet.structures import DetDataSample
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config, load_config
+from .default_device import cpu_by_default
 from .detections import Detections
 from .errors import ConfigError, UserError
-from .given_images import GivenImage, each_image, frames_per_second, is_one_image, video_of
+from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
 from .image_files import is_video, pictures_folder
 from .picture_paths import PicturePaths
@@ -63,6 +65,7 @@ class Detector:
         UserError: the device is not available.
     """
 
+    @cpu_by_default()
     def __init__(
         self,
         cfg: Config,
@@ -135,7 +138,13 @@ class Detector:
             raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
         _check_threshold(score_threshold, "score_threshold")
         check_flags(amp=amp, graph=graph)
+        images = as_array(images)
         thresholds = self.score_thresholds if score_threshold is None else score_threshold
+        classes = len(self.dataset_meta["classes"])
+        if score_threshold is None and len(self.score_thresholds) != classes:
+            raise InvalidInputError(
+                f"score_thresholds must have one number for each of the {classes} classes"
+            )
         given = each_image(images, channel_order)
         found = self._detect(given, batch_size, thresholds, bool(amp), graph)
         video = video_of(images)
@@ -151,12 +160,13 @@ class Detector:
     def _detect(
         self, given: Iterator[GivenImage], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
     ) -> Iterator[Detections]:
-        while batch := list(islice(given, batch_size)):
+        while batch := list(islice(given, min(batch_size, sys.maxsize))):
             samples = self._predict([self.item_of(image) for image in batch], amp, graph)
             for image, sample in zip(batch, samples, strict=True):
                 classes = self.dataset_meta["classes"]
                 yield Detections(sample, classes, thresholds, image.pixels, self._picture, image.frame)
 
+    @cpu_by_default()
     def item_of(self, image: GivenImage) -> dict[str, Any]:
         """Return what the test pipeline makes of an image."""
         if image.pixels is None:
@@ -170,6 +180,7 @@ class Detector:
         return self._pipeline({"img_path": image.path, "img_id": 0, "rgb": image.pixels.copy()})
 
     @torch.no_grad()
+    @cpu_by_default()
     def _predict(self, items: list[dict], amp: bool, graph: bool | None) -> list[DetDataSample]:
         model: Any = self.model
         with torch.autocast(self.device.type, torch.bfloat16, enabled=amp), ExitStack() as stack:
@@ -299,7 +310,9 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=device).device
+        probe = torch.zeros(1, device=device)
+        probe.item()  # Device 'meta' holds no values.
+        return probe.device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from error
 

@@ -67,6 +67,7 @@ def train(
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
     # These import torch, and a mistake in the config is told before.
     from .checkpoints.checkpoint import LAST_CHECKPOINT
+    from .default_device import training_defaults
     from .distributed import checked_launcher
     from .hooks import RunReportHook
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
@@ -82,8 +83,9 @@ def train(
         set_resume(cfg, os.fspath(resume))
     for remark in remarks:
         say(remark)
-    runner = build_runner(cfg)
-    runner.train()
+    with training_defaults():
+        runner = build_runner(cfg)
+        runner.train()
     pointer = Path(runner.work_dir, LAST_CHECKPOINT)
     reports = [hook for hook in runner.hooks if isinstance(hook, RunReportHook)]
     return TrainingResult(
@@ -123,6 +125,7 @@ def evaluate(
     check_paths(checkpoint=checkpoint, work_dir=work_dir, out=out, show_dir=show_dir)
     check_flags(graph=graph)
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
+    from .default_device import cpu_by_default
     from .distributed import checked_launcher
     from .prepare import build_runner, draw_detections, write_detections
 
@@ -137,7 +140,8 @@ def evaluate(
         draw_detections(cfg, os.fspath(show_dir))
     for remark in remarks:
         say(remark)
-    metrics = build_runner(cfg).test()
+    with cpu_by_default():
+        metrics = build_runner(cfg).test()
     for path, what in ((out, "predictions"), (show_dir, "pictures")):
         if path:
             say(f"{what}: {path}")

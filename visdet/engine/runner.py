@@ -17,8 +17,8 @@ from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 from torch.utils.data import DataLoader
 
-from visdet.errors import MissingFileError, build_step
-from visdet.registry import METRICS, PARAM_SCHEDULERS, RUNNERS
+from visdet.errors import ConfigError, MissingFileError, build_step
+from visdet.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS, RUNNERS
 
 from .advice import advice_for_training
 from .build_errors import building, check_texts
@@ -100,7 +100,12 @@ class DetRunner(CheckpointingRunner):
         self, log_level: int | str = "INFO", log_file: str | None = None, **options: Any
     ) -> MMLogger:
         """Build the logger. Its file gets every message, and the terminal gets warnings and errors only."""
-        logger = super().build_logger(log_level, log_file, **options)
+        try:
+            logger = super().build_logger(log_level, log_file, **options)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"log_level must be a level of logging, such as 'INFO', got {log_level!r}"
+            ) from error
         logger.handlers[:] = [h for h in logger.handlers if type(h) is not logging.StreamHandler]
         logger.handlers.append(ConsoleHandler())
         return logger
@@ -119,7 +124,8 @@ class DetRunner(CheckpointingRunner):
         """Build the model."""
         check_texts(self.cfg, "model")
         with building(self.cfg, "model"):
-            return super().build_model(model)
+            # mmengine would build it by its own registry, which does not check arguments.
+            return super().build_model(MODELS.build(model) if isinstance(model, dict) else model)
 
     def build_visualizer(self, visualizer: Any = None) -> Any:
         """Build the visualizer. Its name is the run's folder, because mmengine keeps one visualizer per name."""
@@ -133,6 +139,13 @@ class DetRunner(CheckpointingRunner):
         dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
     ) -> DataLoader:
         """Build a loader, whose workers leave the terminal to the training process."""
+        if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
+            dataset = DATASETS.build(
+                dataloader["dataset"]
+            )  # mmengine's registry would not check its arguments.
+            if hasattr(dataset, "full_init"):
+                dataset.full_init()
+            dataloader = {**dataloader, "dataset": dataset}
         loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         if not isinstance(loader.worker_init_fn, WorkerStart):
             loader.worker_init_fn = WorkerStart(loader.worker_init_fn)

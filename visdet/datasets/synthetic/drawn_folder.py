@@ -15,6 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from visdet.checks.argument_types import check_seed
 from visdet.errors import InvalidInputError, UserError
 
 # The folder that each existing data set reads.
@@ -54,9 +55,11 @@ def draw_once(
     Raises:
         ForeignFolderError: the folder is not empty and has no stamp, or it is a file.
         UnwritableFolderError: the folder cannot be made.
-        InvalidInputError: the folder has another stamp, and a data set of this process reads it.
+        InvalidInputError: the folder has another stamp, and a data set of this process reads it; or the stamp's seed is
+            no seed.
     """
     folder = Path(folder)
+    check_seed(maker, stamp["seed"])
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
     _check_writable(folder, maker)

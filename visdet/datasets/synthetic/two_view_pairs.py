@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 
+from visdet.checks.argument_types import check_seed
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures import TwoViewDataSample
@@ -67,6 +68,7 @@ class TwoViewPairs(BaseDataset):
         seed: int = 0,
         **base_arguments: Any,
     ) -> None:
+        check_seed("TwoViewPairs", seed)
         if num_pairs < 1:
             raise InvalidInputError(f"TwoViewPairs: num_pairs must be positive, got {num_pairs}")
         if any(side < 1 or side % depth_stride for side in image_size):

@@ -17,7 +17,7 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from visdet.checks.state_dicts import nonfinite_names
 
 from ..console import say
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..hooks.runtime_info_hook import RuntimeInfoHook
 from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
@@ -43,7 +43,10 @@ class CheckpointingRunner(Runner):
         register_checkpoint_readers(self._trusts_checkpoints, self._allows_nonfinite)
         self._random_state: dict[str, Any] | None = None
         self._checkpoint: tuple[str, dict] | None = None
-        super().setup_env(env_cfg)
+        try:
+            super().setup_env(env_cfg)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"env_cfg cannot be used: {error}") from error
 
     def _find_checkpoint_to_resume(self) -> None:
         """Find the checkpoint to resume.

@@ -67,9 +67,9 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         self_attn_cfg = _batch_first(self_attn_cfg, "encoder layer", "self_attn_cfg")
-        self.self_attn = MultiScaleDeformableAttention(**self_attn_cfg)
+        self.self_attn = MODELS.build({"type": MultiScaleDeformableAttention, **self_attn_cfg})
         self.embed_dims = self.self_attn.embed_dims
-        self.ffn = FFN(**ffn_cfg)
+        self.ffn = MODELS.build({"type": FFN, **ffn_cfg})
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(2))
 
     def forward(self, query: Tensor, reference_points: Tensor, pyramid: FlatPyramid) -> Tensor:
@@ -116,7 +116,10 @@ class DeformableDetrTransformerEncoder(BaseModule):
             )
         self.num_layers = num_layers
         self.num_cp = num_cp
-        layers = [DeformableDetrTransformerEncoderLayer(**layer_cfg) for _ in range(num_layers)]
+        layers = [
+            MODELS.build({"type": DeformableDetrTransformerEncoderLayer, **layer_cfg})
+            for _ in range(num_layers)
+        ]
         self.layers = nn.ModuleList(layers)
         self.embed_dims = layers[0].embed_dims
         self.num_levels = layers[0].self_attn.num_levels
@@ -159,10 +162,10 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
         super().__init__(init_cfg)
         self_attn_cfg = _batch_first(self_attn_cfg, "decoder layer", "self_attn_cfg")
         cross_attn_cfg = _batch_first(cross_attn_cfg, "decoder layer", "cross_attn_cfg")
-        self.self_attn = MultiheadAttention(**self_attn_cfg)
-        self.cross_attn = MultiScaleDeformableAttention(**cross_attn_cfg)
+        self.self_attn = MODELS.build({"type": MultiheadAttention, **self_attn_cfg})
+        self.cross_attn = MODELS.build({"type": MultiScaleDeformableAttention, **cross_attn_cfg})
         self.embed_dims = self.self_attn.embed_dims
-        self.ffn = FFN(**ffn_cfg)
+        self.ffn = MODELS.build({"type": FFN, **ffn_cfg})
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(3))
 
     def forward(
@@ -223,7 +226,10 @@ class DeformableDetrTransformerDecoder(BaseModule):
         if not return_intermediate:
             raise InvalidInputError("decoder: return_intermediate must be True, the head reads every layer")
         self.num_layers = num_layers
-        layers = [DeformableDetrTransformerDecoderLayer(**layer_cfg) for _ in range(num_layers)]
+        layers = [
+            MODELS.build({"type": DeformableDetrTransformerDecoderLayer, **layer_cfg})
+            for _ in range(num_layers)
+        ]
         self.layers = nn.ModuleList(layers)
         self.embed_dims = layers[0].embed_dims
         self.num_levels = layers[0].cross_attn.num_levels

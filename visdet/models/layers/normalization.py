@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from visdet.errors import InvalidTypeError
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 from visdet.registry import MODELS
 
@@ -94,10 +94,14 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
         TypeError: the layer does not accept a keyword, or 'GN' has no ``num_groups``.
     """
     options = dict(norm_cfg)
-    layer_type = options.pop("type")
+    layer_type = options.pop("type", None)
     if isinstance(layer_type, str):
         layer_type = MODELS.get(layer_type)
     requires_grad = options.pop("requires_grad", True)
+    if not isinstance(layer_type, type) or requires_grad not in (True, False):
+        raise InvalidInputError(
+            f"norm_cfg must have the name of a layer as type, and True or False as requires_grad, got {norm_cfg!r}"
+        )
     if issubclass(layer_type, nn.GroupNorm):
         if "num_groups" not in options:
             raise InvalidTypeError(f"norm_cfg: type 'GN' needs num_groups, got {dict(norm_cfg)}")

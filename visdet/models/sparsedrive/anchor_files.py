@@ -10,6 +10,8 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
+from visdet.checks.array_files import load_arrays
+from visdet.checks.finite import check_finite
 from visdet.errors import MissingFileError
 
 
@@ -36,7 +38,8 @@ class ModuleWithAnchors(BaseModule):
         """
         if isinstance(given, (str, Path)):
             if Path(given).exists():
-                given = np.load(given, allow_pickle=False)
+                file, given = given, load_arrays(given)
+                check_finite(str(file), **{name: given})
             else:
                 self.missing_anchor_files[name] = str(given)
                 warnings.warn(

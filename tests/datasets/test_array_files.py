@@ -1,0 +1,62 @@
+"""Files of arrays that cannot be read are named, whatever reads them."""
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+
+from visdet.checks.array_files import load_arrays
+from visdet.datasets.volume import VolumeDataset
+from visdet.errors import UserError
+from visdet.evaluation.driving_metric import read_anchors
+from visdet.models.sparsedrive.anchor_files import ModuleWithAnchors
+
+
+def saved(values, save=np.save) -> bytes:
+    file = io.BytesIO()
+    save(file, values)
+    return file.getvalue()
+
+
+WHOLE = saved(np.ones((3, 11)))
+PACKED = saved(np.random.default_rng(0).random((64, 64)), np.savez_compressed)
+DAMAGED = {
+    "text": b"anchors",
+    "empty": b"",
+    "cut": WHOLE[:-8],
+    "cut header": WHOLE[:40],
+    "objects": saved(np.array([{}, None], dtype=object)),
+    "cut archive": PACKED[:-100],
+    "flipped archive": PACKED[:5000] + bytes([PACKED[5000] ^ 255]) + PACKED[5001:],
+}
+READERS = {
+    "anchors of a module": lambda path: ModuleWithAnchors().read_anchors("anchor", path, (3, 11)),
+    "anchors of a metric": read_anchors,
+    "a volume": lambda path: VolumeDataset(path),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_named(tmp_path, reader, damage):
+    path = tmp_path / "a.npy"
+    path.write_bytes(DAMAGED[damage])
+    with pytest.raises(UserError, match=r"array file .*a\.npy cannot be read"):
+        READERS[reader](str(path))
+
+
+def test_whole_files_are_read(tmp_path):
+    (tmp_path / "a.npy").write_bytes(WHOLE)
+    (tmp_path / "a.npz").write_bytes(PACKED)
+    assert load_arrays(tmp_path / "a.npy").shape == (3, 11)
+    assert load_arrays(tmp_path / "a.npz")["arr_0"].shape == (64, 64)
+    with pytest.raises(UserError, match=r"b\.npy does not exist"):
+        load_arrays(tmp_path / "b.npy")
+
+
+def test_anchors_that_are_not_finite_are_named(tmp_path):
+    np.save(tmp_path / "a.npy", np.full((3, 11), np.nan))
+    with warnings.catch_warnings(), pytest.raises(UserError, match=r"a\.npy: anchor must be finite"):
+        warnings.simplefilter("error")
+        ModuleWithAnchors().read_anchors("anchor", str(tmp_path / "a.npy"), (3, 11))

@@ -1,0 +1,30 @@
+"""Reading numpy's files of arrays."""
+
+import zlib
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from visdet.errors import InvalidInputError, MissingFileError
+
+
+def load_arrays(path: str | Path) -> np.ndarray | dict[str, np.ndarray]:
+    """Return the array of a .npy file, or the arrays of a .npz file by their names.
+
+    Raises:
+        MissingFileError: there is no such file.
+        InvalidInputError: it is damaged, is no such file, or holds objects.
+    """
+    if not Path(path).is_file():
+        raise MissingFileError(f"array file {path} does not exist")
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except (ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise InvalidInputError(
+            f"array file {path} cannot be read: it is damaged, no .npy or .npz file, or holds objects"
+        ) from error
