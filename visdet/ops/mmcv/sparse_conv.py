@@ -147,8 +147,10 @@ def indice_conv(
     weights = _weights(features, filters, indice_pairs)
     dtype = computation_dtype(features)
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
+    wide = features.to(dtype)  # The gradient of an input is a sum over the taps.
     for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
-        output = output.index_add_(0, target, (features[source] @ weights[k]).to(dtype))
+        product = wide[source].to(features.dtype) @ weights[k]
+        output = output.index_add_(0, target, product.to(dtype))
     # The sums of no numbers make a result of no pairs differentiable.
     return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
 
