@@ -43,39 +43,30 @@ def _draw_gaussians(draw: Draw) -> Problem:
     return linear_problem("semantics", given, "means3D", "opacities", "cov3D")
 
 
-def _aggregated(
-    pts: Tensor,
-    points_int: Tensor,
-    means3D: Tensor,
-    means3D_int: Tensor,
-    opacities: Tensor,
-    semantics: Tensor,
-    radii: Tensor,
-    cov3D: Tensor,
-    **sizes: int,
-) -> Tensor:
-    ends = points_int.new_tensor([sizes["H"], sizes["W"], sizes["D"]])
+def _aggregated(pts: Tensor, points_int: Tensor, **given: Any) -> Tensor:
+    means, cells, opacities, semantics, radii, cov3D = (
+        given[name] for name in ("means3D", "means3D_int", "opacities", "semantics", "radii", "cov3D")
+    )
+    ends = points_int.new_tensor([given[name] for name in "HWD"])
     is_inside = ((points_int >= 0) & (points_int < ends)).all(1)
-    reach = radii.view(len(means3D), 3 if radii.dim() == 2 else 1)
-    is_near = ((points_int[:, None] - means3D_int).abs() <= reach).all(2) & is_inside[:, None]
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    apart = pts[:, None] - means3D
+    reach = radii.view(len(means), 3 if radii.dim() == 2 else 1)
+    is_near = ((points_int[:, None] - cells).abs() <= reach).all(2) & is_inside[:, None]
+    apart, precision = pts[:, None] - means, _matrices(cov3D)
     density = (-0.5 * torch.einsum("ngi,gij,ngj->ng", apart, precision, apart)).exp()
     return (density * opacities * is_near) @ semantics
 
 
-def _expected(
-    pts: Tensor, points_int: Tensor, means3D: Tensor, semantics: Tensor, cov3D: Tensor, **others: Any
-) -> tuple[Tensor, ...]:
+def _matrices(cov3D: Tensor) -> Tensor:  # [G, 6] -> [G, 3, 3]
+    return cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
+
+
+def _expected(opacities: Tensor, semantics: Tensor, cov3D: Tensor, **given: Any) -> tuple[Tensor, ...]:
     """Return the results by way of the plain sums."""
 
-    def summed(opacities: Tensor, values: Tensor) -> Tensor:
-        return _aggregated(
-            pts, points_int, means3D, semantics=values, cov3D=cov3D, **others | {"opacities": opacities}
-        )
+    def summed(weights: Tensor, values: Tensor) -> Tensor:
+        return _aggregated(opacities=weights, semantics=values, cov3D=cov3D, **given)
 
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    weights = others["opacities"] * torch.linalg.det(precision).sqrt() / (2 * math.pi) ** 1.5
+    weights = opacities * torch.linalg.det(_matrices(cov3D)).sqrt() / (2 * math.pi) ** 1.5
     G, C = semantics.shape
     ones = semantics.new_ones(G)
     each = summed(ones, torch.eye(G).to(semantics))
