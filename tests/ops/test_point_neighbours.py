@@ -167,6 +167,17 @@ def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
     assert torch.equal(grouped[2], features[[6, 3]].T)
 
 
+@pytest.mark.parametrize("D", [1, 2, 5])
+def test_knn_of_features_is_the_loop(D, device):
+    points, centers = cloud(2, 9, D, device=device), cloud(2, 4, D, seed=1, device=device)
+    index, distances = knn(3, points, centers)
+    expected = (centers[:, :, None] - points[:, None]).square().sum(3).sort(dim=2, stable=True)
+    assert torch.equal(distances, expected.values[..., :3])
+    assert torch.equal(index.long(), expected.indices[..., :3])
+    with pytest.raises(ValueError, match=rf"knn: center_xyz must be \[2, M, {D}\], got \[2, 4, {D + 1}\]"):
+        knn(3, points, torch.zeros(2, 4, D + 1, device=device))
+
+
 def pool_in_equal_boxes(features, count):
     points, boxes = features.new_zeros(1, 1, 3), features.new_ones(1, count, 7)
     return roipoint_pool3d(points + 1, features, boxes, 1)[0][..., 3]
@@ -257,7 +268,7 @@ def test_gradients():
         (lambda x: ball_query(0, 1, 2, x, x[:1]), r"center_xyz must be \[2, M, 3\], got \[1, 4, 3\]"),
         (lambda x: ball_query(0, 1, -1, x, x), "ball_query: sample_num must be 0 or more, got -1"),
         (lambda x: knn(0, x, x), "knn: k must be at least 1, got 0"),
-        (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, 3\]"),
+        (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, D\]"),
         (lambda x: three_nn(x[0], x), r"three_nn: target must be \[2, N, 3\], got \[4, 3\]"),
         (lambda x: furthest_point_sample(x, -1), "num_points must be 0 or more for 4 points, got -1"),
         (lambda x: furthest_point_sample(x[:, :0], 1), "num_points must be 0 for 0 points, got 1"),
