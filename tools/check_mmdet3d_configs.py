@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from check_mmdet_configs import check_configs, train_and_predict
+from check_mmdet_configs import check_configs, train_and_predict, without_weights
 
 CONFIGS = (
     "pointpillars/pointpillars_hv_secfpn_8xb6-160e_kitti-3d-3class.py",
@@ -33,6 +33,14 @@ CONFIGS = (
     "pgd/pgd_r101-caffe_fpn_head-gn_4xb3-4x_kitti-mono3d.py",
     "smoke/smoke_dla34_dlaneck_gn-all_4xb8-6x_kitti-mono3d.py",
     "imvoxelnet/imvoxelnet_8xb4_kitti-3d-car.py",
+    "sassd/sassd_8xb6-80e_kitti-3d-3class.py",
+    "regnet/pointpillars_hv_regnet-400mf_fpn_sbn-all_8xb4-2x_nus-3d.py",
+    "pointnet2/pointnet2_ssg_2xb16-cosine-200e_scannet-seg.py",
+    "pointnet2/pointnet2_msg_2xb16-cosine-80e_s3dis-seg.py",
+    "paconv/paconv_ssg_8xb8-cosine-150e_s3dis-seg.py",
+    "paconv/paconv_ssg-cuda_8xb8-cosine-200e_s3dis-seg.py",
+    "dgcnn/dgcnn_4xb32-cosine-100e_s3dis-seg_test-area1.py",
+    "cylinder3d/cylinder3d_4xb4-3x_semantickitti.py",
 )
 MONOCULAR = ("fcos3d", "pgd", "smoke", "imvoxelnet")
 INDOOR = ("sunrgbd", "scannet")
@@ -40,21 +48,6 @@ BOXES = 6
 # In pixels: height and width of the images, and the focal length.
 IMAGE = (256, 640)
 FOCAL = 400.0
-
-
-def without_weights(settings: Any) -> None:
-    """Drop the paths of pretrained weights, and open the thresholds that an untrained model does not pass."""
-    if isinstance(settings, dict):
-        for key in list(settings):
-            if key == "init_cfg" and "Pretrained" in str(settings[key]):
-                settings[key] = None
-            elif key in ("score_thr", "score_threshold") and settings[key] is not None:
-                settings[key] = [0.0] * len(settings[key]) if isinstance(settings[key], list) else 0.0
-            else:
-                without_weights(settings[key])
-    elif isinstance(settings, (list, tuple)):
-        for item in settings:
-            without_weights(item)
 
 
 def point_scene(config: Any, name: str) -> tuple[Any, Any]:
@@ -167,8 +160,27 @@ def batch_of(config: Any, name: str, device: str) -> dict:
     return dict(inputs=inputs, data_samples=[sample])
 
 
+def labelled_points(config: Any, name: str, device: str, is_training: bool) -> dict:
+    """Return a batch of two samples, or of one for a prediction, of points in a room or around a car, with classes."""
+    import torch
+    from mmdet3d.structures import Det3DDataSample, PointData
+
+    features = config.model.backbone.get("in_channels", 4)
+    if config.model.test_cfg.get("use_normalized_coord") and not is_training:
+        features -= 3  # The test adds them itself.
+    points = torch.rand(4096, features, device=device)
+    if "semantickitti" in name:
+        points[:, :3] = (points[:, :3] - 0.5) * points.new_tensor([20, 20, 4])
+    sample = Det3DDataSample(metainfo=dict(box_type_3d=None))
+    sample.gt_pts_seg, sample.eval_ann_info = PointData(), None
+    classes = config.model.decode_head.num_classes - 1
+    sample.gt_pts_seg.pts_semantic_mask = torch.randint(0, classes, (len(points),), device=device)
+    count = 2 if is_training else 1
+    return dict(inputs=dict(points=[points] * count), data_samples=[sample] * count)
+
+
 def check(config_path: Path, device: str) -> str:
-    """Return a text with the loss of one training step and the number of predicted boxes."""
+    """Return a text with the loss of one training step and the number of predicted boxes, or classes of points."""
     import torch
     from mmdet3d.registry import MODELS
     from mmengine.config import Config
@@ -179,16 +191,22 @@ def check(config_path: Path, device: str) -> str:
     config = Config.fromfile(config_path)
     without_weights(config.model)
     model = MODELS.build(config.model).to(device)
+    if "num_classes" in config.model.get("decode_head", {}):
+        loss, sample = train_and_predict(
+            model, lambda count: labelled_points(config, config_path.name, device, count == 2)
+        )
+        return f"loss {loss:.3f}, {len(sample.pred_pts_seg.pts_semantic_mask.unique())} classes"
     loss, sample = train_and_predict(model, lambda count: batch_of(config, config_path.name, device))
     return f"loss {loss:.3f}, {len(sample.pred_instances_3d)} boxes"
 
 
 def allow_cpu() -> None:
-    """Let mmcv's wrappers run on the CPU: some allocate by ``torch.cuda.IntTensor`` or compare the current device."""
+    """Let code run on the CPU that makes a ``torch.cuda.IntTensor``, asks for the current device or moves to it."""
     import torch
 
     torch.cuda.IntTensor, torch.cuda.FloatTensor = torch.IntTensor, torch.FloatTensor
     torch.cuda.current_device = lambda: -1
+    torch.Tensor.cuda = lambda self, *arguments, **named: self
 
 
 if __name__ == "__main__":

@@ -102,6 +102,24 @@ def test_neighbours():
     assert torch.equal(samples, furthest_point_sample(points, 5))
 
 
+def test_three_nn_of_points_with_the_number_of_their_image():
+    known, unknown = torch.rand(1, 12, 4), torch.rand(1, 7, 4)
+    known[..., 0], unknown[..., 0] = (
+        torch.arange(12) % 2,
+        torch.arange(7) % 3,
+    )  # No point is known of the image 2.
+    squared, index = torch.empty(1, 7, 3), torch.empty(1, 7, 3, dtype=torch.int32)
+    mmcv_ext.three_nn_forward(unknown, known, squared, index, b=1, n=7, m=12)
+    for n, point in enumerate(unknown[0]):
+        apart = (known[0, :, 1:] - point[1:]).square().sum(1).where(known[0, :, 0] == point[0], torch.inf)
+        expected = apart.sort(stable=True)
+        if point[0] == 2:
+            assert index[0, n].tolist() == [0, 0, 0] and (squared[0, n] == 1e10).all()
+        else:
+            assert index[0, n].tolist() == expected.indices[:3].tolist()
+            torch.testing.assert_close(squared[0, n], expected.values[:3])
+
+
 def test_boxes():
     points, boxes = torch.rand(1, 50, 3), torch.rand(1, 4, 7)
     every = points_in_boxes.points_in_boxes_all(points, boxes)

@@ -111,6 +111,7 @@ def test_prroi_pool_is_the_integral(device):
 def test_psa_mask_is_the_loop(psa_type, device):
     H, W, MH, MW = 4, 5, 3, 5
     input = maps(2, MH * MW, H, W)
+    input[0, 2 * MW + 2, 0, 0] = torch.nan  # This is the attention of two pixels, and of no others.
     expected = torch.zeros(2, H * W, H, W, dtype=torch.float64)
     for h in range(H):
         for w in range(W):
@@ -123,7 +124,8 @@ def test_psa_mask_is_the_loop(psa_type, device):
                             expected[:, y * W + x, h, w] = value
                         else:
                             expected[:, h * W + w, y, x] = value
-    assert torch.equal(psa_mask(input.to(device), psa_type, (MH, MW)).cpu(), expected)
+    result = psa_mask(input.to(device), psa_type, (MH, MW)).cpu()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ from visdet.ops import (
     ball_query,
     furthest_point_sample,
     furthest_point_sample_with_dist,
+    indice_conv,
     knn,
+    local_aggregate,
     point_neighbours,
+    roipoint_pool3d,
     stack_ball_query,
     three_nn,
 )
@@ -164,11 +167,57 @@ def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
     assert torch.equal(grouped[2], features[[6, 3]].T)
 
 
-def test_gradients_of_many_equal_points_are_summed_in_float32(device):
-    features = torch.ones(1, 1, 2, dtype=torch.float16, device=device, requires_grad=True)
-    index = torch.zeros(1, 4096, 1, dtype=torch.int32, device=device)
-    group_points(features, index).backward(torch.ones(1, 1, 4096, 1, dtype=torch.float16, device=device))
-    assert features.grad.tolist() == [[[4096.0, 0.0]]]  # In float16, 2048 + 1 is 2048.
+@pytest.mark.parametrize("D", [1, 2, 5])
+def test_knn_of_features_is_the_loop(D, device):
+    points, centers = cloud(2, 9, D, device=device), cloud(2, 4, D, seed=1, device=device)
+    index, distances = knn(3, points, centers)
+    expected = (centers[:, :, None] - points[:, None]).square().sum(3).sort(dim=2, stable=True)
+    assert torch.equal(distances, expected.values[..., :3])
+    assert torch.equal(index.long(), expected.indices[..., :3])
+    with pytest.raises(ValueError, match=rf"knn: center_xyz must be \[2, M, {D}\], got \[2, 4, {D + 1}\]"):
+        knn(3, points, torch.zeros(2, 4, D + 1, device=device))
+
+
+def pool_in_equal_boxes(features, count):
+    points, boxes = features.new_zeros(1, 1, 3), features.new_ones(1, count, 7)
+    return roipoint_pool3d(points + 1, features, boxes, 1)[0][..., 3]
+
+
+def convolve_by_many_taps(features, count):
+    pairs = torch.zeros(count, 2, 1, dtype=torch.int32, device=features.device)
+    pairs[:, 1, 0] = torch.arange(count)
+    filters = features.new_ones(count, 1, 1, 1, 1)
+    return indice_conv(features[0], filters, pairs, torch.ones_like(pairs[:, 0, 0]), count)
+
+
+def spread_to_equal_points(features, count):
+    points, mean = features.new_zeros(count, 3), features.new_zeros(1, 3)
+    gaussian = mean.int(), features.new_ones(1), features[0], mean.int()[0, :1], features.new_ones(1, 6)
+    return local_aggregate(points, points.int(), mean, *gaussian, 1, 1, 1)
+
+
+def assign_to_equal_groups(features, count):
+    index, scores = features.new_zeros(1, count, 1).int(), features.new_ones(1, count, 1, 1)
+    return assign_score_withk(scores, features[..., None], features.detach()[..., None], index)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda features, count: group_points(features, features.new_zeros(1, count, 1).int()),
+        pool_in_equal_boxes,
+        convolve_by_many_taps,
+        spread_to_equal_points,
+        assign_to_equal_groups,
+    ],
+    ids=["group_points", "roipoint_pool3d", "indice_conv", "local_aggregate", "assign_score_withk"],
+)
+def test_gradients_of_many_equal_points_are_summed_in_float32(spread, device):
+    features = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
+    result = spread(features, 300)
+    assert result.numel() == 300
+    result.backward(torch.ones_like(result))
+    assert features.grad.item() == 300  # In bfloat16, 256 + 1 is 256.
 
 
 def test_assign_score_withk_is_the_loop(device):
@@ -183,6 +232,16 @@ def test_assign_score_withk_is_the_loop(device):
             expected[b, :, p, k] = (scores[b, p, k, :, None] * difference).sum(0)
     result = assign_score_withk(*(t.to(device) for t in (scores, points, centers, index)))
     torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_what_is_not_a_neighbour_of_assign_score_withk_contributes_nothing(device):
+    scores = torch.ones(1, 2, 2, 1, device=device, requires_grad=True)
+    points = torch.tensor([torch.nan, 1.0], device=device).view(1, 2, 1, 1)
+    index = torch.tensor([[[1, -1], [2, 1]]], device=device)  # The center of the second group is none.
+    result = assign_score_withk(scores, points, torch.zeros_like(points), index)
+    result.sum().backward()
+    assert result.tolist() == [[[[1.0, 0.0], [0.0, 0.0]]]]
+    assert scores.grad.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_gradients():
@@ -209,7 +268,7 @@ def test_gradients():
         (lambda x: ball_query(0, 1, 2, x, x[:1]), r"center_xyz must be \[2, M, 3\], got \[1, 4, 3\]"),
         (lambda x: ball_query(0, 1, -1, x, x), "ball_query: sample_num must be 0 or more, got -1"),
         (lambda x: knn(0, x, x), "knn: k must be at least 1, got 0"),
-        (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, 3\]"),
+        (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, D\]"),
         (lambda x: three_nn(x[0], x), r"three_nn: target must be \[2, N, 3\], got \[4, 3\]"),
         (lambda x: furthest_point_sample(x, -1), "num_points must be 0 or more for 4 points, got -1"),
         (lambda x: furthest_point_sample(x[:, :0], 1), "num_points must be 0 for 0 points, got 1"),

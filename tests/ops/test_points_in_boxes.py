@@ -116,6 +116,13 @@ def test_nothing(device):
         assert (roiaware_pool3d(torch.ones(2, 7, device=device), none[0], none[0], 2, 4, mode) == 0).all()
 
 
+def test_voxels_of_an_infinite_box_are_empty(device):
+    box = torch.tensor([[0.0, 0, 0, 2, torch.inf, 2, 0]], device=device)
+    point, feature = torch.tensor([[0.5, 0.5, 0.5]], device=device), torch.ones(1, 1, device=device)
+    for mode in ("max", "avg"):
+        assert (roiaware_pool3d(box, point, feature, 2, 4, mode) == 0).all()
+
+
 def test_features_of_points_in_no_box_have_a_gradient_of_zero(device):
     points, boxes = torch.rand(1, 9, 3, device=device), torch.full((1, 2, 7), 99.0, device=device)
     features = torch.rand(1, 9, 2, device=device, requires_grad=True)

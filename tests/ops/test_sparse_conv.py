@@ -121,6 +121,23 @@ def test_inverse_convolution_leads_back_to_the_inputs(device):
     torch.testing.assert_close(result, expected)
 
 
+def test_taps_without_pairs_are_not_used(device):
+    pairs = torch.tensor([[[0, 1], [1, 0]], [[0, 1], [0, 1]]], dtype=torch.int32, device=device)
+    counts = torch.tensor([2, 2], dtype=torch.int32, device=device)
+    features = torch.rand(2, 3, device=device, requires_grad=True)
+    filters = torch.rand(1, 1, 5, 3, 4, device=device, requires_grad=True)
+    result = indice_conv(features, filters, pairs, counts, 2)
+    expected = indice_conv(features, filters[:, :, :2], pairs, counts, 2)
+    assert torch.equal(result, expected)
+    grad = torch.rand_like(result)
+    wanted = torch.autograd.grad(expected, (features, filters), grad)
+    for one, other in zip(torch.autograd.grad(result, (features, filters), grad), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    given = indice_conv_gradients(features.detach(), filters.detach(), grad, pairs, counts)
+    for one, other in zip(given, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_maxima_of_places_without_input_are_0(device):
     shape = (6, 6)
     indices, features = places(shape), torch.randn(25, 4)

@@ -95,10 +95,28 @@ def knn_forward(
     write("knn_forward", "dist2_tensor", dist2_tensor, distances.masked_fill(is_far, 1e10))
 
 
+def _three_of_each_image(count: int, known: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what ``knn`` does, for points (image, x, y, z) and their neighbours in the same image, as SASSD means it.
+
+    mmcv reads such points as if they had three numbers. A point without neighbours gets index 0 and 1e10.
+    """
+    index = unknown.new_zeros(*unknown.shape[:2], count, dtype=torch.int32)
+    distances = unknown.new_full(index.shape, 1e10)
+    for b, image in ((b, image) for b, points in enumerate(unknown) for image in points[:, 0].unique()):
+        rows, columns = ((points[b, :, 0] == image).nonzero()[:, 0] for points in (unknown, known))
+        if len(columns):
+            found, squared = point_neighbours.knn(
+                count, known[b, columns, 1:][None], unknown[b, rows, 1:][None]
+            )
+            index[b, rows], distances[b, rows] = columns[found[0].long()].int(), squared[0]
+    return index, distances
+
+
 def three_nn_forward(
     unknown_tensor: Tensor, known_tensor: Tensor, dist2_tensor: Tensor, idx_tensor: Tensor, **sizes: int
 ) -> None:
-    index, distances = point_neighbours.knn(3, known_tensor, unknown_tensor)
+    nearest = _three_of_each_image if unknown_tensor.shape[-1] == 4 else point_neighbours.knn
+    index, distances = nearest(3, known_tensor, unknown_tensor)
     write("three_nn_forward", "dist2_tensor", dist2_tensor, distances)
     write("three_nn_forward", "idx_tensor", idx_tensor, index)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_gradients", "choice", "write"]
+__all__ = ["add_gradients", "choice", "gradients_of", "write"]
 
 
 def _full(entry: str) -> str:
@@ -75,3 +75,12 @@ def add_gradients(
     for out in outputs:
         if out is not None and (grad := next(grads)) is not None:
             out.copy_(grad)
+
+
+def gradients_of(
+    entry: str, function: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor
+) -> list[Tensor]:
+    """Return the gradient of ``function(*inputs)`` for each input, as ``add_gradients`` writes it."""
+    grads = [torch.zeros_like(tensor) for tensor in inputs]
+    add_gradients(entry, function, inputs, grad_output, grads)
+    return grads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visdet import ops
 
-from ._gradients import add_gradients
+from ._gradients import gradients_of
 
 __all__ = ["dcnv3_backward", "dcnv3_forward"]
 
@@ -78,13 +78,9 @@ def dcnv3_backward(input: Tensor, offset: Tensor, mask: Tensor, *arguments: Any)
     The arguments are those of :func:`dcnv3_forward`, with the gradient of its result before ``im2col_step``.
     """
     options, grad_output, others = arguments[:11], arguments[11], arguments[12:]
-    inputs = [input, offset, mask]
-    grads = [torch.zeros_like(tensor) for tensor in inputs]
-    add_gradients(
+    return gradients_of(
         "DCNv3.dcnv3_backward",
         lambda *tensors: dcnv3_forward(*tensors, *options, *others),
-        inputs,
+        [input, offset, mask],
         grad_output,
-        list(grads),
     )
-    return grads

@@ -1,70 +1,32 @@
 """The functions of ``local_aggregate_prob._C`` and ``local_aggregate_prob_fast._C`` (GaussianFormer-2)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visdet.ops.mmcv.local_aggregate import local_aggregate_prob
 
-from ._gradients import add_gradients
+from .gaussian_ext import gradients_of_gaussians, kept
 
 __all__ = ["local_aggregate", "local_aggregate_backward"]
 
 
-def local_aggregate(
-    pts: Tensor,
-    points_int: Tensor,
-    means3D: Tensor,
-    means3D_int: Tensor,
-    opas: Tensor,
-    semantics: Tensor,
-    radii: Tensor,
-    cov3D: Tensor,
-    H: int,
-    W: int,
-    D: int,
-) -> tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return 0, the three results, and four tensors that the wrapper keeps for the backward function.
+def local_aggregate(*arguments: Any) -> tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return 0, the three results of ``visdet.ops.local_aggregate_prob``, and four tensors that the wrapper keeps."""
+    results = local_aggregate_prob(*arguments)
+    return 0, *results, arguments[0].new_empty(0), *kept(arguments)
 
-    They hold the voxels and the reach of the Gaussians, which that function is not given otherwise.
+
+def local_aggregate_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of the means, the opacities, the semantics and the inverse covariances.
+
+    The arguments are those of ``gradients_of_gaussians``, four results of the forward call, and the gradients of the
+    first three.
     """
-    results = local_aggregate_prob(
-        pts, points_int, means3D, means3D_int, opas, semantics, radii, cov3D, H, W, D
-    )
-    empty = pts.new_empty(0)
-    return 0, *results, empty, means3D_int, radii, empty
 
+    def aggregate(*given: Any) -> Tensor:
+        return torch.cat([one.view(len(given[0]), -1) for one in local_aggregate_prob(*given)], 1)
 
-def local_aggregate_backward(
-    geomBuffer: Tensor,
-    binningBuffer: Tensor,
-    imageBuffer: Tensor,
-    H: int,
-    W: int,
-    D: int,
-    R: int,
-    means3D: Tensor,
-    pts: Tensor,
-    points_int: Tensor,
-    cov3D: Tensor,
-    opas: Tensor,
-    semantics: Tensor,
-    logits: Tensor,
-    bin_logits: Tensor,
-    density: Tensor,
-    probability: Tensor,
-    logits_grad: Tensor,
-    bin_logits_grad: Tensor,
-    density_grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the means, the opacities, the semantics and the inverse covariances."""
-
-    def aggregate(means: Tensor, opacities: Tensor, semantics: Tensor, cov: Tensor) -> Tensor:
-        first = pts, points_int, means, geomBuffer
-        results = local_aggregate_prob(*first, opacities, semantics, binningBuffer, cov, H, W, D)
-        return torch.cat([one.view(len(pts), -1) for one in results], 1)
-
-    inputs = [means3D, opas, semantics, cov3D]
-    grads = [torch.zeros_like(tensor) for tensor in inputs]
-    given = torch.cat([logits_grad, bin_logits_grad[:, None], density_grad[:, None]], 1)
-    add_gradients("local_aggregate_backward", aggregate, inputs, given, list(grads))
-    return grads[0], grads[1], grads[2], grads[3]
+    grads = [grad.view(len(grad), -1) for grad in arguments[17:]]
+    return gradients_of_gaussians(aggregate, arguments[:13], torch.cat(grads, 1))

@@ -3,11 +3,13 @@
 ``visdet.compat.extensions`` makes this module importable under that name.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ._gradients import add_gradients
+from ._gradients import gradients_of
 
 __all__ = ["geometric_kernel_attn_cuda_backward", "geometric_kernel_attn_cuda_forward"]
 
@@ -39,29 +41,15 @@ def geometric_kernel_attn_cuda_forward(
     return out.view(B, Q, G * C)
 
 
-def geometric_kernel_attn_cuda_backward(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_loc: Tensor,
-    attn_weight: Tensor,
-    grad_output: Tensor,  # [B, Q, G * C]
-    im2col_step: int = 64,
-) -> list[Tensor]:
-    """Return the gradients of ``value`` and ``attn_weight``. The other arguments are those of the forward function."""
+def geometric_kernel_attn_cuda_backward(value: Tensor, *others: Any) -> list[Tensor]:
+    """Return the gradients of ``value`` and ``attn_weight``.
+
+    The arguments are those of the forward function with ``grad_output`` [B, Q, G * C] before ``im2col_step``.
+    """
+    *tables, attn_weight, grad_output = others[:5]
 
     def attend(value: Tensor, attn_weight: Tensor) -> Tensor:
-        return geometric_kernel_attn_cuda_forward(
-            value, spatial_shapes, level_start_index, sampling_loc, attn_weight
-        )
+        return geometric_kernel_attn_cuda_forward(value, *tables, attn_weight)
 
-    inputs = [value, attn_weight]
-    grads = [torch.zeros_like(tensor) for tensor in inputs]
-    add_gradients(
-        "GeometricKernelAttention.geometric_kernel_attn_cuda_backward",
-        attend,
-        inputs,
-        grad_output,
-        list(grads),
-    )
-    return grads
+    entry = "GeometricKernelAttention.geometric_kernel_attn_cuda_backward"
+    return gradients_of(entry, attend, [value, attn_weight], grad_output)

@@ -28,9 +28,12 @@ def row_ranges(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def squared_distances(centers: Tensor, points: Tensor) -> Tensor:  # [M, 3], [N, 3] -> [M, N]
-    x, y, z = ((center[:, None] - point) for center, point in zip(centers.T, points.T, strict=True))
-    return x.mul_(x).add_(y.mul_(y)).add_(z.mul_(z))
+def squared_distances(centers: Tensor, points: Tensor) -> Tensor:  # [M, D], [N, D] -> [M, N]
+    distances = centers.new_zeros(len(centers), len(points))
+    for center, point in zip(centers.T, points.T, strict=True):
+        apart = center[:, None] - point
+        distances.add_(apart.mul_(apart))
+    return distances
 
 
 def first_marked(marks: Tensor, count: int) -> tuple[Tensor, Tensor]:  # [M, N] bool -> [M, count], [M]
@@ -191,15 +194,15 @@ def _nearest(distances: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def knn(
     k: int,
-    xyz: Tensor,  # [B, N, 3]
-    center_xyz: Tensor,  # [B, M, 3]
+    xyz: Tensor,  # [B, N, D]
+    center_xyz: Tensor,  # [B, M, D]
 ) -> tuple[Tensor, Tensor]:  # [B, M, k] int32, [B, M, k]
     """Return the ``k`` nearest points of each center, and their squared distances.
 
     Args:
         k: The number of neighbours.
-        xyz: [B, N, 3]. The points. 16-bit types are computed in float32.
-        center_xyz: [B, M, 3]. The centers.
+        xyz: [B, N, D]. The points, or their features. 16-bit types are computed in float32.
+        center_xyz: [B, M, D]. The centers.
 
     Returns:
         [B, M, k] int32 and [B, M, k]. Indices and squared distances, nearest first; of equal distances the lower index
@@ -211,16 +214,17 @@ def knn(
     Raises:
         ValueError: A shape or ``k`` does not fit. The message names the argument.
 
-    Source: The signature is mmcv's.
+    Source: The signature is mmcv's, which reads three numbers for each point whatever D is.
     """
     if k < 1:
         raise ValueError(f"knn: k must be at least 1, got {k}")
-    check_layout("knn", "xyz", xyz, "[B, N, 3]", None, None, 3)
-    check_layout("knn", "center_xyz", center_xyz, f"[{xyz.shape[0]}, M, 3]", xyz.shape[0], None, 3)
+    check_layout("knn", "xyz", xyz, "[B, N, D]", None, None, None)
+    B, _, D = xyz.shape
+    check_layout("knn", "center_xyz", center_xyz, f"[{B}, M, {D}]", B, None, D)
 
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
-    has_kernel = _library.serves(points) and k <= _library.CONSTANTS["max_neighbours"]
+    has_kernel = _library.serves(points) and D == 3 and k <= _library.CONSTANTS["max_neighbours"]
     run: Any = torch.ops.visdet.knn if has_kernel else knn_reference
     return run(points, centers, k)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.fuzz.problem import Draw, Operator, Problem, wide_of
 from visdet.ops import (
+    assign_score_withk,
     bev_pool,
     bev_pool_v2,
     dynamic_scatter,
@@ -99,6 +100,34 @@ def _stacked_groups(
         padded = torch.cat([cloud, cloud.new_zeros(1, cloud.shape[1])])
         parts.append(padded[torch.where(is_inside, index.long(), len(cloud))].transpose(1, 2))
     return torch.cat(parts)
+
+
+def _draw_scores(draw: Draw) -> Problem:
+    B, N, M, C, P, K = (draw.size(limit) for limit in (3, 20, 4, 5, 12, 6))
+    features = draw_features(draw, B, N, M, C)
+    given = {
+        "scores": draw_features(draw, B, P, K, M),
+        "point_features": features,
+        "center_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, M, C)), features.dtype),
+        "knn_idx": draw_index(draw, *draw.pick((0, N), (-1, N + 1)), B, P, K),
+    }
+    return linear_problem("point_features", given, "scores", "center_features")
+
+
+def _assigned(scores: Tensor, point_features: Tensor, center_features: Tensor, knn_idx: Tensor) -> Tensor:
+    """Return the sums for centers of the other sign, whose magnitudes are a bound."""
+    B, N = point_features.shape[:2]
+    cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
+    center = knn_idx[..., :1].expand(knn_idx.shape)
+    is_inside = (knn_idx >= 0) & (knn_idx < N) & (center >= 0) & (center < N)
+
+    def rows(features: Tensor, index: Tensor) -> Tensor:  # The row N is 0.
+        padded = torch.cat([features, features.new_zeros(B, 1, *features.shape[2:])], 1)
+        return padded[cloud, torch.where(is_inside, index.long(), N)]
+
+    summed = rows(point_features, knn_idx) + rows(center_features, center)
+    scores = torch.where(is_inside[..., None], scores, 0)
+    return torch.einsum("bpkm,bpkmc->bcpk", scores, summed)
 
 
 SIZE, RANGE = (0.5, 0.25, 1.0), (-2.0, -1.0, -2.0, 2.0, 1.0, 2.0)
@@ -257,6 +286,18 @@ OPERATORS = (
         _interpolated,
         spoiled={"features": ("rank",), "indices": ("rank", 0, 1, 2), "weight": ("rank", 1, 2)},
         aliases=("group_points",),
+    ),
+    Operator(
+        "assign_score_withk",
+        lambda center_features, **given: assign_score_withk(center_features=-center_features, **given),
+        _draw_scores,
+        _assigned,
+        spoiled={
+            "scores": ("rank", 0, 3),
+            "point_features": ("rank", 0, 1, 2, 3),
+            "center_features": ("rank", 0, 1, 2, 3),
+            "knn_idx": ("rank", 0, 1, 2),
+        },
     ),
     Operator(
         "dynamic_voxelize",

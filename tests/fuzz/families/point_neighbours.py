@@ -1,7 +1,7 @@
 """Problems of ball_query, stack_ball_query, knn, three_nn and furthest point sampling. Results are those of plain
 torch to the bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,11 @@ def _clouds(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return sizes.empty(B, N, 3, dtype=dtype), sizes.empty(B, M, 3, dtype=dtype)
 
 
+def _of_centers(**settings: Any) -> Callable[[int], Problem]:
+    """Return a function of a number of centers, which looks for their neighbours in small clouds."""
+    return lambda n: Problem(dict(settings, xyz=rand(2, 7, 3), center_xyz=rand(2, n, 3)))
+
+
 def _launches_of_balls() -> Any:
     return st.builds(
         lambda clouds, count: dict(
@@ -182,6 +187,7 @@ def _launches_of_samples() -> Any:
     )
 
 
+SPOILED: dict[str, Sequence[str | int]] = {"xyz": ("rank", 0, 2), "center_xyz": ("rank", "device", 0, 2)}
 OPERATORS = (
     Operator(
         "ball_query",
@@ -189,11 +195,9 @@ OPERATORS = (
         _draw_balls,
         nothing,
         compare=same_bits(_balls),
-        spoiled={"xyz": ("rank", 0, 2), "center_xyz": ("rank", "device", 0, 2)},
+        spoiled=SPOILED,
         of_size=(
-            lambda n: Problem(
-                dict(min_radius=0, max_radius=0.5, sample_num=4, xyz=rand(2, 7, 3), center_xyz=rand(2, n, 3))
-            ),
+            _of_centers(min_radius=0, max_radius=0.5, sample_num=4),
             lambda n: Problem(
                 dict(min_radius=0, max_radius=0.5, sample_num=4, xyz=rand(2, n, 3), center_xyz=rand(2, 5, 3))
             ),
@@ -215,9 +219,9 @@ OPERATORS = (
         _draw_knn,
         nothing,
         compare=same_bits(_nearest),
-        spoiled={"xyz": ("rank", 0, 2), "center_xyz": ("rank", "device", 0, 2)},
+        spoiled=SPOILED,
         of_size=(
-            lambda n: Problem(dict(k=4, xyz=rand(2, 7, 3), center_xyz=rand(2, n, 3))),
+            _of_centers(k=4),
             lambda n: Problem(dict(k=4, xyz=rand(n, 7, 3), center_xyz=rand(n, 5, 3))),
         ),
         launches=_launches_of_knn,

@@ -1,4 +1,4 @@
-"""Problems of the operators in plain torch for what lies around points: Gaussians, boxes, and sparse convolution."""
+"""Problems of the operators in plain torch for what lies around points: Gaussians and sparse convolution."""
 
 import math
 from typing import Any
@@ -11,21 +11,19 @@ from tests.fuzz.problem import Draw, Operator, Problem, largest
 from visdet.ops import (
     get_indice_pairs,
     indice_conv,
+    indice_maxpool,
     local_aggregate,
     local_aggregate_prob,
-    points_in_boxes_all,
-    points_in_boxes_part,
-    roipoint_pool3d,
 )
+from visdet.ops.mmcv.sparse_conv import indice_maxpool_gradient
 
 from .point_features import linear_problem
-from .point_neighbours import nothing
 
 __all__ = ["OPERATORS"]
 
 
 def _draw_gaussians(draw: Draw) -> Problem:
-    N, G, C, dtype = draw.size(40), draw.size(30), draw.size(5), draw.dtype(torch.float32, torch.float64)
+    N, G, C, dtype = draw.size(40), draw.size(30), draw.size(5), draw.dtype()
     H, W, D = (draw.size(6, 0) for _ in range(3))
     points, means = draw.uniform(0, 6, N, 3), draw.uniform(0, 6, G, 3)
     precision = torch.cat([draw.uniform(1, 2, G, 3), draw.uniform(-0.3, 0.3, G, 3)], 1)
@@ -45,39 +43,30 @@ def _draw_gaussians(draw: Draw) -> Problem:
     return linear_problem("semantics", given, "means3D", "opacities", "cov3D")
 
 
-def _aggregated(
-    pts: Tensor,
-    points_int: Tensor,
-    means3D: Tensor,
-    means3D_int: Tensor,
-    opacities: Tensor,
-    semantics: Tensor,
-    radii: Tensor,
-    cov3D: Tensor,
-    **sizes: int,
-) -> Tensor:
-    ends = points_int.new_tensor([sizes["H"], sizes["W"], sizes["D"]])
+def _aggregated(pts: Tensor, points_int: Tensor, **given: Any) -> Tensor:
+    means, cells, opacities, semantics, radii, cov3D = (
+        given[name] for name in ("means3D", "means3D_int", "opacities", "semantics", "radii", "cov3D")
+    )
+    ends = points_int.new_tensor([given[name] for name in "HWD"])
     is_inside = ((points_int >= 0) & (points_int < ends)).all(1)
-    reach = radii.view(len(means3D), 3 if radii.dim() == 2 else 1)
-    is_near = ((points_int[:, None] - means3D_int).abs() <= reach).all(2) & is_inside[:, None]
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    apart = pts[:, None] - means3D
+    reach = radii.view(len(means), 3 if radii.dim() == 2 else 1)
+    is_near = ((points_int[:, None] - cells).abs() <= reach).all(2) & is_inside[:, None]
+    apart, precision = pts[:, None] - means, _matrices(cov3D)
     density = (-0.5 * torch.einsum("ngi,gij,ngj->ng", apart, precision, apart)).exp()
     return (density * opacities * is_near) @ semantics
 
 
-def _expected(
-    pts: Tensor, points_int: Tensor, means3D: Tensor, semantics: Tensor, cov3D: Tensor, **others: Any
-) -> tuple[Tensor, ...]:
+def _matrices(cov3D: Tensor) -> Tensor:  # [G, 6] -> [G, 3, 3]
+    return cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
+
+
+def _expected(opacities: Tensor, semantics: Tensor, cov3D: Tensor, **given: Any) -> tuple[Tensor, ...]:
     """Return the results by way of the plain sums."""
 
-    def summed(opacities: Tensor, values: Tensor) -> Tensor:
-        return _aggregated(
-            pts, points_int, means3D, semantics=values, cov3D=cov3D, **others | {"opacities": opacities}
-        )
+    def summed(weights: Tensor, values: Tensor) -> Tensor:
+        return _aggregated(opacities=weights, semantics=values, cov3D=cov3D, **given)
 
-    precision = cov3D[:, [0, 3, 5, 3, 1, 4, 5, 4, 2]].view(-1, 3, 3)
-    weights = others["opacities"] * torch.linalg.det(precision).sqrt() / (2 * math.pi) ** 1.5
+    weights = opacities * torch.linalg.det(_matrices(cov3D)).sqrt() / (2 * math.pi) ** 1.5
     G, C = semantics.shape
     ones = semantics.new_ones(G)
     each = summed(ones, torch.eye(G).to(semantics))
@@ -93,83 +82,6 @@ def _bounds_of_gaussians(problem: Problem, bounds: dict[str, float]) -> None:
     most = terms * max(1.0, largest(given["semantics"], 1e30)) * max(1.0, bounds.get("grad_total", 0.0))
     for name in bounds:
         bounds[name] = most
-
-
-def _boxes(draw: Draw, *shape: int) -> Tensor:
-    parts = draw.uniform(-2, 2, *shape, 3), draw.uniform(0.2, 3, *shape, 3), draw.uniform(-4, 4, *shape, 1)
-    return torch.cat(parts, -1)
-
-
-def _draw_boxes(draw: Draw) -> Problem:
-    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
-    points = draw.with_bad_numbers(draw.uniform(-3, 3, B, N, 3))
-    return Problem(
-        {
-            "points": draw.place(points, dtype),
-            "boxes": draw.place(draw.with_bad_numbers(_boxes(draw, B, M)), dtype),
-        }
-    )
-
-
-def _margins(points: Tensor, boxes: Tensor) -> Tensor:  # [B, N, 3], [B, M, 7] -> [B, N, M]
-    """Return how far each point is inside each box; negative outside, NaN where a number is not finite."""
-    apart, (cos, sin) = (
-        points.double()[:, :, None] - boxes.double()[:, None, :, :3],
-        (
-            boxes[..., 6].double().cos()[:, None],
-            boxes[..., 6].double().sin()[:, None],
-        ),
-    )
-    half = boxes.double()[:, None, :, 3:6] / 2
-    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
-    along = torch.stack([x, y, apart[..., 2] - half[..., 2]], 3)
-    margin = (half - along.abs()).amin(3)
-    is_sound = points.isfinite().all(2)[:, :, None] & boxes.isfinite().all(2)[:, None]
-    return torch.where(is_sound, margin, torch.nan)
-
-
-def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
-    margin = _margins(**problem.arguments)
-    # A number of 1e30 leaves no digits for the distance from a side.
-    is_clear = (margin.abs() > 1e-4) & (margin.abs() < 1e4)
-    found = got[0]
-    if found.dim() == 3:
-        is_wrong = is_clear & ((found == 1) != (margin > 0))
-        return f"point and box {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
-    if margin.shape[2] == 0:
-        return "" if bool((found == -1).all()) else "a point is in a box, and there are none"
-    is_inside = margin > 0
-    wanted = torch.where(is_inside.any(2), is_inside.int().argmax(2), -1)
-    is_wrong = is_clear.all(2) & (found != wanted)
-    return f"points {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
-
-
-def _draw_pooled(draw: Draw) -> Problem:
-    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
-    given = {
-        "points": draw.place(draw.uniform(-3, 3, B, N, 3), dtype, can_expand=False),
-        "point_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, draw.size(4))), dtype),
-        "boxes3d": draw.place(_boxes(draw, B, M), dtype, can_expand=False),
-        "num_sampled_points": draw.size(20, 0),
-    }
-    return Problem(given)
-
-
-def _same_pooled(problem: Problem, got: tuple[Tensor, Tensor], expected: Any) -> str:
-    given = problem.arguments
-    margin = _margins(given["points"], given["boxes3d"])
-    values = torch.cat([given["points"], given["point_features"]], 2)
-    for b, m in torch.cartesian_prod(torch.arange(margin.shape[0]), torch.arange(margin.shape[2])).tolist():
-        if bool((margin[b, :, m].abs() < 1e-4).any()):
-            continue
-        inside = (margin[b, :, m] > 0).nonzero()[:, 0]
-        if bool(got[1][b, m]) != (len(inside) == 0):
-            return f"box {b}, {m} with {len(inside)} points: empty {bool(got[1][b, m])}"
-        slots = torch.arange(given["num_sampled_points"], device=inside.device)
-        wanted = values[b][inside[slots % len(inside)]] if len(inside) else torch.zeros_like(got[0][b, m])
-        if not torch.equal(got[0][b, m].nan_to_num(7), wanted.nan_to_num(7)):
-            return f"points of box {b}, {m}"
-    return ""
 
 
 def _draw_sparse(draw: Draw) -> Problem:
@@ -242,6 +154,62 @@ def _dense(
     return dense.movedim(1, -1) * is_place
 
 
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, pairs: Tensor, counts: Tensor, outputs: int) -> Tensor:
+        pooled = indice_maxpool(features, pairs, counts, outputs)
+        ctx.save_for_backward(features, pooled, pairs, counts)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        features, pooled, *pairs = ctx.saved_tensors
+        return indice_maxpool_gradient(features, pooled, grad, *pairs), None, None, None
+
+
+def _draw_maxima(draw: Draw) -> Problem:
+    given = _draw_sparse(draw).arguments
+    given["ksize"] = list(given.pop("filters").shape[:3])
+    problem = linear_problem("features", given)
+    problem.positions = ("features",)
+    return problem
+
+
+def _maxima(
+    features: Tensor, indices: Tensor, batch_size: int, shape: list[int], ksize: list[int], **settings: Any
+) -> Tensor:
+    """Return the pooled features as a dense map."""
+    stride, padding, subm = (settings[name] for name in ("stride", "padding", "subm"))
+    out = shape if subm else _out_shape(shape, ksize, stride, padding)
+    places, *pairs = get_indice_pairs(indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm)
+    values = _MaxPool.apply(features, *pairs, len(places))
+    grid = values.new_zeros(batch_size, *out, features.shape[1])
+    return grid.index_put(tuple(places.long().T), values)
+
+
+def _dense_maxima(
+    features: Tensor, indices: Tensor, batch_size: int, shape: list[int], ksize: list[int], **settings: Any
+) -> Tensor:
+    """Return the maxima of windows. Every input that equals the maximum has the whole gradient."""
+    grid = features.new_zeros(batch_size, *shape, features.shape[1])
+    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    windows = functional.pad(grid, [size for size in reversed(settings["padding"]) for _ in range(2)])
+    out = _out_shape(shape, ksize, settings["stride"], settings["padding"])
+    if 0 in out:
+        return features.new_zeros(batch_size, *out, features.shape[1]) + features.sum() * 0
+    for dim, (size, stride) in enumerate(zip(ksize, settings["stride"], strict=True)):
+        windows = windows.unfold(2 + dim, size, stride)
+    windows = windows.flatten(5)
+    largest = windows.detach().amax(5).clamp(min=0)
+    is_largest = windows == largest[..., None]
+    change = torch.where(is_largest, windows - windows.detach(), 0).sum(5)
+    pooled = (largest + change).movedim(1, -1)
+    if not settings["subm"]:
+        return pooled
+    is_place = grid.new_zeros(batch_size, *shape, 1, dtype=torch.bool)
+    return torch.where(is_place.index_put(tuple(indices.long().T), is_place.new_ones(1)), pooled, 0)
+
+
 OPERATORS = (
     Operator(
         "local_aggregate",
@@ -259,24 +227,13 @@ OPERATORS = (
         _bounds_of_gaussians,
         spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
     ),
-    *(
-        Operator(
-            call.__name__,
-            call,
-            _draw_boxes,
-            nothing,
-            compare=_same_insides,
-            spoiled={"points": ("rank", 0, 2), "boxes": ("rank", 0, 2)},
-        )
-        for call in (points_in_boxes_part, points_in_boxes_all)
-    ),
     Operator(
-        "roipoint_pool3d",
-        roipoint_pool3d,
-        _draw_pooled,
-        nothing,
-        compare=_same_pooled,
-        spoiled={"points": ("rank", 0, 1, 2), "boxes3d": ("rank", 0, 2)},
+        "indice_maxpool",
+        _maxima,
+        _draw_maxima,
+        _dense_maxima,
+        spoiled={"features": ("rank",), "indices": ("rank", 1)},
+        aliases=("get_indice_pairs",),
     ),
     Operator(
         "indice_conv",

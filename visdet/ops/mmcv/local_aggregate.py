@@ -54,14 +54,11 @@ def local_aggregate(
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
-    dtype = computation_dtype(semantics)
-    parts = [semantics.new_zeros(0, semantics.shape[1], dtype=dtype)]
+    parts = [semantics.new_zeros(0, semantics.shape[1], dtype=computation_dtype(semantics))]
     gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
-    for rows, point, gaussian, density in _near_pairs(
-        "local_aggregate", pts, points_int, *gaussians, H, W, D
-    ):
-        weight = opacities.flatten()[gaussian].to(dtype) * density
-        parts.append(_sum_by_point(point, rows, weight[:, None] * semantics[gaussian].to(dtype)))
+    pairs = _near_pairs("local_aggregate", pts, points_int, gaussians, (H, W, D))
+    for rows, point, density, opacity, values, _ in pairs:
+        parts.append(_sum_by_point(point, rows, (opacity * density)[:, None] * values))
     return torch.cat(parts).to(semantics.dtype)
 
 
@@ -112,19 +109,12 @@ def local_aggregate_prob(
     empty = semantics.new_zeros(0, dtype=dtype)
     parts = [(empty[:, None].expand(0, C), empty, empty)]
     gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
-    for rows, point, gaussian, density in _near_pairs(
-        "local_aggregate_prob", pts, points_int, *gaussians, H, W, D
-    ):
-        xx, yy, zz, xy, yz, xz = cov3D[gaussian].to(dtype).unbind(1)
+    pairs = _near_pairs("local_aggregate_prob", pts, points_int, gaussians, (H, W, D))
+    for rows, point, density, opacity, values, (xx, yy, zz, xy, yz, xz) in pairs:
         volume = xx * yy * zz + 2 * xy * yz * xz - xx * yz * yz - yy * xz * xz - zz * xy * xy
-        weight = (
-            opacities.flatten()[gaussian].to(dtype)
-            * volume.clamp(min=0).sqrt()
-            * density
-            / (2 * math.pi) ** 1.5
-        )
+        weight = opacity * volume.clamp(min=0).sqrt() * density / (2 * math.pi) ** 1.5
         total = _sum_by_point(point, rows, weight)
-        summed = _sum_by_point(point, rows, weight[:, None] * semantics[gaussian].to(dtype))
+        summed = _sum_by_point(point, rows, weight[:, None] * values)
         is_seen = (total > 1e-9)[:, None]
         expected = torch.where(is_seen, summed / torch.where(is_seen, total[:, None], 1), 1 / max(C - 1, 1))
         free = torch.ones_like(total).scatter_reduce(0, point, 1 - density, "prod")
@@ -138,20 +128,11 @@ def _sum_by_point(point: Tensor, rows: slice, values: Tensor) -> Tensor:
 
 
 def _near_pairs(
-    op: str,
-    pts: Tensor,
-    points_int: Tensor,
-    means3D: Tensor,
-    means3D_int: Tensor,
-    opacities: Tensor,
-    semantics: Tensor,
-    radii: Tensor,
-    cov3D: Tensor,
-    H: int,
-    W: int,
-    D: int,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield ranges of points and, of their pairs, the point, the Gaussian and ``exp(-0.5 * d' P d)``."""
+    op: str, pts: Tensor, points_int: Tensor, gaussians: tuple[Tensor, ...], shape: tuple[int, int, int]
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Yield ranges of points and, of each pair, the point, ``exp(-0.5 * d' P d)``, and the Gaussian's other numbers:
+    the opacity, the semantics, and the six of P."""
+    means3D, means3D_int, opacities, semantics, radii, cov3D = gaussians
     G, N = len(means3D), len(pts)
     check_layout(op, "pts", pts, "[N, 3]", None, 3)
     check_layout(op, "points_int", points_int, f"[{N}, 3]", N, 3)
@@ -164,14 +145,17 @@ def _near_pairs(
         raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
     reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
     dtype = computation_dtype(semantics)
-    shape = points_int.new_tensor([H, W, D])
-    is_inside = ((points_int >= 0) & (points_int < shape)).all(1)
+    is_inside = ((points_int >= 0) & (points_int < points_int.new_tensor(shape))).all(1)
+    # The gradient of a Gaussian is a sum over points, which needs float32.
+    centers, opacity, values, precision = (
+        tensor.to(dtype) for tensor in (means3D, opacities.flatten(), semantics, cov3D)
+    )
     for rows in row_ranges(N, G):
         is_near = is_inside[rows, None].expand(-1, G)
         for voxel, mean, most in zip(points_int[rows].T, means3D_int.T, reach.T, strict=True):
             is_near = is_near & ((voxel[:, None] - mean).abs() <= most)
         point, gaussian = is_near.nonzero(as_tuple=True)
-        x, y, z = (means3D[gaussian] - pts[rows][point]).to(dtype).unbind(1)
-        xx, yy, zz, xy, yz, xz = cov3D[gaussian].to(dtype).unbind(1)
+        x, y, z = (centers[gaussian] - pts[rows].to(dtype)[point]).unbind(1)
+        xx, yy, zz, xy, yz, xz = entries = precision[gaussian].unbind(1)
         power = -0.5 * (xx * x * x + yy * y * y + zz * z * z) - xy * x * y - yz * y * z - xz * x * z
-        yield rows, point, gaussian, power.exp()
+        yield rows, point, power.exp(), opacity[gaussian], values[gaussian], entries

@@ -43,7 +43,7 @@ def psa_mask(
     row, column = y[:, None] - y + (MH - 1) // 2, x[:, None] - x + (MW - 1) // 2
     is_inside = ((row >= 0) & (row < MH))[:, None, :, None] & ((column >= 0) & (column < MW))[None, :, None]
     row, column = row.clamp(0, MH - 1)[:, None, :, None], column.clamp(0, MW - 1)[None, :, None]
-    attention = input[:, row * MW + column, y[:, None], x] * is_inside
+    attention = torch.where(is_inside, input[:, row * MW + column, y[:, None], x], 0)
     if psa_type == "distribute":
         attention = attention.permute(0, 3, 4, 1, 2)
     return attention.reshape(B, H * W, H, W)

@@ -155,7 +155,7 @@ def assign_score_withk(
         point_features: [B, N, M, C]. The features of the points by each weight of the bank.
         center_features: [B, N, M, C]. The same as features of centers.
         knn_idx: [B, P, K]. The neighbours of each of P points. The first one is the center. Neighbours that are not in
-            0..N-1 give 0.
+            0..N-1 give 0, and so do those of a center that is not.
 
     Returns:
         [B, C, P, K]. The sums. 16-bit types are summed in float32.
@@ -178,8 +178,10 @@ def assign_score_withk(
     dtype = computation_dtype(point_features)
     cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
     is_inside = (knn_idx >= 0) & (knn_idx < N)
+    is_inside = (is_inside & is_inside[..., :1])[..., None, None]
     index = knn_idx.long().clamp(0, N - 1)
-    # [B, P, K, M, C]
-    difference = point_features[cloud, index].to(dtype) - center_features[cloud, index[..., :1]].to(dtype)
-    summed = (scores[..., None].to(dtype) * difference).sum(3) * is_inside[..., None]
-    return summed.permute(0, 3, 1, 2).to(point_features.dtype)
+    # [B, P, K, M, C]. The gradient of a point in many groups is a sum, which needs float32.
+    difference = point_features.to(dtype)[cloud, index] - center_features.to(dtype)[cloud, index[..., :1]]
+    # What is selected before the product has a gradient of 0 and not of 0 * NaN.
+    terms = torch.where(is_inside, scores[..., None].to(dtype), 0) * torch.where(is_inside, difference, 0)
+    return terms.sum(3).permute(0, 3, 1, 2).to(point_features.dtype)

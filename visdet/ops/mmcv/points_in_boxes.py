@@ -114,6 +114,7 @@ def collect_points(
     keys, indices = [], []
     for rows in row_ranges(len(boxes), len(points)):
         x, y, z, is_inside = _places(points, boxes[rows])
+        is_inside = is_inside & boxes[rows, 3:6].isfinite().all(1, keepdim=True)
         box, point = is_inside.nonzero(as_tuple=True)
         sides = boxes[rows][box, 3:6]
         places = torch.stack([x[box, point], y[box, point], z[box, point]], 1)
@@ -187,10 +188,10 @@ def roiaware_pool3d(
         pts_feature: [N, C]. Their features. 16-bit types are computed in float32.
         out_size: The number of voxels (x, y, z) along the sides of a box, or one number for all.
         max_pts_per_voxel: One more than the number of points that count. Later ones are dropped.
-        mode: 'max' or 'avg'. The largest feature is one that is not NaN.
+        mode: 'max' or 'avg'. The largest feature is one that is neither NaN nor minus infinity.
 
     Returns:
-        [M, X, Y, Z, C]. The features. A voxel without points has 0.
+        [M, X, Y, Z, C]. The features. A voxel without points has 0, and so has every voxel of an infinite box.
 
     It is differentiable with respect to the features. On a GPU, the host waits for the number of points in the boxes.
 
@@ -235,17 +236,20 @@ def roipoint_pool3d(
     inside, boxes = _checked("roipoint_pool3d", points, boxes3d)
     B, N = points.shape[:2]
     check_layout("roipoint_pool3d", "point_features", point_features, f"[{B}, {N}, C]", B, N, None)
-    values = torch.cat([points.to(point_features.dtype), point_features], 2)
+    dtype = point_features.dtype
+    # The gradient of a point in many boxes is a sum, which needs float32.
+    wide = computation_dtype(point_features)
+    values = torch.cat([points.to(wide), point_features.to(wide)], 2)
     pooled = values.new_zeros(B, boxes.shape[1], num_sampled_points, values.shape[2]) + values[:0].sum()
     is_empty = boxes.new_ones(B, boxes.shape[1], dtype=torch.int32)
     if N == 0:
-        return pooled, is_empty
+        return pooled.to(dtype), is_empty
     slots = torch.arange(num_sampled_points, device=points.device)
     parts = []
     for image, (cloud, its_boxes) in enumerate(zip(inside, boxes, strict=True)):
         for rows in row_ranges(len(its_boxes), N):
             index, found = first_marked(_places(cloud, its_boxes[rows])[3], num_sampled_points)
             index = index.gather(1, slots % found.clamp(1, num_sampled_points)[:, None])
-            parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0))
+            parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0).to(dtype))
             is_empty[image, rows] = (found == 0).int()
-    return torch.cat(parts).view(pooled.shape) if parts else pooled, is_empty
+    return torch.cat(parts).view(pooled.shape) if parts else pooled.to(dtype), is_empty

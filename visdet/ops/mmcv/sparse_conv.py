@@ -128,7 +128,8 @@ def indice_conv(
 
     Args:
         features: [N, C]. The features of the inputs.
-        filters: [k1, k2, ..., C, O]. The weights of each tap of a kernel of these sizes.
+        filters: [k1, k2, ..., C, O]. The weights of each tap of a kernel of these sizes. Only the first K are used, as
+            Cylinder3D gives the pairs of a smaller kernel.
         indice_pairs: [K, 2, N]. The pairs of ``get_indice_pairs``.
         indice_pair_num: [K]. Their numbers.
         num_activate_out: The number M of outputs.
@@ -147,8 +148,10 @@ def indice_conv(
     weights = _weights(features, filters, indice_pairs)
     dtype = computation_dtype(features)
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
+    wide = features.to(dtype)  # The gradient of an input is a sum over the taps.
     for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
-        output = output.index_add_(0, target, (features[source] @ weights[k]).to(dtype))
+        product = wide[source].to(features.dtype) @ weights[k]
+        output = output.index_add_(0, target, product.to(dtype))
     # The sums of no numbers make a result of no pairs differentiable.
     return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
 
@@ -156,11 +159,11 @@ def indice_conv(
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
     check_layout("indice_conv", "features", features, "[N, C]", None, None)
     K, C = len(pairs), features.shape[1]
-    if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() != K:
+    if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() < K:
         raise ValueError(
             f"indice_conv: filters must be [*ksize, {C}, O] with {K} taps, got {list(filters.shape)}"
         )
-    return filters.reshape(K, C, filters.shape[-1]).to(features.dtype)
+    return filters.flatten(0, -3)[:K].to(features.dtype)
 
 
 def indice_conv_gradients(
@@ -175,7 +178,8 @@ def indice_conv_gradients(
     weights = _weights(features, filters, indice_pairs)
     check_layout("indice_conv", "grad_output", grad_output, "[M, O]", None, weights.shape[2])
     dtype = computation_dtype(features)
-    grad_features, grad_weights = features.new_zeros(features.shape, dtype=dtype), torch.zeros_like(weights)
+    grad_features = features.new_zeros(features.shape, dtype=dtype)
+    grad_weights = weights.new_zeros(filters.flatten(0, -3).shape)
     for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
         grad = grad_output[target].to(features.dtype)
         grad_features.index_add_(0, source, (grad @ weights[k].T).to(dtype))

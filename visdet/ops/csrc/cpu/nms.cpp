@@ -3,12 +3,7 @@
 
 #include "cpu/vec.h"
 
-// A multiplication and an addition that are fused are rounded once.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+VISDET_NO_CONTRACTION
 
 namespace visdet::VISDET_ISA {
 

@@ -7,12 +7,7 @@
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
-// A multiplication and an addition that are fused are rounded once.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+VISDET_NO_CONTRACTION
 
 namespace visdet::VISDET_ISA {
 

@@ -11,6 +11,13 @@
 #include <immintrin.h>
 #endif
 
+// From here on in a file, a multiplication and an addition are not fused, because they would be rounded once.
+#if defined(__clang__)
+#define VISDET_NO_CONTRACTION _Pragma("clang fp contract(off)")
+#else
+#define VISDET_NO_CONTRACTION _Pragma("GCC optimize(\"fp-contract=off\")")
+#endif
+
 namespace visdet::VISDET_ISA {
 
 #if defined(__AVX512F__)
