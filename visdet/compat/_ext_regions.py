@@ -231,7 +231,8 @@ def roi_pool_backward(
             raise ValueError(f"{entry}: {name} must be {expected}, got {list(tensor.shape)}")
     check_rois(entry, grad_input, rois, (pooled_height, pooled_width), spatial_scale)
     wide = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
-    grad_input += roi_pool_gradient(grad_output, rois.to(wide), argmax.int(), (B, H, W))
+    grad = roi_pool_gradient(grad_output, rois.to(wide), argmax.int(), (B, H, W))
+    write("roi_pool_backward", "grad_input", grad_input, grad)
 
 
 def deform_roi_pool_forward(
