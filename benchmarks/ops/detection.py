@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet import ops
+from visdet.compat.extensions import provided
 from visdet.ops.box_iou_rotated import box_iou_rotated_reference
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.deform_conv2d import deform_conv2d_reference
@@ -80,7 +81,7 @@ def _mmcv(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> P
         import mmcv._ext
         import mmcv.ops
 
-        if mmcv._ext.__name__.startswith("visdet"):
+        if "mmcv._ext" in provided():
             raise ImportError("mmcv has no operators of its own")
         function = make(mmcv.ops)
         return lambda *arguments: Call(function, arguments, differentiable)

@@ -332,3 +332,20 @@ def test_tiny_case_on_a_gpu_with_and_without_a_graph(tmp_path, monkeypatch):
     assert results[2]["passes"]["both"]["time"]["method"] == "CUDA graph"
     monkeypatch.setitem(sys.modules, "triton.testing", None)
     assert run([TINY], [torch.float32], torch.device("cuda"), tmp_path, quick=True)
+
+
+def test_mmcv_with_visdet_operators_is_no_peer(tmp_path):
+    (tmp_path / "mmcv").mkdir()
+    for name in ("__init__", "ops"):
+        (tmp_path / "mmcv" / f"{name}.py").touch()
+    (tmp_path / "script.py").write_text(
+        "from benchmarks.ops.detection import CASES\n"
+        "peer = next(peer for case in CASES for peer in case.peers if peer.name == 'mmcv')\n"
+        "try:\n"
+        "    peer.load()\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-m", "visdet.compat.mmcv_ops", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.stdout.strip() == "mmcv has no operators of its own", done.stderr

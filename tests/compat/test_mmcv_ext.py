@@ -289,6 +289,12 @@ OVERLAP = dict(aligned=False, offset=0)
         ),
         (
             "roi_align_backward",
+            (POOLED, torch.zeros(4, 6), NONE, NONE, X),
+            ALIGN | dict(pool_mode=1),
+            "rois must be",
+        ),
+        (
+            "roi_align_backward",
             (POOLED, REGIONS, X, X, X[:1]),
             ALIGN | dict(pool_mode=0),
             "must be written to",

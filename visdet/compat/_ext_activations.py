@@ -140,7 +140,9 @@ def sync_bn_forward_mean(input: Tensor, mean: Tensor) -> None:
 
 
 def sync_bn_forward_var(input: Tensor, mean: Tensor, var: Tensor) -> None:
-    var.copy_((input.to(var.dtype) - mean[:, None]).square().mean((0, 2)))
+    # The mean may be that of several processes.
+    own_var, own_mean = torch.var_mean(input.to(var.dtype), (0, 2), correction=0)
+    var.copy_(own_var + (own_mean - mean).square())
 
 
 def sync_bn_forward_output(
@@ -160,8 +162,8 @@ def sync_bn_forward_output(
 ) -> None:
     """Write the result, what the backward pass needs, and the moving averages."""
     std.copy_((var + eps).sqrt())
-    norm.copy_((input.to(norm.dtype) - mean[:, None]) / std[:, None])
-    output.copy_(norm * weight[:, None] + bias[:, None])
+    torch.sub(input, mean[:, None], out=norm).div_(std[:, None])
+    output.copy_(torch.addcmul(bias[:, None], norm, weight[:, None]))
     count = input.shape[0] * input.shape[2] * group_size
     unbiased = var * count / (count - 1) if count > 1 else var
     running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
@@ -184,5 +186,5 @@ def sync_bn_backward_data(
     grad_input: Tensor,
 ) -> None:
     count = norm.shape[0] * norm.shape[2]
-    mean = (grad_weight[:, None] * norm + grad_bias[:, None]) / count
-    grad_input.copy_((weight / std)[:, None] * (grad_output.to(norm.dtype) - mean))
+    mean = torch.addcmul(grad_bias[:, None] / count, norm, grad_weight[:, None] / count)
+    grad_input.copy_((grad_output - mean).mul_((weight / std)[:, None]))

@@ -1,11 +1,10 @@
 """The functions of ``mmcv._ext`` for point clouds: neighbours, groups, boxes and pooling over boxes."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from visdet.ops import furthest_point_sample, furthest_point_sample_with_dist, point_neighbours
+from visdet.ops._arguments import computation_dtype
 from visdet.ops.mmcv import point_gathering, points_in_boxes
 
 from ._gradients import add_gradients, choice, write
@@ -121,11 +120,6 @@ def three_nn_forward(
     write("three_nn_forward", "idx_tensor", idx_tensor, index)
 
 
-def _add_linear(entry: str, function: Callable[[Tensor], Tensor], grad_out: Tensor, grad: Tensor) -> None:
-    """Write the gradient of a linear function, which does not depend on the features."""
-    add_gradients(entry, function, [torch.zeros_like(grad)], grad_out, [grad])
-
-
 def group_points_forward(points_tensor: Tensor, idx_tensor: Tensor, out_tensor: Tensor, **sizes: int) -> None:
     grouped = point_gathering.group_points(points_tensor, idx_tensor)
     write("group_points_forward", "out_tensor", out_tensor, grouped)
@@ -134,12 +128,8 @@ def group_points_forward(points_tensor: Tensor, idx_tensor: Tensor, out_tensor: 
 def group_points_backward(
     grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    _add_linear(
-        "group_points_backward",
-        lambda features: point_gathering.group_points(features, idx_tensor),
-        grad_out_tensor,
-        grad_points_tensor,
-    )
+    grad = point_gathering.group_gradient(grad_out_tensor, idx_tensor, grad_points_tensor.shape[-1])
+    write("group_points_backward", "grad_points_tensor", grad_points_tensor, grad)
 
 
 def gather_points_forward(
@@ -152,12 +142,9 @@ def gather_points_forward(
 def gather_points_backward(
     grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    _add_linear(
-        "gather_points_backward",
-        lambda features: point_gathering.gather_points(features, idx_tensor),
-        grad_out_tensor,
-        grad_points_tensor,
-    )
+    N = grad_points_tensor.shape[-1]
+    grad = point_gathering.group_gradient(grad_out_tensor[..., None], idx_tensor[..., None], N)
+    write("gather_points_backward", "grad_points_tensor", grad_points_tensor, grad)
 
 
 def stack_group_points_forward(
@@ -181,14 +168,13 @@ def stack_group_points_backward(
     grad_features_tensor: Tensor,
     **sizes: int,
 ) -> None:
-    _add_linear(
-        "stack_group_points_backward",
-        lambda features: point_gathering.stack_group_points(
-            features, features_batch_cnt_tensor, idx_tensor, idx_batch_cnt_tensor
-        ),
-        grad_out_tensor,
-        grad_features_tensor,
-    )
+    def group(features: Tensor) -> Tensor:
+        counts = features_batch_cnt_tensor, idx_batch_cnt_tensor
+        return point_gathering.stack_group_points(features, counts[0], idx_tensor, counts[1])
+
+    # Grouping is linear, so that its gradient does not depend on the features.
+    features, grads = torch.zeros_like(grad_features_tensor), [grad_features_tensor]
+    add_gradients("stack_group_points_backward", group, [features], grad_out_tensor, grads)
 
 
 def three_interpolate_forward(
@@ -205,12 +191,10 @@ def three_interpolate_backward(
     grad_points_tensor: Tensor,
     **sizes: int,
 ) -> None:
-    _add_linear(
-        "three_interpolate_backward",
-        lambda features: point_gathering.three_interpolate(features, idx_tensor, weight_tensor),
-        grad_out_tensor,
-        grad_points_tensor,
-    )
+    wide = grad_out_tensor.to(computation_dtype(grad_out_tensor))
+    weighted = wide[..., None] * weight_tensor[:, None]
+    grad = point_gathering.group_gradient(weighted, idx_tensor, grad_points_tensor.shape[-1])
+    write("three_interpolate_backward", "grad_points_tensor", grad_points_tensor, grad)
 
 
 def assign_score_withk_forward(

@@ -1,15 +1,18 @@
 """The functions of ``mmcv._ext`` for boxes and regions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops._roi_sampling import check_rois
+from visdet.ops import _library
+from visdet.ops._arguments import check_layout
+from visdet.ops._roi_sampling import UPRIGHT, check_rois, check_sampling_ratio
 from visdet.ops.box_iou_rotated import MODES, overlaps
 from visdet.ops.nms import as_tensors
+from visdet.ops.roi_align import regions_gradient
 from visdet.ops.roi_pool import roi_pool_gradient, roi_pool_with_argmax
 from visdet.ops.soft_nms import SOFT_METHODS
 
@@ -158,9 +161,40 @@ def roi_align_backward(
     grad_input: Tensor,
     **settings: Any,
 ) -> None:
+    size = (settings["aligned_height"], settings["aligned_width"])
+    kernel = [settings[name] for name in ("spatial_scale", "sampling_ratio", "aligned")]
+    is_mean = settings["pool_mode"] == 1
+    if is_mean and add_regions_gradient("roi_align_backward", grad_output, rois, grad_input, size, kernel):
+        return
     # The mean is linear, so that its gradient does not depend on the input.
-    input = argmax_y if settings["pool_mode"] == 0 else torch.zeros_like(grad_input)
+    input = torch.zeros_like(grad_input) if is_mean else argmax_y
     add_gradients("roi_align_backward", _roi_align(rois, settings), [input], grad_output, [grad_input])
+
+
+def add_regions_gradient(
+    entry: str,
+    grad_output: Tensor,
+    rois: Tensor,
+    grad_input: Tensor,
+    size: tuple[int, int],
+    settings: Sequence[Any],
+    layout: str = UPRIGHT,
+) -> bool:
+    """Write the gradient of a mean over regions if visdet's kernels serve it, and return whether they do.
+
+    They need no forward, which ``add_gradients`` would compute again.
+    """
+    if not _library.serves(grad_output) or grad_input.numel() == 0:
+        return False
+    scale, ratio, _ = settings
+    full = f"mmcv._ext.{entry}"
+    check_rois(full, grad_input, rois, size, scale, layout)
+    check_sampling_ratio(full, ratio, size)
+    B, C, H, W = grad_input.shape
+    expected = len(rois), C, *size
+    check_layout(full, "grad_output", grad_output, f"{list(expected)}", *expected)
+    write(entry, "grad_input", grad_input, regions_gradient(grad_output, rois, (B, H, W), *settings))
+    return True
 
 
 def roi_pool_forward(
@@ -197,7 +231,8 @@ def roi_pool_backward(
             raise ValueError(f"{entry}: {name} must be {expected}, got {list(tensor.shape)}")
     check_rois(entry, grad_input, rois, (pooled_height, pooled_width), spatial_scale)
     wide = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
-    grad_input += roi_pool_gradient(grad_output, rois.to(wide), argmax.int(), (B, H, W))
+    grad = roi_pool_gradient(grad_output, rois.to(wide), argmax.int(), (B, H, W))
+    write("roi_pool_backward", "grad_input", grad_input, grad)
 
 
 def deform_roi_pool_forward(

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from visdet import ops
+from visdet.ops._roi_sampling import ROTATED
 from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
 from visdet.ops.mmcv.point_sets import squared_distances
 
+from ._ext_regions import add_regions_gradient
 from ._gradients import add_gradients, write
 
 __all__ = [
@@ -61,7 +63,22 @@ def _riroi_align_rotated(features: Tensor, rois: Tensor, settings: dict) -> Tens
     return ops.riroi_align_rotated(features, rois, size, *(settings[name] for name in names))
 
 
-roi_align_rotated_forward, roi_align_rotated_backward = _linear("roi_align_rotated", _roi_align_rotated)
+roi_align_rotated_forward, _roi_align_rotated_backward = _linear("roi_align_rotated", _roi_align_rotated)
+
+
+def roi_align_rotated_backward(
+    grad_output: Tensor, rois: Tensor, grad_input: Tensor, **settings: Any
+) -> None:
+    size = (settings["pooled_height"], settings["pooled_width"])
+    kernel = [settings[name] for name in ("spatial_scale", "sampling_ratio", "aligned")]
+    if grad_output.is_cuda and rois.dim() == 2:  # plain torch serves the CPU
+        turned = torch.cat([rois[:, :5], -rois[:, 5:]], 1) if settings["clockwise"] else rois
+        given = grad_output, turned, grad_input, size, kernel, ROTATED
+        if add_regions_gradient("roi_align_rotated_backward", *given):
+            return
+    _roi_align_rotated_backward(grad_output, rois, grad_input, **settings)
+
+
 riroi_align_rotated_forward, riroi_align_rotated_backward = _linear(
     "riroi_align_rotated", _riroi_align_rotated
 )

@@ -86,6 +86,21 @@ def average_regions(
     return _roi_align(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 
 
+def regions_gradient(
+    grad_output: Tensor,
+    rois: Tensor,  # as of ``average_regions``
+    sizes: tuple[int, int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    """Return the gradient of the input [B, C, H, W] of ``average_regions``, with sizes (B, H, W)."""
+    rois = rois.detach().to(computation_dtype(grad_output))
+    settings = float(spatial_scale), int(sampling_ratio), bool(aligned)
+    flag = torch.are_deterministic_algorithms_enabled()
+    return torch.ops.visdet.roi_align_backward.default(grad_output, rois, *sizes, *settings, flag)
+
+
 def _by_torchvision(
     input: Tensor,
     rois: Tensor,
@@ -150,8 +165,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     (rois,) = ctx.saved_tensors
-    flags = (*ctx.settings, torch.are_deterministic_algorithms_enabled())
-    grad = torch.ops.visdet.roi_align_backward.default(grad_output, rois, *ctx.sizes, *flags)
+    grad = regions_gradient(grad_output, rois, ctx.sizes, *ctx.settings)
     return grad, None, None, None, None, None, None
 
 

@@ -9,6 +9,7 @@ from ..point_neighbours import sizes_of
 __all__ = [
     "assign_score_withk",
     "gather_points",
+    "group_gradient",
     "group_points",
     "stack_group_points",
     "three_interpolate",
@@ -43,6 +44,20 @@ def group_points(
     # The gradient of a point in many groups is a sum, which needs float32.
     grouped = features.to(computation_dtype(features)).gather(2, flat)
     return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
+
+
+def group_gradient(grad: Tensor, indices: Tensor, N: int) -> Tensor:  # [B, C, M, K], [B, M, K] -> [B, C, N]
+    """Return the gradient of ``group_points`` with respect to the features, given that of its result.
+
+    Raises:
+        ValueError: A shape does not fit. The message names the argument.
+    """
+    check_layout("group_gradient", "indices", indices, "[B, M, K]", None, None, None)
+    B, M, K = indices.shape
+    check_layout("group_gradient", "grad", grad, f"[{B}, C, {M}, {K}]", B, None, M, K)
+    wide = grad.flatten(2).to(computation_dtype(grad))
+    flat = indices.long().flatten(1)[:, None].expand_as(wide)
+    return wide.new_zeros(*wide.shape[:2], N).scatter_add(2, flat, wide).to(grad.dtype)
 
 
 def gather_points(

@@ -208,22 +208,20 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
     """
     _check("points_in_polygons", points=(points, 2), polygons=(polygons, 8))
     dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
-    corners = polygons.to(dtype).view(-1, 4, 2)
+    # Sides from (tx, ty) to (sx, sy), broadcast to [4, n, M].
+    corners = polygons.to(dtype).view(-1, 4, 2).permute(1, 2, 0)[:, :, None]
+    (sx, sy), (tx, ty) = corners.unbind(1), corners.roll(1, 0).unbind(1)
     inside = torch.empty(len(points), len(polygons), device=points.device)
-    step = max(PAIRS_AT_ONCE * 8 // max(len(corners), 1), 1)
+    step = max(PAIRS_AT_ONCE * 2 // max(len(polygons), 1), 1)
     for begin in range(0, len(points), step):
         px, py = points[begin : begin + step, :, None].to(dtype).unbind(1)  # [n, 1]
-        is_odd = torch.zeros(len(px), len(corners), dtype=torch.bool, device=points.device)
-        is_decided = is_odd.clone()
-        for i in range(4):
-            (sx, sy), (tx, ty) = corners[:, i].unbind(1), corners[:, i - 1].unbind(1)
-            spans = ((sy < py) & (ty >= py)) | ((sy >= py) & (ty < py))
-            x = sx + (py - sy) * (tx - sx) / (ty - sy)
-            is_decided |= (
-                ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
-            )  # on the boundary
-            is_odd ^= spans & (x > px) & ~is_decided
-        inside[begin : begin + step] = is_odd.float()
+        spans = (sy < py) != (ty < py)
+        x = sx + (py - sy) * (tx - sx) / (ty - sy)
+        is_decided = ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
+        for i in range(1, 4):  # a point on a side is decided for the later ones, too
+            is_decided[i] |= is_decided[i - 1]
+        crossings = spans & (x > px) & ~is_decided
+        inside[begin : begin + step] = (crossings.sum(0) % 2).to(inside.dtype)
     return inside
 
 

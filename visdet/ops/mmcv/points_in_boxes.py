@@ -18,10 +18,10 @@ __all__ = [
 
 def _places(
     points: Tensor, boxes: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, 3], [M, 7] -> [M, N] each
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [..., N, 3], [..., M, 7] -> [..., M, N] each
     """Return x, y and z of each point in the axes of each box, from its bottom center, and whether it is inside."""
-    cx, cy, bottom, dx, dy, dz, heading = boxes[:, :, None].unbind(1)
-    px, py, pz = points.unbind(1)
+    cx, cy, bottom, dx, dy, dz, heading = boxes[..., None].unbind(-2)
+    px, py, pz = points[..., None, :, :].unbind(-1)
     cosine, sine = heading.cos(), heading.sin()
     x, y, z = px - cx, py - cy, pz - bottom
     x, y = x * cosine + y * sine, y * cosine - x * sine
@@ -61,11 +61,9 @@ def points_in_boxes_part(
     result = points.new_full(points.shape[:2], -1, dtype=torch.int32)
     if boxes.shape[1] == 0:
         return result
-    for out, cloud, its_boxes in zip(result, points, boxes, strict=True):
-        for rows in row_ranges(len(cloud), len(its_boxes)):
-            is_inside = _places(cloud[rows], its_boxes)[3]
-            first = is_inside.int().argmax(0)
-            out[rows] = torch.where(is_inside.any(0), first, -1)
+    for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
+        is_inside = _places(points[:, rows], boxes)[3]
+        result[:, rows] = torch.where(is_inside.any(1), is_inside.int().argmax(1), -1).int()
     return result
 
 
@@ -91,9 +89,8 @@ def points_in_boxes_all(
     """
     points, boxes = _checked("points_in_boxes_all", points, boxes)
     result = points.new_zeros(*points.shape[:2], boxes.shape[1], dtype=torch.int32)
-    for out, cloud, its_boxes in zip(result, points, boxes, strict=True):
-        for rows in row_ranges(len(cloud), len(its_boxes)):
-            out[rows] = _places(cloud[rows], its_boxes)[3].T
+    for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
+        result[:, rows] = _places(points[:, rows], boxes)[3].transpose(1, 2)
     return result
 
 

@@ -1,5 +1,6 @@
 """Sparse convolution: pairs of input and output places for each tap of a kernel, products of matrices, and maxima."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from operator import index as as_integer
@@ -69,27 +70,22 @@ def get_indice_pairs(
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]
     N, K = len(indices), math.prod(ksize)
-    wide = indices.long()
-    # Broadcast to [K, N], a tap and an input.
-    taps = torch.cartesian_prod(*(torch.arange(size, device=indices.device) for size in ksize)).view(K, D)
-    key = wide[:, 0].expand(K, N)
-    reaches = (key >= 0) & (key < batch_size)
-    for d in range(D):
-        at, tap = wide[:, 1 + d], taps[:, d, None] * dilation[d]
-        if transpose:
-            place = at * stride[d] - padding[d] + tap
-        else:
-            shifted = at + padding[d] - tap
-            place = shifted.div(stride[d], rounding_mode="floor")
-            reaches = reaches & (place * stride[d] == shifted)
-        reaches = reaches & (place >= 0) & (place < out_shape[d])
-        key = key * out_shape[d] + place
+    image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
+    taps = itertools.product(*([i * gap for i in range(n)] for n, gap in zip(ksize, dilation, strict=True)))
+    tap = torch.tensor(list(taps), dtype=torch.int64, device=indices.device).view(K, D).T[:, :, None]
+    numbers = torch.tensor([stride, padding, list(out_shape)], dtype=torch.int64, device=indices.device)
+    step, pad, extent = numbers.view(3, D, 1, 1)
+    # Broadcast to [D, K, N], a dimension, a tap and an input.
+    shifted = at * step - pad + tap if transpose else at + pad - tap
+    place = shifted if transpose else shifted.div(step, rounding_mode="floor")
+    reaches = (place >= 0) & (place < extent)
+    if not transpose:
+        reaches &= place * step == shifted
+    reaches = reaches.all(0) & (image >= 0) & (image < batch_size)
+    key = _key(image, place, out_shape)
     if subm:
         outids = indices
-        own = wide[:, 0]
-        for d in range(D):
-            own = own * out_shape[d] + wide[:, 1 + d]
-        ranked, order = own.sort(stable=True)
+        ranked, order = _key(image, at[:, 0], out_shape).sort(stable=True)
         found = torch.searchsorted(ranked, key.contiguous(), right=True) - 1
         if N:
             reaches = reaches & (found >= 0) & (ranked[found.clamp(min=0)] == key)
@@ -104,6 +100,14 @@ def get_indice_pairs(
     pairs = indices.new_full((K, 2, N), -1, dtype=torch.int32)
     pairs[tap_of, 0, rank], pairs[tap_of, 1, rank] = source.int(), output.int()
     return outids, pairs, counts.int()
+
+
+def _key(image: Tensor, place: Tensor, extents: Sequence[int]) -> Tensor:  # [N], [D, ..., N] -> [..., N]
+    """Return the number of each place of each image in a grid."""
+    key = image
+    for along, extent in zip(place, extents, strict=True):
+        key = key * extent + along
+    return key
 
 
 def _of_each_tap(pairs: Tensor, counts: Tensor, inverse: bool = False) -> list[tuple[int, Tensor, Tensor]]:
