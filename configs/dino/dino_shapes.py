@@ -20,6 +20,6 @@ train_dataloader = dict(
         ]
     )
 )
-custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=850, switch_pipeline=_base_.train_pipeline)]
-train_cfg = dict(max_iters=1000, val_begin=400, val_interval=400)
+custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=950, switch_pipeline=_base_.train_pipeline)]
+train_cfg = dict(max_iters=1150, val_begin=400, val_interval=400)
 optim_wrapper = dict(optimizer=dict(lr=2e-3, weight_decay=1e-2))

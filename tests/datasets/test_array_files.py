@@ -53,6 +53,8 @@ def test_whole_files_are_read(tmp_path):
     assert load_arrays(tmp_path / "a.npz")["arr_0"].shape == (64, 64)
     with pytest.raises(UserError, match=r"b\.npy does not exist"):
         load_arrays(tmp_path / "b.npy")
+    with pytest.raises(UserError, match=r"a\.npz must be a \.npy file, got one with the arrays \['arr_0'\]"):
+        read_anchors(tmp_path / "a.npz")
 
 
 def test_anchors_that_are_not_finite_are_named(tmp_path):

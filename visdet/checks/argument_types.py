@@ -33,7 +33,7 @@ def check_paths(**paths: Any) -> None:
 
 def check_seed(owner: str, seed: Any) -> None:
     """Raise an InvalidInputError if a seed is not one that the generators of numpy and torch take."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**32:
         raise InvalidInputError(f"{owner}: seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
 
 

@@ -28,3 +28,11 @@ def load_arrays(path: str | Path) -> np.ndarray | dict[str, np.ndarray]:
         raise InvalidInputError(
             f"array file {path} cannot be read: it is damaged, no .npy or .npz file, or holds objects"
         ) from error
+
+
+def load_array(path: str | Path) -> np.ndarray:
+    """Return the array of a .npy file. The errors are those of ``load_arrays``, also for a .npz file."""
+    loaded = load_arrays(path)
+    if isinstance(loaded, dict):
+        raise InvalidInputError(f"array file {path} must be a .npy file, got one with the arrays {[*loaded]}")
+    return loaded

@@ -46,10 +46,10 @@ def geometric_kernel_attn_cuda_backward(value: Tensor, *others: Any) -> list[Ten
 
     The arguments are those of the forward function with ``grad_output`` [B, Q, G * C] before ``im2col_step``.
     """
-    *tables, attn_weight, grad_output = others[:5]
+    shapes, starts, locations, attn_weight, grad_output = others[:5]
 
     def attend(value: Tensor, attn_weight: Tensor) -> Tensor:
-        return geometric_kernel_attn_cuda_forward(value, *tables, attn_weight)
+        return geometric_kernel_attn_cuda_forward(value, shapes, starts, locations, attn_weight)
 
     entry = "GeometricKernelAttention.geometric_kernel_attn_cuda_backward"
     return gradients_of(entry, attend, [value, attn_weight], grad_output)

@@ -92,8 +92,10 @@ def explain(error: BaseException) -> str | None:
     """Return the message of a :class:`UserError`, or of a file or a disk that refuses, with hints. Else return None."""
     message = str(error)
     if not isinstance(error, UserError):
-        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
-        if number not in _OF_THE_DISK and (number not in _OF_A_FILE or file is None):
+        if not isinstance(error, OSError):
+            return None
+        file = error.filename
+        if error.errno not in _OF_THE_DISK and (error.errno not in _OF_A_FILE or file is None):
             return None
         message = f"cannot use {file}: {error.strerror}" if file else f"cannot write: {error.strerror}"
     if _IN_A_WORKER.match(message):

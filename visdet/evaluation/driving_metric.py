@@ -11,7 +11,7 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.array_files import load_arrays
+from visdet.checks.array_files import load_array
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 
@@ -165,6 +165,6 @@ def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
     """
     name = "the metric"
     if isinstance(anchors, (str, Path)):
-        name, anchors = str(anchors), load_arrays(anchors)
+        name, anchors = str(anchors), load_array(anchors)
     check_finite(name, anchors=anchors)
     return np.asarray(anchors)

@@ -35,8 +35,8 @@ def _sizes(draw: Draw) -> tuple[int, int, int]:
     return draw.size(3), draw.pick(3000, 9000) if draw.is_big else draw.size(130), draw.size(40)
 
 
-def same_bits(reference: Callable[..., Any]) -> Callable[[Problem, Any, Any], str]:
-    """Return a comparison with what the reference gives for the very arguments of the call."""
+def same_bits(reference: Callable[..., Any], rtol: float = 0) -> Callable[[Problem, Any, Any], str]:
+    """Return a comparison with what the reference gives for the very arguments of the call, except for ``rtol``."""
 
     def compare(problem: Problem, got: Any, expected: Any) -> str:
         given = problem.arguments
@@ -47,7 +47,7 @@ def same_bits(reference: Callable[..., Any]) -> Callable[[Problem, Any, Any], st
         for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
             if one.dtype != other.dtype or one.shape != other.shape:
                 return f"result {number} is {one.dtype} {list(one.shape)}, expected {other.dtype} {list(other.shape)}"
-            if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+            if not torch.allclose(one, other, rtol=rtol, atol=0, equal_nan=True):
                 return f"result {number}: {one.tolist()}, expected {other.tolist()}"
         return ""
 
@@ -231,7 +231,7 @@ OPERATORS = (
         three_nn,
         _draw_three,
         nothing,
-        compare=same_bits(_three),
+        compare=same_bits(_three, rtol=2e-7),  # torch rounds roots differently on the CPU and on CUDA
         spoiled={"target": ("rank", "device", 0, 2), "source": ("rank", 0, 2)},
         aliases=("knn",),
         of_size=(lambda n: Problem(dict(target=rand(2, n, 3), source=rand(2, 7, 3))),),

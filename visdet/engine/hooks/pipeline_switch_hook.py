@@ -60,10 +60,11 @@ class PipelineSwitchHook(Hook):
         self._switch_if_due(runner, runner.iter + 1)
 
     def _switch_if_due(self, runner: Any, next_iter: int) -> None:
-        done, due = (
-            (runner.epoch, self.switch_epoch) if self.switch_iter is None else (next_iter, self.switch_iter)
-        )
         dataset = runner.train_dataloader.dataset
-        if done >= due and dataset.pipeline is not self.pipeline:
+        if self.switch_iter is not None:
+            is_due = next_iter >= self.switch_iter
+        else:
+            is_due = runner.epoch >= self.switch_epoch
+        if is_due and dataset.pipeline is not self.pipeline:
             dataset.pipeline = self.pipeline
             runner.logger.info(f"training data: new pipeline from iteration {next_iter} on")

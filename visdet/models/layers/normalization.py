@@ -98,7 +98,8 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
     if isinstance(layer_type, str):
         layer_type = MODELS.get(layer_type)
     requires_grad = options.pop("requires_grad", True)
-    if not isinstance(layer_type, type) or requires_grad not in (True, False):
+    is_layer = isinstance(layer_type, type)
+    if not is_layer or requires_grad not in (True, False):
         raise InvalidInputError(
             f"norm_cfg must have the name of a layer as type, and True or False as requires_grad, got {norm_cfg!r}"
         )

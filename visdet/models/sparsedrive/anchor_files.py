@@ -10,7 +10,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
-from visdet.checks.array_files import load_arrays
+from visdet.checks.array_files import load_array
 from visdet.checks.finite import check_finite
 from visdet.errors import MissingFileError
 
@@ -38,7 +38,7 @@ class ModuleWithAnchors(BaseModule):
         """
         if isinstance(given, (str, Path)):
             if Path(given).exists():
-                file, given = given, load_arrays(given)
+                file, given = given, load_array(given)
                 check_finite(str(file), **{name: given})
             else:
                 self.missing_anchor_files[name] = str(given)
