@@ -327,11 +327,10 @@ def check_bridge(device):
     leaf = x.detach().requires_grad_()
     torch.testing.assert_close(grad, torch.autograd.grad(ops.roi_pool(leaf, rois, 2).sum(), leaf)[0])
     for index in (-5, 63, 1 << 30):
-        before = grad.clone()
         mmcv_ext.roi_pool_backward(
             torch.ones_like(out), rois, torch.full_like(argmax, index), grad, **settings
         )
-        assert torch.equal(grad, before)
+        assert not grad.any()
     say("mmcv._ext.masked_im2col and masked_col2im")
     rows = torch.tensor([0, -9, 6, 1 << 40, 3], device=device)
     columns = torch.tensor([0, 2, 99, 1, 4], device=device)

@@ -131,7 +131,7 @@ def test_the_configs_are_listed_and_copied_with_their_bases(program, tmp_path):
     ("redirected", "status", "message"),
     [
         ("| true", 1, ""),
-        ("> /dev/full", 1, "error: cannot write the output: No space left on device"),
+        ("> /dev/full", 1, "error: cannot write: No space left on device"),
         (">&-", 0, ""),
     ],
 )

@@ -71,7 +71,7 @@ def main(command: str | None = None) -> None:
         if not _is_of_the_output(error):
             raise
         if not isinstance(error, BrokenPipeError):  # The reader of a pipe, such as head, may end before.
-            sys.exit(f"error: cannot write the output: {error.strerror}")
+            sys.exit(f"error: cannot write: {error.strerror}")
         status = 1
     if status:
         sys.exit(status)
