@@ -85,6 +85,7 @@ def test_the_commands_run_from_an_empty_folder(visdet):
     run_folder = folder / "work_dirs" / "deformable-detr_shapes"
     assert "visdet curves work_dirs/deformable-detr_shapes" in printed
     checkpoint = run_folder / "iter_2.pth"
+    assert "bbox_mAP" in visdet("test", CONFIG, checkpoint, "--cfg-options", *SMALL)
     visdet("infer", CONFIG, checkpoint, "data/shapes/val", "--score-thr", 0)
     found = json.loads((folder / "work_dirs" / "detections" / "predictions.json").read_text())
     assert len(found) == 4 and found[0]["file"].startswith("data/shapes/val")

@@ -40,7 +40,7 @@ class PipelineSwitchHook(Hook):
         self.pipeline = Compose(switch_pipeline)
 
     def before_train(self, runner: Any) -> None:
-        """Check the data workers. A run that is resumed after the switch begins with the new pipeline."""
+        """Check the data workers."""
         loader = runner.train_dataloader
         if loader.num_workers and (self.switch_epoch is None or loader.persistent_workers):
             raise ConfigError(
@@ -48,9 +48,9 @@ class PipelineSwitchHook(Hook):
                 f"switch_epoch and persistent_workers=False, got num_workers={loader.num_workers}, "
                 f"switch_epoch={self.switch_epoch} and persistent_workers={loader.persistent_workers}"
             )
-        self._switch_if_due(runner, runner.iter)
 
     def before_train_epoch(self, runner: Any) -> None:
+        """Switch before the first batch of an epoch, or of a resumed run, is read."""
         self._switch_if_due(runner, runner.iter)
 
     def after_train_iter(
