@@ -4,7 +4,9 @@ Configs import it by ``custom_imports = dict(imports=["toy_detection"])`` with t
 """
 
 import atexit
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -147,8 +149,19 @@ class ToyAccuracy(BaseMetric):
 
 
 def write_threads(path: Path) -> None:
-    """Write the names of this process's threads, which Linux tells."""
-    path.write_text("\n".join(name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")))
+    """Write the names of this process's threads, which Linux tells.
+
+    Linux may list a thread for a moment after it has been joined, so those of gloo get some seconds to go.
+    """
+    for _ in range(100):
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # It ended meanwhile.
+                names.append((task / "comm").read_text().strip())
+        if not any("gloo" in name for name in names):
+            break
+        time.sleep(0.05)
+    path.write_text("\n".join(names))
 
 
 @HOOKS.register_module()
