@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .inference import Detector, detect_files, init_detector
     from .log_curves import draw_curves, read_scalars
     from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
+    from .muon import MuonWithAuxAdam
     from .optim_wrapper import AmpOptimWrapper, OptimWrapper
     from .places import check_out_file, check_work_dir
     from .prepare import (
@@ -79,6 +80,7 @@ else:
             "inference": ["Detector", "detect_files", "init_detector"],
             "log_curves": ["draw_curves", "read_scalars"],
             "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
+            "muon": ["MuonWithAuxAdam"],
             "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
             "places": ["check_out_file", "check_work_dir"],
             "prepare": [

@@ -1,0 +1,151 @@
+"""MuonWithAuxAdam: which parameters it orthogonalises, by how much, beside torch's optimizers, and in runs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from toy_run import losses, train
+
+from visdet.engine import MuonWithAuxAdam
+from visdet.engine.muon import orthogonalized
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def parameters(device: str = "cpu") -> list[nn.Parameter]:
+    """Two equal shapes, a tall and a wide matrix, one that is too small, a vector and a convolution."""
+    torch.manual_seed(0)
+    shapes = [(32, 32), (32, 32), (96, 32), (32, 96), (6, 32), (32,), (8, 4, 3, 3)]
+    return [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+
+
+def with_gradients(params: list[nn.Parameter], seed: int = 1) -> list[nn.Parameter]:
+    torch.manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape).to(param)
+    return params
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 64), (2, 64, 24), (1, 16, 16)])
+def test_singular_values_become_about_one_and_singular_vectors_stay(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape, dtype=torch.float64)
+    found = orthogonalized(matrices, 5).double()
+    assert found.shape == matrices.shape
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    inner = left.mT @ found @ right.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    assert values.min() > 0.4 and values.max() < 1.3
+    assert (inner - torch.diag_embed(values)).abs().max() < 1e-4
+
+
+def test_a_matrix_of_zeros_stays_zeros():
+    assert not orthogonalized(torch.zeros(1, 16, 16), 5).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(device):
+    ours, theirs = parameters(device), parameters(device)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    both = MuonWithAuxAdam(ours, momentum=0.9, **options)
+    muon = torch.optim.Muon(theirs[:4], momentum=0.9, adjust_lr_fn="match_rms_adamw", **options)
+    adam = torch.optim.AdamW(theirs[4:], **options)
+    start = [param.detach().clone() for param in ours]
+    for seed in range(3):
+        for optimizer, params in ((both, [ours]), (muon, [theirs]), (adam, [theirs])):
+            with_gradients(params[0], seed)
+            optimizer.step()
+    for k, (one, other, before) in enumerate(zip(ours, theirs, start, strict=True)):
+        # torch's Muon rounds to bfloat16.
+        difference = (one - other).norm() / (other - before).norm()
+        assert difference < (3e-2 if k < 4 else 1e-6), k
+
+
+def test_gradients_stay_and_missing_ones_move_nothing():
+    params = with_gradients(parameters())
+    params[1].grad = None
+    before = [param.detach().clone() for param in params]
+    kept = [param.grad for param in params]
+    MuonWithAuxAdam(params, lr=1e-2).step()
+    assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
+    moved = [not torch.equal(param, was) for param, was in zip(params, before, strict=True)]
+    assert moved == [True, False, True, True, True, True, True]
+
+
+def test_groups_have_their_own_rates():
+    params = with_gradients(parameters())
+    before = [param.detach().clone() for param in params]
+    MuonWithAuxAdam([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}], lr=1e-2).step()
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[1], before[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loaded_state_goes_on_alike(fused):
+    ours = parameters()
+    optimizer = MuonWithAuxAdam(ours, lr=1e-2, fused=fused)
+    with_gradients(ours, 1)
+    optimizer.step()
+    others = copy.deepcopy(ours)
+    loaded = MuonWithAuxAdam(others, lr=1e-2, fused=fused)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, params in ((optimizer, ours), (loaded, others)):
+        with_gradients(params, 2)
+        one.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
+    assert "exp_avg_sq" not in optimizer.state[ours[0]], "a matrix needs one moment"
+
+
+def test_infinite_gradients_under_a_scaler_skip_the_whole_step():
+    params = with_gradients(parameters())
+    before = [param.detach().clone() for param in params]
+    params[0].grad[0, 0] = torch.inf
+    optimizer = MuonWithAuxAdam(params, lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(param, was) for param, was in zip(params, before, strict=True))
+
+
+def test_a_closure_is_called():
+    params = parameters()
+
+    def closure() -> float:
+        with_gradients(params)
+        return 2.0
+
+    assert MuonWithAuxAdam(params, lr=1e-2).step(closure) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"ns_steps": 0}, "ns_steps must be at least 1, got 0"),
+        ({"min_size": 0}, "min_size must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        MuonWithAuxAdam(parameters(), **wrong)
+
+
+def test_two_halves_of_a_run_equal_the_whole(tmp_path):
+    """Schedules and paramwise_cfg set the rates, as with any optimizer."""
+    options = {
+        "optim_wrapper": {
+            "type": "OptimWrapper",
+            "optimizer": {"type": "MuonWithAuxAdam", "lr": 1e-2, "min_size": 2},
+            "paramwise_cfg": {"bias_lr_mult": 0.5},
+        },
+        "default_hooks__checkpoint__interval": 9,
+        "train_cfg__val_interval": 9,
+    }
+    whole = train(tmp_path / "whole", train_cfg__max_iters=18, **options)
+    assert any("momentum_buffer" in state for state in whole.optim_wrapper.optimizer.state.values())
+    assert list(losses(whole).values())[-1] < losses(whole)[1]
+    (tmp_path / "whole" / "iter_18.pth").unlink()
+    rest = train(tmp_path / "whole", resume="auto", train_cfg__max_iters=18, **options)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}

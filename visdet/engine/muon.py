@@ -1,0 +1,134 @@
+"""Muon: an optimizer that orthogonalises the momentum of matrices. Small models then learn in fewer iterations."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from visdet.errors import InvalidInputError
+from visdet.registry import OPTIMIZERS
+
+# The coefficients of Keller Jordan's quintic iteration, and the factor with which an orthogonal matrix of n columns has
+# entries as large as AdamW's updates usually are.
+_ITERATION = (3.4445, -4.7750, 2.0315)
+_RMS_OF_ADAMW = 0.2
+
+
+@OPTIMIZERS.register_module()
+class MuonWithAuxAdam(AdamW):
+    """Muon for the weights of linear layers, and AdamW for all other parameters.
+
+    A matrix moves by the orthogonal matrix that is nearest to its momentum, so that all directions are learned at the
+    same pace. Its update is scaled to the size of AdamW's. Therefore, learning rate and weight decay mean what they
+    mean for AdamW, and one learning rate serves all parameters. Convolutions are left to AdamW, too.
+
+    The orthogonal matrix is found by matrix products in float32. Matrices of equal shapes take them together, and
+    AdamW's second moment is not kept for them.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: the learning rate.
+        momentum: the decay of the momentum of matrices, in [0, 1). The momentum is Nesterov's.
+        ns_steps: the number of Newton-Schulz iterations, at least 1.
+        min_size: matrices with fewer rows or columns are left to AdamW. Among them are layers that output few classes
+            or a box.
+        **adamw: other keywords of :class:`torch.optim.AdamW`, such as ``weight_decay``, ``betas`` and ``fused``.
+
+    Raises:
+        ValueError: an argument is not in its range.
+
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, with the scale of J. Liu
+    et al., "Muon is Scalable for LLM Training", 2025. ``torch.optim.Muon`` computes the same in bfloat16, matrix by
+    matrix, and takes no other parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        min_size: int = 16,
+        **adamw: Any,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise InvalidInputError(f"MuonWithAuxAdam: momentum must be in [0, 1), got {momentum}")
+        for name, value in (("ns_steps", ns_steps), ("min_size", min_size)):
+            if value < 1:
+                raise InvalidInputError(f"MuonWithAuxAdam: {name} must be at least 1, got {value}")
+        super().__init__(params, lr=lr, **adamw)
+        # A GradScaler then looks for infinite gradients itself and skips the step. It would leave that to fused AdamW.
+        self._step_supports_amp_scaling = False
+        self.momentum = momentum
+        self.ns_steps = ns_steps
+        self.min_size = min_size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients, and return the loss of ``closure``, if it is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients: dict[Tensor, Tensor] = {}
+        try:
+            for group in self.param_groups:
+                of_shape: dict[Any, list[Tensor]] = defaultdict(list)
+                for parameter in filter(self._is_matrix, group["params"]):
+                    of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
+                    gradients[parameter] = parameter.grad
+                for parameters in of_shape.values():
+                    self._update(parameters, group["lr"], group["weight_decay"])
+            for parameter in gradients:
+                parameter.grad = None
+            super().step()
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+        return loss
+
+    def _is_matrix(self, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        matrix = gradient is not None and gradient.ndim == 2 and not gradient.is_sparse
+        return matrix and min(parameter.shape) >= self.min_size
+
+    def _update(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Update matrices of one shape."""
+        directions = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())  # AdamW expects it in a state that it loads.
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["step"] += 1
+            momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - self.momentum)
+            directions.append(parameter.grad.lerp(momentum, self.momentum))
+        scale = lr * _RMS_OF_ADAMW * max(parameters[0].shape) ** 0.5
+        for parameter, update in zip(
+            parameters, orthogonalized(torch.stack(directions), self.ns_steps), strict=True
+        ):
+            parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-scale)
+
+
+def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
+    """Return matrices with the singular vectors of the given ones and singular values of about 1 (0.7 to 1.2).
+
+    Args:
+        matrices: (count, rows, columns). A matrix of zeros stays zeros.
+        steps: the number of Newton-Schulz iterations.
+
+    Returns:
+        Tensor: (count, rows, columns), in the type of ``matrices``.
+    """
+    x = matrices.float()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    wide = x.shape[1] <= x.shape[2]
+    x = x if wide else x.mT
+    a, b, c = _ITERATION
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(matrices.dtype)
