@@ -77,35 +77,37 @@ class MuonWithAuxAdam(AdamW):
         try:
             for group in self.param_groups:
                 of_shape: dict[Any, list[Tensor]] = defaultdict(list)
-                for parameter in filter(self._is_matrix, group["params"]):
-                    of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
-                    gradients[parameter] = parameter.grad
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None and self._is_matrix(gradient):
+                        gradients[parameter] = gradient
+                        of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
+                        parameter.grad = None  # so that AdamW passes it by
                 for parameters in of_shape.values():
-                    self._update(parameters, group["lr"], group["weight_decay"])
-            for parameter in gradients:
-                parameter.grad = None
+                    same = [gradients[parameter] for parameter in parameters]
+                    self._update(parameters, same, group["lr"], group["weight_decay"])
             super().step()
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         return loss
 
-    def _is_matrix(self, parameter: Tensor) -> bool:
-        gradient = parameter.grad
-        matrix = gradient is not None and gradient.ndim == 2 and not gradient.is_sparse
-        return matrix and min(parameter.shape) >= self.min_size
+    def _is_matrix(self, gradient: Tensor) -> bool:
+        return gradient.ndim == 2 and not gradient.is_sparse and min(gradient.shape) >= self.min_size
 
-    def _update(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+    def _update(
+        self, parameters: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float
+    ) -> None:
         """Update matrices of one shape."""
         directions = []
-        for parameter in parameters:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros(())  # AdamW expects it in a state that it loads.
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["step"] += 1
-            momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - self.momentum)
-            directions.append(parameter.grad.lerp(momentum, self.momentum))
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
+            directions.append(gradient.lerp(momentum, self.momentum))
         scale = lr * _RMS_OF_ADAMW * max(parameters[0].shape) ** 0.5
         for parameter, update in zip(
             parameters, orthogonalized(torch.stack(directions), self.ns_steps), strict=True
