@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "IS_NAN",
     "Points",
     "area",
     "by_differences",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 Points = list[tuple[float, ...]]
+IS_NAN = 7.0  # what stands for a NaN that is promised, because other NaN of a reference is not compared
 STEP = 1e-6  # of the differences
 KINK = 1e-4  # Derivatives of both sides that differ by more, of the largest one or of 1, are those of a kink.
 
@@ -117,9 +119,9 @@ def by_differences(function: Callable[..., float], *tables: Tensor) -> Tensor:
 
 
 def derivatives(function: Callable[..., float], *tables: Tensor) -> list[Tensor]:
-    """Return the derivatives of a function of rows by their numbers, NaN at kinks."""
-    found = [torch.zeros_like(table) for table in tables]
-    flat = [one.view(-1, table.shape[-1]) for one, table in zip(found, tables, strict=True)]
+    """Return the derivatives of a function of rows by their numbers, NaN at kinks and where it is ``IS_NAN``."""
+    found = [torch.zeros_like(table, memory_format=torch.contiguous_format) for table in tables]
+    flat = [one.view(-1, one.shape[-1]) for one in found]
     rows = [table.flatten(0, -2).tolist() for table in tables]
     for n, row in enumerate(zip(*rows, strict=True)):
         middle = function(*row)
@@ -131,6 +133,8 @@ def derivatives(function: Callable[..., float], *tables: Tensor) -> list[Tensor]
                     others = [*numbers[:i], end, *numbers[i + 1 :]]
                     ends.append(function(*row[:t], others, *row[t + 1 :]))
                 before, after = (middle - ends[0]) / step, (ends[1] - middle) / step
-                is_kink = not abs(after - before) < KINK * max(1.0, abs(after), abs(before))
+                is_kink = middle == IS_NAN or not abs(after - before) < KINK * max(
+                    1.0, abs(after), abs(before)
+                )
                 flat[t][n, i] = math.nan if is_kink else (before + after) / 2
     return found

@@ -267,6 +267,22 @@ def test_diff_iou_rotated(device):
     assert torch.autograd.gradcheck(diff_iou_rotated_2d, leaves)
 
 
+@pytest.mark.parametrize("call", [diff_iou_rotated_2d, diff_iou_rotated_3d])
+def test_negative_sides_count_as_0_and_boxes_without_end_have_no_overlap(call):
+    box = torch.tensor([0.0, 0, 0, 2, 1, 2, 0])
+    turned, far, flat = box.clone(), box.clone(), box.clone()
+    turned[3], far[2], flat[3:5] = -2, math.inf, -1
+    if call is diff_iou_rotated_2d:
+        far[0] = math.inf
+    one, other = torch.stack([box, box, flat])[None], torch.stack([turned, far, flat])[None]
+    if call is diff_iou_rotated_2d:
+        one, other = (boxes[..., [0, 1, 3, 4, 6]] for boxes in (one, other))
+    one.requires_grad_()
+    found = call(one, other)
+    assert found[0, 0].item() == 0 and found[0, 1:].isnan().all()  # -1 * -1 is not an area
+    assert torch.autograd.grad(found[0, 0], one)[0][0, 0].isfinite().all()
+
+
 def test_vertices_in_order():
     """A square of four corners of one box, as mmcv's wrapper describes it, and the same with each corner twice."""
     square = torch.tensor([[1.0, 1], [-1, 1], [-1, -1], [1, -1]])
@@ -340,8 +356,16 @@ X = torch.zeros(3, 4)
         (lambda: min_area_polygons(X), r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]"),
         (lambda: points_in_polygons(X, X), r"points_in_polygons: points must be \[N, 2\], got \[3, 4\]"),
         (lambda: chamfer_distance(X, X), r"chamfer_distance: xyz1 must be \[B, N, 2\], got \[3, 4\]"),
-        (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\].*got \[3, 4\] and \[3, 4\]"),
-        (lambda: diff_iou_rotated_3d(X, X), r"box3d1 must be \[B, N, 7\].*got \[3, 4\] and \[3, 4\]"),
+        (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\] \(x, y, w, h, angle\), got \[3, 4\]"),
+        (
+            lambda: diff_iou_rotated_2d(torch.zeros(1, 2, 5), torch.zeros(1, 3, 5)),
+            r"box2 must be \[1, 2, 5\] as box1, got \[1, 3, 5\]",
+        ),
+        (
+            lambda: diff_iou_rotated_2d(*[torch.zeros(1, 2, 5).int()] * 2),
+            "box1 must be of a floating-point type",
+        ),
+        (lambda: diff_iou_rotated_3d(X, X), r"box3d1 must be \[B, N, 7\] .*, got \[3, 4\]"),
     ],
 )
 def test_rejections(call, message):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.polygons import (
+    IS_NAN,
     Points,
     area,
     crosses_itself,
@@ -23,8 +24,6 @@ from visdet.ops import chamfer_distance, convex_giou, convex_iou, min_area_polyg
 from .point_neighbours import nothing
 
 __all__ = ["OPERATORS"]
-
-IS_NAN = 7.0  # what stands for a NaN that is promised, because other NaN of a reference is not compared
 
 
 def _point_sets(draw: Draw, N: int) -> Tensor:  # [N, 18]
