@@ -199,6 +199,7 @@ def test_gradients():
         (lambda x: border_align(x, x[:, 0, :, :4], 0), "pool_size must be at least 1, got 0"),
         (lambda x: border_align(x, x[:, 0], 2), r"boxes must be \[1, N, 4\], got \[1, 5, 6\]"),
         (lambda x: bezier_align(x, x[0, 0], (2, 2)), r"beziers must be \[N, 17\], got \[5, 6\]"),
+        (lambda x: prroi_pool(x[0], x[0, 0], (2, 2)), r"prroi_pool: features must be \[B, C, H, W\]"),
         (lambda x: prroi_pool(x, x[0, 0], (2, 2)), r"prroi_pool: rois must be \[N, 5\]"),
         (lambda x: prroi_pool(x, x[0, 0, :, :5], (0, 2)), "prroi_pool: output_size must be positive"),
         (lambda x: psa_mask(x, "share", (2, 2)), "psa_type must be 'collect' or 'distribute', got 'share'"),

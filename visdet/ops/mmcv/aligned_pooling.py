@@ -158,7 +158,7 @@ def prroi_pool(
 
     Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
     """
-    check_rois("prroi_pool", features, rois, output_size, spatial_scale)
+    check_rois("prroi_pool", features, rois, output_size, spatial_scale, names=("features", "output_size"))
     dtype = computation_dtype(features)
     index = rois[:, 0].detach()
     corners = rois[:, 1:].to(dtype) * spatial_scale
