@@ -189,6 +189,11 @@ def test_gradients():
     assert check(lambda x: tin_shift(x, torch.tensor([[1, -1]])), maps(1, 3, 2, 2).requires_grad_())
 
 
+def test_correlation_of_no_pixels():
+    x = torch.zeros(1, 2, 0, 3)
+    assert correlation(x, x, *[(1, 1)] * 3, (1, 0), *[(1, 1)] * 2).tolist() == [[[[[0] * 3] * 2]]]
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -208,7 +213,22 @@ def test_gradients():
             lambda x: correlation(x, x[:, :2], *[(1, 1)] * 6),
             r"input2 must be \[1, 4, 5, 6\], got \[1, 2, 5, 6\]",
         ),
-        (lambda x: tin_shift(x, torch.zeros(1, 4)), "C must be a multiple of the 4 groups of shift, got 5"),
+        (lambda x: psa_mask(x, "collect", (-2, -2)), r"mask_size must be at least 1, got \(-2, -2\)"),
+        (
+            lambda x: correlation(x, x, (1, 1), (1, 1), (0, 1), *[(1, 1)] * 3),
+            r"stride must be at least 1, got \(0",
+        ),
+        (lambda x: correlation(x, x, *[(1, 1)] * 3, (-1, 0), *[(1, 1)] * 2), "padding must be at least 0"),
+        (
+            lambda x: correlation(x, x, (9, 1), (1, 1), (1, 1), (1, 0), (1, 1), (1, 1)),
+            r"input1 must hold a window of \[9, 1\] with its padding, got \[7, 6\]",
+        ),
+        (lambda x: correlation(x, x.int(), *[(1, 1)] * 6), "input2 must be of a floating-point type"),
+        (lambda x: tin_shift(x, torch.zeros(1, 4)), "shift must be of an integer type, got torch.float32"),
+        (
+            lambda x: tin_shift(x, torch.zeros(1, 4).int()),
+            "C must be a multiple of the 4 groups of shift, got 5",
+        ),
     ],
 )
 def test_bad_arguments(call, message):
