@@ -153,6 +153,8 @@ def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int) -> Tensor:
     """Return the samples [n, K, C] at y, x [n, K] of the maps from ``first_row`` [n] on in rows [B * H * W, C]."""
+    if rows.numel() == 0 or y.numel() == 0:
+        return rows.new_zeros(*y.shape, rows.shape[1]) + rows[:0].sum()
     y0, y1, fy, y_counts = _corners(y, H)
     x0, x1, fx, x_counts = _corners(x, W)
     counts = y_counts & x_counts
