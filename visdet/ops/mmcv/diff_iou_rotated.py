@@ -16,14 +16,11 @@ def _check(op: str, columns: int, layout: str, **boxes: Tensor) -> None:
     check_floating(op, **boxes)
 
 
-def _iou(box1: Tensor, box2: Tensor, height: Tensor | float = 1.0) -> Tensor:
-    """Return the IoU of boxes (x, y, w, h, angle) in float64, given how much of their heights they share.
-
-    Boxes with a height have it as a sixth number.
-    """
+def _iou(box1: Tensor, box2: Tensor, sides: list[int], height: Tensor | float) -> Tensor:
+    """Return the IoU of float64 boxes (x, y, w, h, angle, ...), given the columns of sides and the shared height."""
     p, q = (corners_of(box[..., :5].flatten(0, 1)) for box in (box1, box2))
     shared = shared_area(p, q, are_boxes=True).view(box1.shape[:2]) * height
-    sizes = [box[..., [2, 3, *range(5, box.shape[-1])]].clamp(min=0).prod(-1) for box in (box1, box2)]
+    sizes = [box[..., sides].clamp(min=0).prod(-1) for box in (box1, box2)]
     is_number = box1.isfinite().all(-1) & box2.isfinite().all(-1)
     return (shared / (sizes[0] + sizes[1] - shared)).masked_fill(~is_number, torch.nan)
 
@@ -48,7 +45,7 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
     _check("diff_iou_rotated_2d", 5, "x, y, w, h, angle", box1=box1, box2=box2)
-    return _iou(box1.double(), box2.double()).to(box1.dtype)
+    return _iou(box1.double(), box2.double(), [2, 3], 1.0).to(box1.dtype)
 
 
 def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] each -> [B, N]
@@ -71,12 +68,11 @@ def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
     _check("diff_iou_rotated_3d", 7, "x, y, z, w, h, l, angle", box3d1=box3d1, box3d2=box3d2)
-    wide1, wide2 = (box[..., [0, 1, 3, 4, 6, 5]].double() for box in (box3d1, box3d2))
-    (z1, length1), (z2, length2) = (box[..., [2, 5]].double().unbind(-1) for box in (box3d1, box3d2))
+    first, second = (box.double()[..., [0, 1, 3, 4, 6, 2, 5]] for box in (box3d1, box3d2))
+    (z1, length1), (z2, length2) = (box[..., 5:].unbind(-1) for box in (first, second))
     top = torch.minimum(z1 + length1 / 2, z2 + length2 / 2)
     bottom = torch.maximum(z1 - length1 / 2, z2 - length2 / 2)
-    height = (top - bottom).clamp(min=0) + 0 * (z1 + z2)  # NaN where a z is not finite
-    return _iou(wide1, wide2, height).to(box3d1.dtype)
+    return _iou(first, second, [2, 3, 6], (top - bottom).clamp(min=0)).to(box3d1.dtype)
 
 
 @torch.no_grad()

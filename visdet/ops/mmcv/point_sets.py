@@ -194,8 +194,8 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Returns:
         [N, M] float32. A point is inside if a ray from it towards greater x crosses the sides an odd number of times.
-        For a point on the boundary the result is either, the same as mmcv's. A point with a NaN or an
-        infinite number is outside.
+        For a point on the boundary the result is either, the same as mmcv's. A point with a NaN or an infinite
+        number is outside.
 
     It is not differentiable. It is deterministic.
 

@@ -60,9 +60,8 @@ def rotated_feature_align(
     x, y = (one.clamp(0, size - 1) for one, size in ((x, W), (y, H)))
     samples = torch.stack([(2 * x + 1) / W - 1, (2 * y + 1) / H - 1], -1)
     samples = torch.where(counts[..., None], samples, -3.0)  # outside the map, where no pixel is read
-    sums = sample_sum(
-        features, samples, torch.ones_like(counts[:, None], dtype=samples.dtype)
-    )  # [B, 1, Q, C]
+    weights = torch.ones_like(samples[:, None, ..., 0])
+    sums = sample_sum(features, samples, weights)  # [B, 1, Q, C]
     return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features.dtype)
 
 
