@@ -91,8 +91,10 @@ def crosses_itself(corners: Points) -> bool:
 
 
 def touches(points: Points, polygon: Points) -> bool:
-    """Return whether a corner of the points' hull or of the polygon lies on a side of the other."""
+    """Return whether a corner of the points' hull is there twice, or one of it or the polygon on the other's sides."""
     one = hull(points)
+    if any(points.count(corner) > 1 for corner in one):
+        return True
     for corners, others in ((one, polygon), (polygon, one)):
         for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
             length = math.dist(a, b)

@@ -181,6 +181,8 @@ def _integral_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     images = problem.arguments["features"].detach().double().abs().nan_to_num(0.0)
     most = float(images.max()) if images.numel() else 0.0
     bounds["output"] = most
+    if "features" in bounds:  # of a region that ends beside the map, too
+        bounds["features"] = max(bounds["features"], bounds.get("grad_peak", 0.0))
     if "rois" in bounds:
         bins = images.shape[1] * math.prod(problem.arguments["output_size"])
         bounds["rois"] = 8 * most * bins * bounds.get("grad_total", 0.0)
