@@ -47,6 +47,8 @@ def _shared(one: list[float], other: list[float], kind: str) -> float:
     """Return the IoU of two boxes, or the area that they share seen from above. NaN stands for what is not compared."""
     (flat, (z, dz)), (flat2, (z2, dz2)) = _parts(one), _parts(other)
     given = flat + flat2 if kind == "area" else one + other
+    if kind == "area" and -math.inf in flat[2:4] + flat2[2:4]:
+        return math.nan  # A negative side may count as 0 or as infinite.
     if not all(map(math.isfinite, given)):
         return IS_NAN
     if max(map(abs, given)) > EXTREME:
