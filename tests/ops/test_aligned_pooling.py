@@ -189,6 +189,20 @@ def test_gradients():
     assert check(lambda x: tin_shift(x, torch.tensor([[1, -1]])), maps(1, 3, 2, 2).requires_grad_())
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 0, 3, 3), (2, 4, 0, 3), (2, 4, 3, 3)])
+@pytest.mark.parametrize("N", [0, 3])
+def test_border_align_of_empties(shape, N):
+    input = torch.zeros(shape, requires_grad=True)
+    pooled = border_align(input, torch.ones(shape[0], N, 4), 2)
+    assert pooled.shape == (shape[0], shape[1] // 4, N, 4) and not pooled.any()
+    assert torch.autograd.grad(pooled.sum(), input)[0].shape == shape
+
+
+def test_correlation_of_no_pixels():
+    x = torch.zeros(1, 2, 0, 3)
+    assert correlation(x, x, *[(1, 1)] * 3, (1, 0), *[(1, 1)] * 2).tolist() == [[[[[0] * 3] * 2]]]
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -197,8 +211,10 @@ def test_gradients():
             "input's channels must be a multiple of 4, got 3",
         ),
         (lambda x: border_align(x, x[:, 0, :, :4], 0), "pool_size must be at least 1, got 0"),
+        (lambda x: border_align(x.int(), x[:, 0, :, :4], 2), "input must be of a floating-point type on cpu"),
         (lambda x: border_align(x, x[:, 0], 2), r"boxes must be \[1, N, 4\], got \[1, 5, 6\]"),
         (lambda x: bezier_align(x, x[0, 0], (2, 2)), r"beziers must be \[N, 17\], got \[5, 6\]"),
+        (lambda x: prroi_pool(x[0], x[0, 0], (2, 2)), r"prroi_pool: features must be \[B, C, H, W\]"),
         (lambda x: prroi_pool(x, x[0, 0], (2, 2)), r"prroi_pool: rois must be \[N, 5\]"),
         (lambda x: prroi_pool(x, x[0, 0, :, :5], (0, 2)), "prroi_pool: output_size must be positive"),
         (lambda x: psa_mask(x, "share", (2, 2)), "psa_type must be 'collect' or 'distribute', got 'share'"),
@@ -207,7 +223,22 @@ def test_gradients():
             lambda x: correlation(x, x[:, :2], *[(1, 1)] * 6),
             r"input2 must be \[1, 4, 5, 6\], got \[1, 2, 5, 6\]",
         ),
-        (lambda x: tin_shift(x, torch.zeros(1, 4)), "C must be a multiple of the 4 groups of shift, got 5"),
+        (lambda x: psa_mask(x, "collect", (-2, -2)), r"mask_size must be at least 1, got \(-2, -2\)"),
+        (
+            lambda x: correlation(x, x, (1, 1), (1, 1), (0, 1), *[(1, 1)] * 3),
+            r"stride must be at least 1, got \(0",
+        ),
+        (lambda x: correlation(x, x, *[(1, 1)] * 3, (-1, 0), *[(1, 1)] * 2), "padding must be at least 0"),
+        (
+            lambda x: correlation(x, x, (9, 1), (1, 1), (1, 1), (1, 0), (1, 1), (1, 1)),
+            r"input1 must hold a window of \[9, 1\] with its padding, got \[7, 6\]",
+        ),
+        (lambda x: correlation(x, x.int(), *[(1, 1)] * 6), "input2 must be of a floating-point type"),
+        (lambda x: tin_shift(x, torch.zeros(1, 4)), "shift must be of an integer type, got torch.float32"),
+        (
+            lambda x: tin_shift(x, torch.zeros(1, 4).int()),
+            "C must be a multiple of the 4 groups of shift, got 5",
+        ),
     ],
 )
 def test_bad_arguments(call, message):

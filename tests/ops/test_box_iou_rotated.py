@@ -230,6 +230,10 @@ BOXES_3D = torch.tensor(
 def test_boxes_in_space_by_hand(backend):
     area = boxes_overlap_bev(BOXES_3D[:1], BOXES_3D)
     torch.testing.assert_close(area, torch.tensor([[8.0, 6, 4, 0, 8]]))
+    for column in range(7):
+        endless = BOXES_3D.clone()
+        endless[1, column] = math.inf
+        assert boxes_iou3d(BOXES_3D, endless).isnan().sum(0).tolist() == [0, 5, 0, 0, 0]
     iou = boxes_iou3d(BOXES_3D[:1], BOXES_3D)
     torch.testing.assert_close(iou, torch.tensor([[1, 6 / 26, 8 / 24, 0, 0]]))
     scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5])

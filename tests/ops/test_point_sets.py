@@ -175,6 +175,17 @@ def test_the_gradient_where_sides_coincide_is_mmcvs():
     assert gradient[0].tolist() == pytest.approx(corners, abs=1e-4)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_the_overlap_and_its_gradient_in_line_with_the_origin_and_of_small_sets(size):
+    """A square from the origin to (2, 2), and one from (1, 1) to (3, 3): the IoU is 1 / 7 and the hull has area 8."""
+    points = size * torch.tensor([[0.0, 0, 2, 0, 2, 2, 0, 2, *[1.0, 0.5] * 5]], dtype=torch.float64)
+    giou, gradient = convex_giou(points, size * torch.tensor([[1, 1, 3, 1, 3, 3, 1, 3]]).double())
+    assert giou.item() == pytest.approx(1 / 7 - 1 / 8)
+    # The corner (0, 0): moving it outward by x adds x to the set, to the union and to the common hull.
+    expected = (1 / 49 - (8 - 7) / 64) / size
+    assert gradient[0, :2].tolist() == pytest.approx([expected] * 2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_in_polygons(device):
     points, polygons = uniform(60, 2), quadrilaterals(9)
@@ -211,6 +222,20 @@ def test_chamfer_distance(device):
     assert torch.autograd.gradcheck(lambda a, b: chamfer_distance(a, b)[:2], leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_chamfer_distances_of_narrow_types_are_rounded_once(dtype):
+    one, other = uniform(1, 30, 2).to(dtype).requires_grad_(), uniform(1, 3, 2, seed=1).to(dtype)
+    wide = one.detach().float().requires_grad_()
+    found, exact = chamfer_distance(one, other), chamfer_distance(wide, other.float())
+    for got, expected in zip(found[:2], exact[:2], strict=True):
+        torch.testing.assert_close(got, expected.to(dtype), rtol=0, atol=0)
+    gradients = [
+        torch.autograd.grad(pair[0].sum() + pair[1].sum(), points)[0]
+        for pair, points in ((found, one), (exact, wide))
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1].to(dtype), rtol=0, atol=0)
+
+
 def boxes(N, seed):
     return torch.cat(
         [
@@ -240,6 +265,22 @@ def test_diff_iou_rotated(device):
     torch.testing.assert_close(diff_iou_rotated_3d(solid[0][None], solid[1][None])[0], expected)
     leaves = [t[None, 1:8].clone().requires_grad_() for t in (one, other)]
     assert torch.autograd.gradcheck(diff_iou_rotated_2d, leaves)
+
+
+@pytest.mark.parametrize("call", [diff_iou_rotated_2d, diff_iou_rotated_3d])
+def test_negative_sides_count_as_0_and_boxes_without_end_have_no_overlap(call):
+    box = torch.tensor([0.0, 0, 0, 2, 1, 2, 0])
+    turned, far, flat = box.clone(), box.clone(), box.clone()
+    turned[3], far[2], flat[3:5] = -2, math.inf, -1
+    if call is diff_iou_rotated_2d:
+        far[0] = math.inf
+    one, other = torch.stack([box, box, flat])[None], torch.stack([turned, far, flat])[None]
+    if call is diff_iou_rotated_2d:
+        one, other = (boxes[..., [0, 1, 3, 4, 6]] for boxes in (one, other))
+    one.requires_grad_()
+    found = call(one, other)
+    assert found[0, 0].item() == 0 and found[0, 1:].isnan().all()  # -1 * -1 is not an area
+    assert torch.autograd.grad(found[0, 0], one)[0][0, 0].isfinite().all()
 
 
 def test_vertices_in_order():
@@ -297,16 +338,34 @@ X = torch.zeros(3, 4)
     ("call", "message"),
     [
         (lambda: convex_iou(X, X), r"convex_iou: pointsets must be \[N, 18\], got \[3, 4\]"),
-        (lambda: convex_iou(torch.zeros(2, 18), X), r"convex_iou: polygons must be \[N, 8\], got \[3, 4\]"),
+        (lambda: convex_iou(torch.zeros(2, 18), X), r"convex_iou: polygons must be \[K, 8\], got \[3, 4\]"),
         (
             lambda: convex_giou(torch.zeros(2, 18), torch.zeros(3, 8)),
             r"polygons must be \[2, 8\].*got \[3, 8\]",
         ),
+        (
+            lambda: convex_iou(torch.zeros(2, 18).int(), torch.zeros(3, 8)),
+            "convex_iou: pointsets must be of a floating-point type on cpu, got torch.int32 on cpu",
+        ),
+        (
+            lambda: convex_giou(torch.zeros(2, 18), torch.zeros(2, 8, device="meta")),
+            "convex_giou: polygons must be of a floating-point type on cpu, got torch.float32 on meta",
+        ),
+        (lambda: min_area_polygons(torch.zeros(2, 18).int()), "min_area_polygons: pointsets must be of a fl"),
+        (lambda: chamfer_distance(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2).int()), "xyz2 must be of a fl"),
         (lambda: min_area_polygons(X), r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]"),
         (lambda: points_in_polygons(X, X), r"points_in_polygons: points must be \[N, 2\], got \[3, 4\]"),
-        (lambda: chamfer_distance(X, X), r"chamfer_distance: xyz1 must be \[3, N, 2\], got \[3, 4\]"),
-        (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\].*got \[3, 4\] and \[3, 4\]"),
-        (lambda: diff_iou_rotated_3d(X, X), r"box3d1 must be \[B, N, 7\].*got \[3, 4\] and \[3, 4\]"),
+        (lambda: chamfer_distance(X, X), r"chamfer_distance: xyz1 must be \[B, N, 2\], got \[3, 4\]"),
+        (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\] \(x, y, w, h, angle\), got \[3, 4\]"),
+        (
+            lambda: diff_iou_rotated_2d(torch.zeros(1, 2, 5), torch.zeros(1, 3, 5)),
+            r"box2 must be \[1, 2, 5\] as box1, got \[1, 3, 5\]",
+        ),
+        (
+            lambda: diff_iou_rotated_2d(*[torch.zeros(1, 2, 5).int()] * 2),
+            "box1 must be of a floating-point type",
+        ),
+        (lambda: diff_iou_rotated_3d(X, X), r"box3d1 must be \[B, N, 7\] .*, got \[3, 4\]"),
     ],
 )
 def test_rejections(call, message):

@@ -186,6 +186,25 @@ def test_regions_that_count_for_nothing_and_empties():
         assert function(x[:, :, :0], rois(), 2, 1.0).shape == (4, 8, 2, 2)
     assert rotated_feature_align(x[:0], maps(0, 7, 9, 5)).shape == (0, 8, 7, 9)
     assert active_rotated_filter(maps(0, 2, 1, 1, 1), torch.ones(1, 1, 1, 3)).shape == (0, 2, 1, 1)
+    assert active_rotated_filter(maps(2, 2, 1, 1, 1), torch.ones(1, 1, 1, 0)).shape == (0, 2, 1, 1)
+    assert active_rotated_filter(maps(2, 2, 0, 1, 1), torch.ones(0, 1, 1, 3)).shape == (6, 0, 1, 1)
+
+
+def test_a_point_outside_the_map_reads_no_pixel():
+    x = torch.ones(1, 1, 3, 3)
+    x[0, 0, 0, 0] = math.nan
+    boxes = torch.full((1, 3, 3, 5), 99.0)
+    assert rotated_feature_align(x, boxes, 1.0, 5).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_rotated_filters_are_rounded_once(dtype):
+    filters = torch.ones(1, 1, 1, 1, 1, dtype=dtype, requires_grad=True)
+    rotated = active_rotated_filter(filters, torch.ones(1, 1, 1, 9).int())
+    epsilon = torch.finfo(dtype).eps
+    grads = torch.tensor([1.0] + [epsilon / 4] * 8, dtype=dtype)
+    (found,) = torch.autograd.grad(rotated.flatten(), filters, grads)
+    assert found.item() == 1 + 2 * epsilon
 
 
 X = torch.zeros(2, 8, 4, 5)
@@ -201,6 +220,19 @@ X = torch.zeros(2, 8, 4, 5)
         (lambda: roi_align_rotated(X[0], rois(), 2, 1.0), r"input must be \[B, C, H, W\], got \[8, 4, 5\]"),
         (lambda: roi_align_rotated(X, rois(), 2, 0.0), "spatial_scale must be positive and finite, got 0.0"),
         (lambda: roi_align_rotated(X, rois(), 0, 1.0), r"output_size must be positive, got \(0, 0\)"),
+        (
+            lambda: riroi_align_rotated(X[0], rois(), 2, 1.0),
+            r"riroi_align_rotated: features must be \[B, C, H, W\]",
+        ),
+        (lambda: riroi_align_rotated(X, rois(), 0, 1.0), "riroi_align_rotated: out_size must be positive"),
+        (
+            lambda: rotated_feature_align(X.int(), X.new_zeros(2, 4, 5, 5)),
+            "rotated_feature_align: features must be of a floating-point type",
+        ),
+        (
+            lambda: active_rotated_filter(X[..., None].int(), X.new_ones(4, 5, 1, 2)),
+            "active_rotated_filter: input must be of a floating-point type",
+        ),
         (lambda: riroi_align_rotated(X, rois(), 2, 1.0, 0, 3), "num_orientations must be .*got 3 for 8"),
         (lambda: rotated_feature_align(X[0], X), r"features must be \[B, C, H, W\], got \[8, 4, 5\]"),
         (lambda: rotated_feature_align(X, X), r"best_rbboxes must be \[2, 4, 5, 5\], got \[2, 8, 4, 5\]"),

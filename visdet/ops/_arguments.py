@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_device", "check_layout", "computation_dtype", "integer_table", "pair"]
+__all__ = ["check_device", "check_floating", "check_layout", "computation_dtype", "integer_table", "pair"]
 
 
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
@@ -15,6 +15,15 @@ def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Ten
     if tensor.device != of.device:
         whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
+
+
+def check_floating(op: str, **tensors: Tensor) -> None:
+    """Raise a ValueError unless the tensors are of floating-point types, on the device of the first one."""
+    device = next(iter(tensors.values())).device
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.device != device:
+            expected, given = f"of a floating-point type on {device}", f"{tensor.dtype} on {tensor.device}"
+            raise ValueError(f"{op}: {name} must be {expected}, got {given}")
 
 
 def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:

@@ -27,17 +27,26 @@ ROTATED = "batch index, x, y, w, h, angle"
 
 
 def check_rois(
-    op: str, input: Tensor, rois: Tensor, size: tuple[int, int], spatial_scale: float, layout: str = UPRIGHT
+    op: str,
+    input: Tensor,
+    rois: Tensor,
+    size: tuple[int, int],
+    spatial_scale: float,
+    layout: str = UPRIGHT,
+    names: tuple[str, str] = ("input", "output_size"),
 ) -> None:
-    """Raise ValueError unless input is [B, C, H, W], rois have this layout, and the numbers are positive."""
+    """Raise ValueError unless input is [B, C, H, W], rois have this layout, and the numbers are positive.
+
+    ``names`` are those of ``input`` and ``size`` among the operator's arguments.
+    """
     if input.dim() != 4:
-        raise ValueError(f"{op}: input must be [B, C, H, W], got {list(input.shape)}")
+        raise ValueError(f"{op}: {names[0]} must be [B, C, H, W], got {list(input.shape)}")
     if not input.is_floating_point():
-        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
+        raise ValueError(f"{op}: {names[0]} must be of a floating-point type, got {input.dtype}")
     if not 0 < spatial_scale < math.inf:
         raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
     if min(size) < 1:
-        raise ValueError(f"{op}: output_size must be positive, got {size}")
+        raise ValueError(f"{op}: {names[1]} must be positive, got {size}")
     columns = layout.count(",") + 1
     if rois.dim() != 2 or rois.shape[1] != columns:
         raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
@@ -144,6 +153,8 @@ def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int) -> Tensor:
     """Return the samples [n, K, C] at y, x [n, K] of the maps from ``first_row`` [n] on in rows [B * H * W, C]."""
+    if rows.numel() == 0 or y.numel() == 0:
+        return rows.new_zeros(*y.shape, rows.shape[1]) + rows[:0].sum()
     y0, y1, fy, y_counts = _corners(y, H)
     x0, x1, fx, x_counts = _corners(x, W)
     counts = y_counts & x_counts

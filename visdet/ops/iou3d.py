@@ -64,7 +64,8 @@ def boxes_iou3d(
     bottom = torch.maximum((a[:, 2] - a[:, 5] / 2)[:, None], b[:, 2] - b[:, 5] / 2)
     shared = area * (top - bottom).clamp(min=0)
     union = a[:, 3:6].clamp(min=0).prod(1)[:, None] + b[:, 3:6].clamp(min=0).prod(1) - shared
-    iou = torch.where(shared == 0, 0.0 * union, shared / union)
+    is_number = a.isfinite().all(1)[:, None] & b.isfinite().all(1)
+    iou = torch.where(shared == 0, 0.0, shared / union).masked_fill(~is_number, torch.nan)
     return iou.to(boxes_a.dtype if boxes_a.is_floating_point() else torch.float32)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_layout, computation_dtype
+from ._arguments import check_floating, check_layout, computation_dtype
 
 __all__ = [
     "ball_query",
@@ -250,12 +250,13 @@ def three_nn(
     It is not differentiable. It is deterministic.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
     check_layout("three_nn", "source", source, "[B, M, 3]", None, None, 3)
     check_layout("three_nn", "target", target, f"[{source.shape[0]}, N, 3]", source.shape[0], None, 3)
+    check_floating("three_nn", source=source, target=target)
     index, distances = knn(3, source, target)
     return distances.sqrt().to(target.dtype), index
 

@@ -284,8 +284,11 @@ OPERATORS = (
         three_interpolate,
         _draw_interpolation,
         _interpolated,
-        spoiled={"features": ("rank",), "indices": ("rank", 0, 1, 2), "weight": ("rank", 1, 2)},
-        aliases=("group_points",),
+        spoiled={
+            "features": ("rank", "type"),
+            "indices": ("rank", 0, 1, 2),
+            "weight": ("rank", "type", 1, 2),
+        },
     ),
     Operator(
         "assign_score_withk",
@@ -293,8 +296,8 @@ OPERATORS = (
         _draw_scores,
         _assigned,
         spoiled={
-            "scores": ("rank", 0, 3),
-            "point_features": ("rank", 0, 1, 2, 3),
+            "scores": ("rank", "type", 0, 3),
+            "point_features": ("rank", "type", 0, 1, 2, 3),
             "center_features": ("rank", 0, 1, 2, 3),
             "knn_idx": ("rank", 0, 1, 2),
         },
@@ -335,7 +338,7 @@ OPERATORS = (
         bev_pool_v2,
         _draw_ranks,
         _ranked,
-        spoiled={"ranks_feat": ("rank", 0), "ranks_bev": ("rank", 0)},
+        spoiled={"feat": ("type",), "depth": ("type",), "ranks_feat": ("rank", 0), "ranks_bev": ("rank", 0)},
     ),
     Operator(
         "voxel_pooling",

@@ -217,7 +217,7 @@ OPERATORS = (
         _draw_gaussians,
         _aggregated,
         _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
+        spoiled={"pts": ("rank", 1), "semantics": ("rank", "type", 0), "cov3D": ("rank", 0, 1)},
     ),
     Operator(
         "local_aggregate_prob",
@@ -225,7 +225,7 @@ OPERATORS = (
         _draw_gaussians,
         _expected,
         _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", 0), "cov3D": ("rank", 0, 1)},
+        spoiled={"pts": ("rank", 1), "semantics": ("rank", "type", 0), "cov3D": ("rank", 0, 1)},
     ),
     Operator(
         "indice_maxpool",
@@ -240,7 +240,7 @@ OPERATORS = (
         _sparse,
         _draw_sparse,
         _dense,
-        spoiled={"features": ("rank", 1), "indices": ("rank", 1)},
+        spoiled={"features": ("rank", "type", 1), "indices": ("rank", 1)},
         aliases=("get_indice_pairs",),
     ),
 )

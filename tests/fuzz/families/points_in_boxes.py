@@ -172,7 +172,11 @@ OPERATORS = (
         _pooled,
         _draw_pooled,
         _sampled,
-        spoiled={"points": ("rank", 0, 1, 2), "point_features": ("rank", 0, 1), "boxes3d": ("rank", 0, 2)},
+        spoiled={
+            "points": ("rank", 0, 1, 2),
+            "point_features": ("rank", "type", 0, 1),
+            "boxes3d": ("rank", 0, 2),
+        },
     ),
     Operator(
         "roiaware_pool3d",

@@ -15,7 +15,7 @@ from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_align_rotated import roi_align_rotated_reference
 from visdet.ops.roi_pool import roi_pool_reference
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "draw_regions", "positions_in_bins"]
 
 NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
 CLEAR = 1e-3
@@ -60,7 +60,7 @@ def _spoil_some(draw: Draw, regions: Tensor, B: int) -> Tensor:
     return is_bad
 
 
-def _positions(low: float, high: float, bins: int, ratio: int) -> list[float]:
+def positions_in_bins(low: float, high: float, bins: int, ratio: int) -> list[float]:
     size = (high - low) / bins
     count = ratio if ratio > 0 else math.ceil(size)
     return [low + (b + (i + 0.5) / count) * size for b in range(bins) for i in range(count)]
@@ -75,7 +75,7 @@ def _is_unclear(
         low, high = region[1 + axis] * scale - shift, region[3 + axis] * scale - shift
         high = high if settings.get("aligned", True) else max(high, low + 1)
         bins, side = settings["output_size"][1 - axis], images.shape[3 - axis]
-        for place in _positions(low, high, bins, settings["sampling_ratio"]):
+        for place in positions_in_bins(low, high, bins, settings["sampling_ratio"]):
             if abs(place + 1) < CLEAR or abs(place - side) < CLEAR:
                 return True
             if near_bad_numbers and abs(place - round(place)) < CLEAR:
@@ -95,7 +95,7 @@ def _is_unclear_rotated(
     PH, PW = settings["output_size"]
     down, across = (
         torch.tensor(
-            _positions(-extent / 2, extent / 2, bins, settings["sampling_ratio"]), dtype=torch.float64
+            positions_in_bins(-extent / 2, extent / 2, bins, settings["sampling_ratio"]), dtype=torch.float64
         )
         for extent, bins in ((h, PH), (w, PW))
     )
@@ -103,7 +103,8 @@ def _is_unclear_rotated(
     below = across * math.sin(angle) + down[:, None] * math.cos(angle) + y - shift
     for places, side in ((right, images.shape[3]), (below, images.shape[2])):
         is_near = ((places + 1).abs() < CLEAR) | ((places - side).abs() < CLEAR)
-        if near_bad_numbers:
+        if near_bad_numbers:  # A sample on the first pixel reads the second one, too, with weight 0.
+            places = places.clamp(min=0)
             is_near |= (places - places.round()).abs() < CLEAR
         if is_near.any():
             return True
@@ -123,7 +124,7 @@ def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
     return False
 
 
-def _draw(draw: Draw, kind: str) -> Problem:
+def draw_regions(draw: Draw, kind: str) -> Problem:
     B, C = draw.size(3), draw.pick(1, 2, 3, 8, 13, 30)
     H, W = draw.size(20, 0.01), draw.size(20, 0.01)
     images = draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), draw.dtype())
@@ -136,15 +137,16 @@ def _draw(draw: Draw, kind: str) -> Problem:
         settings["sampling_ratio"] = draw.pick(0, 0, 1, 2, 3)
     if kind == "roi_align":
         settings.update(pool_mode=draw.pick("avg", "avg", "max"), aligned=draw.chance(0.7))
-    if kind == "roi_align_rotated":
-        settings.update(aligned=draw.chance(0.7), clockwise=draw.chance(0.5))
+    is_rotated = "rotated" in kind
+    if is_rotated:
+        settings.update(aligned=kind == "roi_align_rotated" and draw.chance(0.7), clockwise=draw.chance(0.5))
     if kind == "deform_roi_pool":
         settings["gamma"] = draw.pick(0.1, 0.5)
     regions = _regions(draw, images, settings["spatial_scale"])
     nowhere = torch.tensor(NOWHERE, dtype=regions.dtype)
-    if kind == "roi_align_rotated":
+    if is_rotated:
         regions, nowhere = _turned(draw, regions), torch.tensor(NOWHERE_ROTATED, dtype=regions.dtype)
-    is_unclear = _is_unclear_rotated if kind == "roi_align_rotated" else _is_unclear
+    is_unclear = _is_unclear_rotated if is_rotated else _is_unclear
     for row, region in enumerate(regions.tolist()):
         if kind == "roi_pool":
             unclear = _edges_unclear(region, settings)
@@ -202,7 +204,7 @@ def _add_offset(
     for n, (x1, y1, x2, y2) in enumerate(corners.tolist()):
         for axis, (low, high, bins) in enumerate(((x1, x2, PW), (y1, y2, PH))):
             places = torch.tensor(
-                _positions(low, high, bins, settings["sampling_ratio"]), dtype=torch.float64
+                positions_in_bins(low, high, bins, settings["sampling_ratio"]), dtype=torch.float64
             )
             if len(places) == 0:
                 continue
@@ -280,7 +282,7 @@ OPERATORS = (
     Operator(
         "roi_align",
         roi_align,
-        lambda draw: _draw(draw, "roi_align"),
+        lambda draw: draw_regions(draw, "roi_align"),
         roi_align_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
@@ -290,7 +292,7 @@ OPERATORS = (
     Operator(
         "roi_align_rotated",
         roi_align_rotated,
-        lambda draw: _draw(draw, "roi_align_rotated"),
+        lambda draw: draw_regions(draw, "roi_align_rotated"),
         roi_align_rotated_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
@@ -299,7 +301,7 @@ OPERATORS = (
     Operator(
         "roi_pool",
         roi_pool,
-        lambda draw: _draw(draw, "roi_pool"),
+        lambda draw: draw_regions(draw, "roi_pool"),
         _pool_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
@@ -309,7 +311,7 @@ OPERATORS = (
     Operator(
         "deform_roi_pool",
         deform_roi_pool,
-        lambda draw: _draw(draw, "deform_roi_pool"),
+        lambda draw: draw_regions(draw, "deform_roi_pool"),
         _deform_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},

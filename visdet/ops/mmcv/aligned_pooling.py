@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_device, check_floating, check_layout, computation_dtype
 from .._roi_sampling import _sample, check_rois, is_image, pool_samples
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
@@ -19,12 +19,15 @@ def border_samples(
     check_layout("border_align", "input", input, "[B, 4 * C, H, W]", *[None] * 4)
     B, channels, H, W = input.shape
     check_layout("border_align", "boxes", boxes, f"[{B}, N, 4]", B, None, 4)
+    check_floating("border_align", input=input)
+    check_device("border_align", "boxes", boxes, "input", input)
     if channels % 4 or pool_size < 1:
         name, given = ("input's channels", channels) if channels % 4 else ("pool_size", pool_size)
         expected = "a multiple of 4" if channels % 4 else "at least 1"
         raise ValueError(f"border_align: {name} must be {expected}, got {given}")
     dtype = computation_dtype(input)
-    rows = input.view(B, 4, channels // 4, H, W).permute(0, 1, 3, 4, 2).reshape(-1, channels // 4).to(dtype)
+    C, N = channels // 4, boxes.shape[1]
+    rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C).to(dtype)
     x1, y1, x2, y2 = boxes.to(dtype).unbind(2)
     width, height, none = (x2 - x1) / pool_size, (y2 - y1) / pool_size, torch.zeros_like(x1)
     # [B, 4, N] of the borders at the top, at the left, at the bottom and at the right.
@@ -37,7 +40,7 @@ def border_samples(
     pooled = place = rows.new_zeros(())
     for i in range(pool_size + 1):
         at_y, at_x = (y + i * step_y).flatten(0, 1), (x + i * step_x).flatten(0, 1)
-        sample = _sample(rows, first_row, at_y, at_x, H, W).view(B, 4, -1, channels // 4).permute(0, 3, 2, 1)
+        sample = _sample(rows, first_row, at_y, at_x, H, W).view(B, 4, N, C).permute(0, 3, 2, 1)
         if argmax is not None:
             pooled = pooled + torch.where(argmax == i, sample, 0)
         elif i == 0:
@@ -66,7 +69,8 @@ def border_align(
     It is differentiable with respect to ``input``. 16-bit types are computed in float32.
 
     Raises:
-        ValueError: A size does not fit. The message names the argument.
+        ValueError: A size or type does not fit. The message names the argument.
+        RuntimeError: ``boxes`` are on another device.
 
     Source: Paper "BorderDet" (Qiu et al.). The signature is mmcv's.
     """
@@ -158,7 +162,7 @@ def prroi_pool(
 
     Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
     """
-    check_rois("prroi_pool", features, rois, output_size, spatial_scale)
+    check_rois("prroi_pool", features, rois, output_size, spatial_scale, names=("features", "output_size"))
     dtype = computation_dtype(features)
     index = rois[:, 0].detach()
     corners = rois[:, 1:].to(dtype) * spatial_scale

@@ -3,23 +3,26 @@
 import torch
 from torch import Tensor
 
+from .._arguments import check_floating, check_layout
 from ..box_iou_rotated import corners_of, shared_area
 
 __all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
 
 
 def _check(op: str, columns: int, layout: str, **boxes: Tensor) -> None:
-    first, second = boxes.values()
-    for name, tensor in boxes.items():
-        if tensor.dim() != 3 or tensor.shape[2] != columns or first.shape != second.shape:
-            given = f"{list(first.shape)} and {list(second.shape)}"
-            raise ValueError(f"{op}: {name} must be [B, N, {columns}] ({layout}) as the other, got {given}")
+    (name, first), (of_name, second) = boxes.items()
+    check_layout(op, name, first, f"[B, N, {columns}] ({layout})", None, None, columns)
+    check_layout(op, of_name, second, f"{list(first.shape)} as {name}", *first.shape)
+    check_floating(op, **boxes)
 
 
-def _shared(box1: Tensor, box2: Tensor) -> Tensor:
-    """Return the areas that boxes (x, y, w, h, angle) share, in float64."""
-    p, q = (corners_of(box.double().flatten(0, 1)) for box in (box1, box2))
-    return shared_area(p, q, are_boxes=True).view(box1.shape[:2])
+def _iou(box1: Tensor, box2: Tensor, sides: list[int], height: Tensor | float) -> Tensor:
+    """Return the IoU of float64 boxes (x, y, w, h, angle, ...), given the columns of sides and the shared height."""
+    p, q = (corners_of(box[..., :5].flatten(0, 1)) for box in (box1, box2))
+    shared = shared_area(p, q, are_boxes=True).view(box1.shape[:2]) * height
+    sizes = [box[..., sides].clamp(min=0).prod(-1) for box in (box1, box2)]
+    is_number = box1.isfinite().all(-1) & box2.isfinite().all(-1)
+    return (shared / (sizes[0] + sizes[1] - shared)).masked_fill(~is_number, torch.nan)
 
 
 def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each -> [B, N]
@@ -31,19 +34,18 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
         box2: [B, N, 5]. Boxes of the same kind.
 
     Returns:
-        [B, N]. The IoU in the type of ``box1``, computed in float64. If neither box has an area, it is NaN.
+        [B, N]. The IoU in the type of ``box1``, computed in float64. A negative side counts as 0. If neither box has
+        an area, or a number is NaN or infinite, it is NaN.
 
     It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
 
     Raises:
-        ValueError: The shapes do not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
     _check("diff_iou_rotated_2d", 5, "x, y, w, h, angle", box1=box1, box2=box2)
-    shared = _shared(box1, box2)
-    areas = box1[..., 2:4].double().prod(-1) + box2[..., 2:4].double().prod(-1)
-    return (shared / (areas - shared)).to(box1.dtype)
+    return _iou(box1.double(), box2.double(), [2, 3], 1.0).to(box1.dtype)
 
 
 def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] each -> [B, N]
@@ -55,25 +57,22 @@ def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] 
         box3d2: [B, N, 7]. Boxes of the same kind.
 
     Returns:
-        [B, N]. The IoU in the type of ``box3d1``, computed in float64. If neither box has a volume, it is NaN.
+        [B, N]. The IoU in the type of ``box3d1``, computed in float64. A negative side counts as 0. If neither box has
+        a volume, or a number is NaN or infinite, it is NaN.
 
     It is differentiable with respect to both boxes. Where they do not overlap, the gradient is 0.
 
     Raises:
-        ValueError: The shapes do not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
     _check("diff_iou_rotated_3d", 7, "x, y, z, w, h, l, angle", box3d1=box3d1, box3d2=box3d2)
-    flat = [0, 1, 3, 4, 6]
-    (z1, length1), (z2, length2) = (box[..., [2, 5]].double().unbind(-1) for box in (box3d1, box3d2))
-    top, bottom = (
-        torch.minimum(z1 + length1 / 2, z2 + length2 / 2),
-        torch.maximum(z1 - length1 / 2, z2 - length2 / 2),
-    )
-    shared = _shared(box3d1[..., flat], box3d2[..., flat]) * (top - bottom).clamp(min=0)
-    volumes = box3d1[..., 3:6].double().prod(-1) + box3d2[..., 3:6].double().prod(-1)
-    return (shared / (volumes - shared)).to(box3d1.dtype)
+    first, second = (box.double()[..., [0, 1, 3, 4, 6, 2, 5]] for box in (box3d1, box3d2))
+    (z1, length1), (z2, length2) = (box[..., 5:].unbind(-1) for box in (first, second))
+    top = torch.minimum(z1 + length1 / 2, z2 + length2 / 2)
+    bottom = torch.maximum(z1 - length1 / 2, z2 - length2 / 2)
+    return _iou(first, second, [2, 3, 6], (top - bottom).clamp(min=0)).to(box3d1.dtype)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
 from ..point_neighbours import row_ranges
 
 __all__ = ["local_aggregate", "local_aggregate_prob"]
@@ -50,7 +50,7 @@ def local_aggregate(
     It is differentiable with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
@@ -101,7 +101,7 @@ def local_aggregate_prob(
     It is differentiable with respect to ``means3D``, ``opacities``, ``semantics`` and ``cov3D``.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: Paper "GaussianFormer-2" (Huang et al.).
     """
@@ -139,6 +139,7 @@ def _near_pairs(
     check_layout(op, "means3D", means3D, "[G, 3]", None, 3)
     check_layout(op, "means3D_int", means3D_int, f"[{G}, 3]", G, 3)
     check_layout(op, "semantics", semantics, f"[{G}, C]", G, None)
+    check_floating(op, semantics=semantics)
     check_layout(op, "cov3D", cov3D, f"[{G}, 6]", G, 6)
     if opacities.numel() != G or radii.shape not in ((G,), (G, 3)):
         name, given = ("opacities", opacities) if opacities.numel() != G else ("radii", radii)

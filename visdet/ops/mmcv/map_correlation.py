@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_device, check_floating, check_layout, computation_dtype
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
 
 PSA_TYPES = ("collect", "distribute")
+
+
+def _check_sizes(op: str, least: int = 1, **sizes: tuple[int, int]) -> None:
+    for name, size in sizes.items():
+        if min(size) < least:
+            raise ValueError(f"{op}: {name} must be at least {least}, got {size}")
 
 
 def psa_mask(
@@ -35,6 +41,7 @@ def psa_mask(
     """
     if psa_type not in PSA_TYPES:
         raise ValueError(f"psa_mask: psa_type must be 'collect' or 'distribute', got {psa_type!r}")
+    _check_sizes("psa_mask", mask_size=mask_size)
     MH, MW = mask_size
     check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
     B, _, H, W = input.shape
@@ -77,21 +84,28 @@ def correlation(
     It is differentiable.
 
     Raises:
-        ValueError: A size does not fit. The message names the argument.
+        ValueError: A size, type or device does not fit. The message names the argument.
 
     Source: Paper "FlowNet" (Dosovitskiy et al.). mmcv's gradient ignores ``dilation_patch`` in the extent of the patch,
     and this one does not.
     """
     check_layout("correlation", "input1", input1, "[B, C, H, W]", *[None] * 4)
     check_layout("correlation", "input2", input2, f"{list(input1.shape)}", *input1.shape)
+    check_floating("correlation", input1=input1, input2=input2)
+    _check_sizes("correlation", kernel_size=kernel_size, patch_size=patch_size, stride=stride)
+    _check_sizes("correlation", dilation=dilation, dilation_patch=dilation_patch)
+    _check_sizes("correlation", 0, padding=padding)
     dtype = computation_dtype(input1)
-    H, W = input1.shape[2:]
-    reach = [distance * (count - 1) // 2 for count, distance in zip(patch_size, dilation_patch, strict=True)]
     extra = [distance * (count - 1) for count, distance in zip(patch_size, dilation_patch, strict=True)]
-    top, left = reach
+    (top, left), (down, across) = (length // 2 for length in extra), padding
     # Displaced pixels outside the map are 0.
-    edges = (left, extra[1] - left, top, extra[0] - top)
-    one, other = input1.to(dtype), torch.nn.functional.pad(input2.to(dtype), edges)
+    edges = (across + left, across + extra[1] - left, down + top, down + extra[0] - top)
+    one = torch.nn.functional.pad(input1.to(dtype), (across, across, down, down))
+    other = torch.nn.functional.pad(input2.to(dtype), edges)
+    H, W = one.shape[2:]
+    window = [distance * (count - 1) + 1 for count, distance in zip(kernel_size, dilation, strict=True)]
+    if window[0] > H or window[1] > W:
+        raise ValueError(f"correlation: input1 must hold a window of {window} with its padding, got {[H, W]}")
     ones = one.new_ones(1, 1, *kernel_size)
     rows = []
     for i in range(patch_size[0]):
@@ -100,7 +114,7 @@ def correlation(
             (one * other[:, :, y : y + H, x : x + W]).sum(1, keepdim=True)
             for x in range(0, extra[1] + 1, dilation_patch[1])
         ]
-        sums = [torch.nn.functional.conv2d(p, ones, None, stride, padding, dilation) for p in products]
+        sums = [torch.nn.functional.conv2d(p, ones, None, stride, 0, dilation) for p in products]
         rows.append(torch.cat(sums, 1))
     return torch.stack(rows, 1).to(input1.dtype)
 
@@ -113,7 +127,7 @@ def tin_shift(
 
     Args:
         input: [B, T, C, S]. The maps of T frames.
-        shift: [B, G]. The frames by which each group of channels is shifted towards later frames.
+        shift: [B, G], integers. The frames by which each group of channels is shifted towards later frames.
 
     Returns:
         [B, T, C, S]. The maps, with 0 where nothing is shifted to.
@@ -121,13 +135,17 @@ def tin_shift(
     It is differentiable with respect to ``input``.
 
     Raises:
-        ValueError: A size does not fit. The message names the argument.
+        ValueError: A size or type does not fit. The message names the argument.
+        RuntimeError: ``shift`` is on another device.
 
     Source: Paper "Temporal Interlacing Network" (Shao et al.). The signature is mmcv's.
     """
     check_layout("tin_shift", "input", input, "[B, T, C, S]", *[None] * 4)
     B, T, C, S = input.shape
     check_layout("tin_shift", "shift", shift, f"[{B}, G]", B, None)
+    if shift.is_floating_point() or shift.is_complex():
+        raise ValueError(f"tin_shift: shift must be of an integer type, got {shift.dtype}")
+    check_device("tin_shift", "shift", shift, "input", input)
     if shift.shape[1] == 0 or C % shift.shape[1]:
         raise ValueError(f"tin_shift: C must be a multiple of the {shift.shape[1]} groups of shift, got {C}")
     by = shift.long().repeat_interleave(C // shift.shape[1], 1)[:, None]  # [B, 1, C]

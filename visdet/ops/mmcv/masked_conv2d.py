@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import pair
+from .._arguments import check_floating, pair
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 
@@ -35,7 +35,7 @@ def masked_conv2d(
     only. Plain torch serves it, with a synchronisation on CUDA for the number of positions.
 
     Raises:
-        ValueError: A shape, ``padding`` or ``stride`` does not fit. The message names the argument.
+        ValueError: A shape, type, ``padding`` or ``stride`` does not fit. The message names the argument.
 
     Source: Guided anchoring, arXiv 1901.03278; the signature is mmcv's.
     """
@@ -51,6 +51,7 @@ def masked_conv2d(
         raise ValueError(f"masked_conv2d: weight must be {expected}, got {list(weight.shape)}")
     if bias is not None and list(bias.shape) != [weight.shape[0]]:
         raise ValueError(f"masked_conv2d: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    check_floating("masked_conv2d", features=features, weight=weight)
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
     if min(pad_h, pad_w) < 0:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
 from ..point_neighbours import sizes_of
 
 __all__ = [
@@ -143,13 +143,15 @@ def three_interpolate(
     It is differentiable with respect to the features and the weights. (mmcv's weights have no gradient.)
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
         RuntimeError: An index is not one of a point.
 
     Source: The signature is mmcv's.
     """
+    check_layout("three_interpolate", "features", features, "[B, C, M]", None, None, None)
     check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
+    check_floating("three_interpolate", features=features, weight=weight)
     dtype = computation_dtype(features)
     grouped = group_points(
         features.to(dtype), indices
@@ -178,7 +180,7 @@ def assign_score_withk(
     It is differentiable with respect to the scores and the features.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: Paper "PAConv" (Xu et al.). The argument order is mmcv's.
     """
@@ -188,6 +190,8 @@ def assign_score_withk(
     check_layout("assign_score_withk", "scores", scores, f"[{B}, P, K, {M}]", B, None, None, M)
     P, K = scores.shape[1:3]
     check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
+    floating = dict(point_features=point_features, center_features=center_features, scores=scores)
+    check_floating("assign_score_withk", **floating)
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
     dtype = computation_dtype(point_features)

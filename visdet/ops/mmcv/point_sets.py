@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from .._arguments import check_device, check_floating, check_layout
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
 
@@ -12,12 +13,6 @@ __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons",
 
 # Pairs of a point set and a polygon, or of points, that are compared at a time: some hundred megabytes.
 PAIRS_AT_ONCE = 1 << 19
-
-
-def _check(op: str, **layouts: tuple[Tensor, int]) -> None:
-    for name, (tensor, columns) in layouts.items():
-        if tensor.dim() != 2 or tensor.shape[1] != columns:
-            raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(tensor.shape)}")
 
 
 def _cross(a: Tensor, b: Tensor) -> Tensor:
@@ -89,11 +84,13 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
     It is not differentiable; ``convex_giou`` is. It is deterministic.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    _check("convex_iou", pointsets=(pointsets, 18), polygons=(polygons, 8))
+    check_layout("convex_iou", "pointsets", pointsets, "[N, 18]", None, 18)
+    check_layout("convex_iou", "polygons", polygons, "[K, 8]", None, 8)
+    check_floating("convex_iou", pointsets=pointsets, polygons=polygons)
     hulls = _hulls(pointsets.double().view(-1, 9, 2))
     q = polygons.double().view(-1, 4, 2)
     areas = quadrilateral_area(q)
@@ -119,21 +116,20 @@ def convex_giou(
     Returns:
         ([N], [N, 18]). The IoU minus the share of the common hull that neither covers, and its derivatives with respect
         to ``pointsets``, both in the type of ``pointsets``. They are computed in float64. Points inside the hull have
-        no gradient. Where sides or corners coincide, the derivatives are mmcv's, between those of both sides. A set and
-        a polygon without area give 0, and numbers that are not finite NaN.
+        no gradient. Where sides or corners coincide, the derivatives are mmcv's, between those of both sides. Those of
+        sides in line with the origin are right, which mmcv's are not. A set and a polygon without area give 0, and
+        numbers that are not finite NaN.
 
     The results are not differentiable: losses multiply the derivatives themselves. It is deterministic.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
-    _check("convex_giou", pointsets=(pointsets, 18), polygons=(polygons, 8))
-    if len(pointsets) != len(polygons):
-        raise ValueError(
-            f"convex_giou: polygons must be [{len(pointsets)}, 8] as pointsets, got {list(polygons.shape)}"
-        )
+    check_layout("convex_giou", "pointsets", pointsets, "[N, 18]", None, 18)
+    check_layout("convex_giou", "polygons", polygons, f"[{len(pointsets)}, 8]", len(pointsets), 8)
+    check_floating("convex_giou", pointsets=pointsets, polygons=polygons)
     with torch.enable_grad():
         leaf = pointsets.detach().double().requires_grad_()
         points, q = leaf.view(-1, 9, 2), polygons.detach().double().view(-1, 4, 2)
@@ -158,16 +154,17 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
         [N, 8] (x1, y1, ..., x4, y4). The corners in the type of ``pointsets``, computed in float64. One side of the box
         is on an edge of the convex hull, of equal boxes on the first from the point of least y on. The first corner is
         the one of greatest x and least y before the box is rotated by an angle of 0 to 90 degrees, and the others
-        follow from there against x.
+        follow from there against x. A NaN or an infinite number makes the corners NaN.
 
     It is not differentiable. It is deterministic.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
-    _check("min_area_polygons", pointsets=(pointsets, 18))
+    check_layout("min_area_polygons", "pointsets", pointsets, "[N, 18]", None, 18)
+    check_floating("min_area_polygons", pointsets=pointsets)
     if len(pointsets) == 0:
         return pointsets.new_zeros(0, 8)
     hull = _hulls(pointsets.double().view(-1, 9, 2))
@@ -197,16 +194,20 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Returns:
         [N, M] float32. A point is inside if a ray from it towards greater x crosses the sides an odd number of times.
-        For a point on the boundary the result is either, the same as mmcv's. A point with NaN is outside.
+        For a point on the boundary the result is either, the same as mmcv's. A point with a NaN or an infinite
+        number is outside.
 
     It is not differentiable. It is deterministic.
 
     Raises:
         ValueError: A shape does not fit. The message names the argument.
+        RuntimeError: The points and polygons are on different devices.
 
     Source: The signature is mmcv's.
     """
-    _check("points_in_polygons", points=(points, 2), polygons=(polygons, 8))
+    check_layout("points_in_polygons", "points", points, "[N, 2]", None, 2)
+    check_layout("points_in_polygons", "polygons", polygons, "[M, 8]", None, 8)
+    check_device("points_in_polygons", "polygons", polygons, "points", points)
     dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
     # Sides from (tx, ty) to (sx, sy), broadcast to [4, n, M].
     corners = polygons.to(dtype).view(-1, 4, 2).permute(1, 2, 0)[:, :, None]
@@ -237,22 +238,19 @@ def chamfer_distance(
 
     Returns:
         (distances of xyz1, distances of xyz2, indices into xyz2, indices into xyz1). Distances are in the type of the
-        points, indices in int32; of points equally far, the first one. Without other points, distances and indices
-        are 0.
+        points, computed in float32 at least, indices in int32; of points equally far, the first one. Without other
+        points, distances and indices are 0. A NaN in a set makes all distances to it NaN.
 
     The distances are differentiable with respect to both sets.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape, type or device does not fit. The message names the argument.
 
     Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
     """
-    for name, points in (("xyz1", xyz1), ("xyz2", xyz2)):
-        if points.dim() != 3 or points.shape[2] != 2 or points.shape[0] != xyz1.shape[0]:
-            raise ValueError(
-                f"chamfer_distance: {name} must be [{xyz1.shape[0] if xyz1.dim() else 'B'}, N, 2], got "
-                f"{list(points.shape)}"
-            )
+    check_layout("chamfer_distance", "xyz1", xyz1, "[B, N, 2]", None, None, 2)
+    check_layout("chamfer_distance", "xyz2", xyz2, f"[{len(xyz1)}, M, 2]", len(xyz1), None, 2)
+    check_floating("chamfer_distance", xyz1=xyz1, xyz2=xyz2)
     nearest1, nearest2 = nearest(xyz1, xyz2)
     return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1.int(), nearest2.int()
 
@@ -287,11 +285,12 @@ def squared_distances(
     xyz1: Tensor, xyz2: Tensor, nearest1: Tensor, nearest2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the squared distances of the points to those of the other set with the given indices."""
+    wide1, wide2 = (points.to(torch.promote_types(points.dtype, torch.float32)) for points in (xyz1, xyz2))
     distances = []
-    for one, other, index in ((xyz1, xyz2, nearest1), (xyz2, xyz1, nearest2)):
+    for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
         if other.shape[1]:
             chosen = other.gather(1, index.long()[..., None].expand(-1, -1, 2))
             distances.append((one - chosen).square().sum(-1))
         else:
             distances.append(one.sum(-1) * 0)
-    return distances[0], distances[1]
+    return distances[0].to(xyz1.dtype), distances[1].to(xyz2.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
 from ..point_neighbours import first_marked, row_ranges
 
 __all__ = [
@@ -226,13 +226,14 @@ def roipoint_pool3d(
     number of points in the boxes.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: Paper "PointRCNN" (Shi et al.). The signature is mmcv's.
     """
     inside, boxes = _checked("roipoint_pool3d", points, boxes3d)
     B, N = points.shape[:2]
     check_layout("roipoint_pool3d", "point_features", point_features, f"[{B}, {N}, C]", B, N, None)
+    check_floating("roipoint_pool3d", point_features=point_features)
     dtype = point_features.dtype
     # The gradient of a point in many boxes is a sum, which needs float32.
     wide = computation_dtype(point_features)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import computation_dtype, pair
+from .._roi_sampling import ROTATED, check_rois
 from ..roi_align_rotated import roi_align_rotated
 
 __all__ = ["RiRoIAlignRotated", "riroi_align_rotated"]
@@ -45,14 +46,14 @@ def riroi_align_rotated(
     Source: ReDet, arXiv 2103.07733; the signature is mmcv's, whose counting of orientations leaves the map for angles
     below -2 pi.
     """
-    G = num_orientations
-    if G < 1 or (features.dim() == 4 and features.shape[1] % G):
-        channels = features.shape[1] if features.dim() == 4 else "another rank"
+    G, size, names = num_orientations, pair(out_size), ("features", "out_size")
+    check_rois("riroi_align_rotated", features, rois, size, spatial_scale, ROTATED, names)
+    if G < 1 or features.shape[1] % G:
         raise ValueError(
             f"riroi_align_rotated: num_orientations must be positive and divide the channels of features, got {G} "
-            f"for {channels}"
+            f"for {features.shape[1]}"
         )
-    pooled = roi_align_rotated(features, rois, pair(out_size), spatial_scale, num_samples, False, clockwise)
+    pooled = roi_align_rotated(features, rois, size, spatial_scale, num_samples, False, clockwise)
     turn = rois[:, 5].detach().to(computation_dtype(features)) * (G / (2 * math.pi))
     turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
     start = turn.floor()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from .._arguments import check_device, check_floating, check_layout, computation_dtype
 from ..sample_sum import sample_sum
 
 __all__ = ["active_rotated_filter", "rotated_feature_align"]
@@ -32,17 +32,15 @@ def rotated_feature_align(
     It is differentiable with respect to ``features``. The kernels of ``sample_sum`` compute it, with their determinism.
 
     Raises:
-        ValueError: A shape or ``points`` does not fit. The message names the argument.
+        ValueError: A shape, type, device or ``points`` does not fit. The message names the argument.
 
     Source: R3Det, arXiv 1908.05612; the signature is mmcv's.
     """
-    if features.dim() != 4:
-        raise ValueError(f"rotated_feature_align: features must be [B, C, H, W], got {list(features.shape)}")
+    op = "rotated_feature_align"
+    check_layout(op, "features", features, "[B, C, H, W]", *[None] * 4)
     B, _, H, W = features.shape
-    if best_rbboxes.shape != (B, H, W, 5):
-        raise ValueError(
-            f"rotated_feature_align: best_rbboxes must be {[B, H, W, 5]}, got {list(best_rbboxes.shape)}"
-        )
+    check_layout(op, "best_rbboxes", best_rbboxes, f"{[B, H, W, 5]}", B, H, W, 5)
+    check_floating(op, features=features, best_rbboxes=best_rbboxes)
     if points not in (1, 5):
         raise ValueError(f"rotated_feature_align: points must be 1 or 5, got {points}")
     if features.numel() == 0:
@@ -59,9 +57,11 @@ def rotated_feature_align(
         at = torch.cat([at, torch.stack([center + corner for corner in corners], 2)], 2)
     x, y = at.unbind(-1)
     counts = (x >= -1) & (x <= W) & (y >= -1) & (y <= H)  # [B, Q, D]
-    x, y = (torch.where(counts, one, 0).clamp(0, size - 1) for one, size in ((x, W), (y, H)))
+    x, y = (one.clamp(0, size - 1) for one, size in ((x, W), (y, H)))
     samples = torch.stack([(2 * x + 1) / W - 1, (2 * y + 1) / H - 1], -1)
-    sums = sample_sum(features, samples, counts[:, None].to(samples.dtype))  # [B, 1, Q, C]
+    samples = torch.where(counts[..., None], samples, -3.0)  # outside the map, where no pixel is read
+    weights = torch.ones_like(samples[:, None, ..., 0])
+    sums = sample_sum(features, samples, weights)  # [B, 1, Q, C]
     return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features.dtype)
 
 
@@ -79,22 +79,23 @@ def active_rotated_filter(
     Returns:
         [M * R, C * G, K, K]. The rotations of each filter, one after another.
 
-    It is differentiable with respect to ``input``, and deterministic.
+    It is differentiable with respect to ``input``, and deterministic. Gradients of 16 bits are summed in float32.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
+        RuntimeError: ``indices`` are on another device.
 
     Source: Oriented response networks, arXiv 1701.01833; the signature is mmcv's, and S2ANet's filters use it.
     """
-    if input.dim() != 5:
-        raise ValueError(f"active_rotated_filter: input must be [M, C, G, K, K], got {list(input.shape)}")
+    op = "active_rotated_filter"
+    check_layout(op, "input", input, "[M, C, G, K, K]", *[None] * 5)
+    check_floating(op, input=input)
     M, C, G, height, width = input.shape
-    if indices.dim() != 4 or indices.shape[:3] != input.shape[2:]:
-        raise ValueError(
-            f"active_rotated_filter: indices must be [{G}, {height}, {width}, R], got {list(indices.shape)}"
-        )
+    check_layout(op, "indices", indices, f"[{G}, {height}, {width}, R]", G, height, width, None)
+    check_device(op, "indices", indices, "input", input)
     R = indices.shape[3]
     # As a permutation's inverse, the order of the places gathers what mmcv scatters.
-    source = (indices.reshape(-1, R).long() - 1).argsort(0)  # [G * K * K, R]
-    rotated = input.flatten(2)[:, :, source]  # [M, C, G * K * K, R]
+    source = indices.flatten(0, 2).long().argsort(0)  # [G * K * K, R]
+    # A gradient sums R numbers, which 16-bit types would round one by one.
+    rotated = input.flatten(2).to(computation_dtype(input))[:, :, source].to(input.dtype)
     return rotated.permute(0, 3, 1, 2).reshape(M * R, C * G, height, width)

@@ -8,7 +8,7 @@ from operator import index as as_integer
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
 from .voxels import rows_of_keys
 
 __all__ = [
@@ -145,7 +145,7 @@ def indice_conv(
     It is differentiable with respect to the features and the filters.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's.
     """
@@ -162,6 +162,7 @@ def indice_conv(
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
     check_layout("indice_conv", "features", features, "[N, C]", None, None)
+    check_floating("indice_conv", features=features, filters=filters)
     K, C = len(pairs), features.shape[1]
     if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() < K:
         raise ValueError(

@@ -12,9 +12,16 @@ def overlap_by_triangles(p: Tensor, q: Tensor) -> Tensor:  # [N, K, 2], [N, 4, 2
     """Return the shared areas of polygons p and q, both turning from x towards y, as a sum over pairs of their sides.
 
     Each side of a polygon spans a triangle with the origin. The sum takes the signed overlaps of all pairs of
-    triangles. It is differentiable with respect to p.
+    triangles. It is differentiable with respect to p, also where a side is in line with the origin, whose triangle has
+    no area and no derivative in mmcv: such pairs are moved. Small ones are enlarged, as the tolerance is for pixels.
     """
     N, K, _ = p.shape
+    size = torch.cat([p, q], 1).detach().abs().amax((1, 2))[:, None, None]
+    unit = torch.where(size > 0, size.clamp(max=1), 1)
+    sides = p.roll(-1, 1) - p
+    is_in_line = (_sign(_cross(p, p.roll(-1, 1)) / unit[..., 0].square()) == 0) & (sides != 0).any(2)
+    away = is_in_line.any(1)[:, None, None] * size * p.new_tensor([1.9, 3.1])
+    p, q = (p + away) / unit, (q + away) / unit
     a, b, sign1 = _sides(p[:, :, None].expand(N, K, 4, 2), 1)
     c, d, sign2 = _sides(q[:, None].expand(N, K, 4, 2), 2)
     origin = torch.zeros_like(a)
@@ -22,7 +29,7 @@ def overlap_by_triangles(p: Tensor, q: Tensor) -> Tensor:  # [N, K, 2], [N, 4, 2
     for start, end in ((origin, c), (c, d), (d, origin)):
         cut, exists = _cut(cut, exists, start, end)
     area = torch.where(exists, _cross(cut, _next(cut, exists)), 0.0).sum(1) / 2
-    return (area * sign1 * sign2).view(N, 4 * K).sum(1)
+    return (area * sign1 * sign2).view(N, 4 * K).sum(1) * unit[:, 0, 0].square()
 
 
 def _sides(corners: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
 
 __all__ = [
     "bev_pool",
@@ -140,6 +140,8 @@ def scatter_to_voxels(
     if reduce_type not in REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
         raise ValueError(f"dynamic_scatter: reduce_type must be one of {names}, got {reduce_type!r}")
+    if reduce_type == "mean":
+        check_floating("dynamic_scatter", feats=feats)
     inside = (coors >= 0).all(1).nonzero()[:, 0]
     voxels, voxel, count = _unique_rows(coors[inside])
     reduced = feats.new_zeros(len(voxels), feats.shape[1], dtype=computation_dtype(feats))
@@ -176,7 +178,7 @@ def dynamic_scatter(
     mmcv, the first of them has it, which is so in the bridge too.) On a GPU, the host waits for the number of voxels.
 
     Raises:
-        ValueError: A shape or ``reduce_type`` does not fit. The message names the argument.
+        ValueError: A shape, type or ``reduce_type`` does not fit. The message names the argument.
 
     Source: The signature is mmcv's.
     """
@@ -252,13 +254,14 @@ def bev_pool_v2(
     It is differentiable with respect to ``depth`` and ``feat``.
 
     Raises:
-        ValueError: A shape does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
         RuntimeError: An index is too large.
 
     Source: Paper "BEVPoolv2" (Huang and Huang).
     """
     for name, ranks in (("ranks_feat", ranks_feat), ("ranks_bev", ranks_bev)):
         check_layout("bev_pool_v2", name, ranks, f"{list(ranks_depth.shape)}", *ranks_depth.shape)
+    check_floating("bev_pool_v2", depth=depth, feat=feat)
     dtype = computation_dtype(feat)
     weight = depth.flatten().to(dtype)[ranks_depth.long(), None]
     values = feat.flatten(0, -2).to(dtype)[ranks_feat.long()] * weight

@@ -1,0 +1,32 @@
+"""Bilinear samples with the border rule of RoIAlign, for references that share no code with the operators."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["CLEAR", "is_unclear", "sampled"]
+
+CLEAR = 1e-3  # Rounding may move a sample that is so near to a border to the other side.
+
+
+def sampled(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:  # [C, H, W], [N], [N] -> [C, N]
+    """Return samples by the hat function of each pixel. A sample beyond one pixel outside the map is 0."""
+    H, W = maps.shape[1:]
+    counts = (y >= -1) & (y <= H) & (x >= -1) & (x <= W)
+    y, x = (torch.where(counts, p, 0.0).clamp(0, size - 1) for p, size in ((y, H), (x, W)))
+    down, across = (
+        (1 - (p[:, None] - torch.arange(size, device=p.device)).abs()).clamp(min=0)
+        for p, size in ((y, H), (x, W))
+    )
+    weights = down[:, :, None] * across[:, None]  # [N, H, W]
+    terms = torch.where(weights > 0, weights * maps[:, None], 0.0)
+    return torch.where(counts, terms.sum((2, 3)), 0.0)
+
+
+def is_unclear(y: Tensor, x: Tensor, H: int, W: int, near_bad_numbers: bool) -> Tensor:
+    """Return whether rounding decides if a sample is inside the map, or if it reads a bad number."""
+    unclear = torch.zeros_like(y, dtype=torch.bool)
+    for places, size in ((y, H), (x, W)):
+        unclear |= ((places + 1).abs() < CLEAR) | ((places - size).abs() < CLEAR)
+        if near_bad_numbers:
+            unclear |= (places - places.round()).abs() < CLEAR
+    return unclear
