@@ -52,5 +52,5 @@ test_evaluator = val_evaluator
 
 visualizer = dict(type="DrivingVisualizer")
 randomness = dict(seed=0)
-load_from = "work_dirs/sparsedrive_toy_stage1/iter_2500.pth"
+load_from = "work_dirs/sparsedrive_toy_stage1/iter_1200.pth"
 strict_load = False  # The first stage has no motion and planning.
