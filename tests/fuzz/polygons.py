@@ -12,6 +12,7 @@ __all__ = [
     "Points",
     "area",
     "by_differences",
+    "cross",
     "crosses_itself",
     "derivatives",
     "hull",

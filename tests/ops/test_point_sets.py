@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.fuzz.polygons import area, cross, hull, points_of, shared
 from visdet.ops import (
     box_iou_rotated,
     chamfer_distance,
@@ -40,50 +41,10 @@ def quadrilaterals(N):
     return corners.flatten(1)
 
 
-def cross(o, a, b):
-    return (a[0] - o[0]) * (b[1] - o[1]) - (a[1] - o[1]) * (b[0] - o[0])
-
-
-def hull(points):
-    """The monotone chain."""
-    chain, points = [], sorted(set(map(tuple, points)))
-    for part in (points, points[::-1]):
-        side = []
-        for point in part:
-            while len(side) > 1 and cross(side[-2], side[-1], point) <= 0:
-                side.pop()
-            side.append(point)
-        chain += side[:-1]
-    return chain or points
-
-
-def area(polygon):
-    return sum(cross((0, 0), a, b) for a, b in zip(polygon, polygon[1:] + polygon[:1], strict=True)) / 2
-
-
-def shared(polygon, other):
-    """The area of a polygon cut by the sides of a convex one."""
-    other = other if area(other) > 0 else other[::-1]
-    for a, b in zip(other, other[1:] + other[:1], strict=True):
-        cut = []
-        for p, q in zip(polygon, polygon[1:] + polygon[:1], strict=True):
-            sp, sq = cross(a, b, p), cross(a, b, q)
-            if sp >= 0:
-                cut.append(p)
-            if sp * sq < 0:
-                cut.append(tuple(p[i] + sp / (sp - sq) * (q[i] - p[i]) for i in range(2)))
-        polygon = cut
-    return area(polygon) if polygon else 0.0
-
-
 def point_sets(N):
     points = uniform(N, 18)
     points[: N // 3] = points[: N // 3].round()  # with equal points and points on a line
     return points
-
-
-def pairs(numbers):
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,7 +53,7 @@ def test_convex_iou(device):
     found = convex_iou(points.to(device), polygons.to(device))
     for n, numbers in enumerate(points.tolist()):
         for k, corners in enumerate(polygons.tolist()):
-            one, other = hull(pairs(numbers)), pairs(corners)
+            one, other = hull(points_of(numbers)), points_of(corners)
             common = shared(one, other)
             expected = common / (area(one) + abs(area(other)) - common)
             assert found[n, k].item() == pytest.approx(expected, abs=1e-9)
@@ -104,7 +65,7 @@ def test_convex_giou_and_its_gradient(device):
     polygons[6:] += 4
 
     def giou(numbers, corners):
-        one, other = hull(pairs(numbers)), pairs(corners)
+        one, other = hull(points_of(numbers)), points_of(corners)
         around, common = abs(area(hull(one + other))), shared(one, other)
         union = area(one) + abs(area(other)) - common
         return common / union - (around - union) / around
@@ -125,13 +86,13 @@ def test_min_area_polygons(device):
     points = point_sets(40)
     found = min_area_polygons(points.to(device)).cpu()
     for numbers, box in zip(points.tolist(), found.tolist(), strict=True):
-        corners, least = hull(pairs(numbers)), math.inf
+        corners, least = hull(points_of(numbers)), math.inf
         for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
             angle = math.atan2(b[1] - a[1], b[0] - a[0])
             along = [x * math.cos(angle) + y * math.sin(angle) for x, y in corners]
             across = [y * math.cos(angle) - x * math.sin(angle) for x, y in corners]
             least = min(least, (max(along) - min(along)) * (max(across) - min(across)))
-        box = pairs(box)
+        box = points_of(box)
         assert abs(area(box)) == pytest.approx(least, rel=2e-6)
         orientation = math.copysign(1, area(box))
         for a, b in zip(box, box[1:] + box[:1], strict=True):
@@ -193,7 +154,7 @@ def test_points_in_polygons(device):
     assert found.dtype == torch.float32 and found.any() and not found.all()
     for n, point in enumerate(points.tolist()):
         for m, corners in enumerate(polygons.tolist()):
-            corners = pairs(corners)
+            corners = points_of(corners)
             sides = [cross(a, b, point) > 0 for a, b in zip(corners, corners[1:] + corners[:1], strict=True)]
             assert found[n, m].item() == (all(sides) or not any(sides))
     concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]])

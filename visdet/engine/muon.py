@@ -116,7 +116,7 @@ class MuonWithAuxAdam(AdamW):
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
-    """Return matrices with the singular vectors of the given ones and singular values of about 1 (0.7 to 1.2).
+    """Return matrices with the singular vectors of the given ones and singular values of about 1.
 
     Args:
         matrices: (count, rows, columns). A matrix of zeros stays zeros.
