@@ -19,7 +19,7 @@
 
 namespace visdet {
 
-// The derivatives of coordinates that are read from `numbers`: 0, or NaN if one of them is not finite.
+// Reads points[begin] to points[end - 1]. Returns 0, or NaN if one of the numbers is not finite.
 template <typename A, int K>
 VISDET_SHARED double read_points(const A* numbers, int begin, int end, Vector (&points)[K]) {
   double sum = 0;
