@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_real
 from .tracing import recorded_as_one
 
 __all__ = ["bounded_rois", "bounded_rotated_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
@@ -50,6 +51,7 @@ def check_rois(
     columns = layout.count(",") + 1
     if rois.dim() != 2 or rois.shape[1] != columns:
         raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
+    check_real(op, rois=rois)
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
 
