@@ -123,8 +123,8 @@ def test_a_closure_is_called():
     ("wrong", "message"),
     [
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"ns_steps": 0}, "ns_steps must be at least 1, got 0"),
-        ({"min_size": 0}, "min_size must be at least 1, got 0"),
+        ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
+        ({"min_size": 0}, "min_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, message):

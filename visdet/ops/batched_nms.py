@@ -96,8 +96,7 @@ def batched_nms(
     kept_scores = detections[:, -1]
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
-    dtype = torch.promote_types(boxes.dtype, scores.dtype)
-    return torch.cat([boxes[kept], kept_scores[:, None].to(dtype)], -1), kept
+    return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
 
 
 def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
