@@ -96,7 +96,9 @@ def batched_nms(
     kept_scores = detections[:, -1]
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
-    return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
+    if boxes.dtype != widened(boxes):
+        kept_scores = kept_scores.to(boxes)
+    return torch.cat([boxes[kept], kept_scores[:, None]], -1), kept
 
 
 def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
