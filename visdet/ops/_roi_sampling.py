@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import computation_dtype
+from ._arguments import check_real, computation_dtype
 from .tracing import recorded_as_one
 
 __all__ = [
@@ -58,6 +58,7 @@ def check_rois(
     columns = layout.count(",") + 1
     if rois.dim() != 2 or rois.shape[1] != columns:
         raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
+    check_real(op, rois=rois)
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
 
