@@ -1,10 +1,12 @@
 """Point sets of oriented detectors: their convex hulls, the overlaps of these with polygons, and the smallest boxes."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _library
 from .._arguments import check_device, check_floating, check_layout
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
@@ -209,13 +211,21 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
     check_layout("points_in_polygons", "polygons", polygons, "[M, 8]", None, 8)
     check_device("points_in_polygons", "polygons", polygons, "points", points)
     dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
+    run: Any = (
+        torch.ops.visdet.points_in_polygons if _library.serves(points) else points_in_polygons_reference
+    )
+    return run(points.detach().to(dtype), polygons.detach().to(dtype))
+
+
+def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
+    """Return what the operator ``visdet::points_in_polygons`` returns, in plain torch."""
     # Sides from (tx, ty) to (sx, sy), broadcast to [4, n, M].
-    corners = polygons.to(dtype).view(-1, 4, 2).permute(1, 2, 0)[:, :, None]
+    corners = polygons.reshape(-1, 4, 2).permute(1, 2, 0)[:, :, None]
     (sx, sy), (tx, ty) = corners.unbind(1), corners.roll(1, 0).unbind(1)
-    inside = torch.empty(len(points), len(polygons), device=points.device)
+    inside = points.new_empty(len(points), len(polygons), dtype=torch.float32)
     step = max(PAIRS_AT_ONCE * 2 // max(len(polygons), 1), 1)
     for begin in range(0, len(points), step):
-        px, py = points[begin : begin + step, :, None].to(dtype).unbind(1)  # [n, 1]
+        px, py = points[begin : begin + step, :, None].unbind(1)  # [n, 1]
         spans = (sy < py) != (ty < py)
         x = sx + (py - sy) * (tx - sx) / (ty - sy)
         is_decided = ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
@@ -294,3 +304,11 @@ def squared_distances(
         else:
             distances.append(one.sum(-1) * 0)
     return distances[0].to(xyz1.dtype), distances[1].to(xyz2.dtype)
+
+
+_library.without_gradient(
+    "points_in_polygons",
+    lambda given: given.points.new_empty(len(given.points), len(given.polygons), dtype=torch.float32),
+    points="[N, 2]",
+    polygons="[M, 8]",
+)
