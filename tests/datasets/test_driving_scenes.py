@@ -85,7 +85,9 @@ def test_killed_while_drawing(tmp_path):
     process = multiprocessing.get_context("fork").Process(
         target=make_driving_scenes, args=(folder,), kwargs=arguments
     )
+    is_held, holds = multiprocessing.Pipe(duplex=False)
     process.start()
+    holds.close()
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".set.partial-*/samples/CAM_BACK/*.jpg")):
         assert time.monotonic() < deadline and process.is_alive()
@@ -93,10 +95,7 @@ def test_killed_while_drawing(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not folder.exists()
-    time.sleep(0.5)
-    num_drawn = len(list(tmp_path.rglob("*.jpg")))
-    time.sleep(0.3)
-    assert len(list(tmp_path.rglob("*.jpg"))) == num_drawn  # the orphaned workers have stopped
+    assert is_held.poll(60)  # The other end is closed when the last orphaned worker has ended.
     make_driving_scenes(folder, **TINY, num_workers=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".set.lock", "set"]
 

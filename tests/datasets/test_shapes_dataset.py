@@ -158,7 +158,9 @@ def test_a_folder_of_the_users_is_never_touched(tmp_path):
 def test_killed_while_drawing(tmp_path):
     folder = tmp_path / "shapes"
     process = FORK.Process(target=make_shapes, args=(folder,), kwargs=dict(num_train=20000, num_workers=2))
+    is_held, holds = FORK.Pipe(duplex=False)
     process.start()
+    holds.close()
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".shapes.partial-*/train/*.jpg")):
         assert time.monotonic() < deadline and process.is_alive()
@@ -166,10 +168,7 @@ def test_killed_while_drawing(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not folder.exists()
-    time.sleep(0.3)
-    num_drawn = len(list(tmp_path.rglob("*.jpg")))
-    time.sleep(0.3)
-    assert len(list(tmp_path.rglob("*.jpg"))) == num_drawn  # the orphaned workers have stopped
+    assert is_held.poll(60)  # The other end is closed when the last orphaned worker has ended.
     make_shapes(folder, num_workers=1, **SMALL)  # waits for no lock of the dead
     assert len(list((folder / "train").iterdir())) == 12
     assert len(list((folder / "val").iterdir())) == 5
@@ -215,17 +214,22 @@ def test_rejections(tmp_path):
 
 
 def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(capfd):
+    has_started = FORK.Event()
+
     def share(worker, num_workers, parent):
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in a terminal reaches every process.
-        if worker == 0:
+        if worker == 1:
+            has_started.set()
+        else:
+            has_started.wait(60)
             time.sleep(
                 1
             )  # The parent waits by then. Python loses an interrupt that comes while a process is forked.
             os.kill(parent, signal.SIGINT)
-        time.sleep(60)
+        time.sleep(100)
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         draw_in_processes(share, (), 2, "test")
-    assert time.monotonic() - begin < 30 and not multiprocessing.active_children()
+    assert time.monotonic() - begin < 60 and not multiprocessing.active_children()
     assert "Traceback" not in capfd.readouterr().err

@@ -123,8 +123,8 @@ def test_a_closure_is_called():
     ("wrong", "message"),
     [
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"ns_steps": 0}, "ns_steps must be at least 1, got 0"),
-        ({"min_size": 0}, "min_size must be at least 1, got 0"),
+        ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
+        ({"min_size": 0}, "min_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, message):
@@ -149,3 +149,18 @@ def test_two_halves_of_a_run_equal_the_whole(tmp_path):
     (tmp_path / "whole" / "iter_18.pth").unlink()
     rest = train(tmp_path / "whole", resume="auto", train_cfg__max_iters=18, **options)
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
+
+
+@pytest.mark.parametrize("given", [{"ns_steps": 2.5}, {"ns_steps": "5"}, {"min_size": None}])
+def test_counts_must_be_whole_numbers(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} must be a whole number of at least 1"):
+        MuonWithAuxAdam([torch.nn.Parameter(torch.ones(20, 20))], **given)
+
+
+def test_a_complex_matrix_is_left_to_adamw():
+    """Its product with itself would need the conjugate, and a conversion would leave the imaginary part out."""
+    matrix, same = (torch.nn.Parameter(torch.ones(20, 20, dtype=torch.complex64)) for _ in range(2))
+    for parameter, optimizer in ((matrix, MuonWithAuxAdam([matrix])), (same, torch.optim.AdamW([same]))):
+        parameter.grad = torch.full_like(parameter, 1 + 2j)
+        optimizer.step()
+    assert torch.equal(matrix, same)

@@ -1,19 +1,29 @@
-"""Integers are refused by name where the result in their type would be cut."""
+"""Types in which a result would be cut, or lose a part, are refused by name."""
 
 import pytest
 import torch
 
+from tests.fuzz.operators import OPERATORS
+from tests.fuzz.problem import Draw
 from visdet.ops import (
     assign_score_withk,
     bev_pool_v2,
+    box_iou_rotated,
+    boxes_iou3d,
+    corner_pool,
     dynamic_scatter,
     indice_conv,
     local_aggregate,
     masked_conv2d,
+    nms,
+    nms3d,
+    nms_match,
+    roi_align,
     roipoint_pool3d,
     three_interpolate,
     three_nn,
 )
+from visdet.ops.mmcv.aligned_pooling import bezier_align, border_align, prroi_pool
 
 
 def ones(*shape):
@@ -76,3 +86,71 @@ def test_integers_are_refused_by_name(call, named):
         ValueError, match=rf"{named} must be of a floating-point type on cpu, got torch.int32 on cpu"
     ):
         call()
+
+
+REFUSES_COMPLEX = (
+    *(
+        "bbox_overlaps",
+        "nms",
+        "batched_nms",
+        "soft_nms",
+        "nms3d",
+        "nms3d_normal",
+        "nms_rotated",
+        "nms_quadri",
+    ),
+    *("box_iou_rotated", "box_iou_quadri", "boxes_overlap_bev", "boxes_iou3d", "box_key_points"),
+    *("roi_align", "roi_align_rotated", "riroi_align_rotated", "roi_pool", "corner_pool", "point_sample"),
+    *(
+        "border_align",
+        "bezier_align",
+        "prroi_pool",
+        "carafe",
+        "masked_conv2d",
+        "indice_maxpool",
+        "sample_sum",
+    ),
+    *("ms_deform_attn", "deformable_aggregation", "deformable_aggregation_with_depth", "sample_dot"),
+    *("deformable_aggregation_fused", "gaussian_field", "mahalanobis_distance", "local_aggregate"),
+    *("local_aggregate_prob", "ball_query", "stack_ball_query", "knn", "furthest_point_sample"),
+    *("sigmoid_focal_loss", "softmax_focal_loss", "modulated_deform_conv2d", "correlation"),
+)
+
+
+@pytest.mark.parametrize("operator", [OPERATORS[name] for name in REFUSES_COMPLEX], ids=REFUSES_COMPLEX)
+def test_complex_numbers_are_refused_by_name(operator):
+    """A conversion to real numbers would leave the imaginary part out."""
+    problems = (operator.draw(Draw(operator.name, seed, "cpu")) for seed in range(20))
+    problem = next(p for p in problems if not p.must_refuse and not p.may_refuse)
+    names = [
+        name
+        for name, value in problem.arguments.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+    ]
+    for name in names:
+        spoiled = problem.arguments | {name: problem.arguments[name].detach().to(torch.complex64)}
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=operator.name):
+            operator.call(**spoiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool])
+def test_regions_and_boxes_must_be_real_numbers(dtype):
+    image = torch.ones(1, 4, 5, 5)
+    for call, name in (
+        (lambda: bezier_align(image, torch.ones(1, 17, dtype=dtype), (2, 2)), "bezier_align: beziers"),
+        (lambda: prroi_pool(image, torch.ones(1, 5, dtype=dtype), (2, 2)), "prroi_pool: rois"),
+        (lambda: border_align(image, torch.ones(1, 1, 4, dtype=dtype), 2), "border_align: boxes"),
+        (lambda: roi_align(image, torch.ones(1, 5, dtype=dtype), 2), "roi_align: rois"),
+        (lambda: nms(torch.ones(1, 4, dtype=dtype), torch.ones(1), 0.5), "nms: boxes"),
+        (lambda: nms(torch.ones(1, 4), torch.ones(1, dtype=dtype), 0.5), "nms: scores"),
+        (lambda: nms_match(torch.ones(1, 5, dtype=dtype), 0.5), "nms_match: dets"),
+        (lambda: nms3d(torch.ones(1, 7, dtype=dtype), torch.ones(1), 0.5), "nms3d: boxes"),
+        (lambda: boxes_iou3d(torch.ones(1, 7), torch.ones(1, 7, dtype=dtype)), "boxes_iou3d: boxes_b"),
+        (
+            lambda: box_iou_rotated(torch.ones(1, 5), torch.ones(1, 5, dtype=dtype)),
+            "box_iou_rotated: bboxes2",
+        ),
+        (lambda: corner_pool(image.to(dtype), "top"), "corner_pool: x"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must hold real numbers, got {dtype}"):
+            call()

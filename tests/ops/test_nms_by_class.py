@@ -8,7 +8,17 @@ from detection_cases import DEVICES
 from nms_cases import of_random_problem
 from torch.library import opcheck
 
-from visdet.ops import _library, _torchvision, batched_nms, nms, nms_quadri, nms_rotated, soft_nms
+from visdet.ops import (
+    _library,
+    _torchvision,
+    batched_nms,
+    nms,
+    nms3d,
+    nms3d_normal,
+    nms_quadri,
+    nms_rotated,
+    soft_nms,
+)
 from visdet.ops.nms import kept_indices
 from visdet.ops.soft_nms import SOFT_METHODS
 
@@ -207,3 +217,29 @@ def test_classes_of_another_number_are_refused():
             suppress(boxes[:, :4], scores, 0.5, classes=labels)
     with pytest.raises(ValueError, match=r"nms_rotated: labels must be \[3\], got \[2\]"):
         nms_rotated(boxes, scores, 0.5, labels)
+
+
+CLOSE = torch.tensor([0.5, 0.5 + 1e-12, 0.5 - 1e-12], dtype=torch.float64)  # equal in float32
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+@pytest.mark.parametrize("kind", ["nms", "soft_nms", "nms_rotated", "nms_quadri"])
+def test_scores_are_ranked_in_their_own_type(kind, has_classes):
+    """Float64 scores of float32 boxes decide which box stays, and are returned as they were given."""
+    box = {"nms_rotated": [5.0, 5.0, 4.0, 4.0, 0.0], "nms_quadri": [3.0, 3, 7, 3, 7, 7, 3, 7]}.get(
+        kind, [3.0, 3, 7, 7]
+    )
+    boxes = torch.tensor([box] * 3)
+    detections, keep = batched_nms(
+        boxes, CLOSE, torch.zeros(3), dict(type=kind, iou_threshold=0.5), class_agnostic=not has_classes
+    )
+    assert keep[0] == 1 and detections[0, -1] == CLOSE[1]
+    assert keep.tolist() == [1]
+
+
+@pytest.mark.parametrize("suppress", [nms3d, nms3d_normal])
+def test_scores_of_boxes_in_space_are_ranked_in_their_own_type(suppress):
+    boxes = torch.tensor([[0.0, 0, 0, 2, 2, 2, 0]] * 3)
+    assert suppress(boxes, CLOSE, 0.5).tolist() == [1]
+    assert suppress(boxes, torch.tensor([2**40, 2**40 + 1, 2**40 - 1]), 0.5).tolist() == [1]
+    assert suppress(boxes, torch.tensor([0.1, torch.nan, 0.3], dtype=torch.float64), 0.5).tolist() == [1]

@@ -66,7 +66,12 @@ def test_choices_of_ms_deform_attn(name):
         ("nms", ([3, 4], [3], 0.5), {"nms"}),
         ("nms3d", ([3, 7], [3], 0.5), {"nms"}),
         ("box_iou_rotated", ([3, 5], [4, 5]), {"box_iou_rotated"}),
-        ("deform_roi_pool", ([1, 4, 5, 5], [2, 5], None, 2), set()),
+        ("deform_roi_pool", ([1, 4, 5, 5], [2, 5], None, 2), {"roi_align", "roi_align_backward"}),
+        (
+            "deform_roi_pool",
+            ([1, 4, 5, 5], [2, 5], [2, 2, 2, 2], 2),
+            {"deform_roi_pool", "deform_roi_pool_backward"},
+        ),
         ("bbox_overlaps", ([3, 4], [3, 4]), set()),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from tests.fuzz.polygons import area, cross, hull, points_of, shared
 from visdet.ops import (
+    _library,
     box_iou_rotated,
     chamfer_distance,
     convex_giou,
@@ -17,9 +18,11 @@ from visdet.ops import (
     min_area_polygons,
     points_in_polygons,
 )
+from visdet.ops.mmcv import point_sets as in_torch
 from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+needs_library = pytest.mark.skipif(not _library.is_loaded("cpu"), reason="the library is not built")
 
 
 def uniform(*shape, seed=0, low=-5.0, high=5.0):
@@ -145,6 +148,44 @@ def test_the_overlap_and_its_gradient_in_line_with_the_origin_and_of_small_sets(
     # The corner (0, 0): moving it outward by x adds x to the set, to the union and to the common hull.
     expected = (1 / 49 - (8 - 7) / 64) / size
     assert gradient[0, :2].tolist() == pytest.approx([expected] * 2)
+
+
+def problems(N):
+    points, polygons = uniform(N, 18), quadrilaterals(N)
+    whole, steps = polygons.round(), points[:, :9, None].round()
+    concave = polygons.view(N, 4, 2).clone()
+    concave[:, 2] = concave[:, 0] + 0.3 * (concave[:, 2] - concave[:, 0])
+    return {
+        "any": (points, polygons),
+        "sides and corners coincide": (points.div(2).round(), whole),
+        "concave": (points, concave.flatten(1)),
+        "on a line": ((whole[:, None, :2] + steps * torch.tensor([1.0, -2.0])).flatten(1), whole),
+        "equal points": (whole[:, :2].repeat(1, 9), whole),
+        "polygons without area": (points.round(), whole[:, :4].repeat(1, 2)),
+        "far away": (points + 500, polygons + 500),
+        "small": (points * 1e-5, polygons * 1e-5),
+    }
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", problems(0))
+def test_the_kernels_are_the_references(kind, device, dtype):
+    """They differ by roundings, also where mmcv's derivatives are between those of both sides."""
+    points, polygons = (one.to(dtype) for one in problems(60)[kind])
+    size = 1e-5 if kind == "small" else 1  # of boxes; derivatives grow with its inverse
+    for name, scales, given in (
+        ("min_area_polygons", (1 / size,), (points,)),
+        ("convex_iou", (1,), (points, polygons[:7])),
+        ("convex_giou", (1, size), (points, polygons)),
+    ):
+        found = getattr(torch.ops.visdet, name)(*(one.to(device) for one in given))
+        expected = getattr(in_torch, f"{name}_reference")(*given)
+        found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
+        for got, wanted, scale in zip(found, expected, scales, strict=True):
+            close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(got.cpu() * scale, wanted * scale, **close)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -332,3 +373,23 @@ X = torch.zeros(3, 4)
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@needs_library
+def test_rejections_of_the_operators():
+    operators, points, polygons = torch.ops.visdet, torch.zeros(2, 18), torch.zeros(2, 8)
+    for call, message in (
+        (
+            lambda: operators.min_area_polygons(X),
+            r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]",
+        ),
+        (
+            lambda: operators.min_area_polygons(points.half()),
+            "min_area_polygons: pointsets must be .*, got Half",
+        ),
+        (lambda: operators.convex_iou(points, X), r"convex_iou: polygons must be \[K, 8\], got \[3, 4\]"),
+        (lambda: operators.convex_iou(points, polygons.double()), "polygons must be Float, .*, got Double"),
+        (lambda: operators.convex_giou(points, polygons[:1]), r"polygons must be \[2, 8\], got \[1, 8\]"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()

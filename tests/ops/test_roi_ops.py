@@ -19,6 +19,7 @@ from visdet.ops import (
     roi_align,
     roi_pool,
 )
+from visdet.ops.deform_roi_pool import deform_roi_pool_reference
 from visdet.ops.roi_align import roi_align_reference
 
 # What a peer's kernels give too: 2 x 2 maps, the whole map as region.
@@ -165,6 +166,34 @@ def test_offsets_move_bins_by_part_of_the_region():
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("sampling_ratio", [0, 2])
+@pytest.mark.parametrize("C", [1, 5, 37])
+def test_deform_roi_pool_is_its_reference(C, sampling_ratio, is_deterministic, device):
+    regions = [
+        *ROIS.tolist(),
+        [7, 0, 0, 5, 5],
+        [0, math.nan, 0, 5, 5],
+        [1, 1e6, 0, 2e6, 5],
+        [0.5, 0, 0, 5, 5],
+    ]
+    rois = torch.tensor(regions).double().to(device)
+    x = maps(torch.float64, C=C).to(device).requires_grad_()
+    offset = torch.randn(len(rois), 2, 2, 3, generator=torch.Generator().manual_seed(1)).double().to(device)
+    offset.requires_grad_()
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        results = []
+        for function in (deform_roi_pool, deform_roi_pool_reference):
+            out = function(x, rois, offset, (2, 3), 0.9, sampling_ratio, 0.3)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (x, offset))))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not results[0][0][-4:-2].any() and results[0][2].any()
+    torch.testing.assert_close(*results)
+
+
 def test_gradients_of_deform_roi_pool_and_maximum():
     x = maps(torch.float64, B=1, C=2, H=5, W=6).requires_grad_()
     rois = torch.tensor([[0.0, 0.7, 1.1, 4.2, 3.9], [0, 1.3, 0.6, 3.3, 2.8]]).double()
@@ -223,6 +252,10 @@ def test_compilation_of_roi_align():
         (
             lambda: deform_roi_pool(MAP, WHOLE, None, 2, 1.0, 65536),
             "deform_roi_pool: sampling_ratio must give",
+        ),
+        (
+            lambda: deform_roi_pool(MAP, WHOLE, torch.zeros(1, 2, 2, 2, device="meta"), 2),
+            "deform_roi_pool: offset must be on cpu, got meta",
         ),
         (lambda: deform_roi_pool(MAP, WHOLE, MAP, 2), r"offset must be \[1, 2, 2, 2\], got \[1, 1, 2, 2\]"),
     ],

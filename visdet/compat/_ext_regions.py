@@ -11,6 +11,7 @@ from visdet.ops import _library
 from visdet.ops._arguments import check_layout
 from visdet.ops._roi_sampling import UPRIGHT, check_rois, check_sampling_ratio
 from visdet.ops.box_iou_rotated import MODES, overlaps
+from visdet.ops.deform_roi_pool import deform_roi_pool_gradients
 from visdet.ops.nms import as_tensors
 from visdet.ops.roi_align import regions_gradient
 from visdet.ops.roi_pool import roi_pool_gradient, roi_pool_with_argmax
@@ -264,10 +265,19 @@ def deform_roi_pool_backward(
     sampling_ratio: int,
     gamma: float,
 ) -> None:
-    size = (pooled_height, pooled_width)
+    size, settings = (pooled_height, pooled_width), (spatial_scale, sampling_ratio, gamma)
+    outputs = [grad_input, grad_offset if offset.numel() else None]
+    if (
+        _library.serves(input) and offset.numel()
+    ):  # They need no forward, which add_gradients would compute again.
+        found = deform_roi_pool_gradients(grad_output, input, rois, offset, size, *settings)
+        for name, out, grad in zip(
+            ("grad_input", "grad_offset"), (grad_input, grad_offset), found, strict=True
+        ):
+            write("deform_roi_pool_backward", name, out, grad)
+        return
 
     def pool(input: Tensor, offset: Tensor) -> Tensor:
-        return ops.deform_roi_pool(input, rois, offset, size, spatial_scale, sampling_ratio, gamma)
+        return ops.deform_roi_pool(input, rois, offset, size, *settings)
 
-    outputs = [grad_input, grad_offset if offset.numel() else None]
     add_gradients("deform_roi_pool_backward", pool, [input, offset], grad_output, outputs)

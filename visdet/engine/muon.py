@@ -57,8 +57,10 @@ class MuonWithAuxAdam(AdamW):
         if not 0 <= momentum < 1:
             raise InvalidInputError(f"MuonWithAuxAdam: momentum must be in [0, 1), got {momentum}")
         for name, value in (("ns_steps", ns_steps), ("min_size", min_size)):
-            if value < 1:
-                raise InvalidInputError(f"MuonWithAuxAdam: {name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise InvalidInputError(
+                    f"MuonWithAuxAdam: {name} must be a whole number of at least 1, got {value!r}"
+                )
         super().__init__(params, lr=lr, **adamw)
         # A GradScaler then looks for infinite gradients itself and skips the step. It would leave that to fused AdamW.
         self._step_supports_amp_scaling = False
@@ -93,7 +95,8 @@ class MuonWithAuxAdam(AdamW):
         return loss
 
     def _is_matrix(self, gradient: Tensor) -> bool:
-        return gradient.ndim == 2 and not gradient.is_sparse and min(gradient.shape) >= self.min_size
+        is_plain = gradient.layout == torch.strided and gradient.is_floating_point()
+        return is_plain and gradient.ndim == 2 and min(gradient.shape) >= self.min_size
 
     def _update(
         self, parameters: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float

@@ -6,6 +6,12 @@ from .box_iou_rotated import box_iou_quadri, box_iou_rotated
 from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
 from .deform_conv2d import deform_conv2d
+from .deform_roi_pool import (
+    DeformRoIPool,
+    DeformRoIPoolPack,
+    ModulatedDeformRoIPoolPack,
+    deform_roi_pool,
+)
 from .deformable_aggregation import (
     deformable_aggregation,
     deformable_aggregation_function,
@@ -30,12 +36,6 @@ from .mmcv.deform_conv_layers import (
     DeformConv2dPack,
     ModulatedDeformConv2d,
     ModulatedDeformConv2dPack,
-)
-from .mmcv.deform_roi_pool import (
-    DeformRoIPool,
-    DeformRoIPoolPack,
-    ModulatedDeformRoIPoolPack,
-    deform_roi_pool,
 )
 from .mmcv.diff_iou_rotated import diff_iou_rotated_2d, diff_iou_rotated_3d
 from .mmcv.local_aggregate import local_aggregate, local_aggregate_prob

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_device", "check_floating", "check_layout", "computation_dtype", "integer_table", "pair"]
+__all__ = [
+    "check_device",
+    "check_floating",
+    "check_layout",
+    "check_real",
+    "computation_dtype",
+    "integer_table",
+    "pair",
+]
 
 
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
@@ -31,6 +39,13 @@ def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int 
     fits = tensor.dim() == len(sizes)
     if not fits or any(size not in (None, given) for size, given in zip(sizes, tensor.shape, strict=True)):
         raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
+
+
+def check_real(op: str, **tensors: Tensor) -> None:
+    """Raise a ValueError unless the tensors are of integer or floating-point types."""
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"{op}: {name} must hold real numbers, got {tensor.dtype}")
 
 
 def computation_dtype(tensor: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import pair
+from ._arguments import check_real, pair
 
 __all__ = ["Pair", "check_shapes", "output_shape", "tap_positions"]
 
@@ -74,6 +74,8 @@ def check_shapes(
         raise ValueError(f"{operator}: offset must be of a floating-point type, got {offset.dtype}")
     if bias is not None and list(bias.shape) != [weight.shape[0]]:
         raise ValueError(f"{operator}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    given = dict(input=input, mask=mask, weight=weight, bias=bias)
+    check_real(operator, **{name: tensor for name, tensor in given.items() if tensor is not None})
 
 
 def tap_positions(

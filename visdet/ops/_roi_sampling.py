@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_real, computation_dtype
 from .tracing import recorded_as_one
 
-__all__ = ["bounded_rois", "bounded_rotated_rois", "check_rois", "check_sampling_ratio", "pool_samples"]
+__all__ = [
+    "bounded_rois",
+    "bounded_rotated_rois",
+    "check_rois",
+    "check_sampling_ratio",
+    "pool_regions",
+    "pool_samples",
+]
 
 # This many values are gathered at a time. It limits the memory of a call without gradients to some hundred megabytes.
 CHUNK_VALUES = 1 << 24
@@ -50,6 +58,7 @@ def check_rois(
     columns = layout.count(",") + 1
     if rois.dim() != 2 or rois.shape[1] != columns:
         raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
+    check_real(op, rois=rois)
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
 
@@ -224,3 +233,34 @@ pool_samples = recorded_as_one(
     leaves=2,
     fake=lambda input, origin, *_: input.new_empty(origin.shape[0], input.shape[1], *origin.shape[2:]),
 )
+
+
+def pool_regions(
+    input: Tensor,  # [B, C, H, W]
+    rois: Tensor,  # [N, 5]
+    size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+    takes_maximum: bool = False,
+    movement: Tensor | None = None,  # [N, 2, PH, PW] (y, x) of each bin, in extents of its region
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean, or the maximum, of the samples in each bin of upright regions."""
+    PH, PW = size
+    dtype = computation_dtype(input)
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
+    start = boxes[:, :2].flip(1)  # (y, x)
+    extent = boxes[:, 2:].flip(1) - start
+    if not aligned:
+        extent = extent.clamp(min=1)
+    bin_size = extent / extent.new_tensor([PH, PW])
+    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
+    y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
+    x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
+    origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
+    if movement is not None:
+        origin = origin + extent[..., None, None] * movement
+    turns = bin_size[:, :0]  # none
+    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, takes_maximum)
+    return pooled.to(input.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_real
 from ._classes import check_classes, class_by_class
 from .nms import nms, widened
 from .nms_rotated import nms_quadri, nms_rotated
@@ -71,6 +72,7 @@ def batched_nms(
     for name, given in (("scores", scores), ("idxs", idxs)):
         if not is_traced() and given.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
             raise ValueError(f"batched_nms: {name} must be [{boxes.shape[0]}], got {list(given.shape)}")
+    check_real("batched_nms", boxes=boxes, scores=scores)
     boxes = boxes if boxes.is_floating_point() else boxes.float()
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)
@@ -81,20 +83,22 @@ def batched_nms(
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
-    wide, wide_scores = boxes.to(widened(boxes)), scores.to(widened(boxes))
+    wide = boxes.to(widened(boxes))
     classes = None if is_joint else check_classes("batched_nms", "idxs", idxs, boxes)
     if classes is None:
-        detections, kept = suppress(wide, wide_scores, **arguments)
+        detections, kept = suppress(wide, scores, **arguments)
     elif suppress in _CLASSES_OF:
-        detections, kept = suppress(wide, wide_scores, **arguments, **{_CLASSES_OF[suppress]: classes})
+        detections, kept = suppress(wide, scores, **arguments, **{_CLASSES_OF[suppress]: classes})
         if boxes.dtype == widened(boxes):  # The detections hold the boxes as they were given.
             return (detections[:max_num], kept[:max_num]) if max_num > 0 else (detections, kept)
     else:
-        detections, kept = class_by_class(suppress, wide, wide_scores, classes, **arguments)
+        detections, kept = class_by_class(suppress, wide, scores, classes, **arguments)
     kept_scores = detections[:, -1]
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
-    return torch.cat([boxes[kept], kept_scores[:, None].to(boxes)], -1), kept
+    if boxes.dtype != widened(boxes):
+        kept_scores = kept_scores.to(boxes)
+    return torch.cat([boxes[kept], kept_scores[:, None]], -1), kept
 
 
 def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> None:

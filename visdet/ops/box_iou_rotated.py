@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_real
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
 
@@ -84,6 +85,7 @@ def overlaps(
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
         if boxes.dim() != 2 or boxes.shape[1] != columns:
             raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(boxes.shape)}")
+        check_real(op, **{name: boxes})
     if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
         M, N = bboxes1.shape[0], bboxes2.shape[0]
         raise ValueError(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_real
 
 __all__ = ["box_key_points", "box_key_points_reference"]
 
@@ -43,6 +44,7 @@ def box_key_points(
         raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
+    check_real("box_key_points", fixed=fixed, logits=logits)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
     if not _library.serves(anchors):
         return box_key_points_reference(anchors, fixed, logits, max_log_size)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import computation_dtype
+from ._arguments import check_real, computation_dtype
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
@@ -53,6 +53,7 @@ def carafe(
     expected = [B, K * K * G, H * s, W * s]
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
+    check_real("carafe", masks=masks)
     is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
     run = _carafe if is_served else carafe_reference
     return run(features, masks.to(features.dtype), K, G, s)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_device, computation_dtype, integer_table
+from ._arguments import check_device, check_real, computation_dtype, integer_table
 
 __all__ = [
     "deformable_aggregation",
@@ -70,6 +70,7 @@ def deformable_aggregation(
     shapes, starts = as_tables(features, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         check_device("deformable_aggregation", name, tensor, "features", features)
+    check_real("deformable_aggregation", locations=locations, weights=weights)
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))

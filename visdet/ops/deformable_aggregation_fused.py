@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import computation_dtype
+from ._arguments import check_real, computation_dtype
 from .deformable_aggregation import as_tables, deformable_aggregation_reference
 
 __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
@@ -74,6 +74,11 @@ def deformable_aggregation_fused(
             )
     shapes, starts = as_tables(features, level_shapes, level_starts, "deformable_aggregation_fused")
     dtype = computation_dtype(features)
+    given = dict(key_points=key_points, projection=projection, image_wh=image_wh, logits=logits)
+    given["camera_logits"] = camera_logits
+    check_real(
+        "deformable_aggregation_fused", **{name: value for name, value in given.items() if value is not None}
+    )
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
     if camera_logits is not None and camera_logits.dtype != logits.dtype:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_device, computation_dtype
+from ._arguments import check_device, check_real, computation_dtype
 from .deformable_aggregation import as_tables
 
 __all__ = ["deformable_aggregation_with_depth", "deformable_aggregation_with_depth_reference"]
@@ -60,6 +60,7 @@ def deformable_aggregation_with_depth(
     others = (("depth_probs", depth_probs), ("locations", locations), ("weights", weights))
     for argument, tensor in others:
         check_device(name, argument, tensor, "features", features)
+    check_real(name, locations=locations, weights=weights)
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))

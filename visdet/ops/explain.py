@@ -68,7 +68,7 @@ class Explanation:
 # The arguments of public functions that are floating-point numbers and cannot have a gradient.
 _CONSTANTS = ("fixed", "projection", "image_wh")
 # The functions that need what tensors hold. They have no kernel of visdet's on a GPU.
-_ON_DATA = ("soft_nms", "nms_match", "masked_conv2d", "deform_roi_pool")
+_ON_DATA = ("soft_nms", "nms_match", "masked_conv2d")
 _NO_KERNEL = ", where it starts no kernel of visdet's"
 
 

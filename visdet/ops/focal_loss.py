@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import computation_dtype
+from ._arguments import check_real, computation_dtype
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -128,6 +128,8 @@ def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduct
         raise ValueError(f"{op}: target must be [{input.shape[0]}], got {list(target.shape)}")
     if weight is not None and weight.shape != input.shape[1:]:
         raise ValueError(f"{op}: weight must be [{input.shape[1]}], got {list(weight.shape)}")
+    if weight is not None:
+        check_real(op, weight=weight)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 

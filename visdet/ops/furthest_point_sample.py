@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_layout, computation_dtype
+from ._arguments import check_layout, check_real, computation_dtype
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
 
@@ -68,6 +68,7 @@ def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor
         raise ValueError(
             f"{op}: num_points must be {expected} for {points.shape[1]} points, got {num_points}"
         )
+    check_real(op, **{"points_dist" if is_table else "points_xyz": points})
     points = points.detach().to(computation_dtype(points))
     has_kernel = _library.serves(points)
     run: Any = torch.ops.visdet.furthest_point_sample if has_kernel else furthest_point_sample_reference

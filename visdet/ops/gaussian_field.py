@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._arguments import check_real
 from .mahalanobis_distance import in_computation_type, mahalanobis_distance_reference
 from .tracing import recorded_as_one
 
@@ -51,6 +52,7 @@ def gaussian_field(
     """
     if not 0 <= tolerance < float("inf"):
         raise ValueError(f"gaussian_field: tolerance must be a finite number of at least 0, got {tolerance}")
+    check_real("gaussian_field", means=means, cholesky=cholesky, weights=weights)
     tensors = in_computation_type("gaussian_field", points, means, cholesky, weights)
     points, means, cholesky, weights, dtype = tensors
     if points.device.type not in ("cpu", "cuda", "meta"):

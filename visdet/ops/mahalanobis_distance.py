@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import computation_dtype
+from ._arguments import check_real, computation_dtype
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
 
@@ -40,6 +40,7 @@ def mahalanobis_distance(
 
     Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
+    check_real("mahalanobis_distance", means=means, cholesky=cholesky)
     points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
     if points.device.type not in ("cpu", "cuda", "meta"):
         return mahalanobis_distance_reference(points, means, cholesky).to(dtype)

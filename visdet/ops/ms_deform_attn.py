@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_device, computation_dtype
+from ._arguments import check_device, check_real, computation_dtype
 from ._level_tables import level_starts_of, level_tables
 
 __all__ = ["level_starts_of", "ms_deform_attn", "ms_deform_attn_reference"]
@@ -74,6 +74,7 @@ def ms_deform_attn(
     shapes, starts = level_tables("ms_deform_attn", value, level_shapes, level_starts)
     for name, tensor in (("locations", locations), ("weights", weights)):
         check_device("ms_deform_attn", name, tensor, "value", value)
+    check_real("ms_deform_attn", locations=locations, weights=weights)
     locations = locations.to(computation_dtype(value))
     weights = weights.to(computation_dtype(value))
     if value.device.type not in ("cpu", "cuda", "meta"):

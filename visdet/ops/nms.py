@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _torchvision
+from ._arguments import check_real
 from ._classes import check_classes, class_by_class
 from ._renamed import renamed_arguments
 from .box_iou_rotated import box_iou_rotated_reference
@@ -86,6 +87,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """
     is_numpy = not isinstance(dets, Tensor)
     table = torch.from_numpy(dets) if is_numpy else dets.detach()
+    check_real("nms_match", dets=table)
     if table.dim() and table.shape[0] == 0:
         return []
     if table.dim() != 2 or table.shape[1] != 5:
@@ -115,7 +117,7 @@ def kept_indices(
 ) -> Tensor:
     """Return the indices of the boxes that stay, best score first. Boxes that are no candidates do not take part."""
     boxes = boxes.detach().to(widened(boxes))
-    scores = scores.detach().to(boxes.dtype)
+    scores = _comparable(scores.detach(), boxes.dtype)
     if _library.serves(boxes):
         return torch.ops.visdet.nms(boxes, scores, classes, is_candidate, float(iou_threshold))
     if is_candidate is not None:
@@ -134,6 +136,13 @@ def kept_indices(
 
         return torchvision_nms(boxes, scores, iou_threshold)
     return kept_by_plain_torch(boxes, scores, iou_threshold)
+
+
+def _comparable(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers of ``dtype`` that have the order of ``scores``, which are ranks if rounding would make ties."""
+    if scores.is_floating_point() and torch.promote_types(scores.dtype, dtype) == dtype:
+        return scores.to(dtype)
+    return -scores.sort(descending=True, stable=True).indices.argsort().to(dtype)
 
 
 def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
@@ -167,6 +176,7 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
         raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
     if offset not in (0, 1):
         raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
+    check_real(op, boxes=boxes, scores=scores)
     # A score in a tensor with integer boxes would be cut to a whole number.
     return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_real
 from ._classes import check_classes
 from .box_iou_rotated import turned_back
 from .nms import kept_indices, widened
@@ -95,3 +96,4 @@ def check_boxes(op: str, name: str, boxes: Any, scores: Tensor, columns: int) ->
         raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(boxes.shape)}")
     if scores.shape != boxes.shape[:1]:
         raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
+    check_real(op, **{name: boxes}, scores=scores)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_floating, check_layout, computation_dtype
+from ._arguments import check_floating, check_layout, check_real, computation_dtype
 
 __all__ = [
     "ball_query",
@@ -103,6 +103,7 @@ def _in_balls(
 ) -> Tensor:
     if count < 0:
         raise ValueError(f"{op}: sample_num must be 0 or more, got {count}")
+    check_real(op, xyz=xyz, center_xyz=center_xyz)
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
     run: Any = torch.ops.visdet.ball_query if _library.serves(points) else ball_query_reference
@@ -221,7 +222,7 @@ def knn(
     check_layout("knn", "xyz", xyz, "[B, N, D]", None, None, None)
     B, _, D = xyz.shape
     check_layout("knn", "center_xyz", center_xyz, f"[{B}, M, {D}]", B, None, D)
-
+    check_real("knn", xyz=xyz, center_xyz=center_xyz)
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
     has_kernel = _library.serves(points) and D == 3 and k <= _library.CONSTANTS["max_neighbours"]

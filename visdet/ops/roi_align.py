@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import _library, _torchvision
 from ._arguments import computation_dtype, pair
 from ._renamed import renamed_arguments
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
+from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -132,25 +132,8 @@ def roi_align_reference(
     aligned: bool = True,
 ) -> Tensor:
     """Return what ``roi_align`` returns, in plain torch, in both modes: the definition kernels are tested against."""
-    PH, PW = pair(output_size)
-    dtype = computation_dtype(input)
-    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
-    boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
-    start = boxes[:, :2].flip(1)  # (y, x)
-    extent = boxes[:, 2:].flip(1) - start
-    if not aligned:
-        extent = extent.clamp(min=1)
-    bin_size = extent / extent.new_tensor([PH, PW])
-    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
-    bins_y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
-    bins_x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
-    origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
-
-    turns = bin_size[:, :0]  # none
-    pooled = pool_samples(
-        input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, pool_mode == "max"
-    )
-    return pooled.to(input.dtype)
+    size, takes_maximum = pair(output_size), pool_mode == "max"
+    return pool_regions(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
 
 
 def _fake_backward(grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, *settings: Any) -> Tensor:

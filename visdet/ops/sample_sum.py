@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_device, computation_dtype
+from ._arguments import check_device, check_real, computation_dtype
 
 __all__ = ["sample_sum", "sample_sum_reference"]
 
@@ -67,6 +67,7 @@ def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, 
     """Return the other tensors, given by their names, in float32, or in float64 where images are."""
     for name, other in others.items():
         check_device(op, name, other, "images", images)
+    check_real(op, **others)
     return tuple(other.to(computation_dtype(images)) for other in others.values())
 
 

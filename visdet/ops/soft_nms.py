@@ -35,7 +35,7 @@ def soft_nms(
     Args:
         boxes: [N, 4] (x1, y1, x2, y2). Boxes in any unit, a tensor or a NumPy array. 16-bit types are computed in
             float32. Integers are converted to float32.
-        scores: [N]. The score of each box. NaN scores come last.
+        scores: [N]. The score of each box. float64 scores are lowered in float64. NaN scores come last.
         iou_threshold: The overlap from which ``naive`` and ``linear`` lower a score.
         sigma: The width of ``gaussian``, for which it must be positive.
         min_score: The score below which a box is removed.
@@ -61,8 +61,11 @@ def soft_nms(
         raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
     if method == "gaussian" and not sigma > 0:
         raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
-    on_host = boxes.detach().to("cpu", widened(boxes))
-    host_scores = scores.detach().to("cpu", widened(boxes))
+    dtype, given = (
+        torch.promote_types(widened(boxes), scores.dtype),
+        torch.promote_types(boxes.dtype, scores.dtype),
+    )
+    on_host, host_scores = boxes.detach().to("cpu", dtype), scores.detach().to("cpu", dtype)
     classes = None if classes is None else check_classes("soft_nms", "classes", classes, on_host)
     settings = (float(iou_threshold), float(sigma), float(min_score), SOFT_METHODS.index(method), offset)
 
@@ -78,8 +81,8 @@ def soft_nms(
     else:
         detections, keep = class_by_class(run_reference, on_host, host_scores, classes)
     if is_numpy:
-        return detections.to(boxes.dtype).numpy(), keep.numpy()
-    return detections.to(boxes), keep.to(boxes.device)
+        return detections.to(given).numpy(), keep.numpy()
+    return detections.to(boxes.device, given), keep.to(boxes.device)
 
 
 def soft_nms_reference(

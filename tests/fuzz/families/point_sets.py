@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.fuzz import sizes
 from tests.fuzz.polygons import (
     IS_NAN,
     Points,
@@ -18,7 +20,7 @@ from tests.fuzz.polygons import (
     shared,
     touches,
 )
-from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, wide_of
+from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import chamfer_distance, convex_giou, convex_iou, min_area_polygons, points_in_polygons
 
 from .point_neighbours import nothing
@@ -223,6 +225,31 @@ def _chamfer_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     bounds.update({name: 0.0 for name in bounds if name.startswith("output")})
 
 
+@st.composite
+def _launches(draw: st.DrawFn, is_paired: bool) -> dict[str, Tensor]:
+    N, dtype = draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))), draw(sizes.value_types)
+    K = N if is_paired else draw(sizes.count)
+    return {"pointsets": sizes.empty(N, 18, dtype=dtype), "polygons": sizes.empty(K, 8, dtype=dtype)}
+
+
+def _launches_of_least() -> Any:
+    return _launches(True).map(lambda drawn: {"pointsets": drawn["pointsets"]})
+
+
+@st.composite
+def _launches_of_insides(draw: st.DrawFn) -> dict[str, Tensor]:
+    N, M, dtype = draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
+    return {"points": sizes.empty(N, 2, dtype=dtype), "polygons": sizes.empty(M, 8, dtype=dtype)}
+
+
+def _points_and_polygons(N: int, M: int) -> Problem:
+    return Problem({"points": rand(N, 2), "polygons": rand(M, 8)})
+
+
+def _sets(N: int, K: int) -> Problem:
+    return Problem({"pointsets": rand(N, 18), "polygons": rand(K, 8)})
+
+
 OPERATORS = (
     Operator(
         "convex_iou",
@@ -231,6 +258,8 @@ OPERATORS = (
         _iou_table,
         _bounds,
         spoiled={"pointsets": ("rank", "type", "device", 1), "polygons": ("rank", "type", 1)},
+        of_size=(lambda n: _sets(n, 3), lambda n: _sets(4, n)),
+        launches=lambda: _launches(False),
     ),
     Operator(
         "convex_giou",
@@ -239,6 +268,8 @@ OPERATORS = (
         _giou_rows,
         _giou_bounds,
         spoiled={"pointsets": ("rank", "type", "device", 0, 1), "polygons": ("rank", "type", 0, 1)},
+        of_size=(lambda n: _sets(n, n),),
+        launches=lambda: _launches(True),
     ),
     Operator(
         "min_area_polygons",
@@ -247,6 +278,8 @@ OPERATORS = (
         _least_boxes,
         lambda problem, bounds: bounds.update(output=100.0),
         spoiled={"pointsets": ("rank", "type", 1)},
+        of_size=(lambda n: Problem({"pointsets": rand(n, 18)}),),
+        launches=_launches_of_least,
     ),
     Operator(
         "points_in_polygons",
@@ -255,6 +288,8 @@ OPERATORS = (
         nothing,
         compare=_same_insides,
         spoiled={"points": ("rank", "device", 1), "polygons": ("rank", 1)},
+        of_size=(lambda n: _points_and_polygons(n, 3), lambda n: _points_and_polygons(4, n)),
+        launches=_launches_of_insides,
     ),
     Operator(
         "chamfer_distance",

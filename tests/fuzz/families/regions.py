@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import deform_roi_pool, roi_align, roi_align_rotated, roi_pool
+from visdet.ops.deform_roi_pool import deform_roi_pool_reference
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_align_rotated import roi_align_rotated_reference
 from visdet.ops.roi_pool import roi_pool_reference
@@ -226,7 +227,7 @@ def _pool_reference(
 
 def _deform_reference(offset: Tensor | None, **others: Any) -> Tensor:
     safe = None if offset is None else torch.where(offset.abs() < 1e4, offset, 0.0)
-    return deform_roi_pool(offset=safe, **others)
+    return deform_roi_pool_reference(offset=safe, **others)
 
 
 def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
@@ -266,6 +267,13 @@ def _launches_of_roi_align_rotated(draw: st.DrawFn) -> dict[str, Any]:
     return drawn | {"rois": sizes.empty(len(drawn["rois"]), 6), "spatial_scale": 0.25}
 
 
+@st.composite
+def _launches_of_deform_roi_pool(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_roi_align())
+    size = drawn["output_size"]
+    return drawn | {"offset": sizes.empty(len(drawn["rois"]), 2, size, size), "spatial_scale": 0.25}
+
+
 def _of_size(**settings: Any) -> tuple[Callable[[int], Problem], ...]:
     """Return problems with n regions, and with n images."""
 
@@ -276,6 +284,12 @@ def _of_size(**settings: Any) -> tuple[Callable[[int], Problem], ...]:
         return Problem({"input": rand(images, 3, 8, 9), "rois": rois, **settings}, ("input",))
 
     return lambda n: problem(2, n), lambda n: problem(n, 3)
+
+
+def _deformed(n: int) -> Problem:
+    """Return a problem of deform_roi_pool with n regions."""
+    problem = _of_size(output_size=2, sampling_ratio=2)[0](n)
+    return Problem(problem.arguments | {"offset": rand(n, 2, 2, 2)}, ("input", "offset"))
 
 
 OPERATORS = (
@@ -314,6 +328,8 @@ OPERATORS = (
         lambda draw: draw_regions(draw, "deform_roi_pool"),
         _deform_reference,
         _bounds,
-        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1), "offset": ("rank", "device", 1, 2)},
+        launches=_launches_of_deform_roi_pool,
+        of_size=(_deformed,),
     ),
 )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_device, check_floating, check_layout, computation_dtype
+from .._arguments import check_device, check_floating, check_layout, check_real, computation_dtype
 from .._roi_sampling import _sample, check_rois, is_image, pool_samples
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
@@ -21,6 +21,7 @@ def border_samples(
     check_layout("border_align", "boxes", boxes, f"[{B}, N, 4]", B, None, 4)
     check_floating("border_align", input=input)
     check_device("border_align", "boxes", boxes, "input", input)
+    check_real("border_align", boxes=boxes)
     if channels % 4 or pool_size < 1:
         name, given = ("input's channels", channels) if channels % 4 else ("pool_size", pool_size)
         expected = "a multiple of 4" if channels % 4 else "at least 1"
@@ -107,6 +108,7 @@ def bezier_align(
     Source: Paper "ABCNet" (Liu et al.). The signature is mmcv's.
     """
     check_layout("bezier_align", "beziers", beziers, "[N, 17]", None, 17)
+    check_real("bezier_align", beziers=beziers)
     check_rois("bezier_align", input, beziers[:, :5], output_size, spatial_scale)
     dtype = computation_dtype(input)
     points = beziers[:, 1:].detach().to(dtype).unflatten(1, (8, 2)) * spatial_scale  # (x, y)

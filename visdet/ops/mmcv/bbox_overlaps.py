@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._arguments import check_real
+
 __all__ = ["bbox_overlaps"]
 
 
@@ -41,6 +43,7 @@ def bbox_overlaps(
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
         if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
+        check_real("bbox_overlaps", **{name: boxes})
     M, N = bboxes1.shape[0], bboxes2.shape[0]
     if aligned and M != N:
         raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")

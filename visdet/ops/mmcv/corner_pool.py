@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from .._arguments import check_real
+
 __all__ = ["CornerPool", "corner_pool"]
 
 # For each mode, the dimension of [B, C, H, W] and whether the maximum runs towards lower indices.
@@ -31,6 +33,7 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
     _check(mode)
     if x.dim() != 4:
         raise ValueError(f"corner_pool: x must be [B, C, H, W], got {list(x.shape)}")
+    check_real("corner_pool", x=x)
     dim, is_reversed = _DIRECTIONS[mode]
     if x.shape[dim] == 0:
         return x.clone()

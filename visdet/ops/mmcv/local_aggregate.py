@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 from ..point_neighbours import row_ranges
 
 __all__ = ["local_aggregate", "local_aggregate_prob"]
@@ -144,6 +144,7 @@ def _near_pairs(
     if opacities.numel() != G or radii.shape not in ((G,), (G, 3)):
         name, given = ("opacities", opacities) if opacities.numel() != G else ("radii", radii)
         raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
+    check_real(op, pts=pts, means3D=means3D, opacities=opacities, cov3D=cov3D)
     reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
     dtype = computation_dtype(semantics)
     is_inside = ((points_int >= 0) & (points_int < points_int.new_tensor(shape))).all(1)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import check_floating, pair
+from .._arguments import check_device, check_floating, pair
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 
@@ -51,7 +51,10 @@ def masked_conv2d(
         raise ValueError(f"masked_conv2d: weight must be {expected}, got {list(weight.shape)}")
     if bias is not None and list(bias.shape) != [weight.shape[0]]:
         raise ValueError(f"masked_conv2d: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    check_floating("masked_conv2d", features=features, weight=weight)
+    check_floating("masked_conv2d", features=features, weight=weight, bias=weight if bias is None else bias)
+    check_device("masked_conv2d", "mask", mask, "features", features)
+    if mask.is_complex():
+        raise ValueError(f"masked_conv2d: mask must hold real numbers or booleans, got {mask.dtype}")
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
     if min(pad_h, pad_w) < 0:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import computation_dtype, pair
+from .._arguments import check_floating, computation_dtype, pair
 from .._roi_sampling import check_rois
 from ..tracing import is_traced, recorded_as_one
 
@@ -79,6 +79,7 @@ def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) 
 
     Source: The signature is mmcv's.
     """
+    check_floating("bilinear_grid_sample", im=im, grid=grid)
     return _grid_sample("bilinear_grid_sample", im, grid, align_corners)
 
 
@@ -192,6 +193,7 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
             f"point_sample: points must be [B, P, 2] or [B, Hg, Wg, 2] for input {list(input.shape)}, "
             f"got {list(points.shape)}"
         )
+    check_floating("point_sample", input=input, points=points)
     points = points.float() if _needs_float32(input) else points
     grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
     samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)

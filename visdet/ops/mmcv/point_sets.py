@@ -1,13 +1,14 @@
 """Point sets of oriented detectors: their convex hulls, the overlaps of these with polygons, and the smallest boxes."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_device, check_floating, check_layout
+from .._arguments import check_device, check_floating, check_layout, check_real
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
 
@@ -15,6 +16,13 @@ __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons",
 
 # Pairs of a point set and a polygon, or of points, that are compared at a time: some hundred megabytes.
 PAIRS_AT_ONCE = 1 << 19
+
+
+def _run(op: str, reference: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Return what an operator returns for the tensors in float64 if one of them is so, or else in float32."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    given = (tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors)
+    return (getattr(torch.ops.visdet, op) if _library.serves(tensors[0]) else reference)(*given)
 
 
 def _cross(a: Tensor, b: Tensor) -> Tensor:
@@ -71,7 +79,6 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
 
-@torch.no_grad()
 def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8] -> [N, K]
     """Return the IoU of the convex hull of each point set with each polygon.
 
@@ -93,6 +100,11 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
     check_layout("convex_iou", "pointsets", pointsets, "[N, 18]", None, 18)
     check_layout("convex_iou", "polygons", polygons, "[K, 8]", None, 8)
     check_floating("convex_iou", pointsets=pointsets, polygons=polygons)
+    return _run("convex_iou", convex_iou_reference, pointsets, polygons).to(pointsets.dtype)
+
+
+def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
+    """Return what the operator ``visdet::convex_iou`` returns, in plain torch."""
     hulls = _hulls(pointsets.double().view(-1, 9, 2))
     q = polygons.double().view(-1, 4, 2)
     areas = quadrilateral_area(q)
@@ -130,11 +142,18 @@ def convex_giou(
     Source: The signature is mmcv's.
     """
     check_layout("convex_giou", "pointsets", pointsets, "[N, 18]", None, 18)
-    check_layout("convex_giou", "polygons", polygons, f"[{len(pointsets)}, 8]", len(pointsets), 8)
+    N = pointsets.shape[0]
+    check_layout("convex_giou", "polygons", polygons, f"[{N}, 8]", N, 8)
     check_floating("convex_giou", pointsets=pointsets, polygons=polygons)
+    giou, gradient = _run("convex_giou", convex_giou_reference, pointsets, polygons)
+    return giou.to(pointsets.dtype), gradient.to(pointsets.dtype)
+
+
+def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the operator ``visdet::convex_giou`` returns, in plain torch."""
     with torch.enable_grad():
         leaf = pointsets.detach().double().requires_grad_()
-        points, q = leaf.view(-1, 9, 2), polygons.detach().double().view(-1, 4, 2)
+        points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
         p = _hulls(points)
         areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
         turned = torch.where((_signed_area(q) < 0)[:, None, None], q.flip(1), q)
@@ -142,10 +161,10 @@ def convex_giou(
         union = areas + q_areas - shared
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
         (gradient,) = torch.autograd.grad(giou.sum(), leaf)
-    return giou.detach().to(pointsets.dtype), gradient.to(pointsets.dtype)
+    giou = giou.detach()
+    return giou.to(pointsets.dtype), (gradient + 0 * giou[:, None]).to(pointsets.dtype)
 
 
-@torch.no_grad()
 def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
     """Return the corners of the box of the smallest area around each set of nine points.
 
@@ -167,8 +186,11 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
     """
     check_layout("min_area_polygons", "pointsets", pointsets, "[N, 18]", None, 18)
     check_floating("min_area_polygons", pointsets=pointsets)
-    if len(pointsets) == 0:
-        return pointsets.new_zeros(0, 8)
+    return _run("min_area_polygons", min_area_polygons_reference, pointsets).to(pointsets.dtype)
+
+
+def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
+    """Return what the operator ``visdet::min_area_polygons`` returns, in plain torch."""
     hull = _hulls(pointsets.double().view(-1, 9, 2))
     edges = hull.roll(-1, 1) - hull
     angle = torch.atan2(edges[..., 1], edges[..., 0]).remainder(math.pi / 2)[..., None]  # [N, 9, 1]
@@ -209,12 +231,9 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
     """
     check_layout("points_in_polygons", "points", points, "[N, 2]", None, 2)
     check_layout("points_in_polygons", "polygons", polygons, "[M, 8]", None, 8)
+    check_real("points_in_polygons", points=points, polygons=polygons)
     check_device("points_in_polygons", "polygons", polygons, "points", points)
-    dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
-    run: Any = (
-        torch.ops.visdet.points_in_polygons if _library.serves(points) else points_in_polygons_reference
-    )
-    return run(points.detach().to(dtype), polygons.detach().to(dtype))
+    return _run("points_in_polygons", points_in_polygons_reference, points, polygons)
 
 
 def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
@@ -306,9 +325,19 @@ def squared_distances(
     return distances[0].to(xyz1.dtype), distances[1].to(xyz2.dtype)
 
 
+def _results(given: Any, *columns: Any) -> Any:
+    """Return empty results [N] or [N, columns]."""
+    found = tuple(given.pointsets.new_empty(given.pointsets.shape[0], *more) for more in columns)
+    return found if len(found) > 1 else found[0]
+
+
+_LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}
+_library.without_gradient("min_area_polygons", lambda given: _results(given, (8,)), pointsets="[N, 18]")
+_library.without_gradient("convex_iou", lambda given: _results(given, given.polygons.shape[:1]), **_LAYOUTS)
+_library.without_gradient("convex_giou", lambda given: _results(given, (), (18,)), **_LAYOUTS)
 _library.without_gradient(
     "points_in_polygons",
-    lambda given: given.points.new_empty(len(given.points), len(given.polygons), dtype=torch.float32),
+    lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
     points="[N, 2]",
     polygons="[M, 8]",
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 from ..point_neighbours import first_marked, row_ranges
 
 __all__ = [
@@ -35,6 +35,7 @@ def _places(
 def _checked(op: str, points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     check_layout(op, "points", points, "[B, N, 3]", None, None, 3)
     check_layout(op, "boxes", boxes, f"[{len(points)}, M, 7]", len(points), None, 7)
+    check_real(op, points=points, boxes=boxes)
     dtype = computation_dtype(points)
     return points.detach().to(dtype), boxes.detach().to(dtype)
 

@@ -94,8 +94,8 @@ def active_rotated_filter(
     check_layout(op, "indices", indices, f"[{G}, {height}, {width}, R]", G, height, width, None)
     check_device(op, "indices", indices, "input", input)
     R = indices.shape[3]
-    # As a permutation's inverse, the order of the places gathers what mmcv scatters.
-    source = indices.flatten(0, 2).long().argsort(0)  # [G * K * K, R]
-    # A gradient sums R numbers, which 16-bit types would round one by one.
-    rotated = input.flatten(2).to(computation_dtype(input))[:, :, source].to(input.dtype)
-    return rotated.permute(0, 3, 1, 2).reshape(M * R, C * G, height, width)
+    places = (indices.flatten(0, 2).long() - 1).T[None, :, None].expand(M, R, C, -1)
+    # A gradient sums R numbers, which 16-bit types would round one by one. That of a scatter is a gather.
+    filters = input.flatten(2).to(computation_dtype(input))[:, None].expand(places.shape)
+    rotated = torch.zeros_like(filters, memory_format=torch.contiguous_format).scatter(3, places, filters)
+    return rotated.to(input.dtype).view(M * R, C * G, height, width)

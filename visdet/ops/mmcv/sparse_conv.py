@@ -8,7 +8,7 @@ from operator import index as as_integer
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 from .voxels import rows_of_keys
 
 __all__ = [
@@ -217,6 +217,7 @@ def indice_maxpool(
     Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's.
     """
     check_layout("indice_maxpool", "features", features, "[N, C]", None, None)
+    check_real("indice_maxpool", features=features)
     output = features.new_zeros(num_activate_out, features.shape[1])
     for _, source, target in _of_each_tap(indice_pairs, indice_pair_num):
         # The outputs of a tap are different from each other.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 
 __all__ = [
     "bev_pool",
@@ -48,6 +48,7 @@ def dynamic_voxelize(
     """
     if points.dim() != 2 or points.shape[1] < ndim:
         raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
+    check_real("dynamic_voxelize", points=points)
     dtype, device = computation_dtype(points), points.device
     size, corners = (
         torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)

@@ -1,8 +1,8 @@
 // How much two boxes overlap, on the host and on the device.
 //
-// Rotated boxes become quadrilaterals. The area that two quadrilaterals share is a line integral around the first one
-// (Green's theorem): with the second one, or each of the two triangles that it consists of, mapped to a unit cell,
-// every edge adds the integral over v of how far the cell reaches to the left of the edge. No corner has to be
+// Rotated boxes become quadrilaterals. The area that a polygon and a quadrilateral share is a line integral around the
+// first one (Green's theorem): with the second one, or each of the two triangles that it consists of, mapped to a unit
+// cell, every edge adds the integral over v of how far the cell reaches to the left of the edge. No corner has to be
 // classified as inside or outside, so that the area is continuous: shared edges and equal boxes are no special cases.
 // The first one may be concave. All of it is computed in float64.
 #pragma once
@@ -23,20 +23,24 @@ namespace visdet {
 
 enum class OverlapMode : int64_t { iou, iof, area };
 
-struct Quadrilateral {
-  double x[4], y[4];                // the corners in order, either way round
+template <int K>
+struct Polygon {
+  double x[K], y[K];                // the corners in order, either way round
   double area;                      // NaN if a number of the box is NaN or infinite
   double left, top, right, bottom;  // bounds
 };
+using Quadrilateral = Polygon<4>;
 
 VISDET_SHARED double lesser(double a, double b) { return b < a ? b : a; }
 VISDET_SHARED double greater(double a, double b) { return b > a ? b : a; }
 
-VISDET_SHARED void set_bounds(Quadrilateral& q) {
-  q.left = lesser(lesser(q.x[0], q.x[1]), lesser(q.x[2], q.x[3]));
-  q.top = lesser(lesser(q.y[0], q.y[1]), lesser(q.y[2], q.y[3]));
-  q.right = greater(greater(q.x[0], q.x[1]), greater(q.x[2], q.x[3]));
-  q.bottom = greater(greater(q.y[0], q.y[1]), greater(q.y[2], q.y[3]));
+template <int K>
+VISDET_SHARED void set_bounds(Polygon<K>& p) {
+  p.left = p.right = p.x[0], p.top = p.bottom = p.y[0];
+  for (int i = 1; i < K; ++i) {
+    p.left = lesser(p.left, p.x[i]), p.right = greater(p.right, p.x[i]);
+    p.top = lesser(p.top, p.y[i]), p.bottom = greater(p.bottom, p.y[i]);
+  }
 }
 
 // box: (x, y, w, h, angle), its centre, its sides and the angle in radians from the x axis towards the y axis. A
@@ -86,22 +90,23 @@ VISDET_SHARED double area_left_of_edge(double u0, double v0, double u1, double v
 
 // The area of p within the parallelogram, or with a slant of 1 the triangle, of corner i of q and the vectors from
 // there to corners j and k. It is negative where p and q turn in opposite directions.
-VISDET_SHARED double area_within(const Quadrilateral& p, const Quadrilateral& q, int j, int k, double slant) {
+template <int K>
+VISDET_SHARED double area_within(const Polygon<K>& p, const Quadrilateral& q, int j, int k, double slant) {
   const double ax = q.x[j] - q.x[0], ay = q.y[j] - q.y[0], bx = q.x[k] - q.x[0], by = q.y[k] - q.y[0];
   const double cross = ax * by - ay * bx;
   if (cross == 0) return 0;
-  double u[4], v[4], sum = 0;
-  for (int i = 0; i < 4; ++i) {
+  double u[K], v[K], sum = 0;
+  for (int i = 0; i < K; ++i) {
     const double x = p.x[i] - q.x[0], y = p.y[i] - q.y[0];
     u[i] = (x * by - y * bx) / cross, v[i] = (ax * y - ay * x) / cross;
   }
-  for (int i = 0; i < 4; ++i) sum += area_left_of_edge(u[i], v[i], u[(i + 1) % 4], v[(i + 1) % 4], slant);
+  for (int i = 0; i < K; ++i) sum += area_left_of_edge(u[i], v[i], u[(i + 1) % K], v[(i + 1) % K], slant);
   return fabs(cross) * sum;
 }
 
 // The area that both share; 0 where it is no number. ROTATED: whether q is a rotated box.
-template <bool ROTATED>
-VISDET_SHARED double shared_area(const Quadrilateral& p, const Quadrilateral& q) {
+template <bool ROTATED, int K>
+VISDET_SHARED double shared_area(const Polygon<K>& p, const Quadrilateral& q) {
   if (!(p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)) return 0;
   const double sum = ROTATED ? area_within(p, q, 1, 3, 0) : area_within(p, q, 1, 2, 1) + area_within(p, q, 2, 3, 1);
   const double area = lesser(fabs(sum), lesser(p.area, q.area));
@@ -109,8 +114,8 @@ VISDET_SHARED double shared_area(const Quadrilateral& p, const Quadrilateral& q)
 }
 
 // Rounded to A, the type of the boxes. It is NaN if a number of either box is NaN or infinite.
-template <typename A, bool ROTATED>
-VISDET_SHARED A overlap_of(const Quadrilateral& p, const Quadrilateral& q, OverlapMode mode) {
+template <typename A, bool ROTATED, int K>
+VISDET_SHARED A overlap_of(const Polygon<K>& p, const Quadrilateral& q, OverlapMode mode) {
   const double shared = shared_area<ROTATED>(p, q), areas = p.area + q.area;
   if (areas != areas) return static_cast<A>(areas);
   if (mode == OverlapMode::area || shared == 0) return static_cast<A>(shared);

@@ -128,25 +128,6 @@ void spread(const DeviceScope& scope, const RoIAlignProblem& p, const Tensor& gr
   });
 }
 
-template <typename T, typename A>
-void spread_in_whole_numbers(const DeviceScope& scope, const RoIAlignProblem& p, const Tensor& grad_output,
-                             const Tensor& rois, Tensor& grad_input) {
-  const int64_t count = grad_input.numel();
-  const Tensor whole = new_empty(grad_input, {count + 1}, ScalarType::Long), not_finite = new_empty(rois, {count});
-  auto* words = mutable_data_of<unsigned long long>(whole);
-  fill_bytes(kBackward, scope, words, 0, (count + 1) * 8);
-  fill_bytes(kBackward, scope, mutable_data_of<A>(not_finite), 0, count * static_cast<int64_t>(sizeof(A)));
-  int bits = 1;
-  while (bits < 50 && (int64_t{1} << bits) <= p.N * p.PH * p.PW) ++bits;
-  const AsWholeNumbers<A> sums{words, mutable_data_of<A>(not_finite), words + count, bits};
-  const auto blocks = [&](int64_t numbers) { return bounded_blocks(scope, numbers, kSumThreads, 8); };
-  launch({kBackward, "peak_kernel", scope, blocks(grad_output.numel()), kSumThreads}, peak_kernel<T>,
-         data_of<T>(grad_output), grad_output.numel(), words + count);
-  spread<T, A>(scope, p, grad_output, rois, sums);
-  launch({kBackward, "finish_kernel", scope, blocks(count), kSumThreads}, finish_kernel<T, A>, sums, count,
-         mutable_data_of<T>(grad_input));
-}
-
 Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, int64_t H, int64_t W,
                 double spatial_scale, int64_t sampling_ratio, bool aligned, bool deterministic) {
   const auto p =
@@ -160,10 +141,13 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, 
   dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
     using T = decltype(value_tag);
     using A = decltype(accumulate_tag);
-    if (deterministic) return spread_in_whole_numbers<T, A>(scope, p, grad_output, rois, grad_input);
+    const auto add = [&](const auto& sums) { spread<T, A>(scope, p, grad_output, rois, sums); };
+    if (deterministic) {
+      return add_whole_numbers<T, A>(kBackward, scope, grad_output, p.N * p.PH * p.PW, grad_input, add);
+    }
     Tensor sums = sizeof(T) == sizeof(A) ? grad_input : new_empty(rois, {B, p.C, H, W});
     zero_(sums);
-    spread<T, A>(scope, p, grad_output, rois, InAnyOrder<A>{mutable_data_of<A>(sums)});
+    add(InAnyOrder<A>{mutable_data_of<A>(sums)});
     if (sizeof(T) != sizeof(A)) grad_input = torch::stable::to(sums, grad_output.scalar_type());
   });
   return grad_input;

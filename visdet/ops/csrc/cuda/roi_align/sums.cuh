@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/launch.h"
 #include "common/values.cuh"
 #include "common/warp.cuh"
 
@@ -67,6 +68,28 @@ __global__ void __launch_bounds__(kSumThreads)
     const double whole = static_cast<double>(static_cast<long long>(sums.sums[i]));
     values[i] = from_accumulate<T>(static_cast<A>(ldexp(whole, -sums.shift)) + sums.not_finite[i]);
   }
+}
+
+// Writes the sums that add(AsWholeNumbers<A>) adds up to `result`, of terms that are at most the largest of `values`,
+// up to `most` of them for each.
+template <typename T, typename A, typename Add>
+void add_whole_numbers(const char* op, const DeviceScope& scope, const Tensor& values, int64_t most, Tensor& result,
+                       const Add& add) {
+  const int64_t count = result.numel();
+  const Tensor whole = new_empty(result, {count + 1}, ScalarType::Long);
+  const Tensor not_finite = new_empty(result, {count}, accumulate_dtype(result.scalar_type()));
+  auto* words = mutable_data_of<unsigned long long>(whole);
+  fill_bytes(op, scope, words, 0, (count + 1) * 8);
+  fill_bytes(op, scope, mutable_data_of<A>(not_finite), 0, count * static_cast<int64_t>(sizeof(A)));
+  int bits = 1;
+  while (bits < 50 && (int64_t{1} << bits) <= most) ++bits;
+  const AsWholeNumbers<A> sums{words, mutable_data_of<A>(not_finite), words + count, bits};
+  const auto blocks = [&](int64_t numbers) { return bounded_blocks(scope, numbers, kSumThreads, 8); };
+  launch({op, "peak_kernel", scope, blocks(values.numel()), kSumThreads}, peak_kernel<T>, data_of<T>(values),
+         values.numel(), words + count);
+  add(sums);
+  launch({op, "finish_kernel", scope, blocks(count), kSumThreads}, finish_kernel<T, A>, sums, count,
+         mutable_data_of<T>(result));
 }
 
 }  // namespace visdet::roi_align

@@ -3,10 +3,18 @@
 import torch
 from torch import Tensor, nn
 
-from .._arguments import computation_dtype, pair
-from .._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_samples
+from . import _library
+from ._arguments import computation_dtype, pair
+from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
+from .roi_align import roi_align
 
-__all__ = ["DeformRoIPool", "DeformRoIPoolPack", "ModulatedDeformRoIPoolPack", "deform_roi_pool"]
+__all__ = [
+    "DeformRoIPool",
+    "DeformRoIPoolPack",
+    "ModulatedDeformRoIPoolPack",
+    "deform_roi_pool",
+    "deform_roi_pool_reference",
+]
 
 
 def deform_roi_pool(
@@ -35,8 +43,11 @@ def deform_roi_pool(
         [N, C, PH, PW]. The bins in the type of ``input``. Sampling, borders and regions of no image, with NaN or far
         outside the map are treated as by ``roi_align``. A sample whose offset is NaN or infinite is 0.
 
-    It is differentiable with respect to ``input`` and ``offset``. mmcv extrapolates the gradient of an offset within a
-    pixel outside the border; here it is that of the clamped sample: 0 across the border. Plain torch serves it.
+    It is differentiable once with respect to ``input`` and ``offset``. mmcv extrapolates the gradient of an offset
+    within a pixel outside the border; here it is that of the clamped sample: 0 across the border. Kernels of visdet's
+    serve it in float32 (float64 for float64). On the CPU the results have the same bits for any number of threads. On
+    CUDA only the gradient of ``input`` may differ from call to call, unless it must be deterministic, as that of
+    ``roi_align``. Plain torch serves other devices, and all where visdet's library is missing.
 
     Raises:
         ValueError: A shape, type, device or number does not fit. The message names the argument.
@@ -46,25 +57,62 @@ def deform_roi_pool(
     PH, PW = pair(output_size)
     check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
     check_sampling_ratio("deform_roi_pool", sampling_ratio, (PH, PW))
-    N = rois.shape[0]
-    fits = offset is not None and list(offset.shape) == [N, 2, PH, PW]
-    if not fits and offset is not None and offset.numel() > 0:
-        raise ValueError(f"deform_roi_pool: offset must be {[N, 2, PH, PW]}, got {list(offset.shape)}")
+    expected = [rois.shape[0], 2, PH, PW]
+    if offset is None or (offset.numel() == 0 and list(offset.shape) != expected):
+        return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
+    if list(offset.shape) != expected:
+        raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
+    if offset.device != input.device:
+        raise ValueError(f"deform_roi_pool: offset must be on {input.device}, got {offset.device}")
+    if not _library.serves(input):
+        return deform_roi_pool_reference(input, rois, offset, (PH, PW), spatial_scale, sampling_ratio, gamma)
     dtype = computation_dtype(input)
-    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
-    boxes = rois[:, 1:] * spatial_scale - 0.5
-    start = boxes[:, :2].flip(1)  # (y, x)
-    extent = boxes[:, 2:].flip(1) - start
-    bin_size = extent / extent.new_tensor([PH, PW])
-    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
-    y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
-    x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
-    origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
-    if fits and offset is not None:  # An offset of no regions gets a gradient, too.
-        origin = origin + gamma * extent[..., None, None] * offset.to(dtype).flip(1)
-    turns = bin_size[:, :0]  # none
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, False)
+    tensors = input.to(dtype), rois.detach().to(dtype), offset.to(dtype)
+    pooled = _deform_roi_pool(*tensors, PH, PW, float(spatial_scale), int(sampling_ratio), float(gamma))
     return pooled.to(input.dtype)
+
+
+def deform_roi_pool_gradients(
+    grad_output: Tensor,
+    input: Tensor,
+    rois: Tensor,
+    offset: Tensor,
+    size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    gamma: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``input`` and ``offset`` that visdet's kernels compute, in the type of sums."""
+    dtype = computation_dtype(input)
+    tensors = [tensor.detach().to(dtype) for tensor in (grad_output, input, rois, offset)]
+    settings = float(spatial_scale), int(sampling_ratio), float(gamma)
+    flags = True, True, torch.are_deterministic_algorithms_enabled()
+    return torch.ops.visdet.deform_roi_pool_backward.default(*tensors, *size, *settings, *flags)
+
+
+def deform_roi_pool_reference(
+    input: Tensor,
+    rois: Tensor,
+    offset: Tensor | None,
+    output_size: int | tuple[int, int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+    gamma: float = 0.1,
+) -> Tensor:
+    """Return what ``deform_roi_pool`` returns, in plain torch: the definition kernels are tested against."""
+    movement = None if offset is None else offset.to(computation_dtype(input)).flip(1) * gamma
+    return pool_regions(
+        input, rois, pair(output_size), spatial_scale, sampling_ratio, aligned=True, movement=movement
+    )
+
+
+_deform_roi_pool = _library.differentiable(
+    "deform_roi_pool",
+    lambda given: given.input.new_empty(
+        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
+    ),
+    layouts={"input": "[B, C, H, W]"},
+)
 
 
 class DeformRoIPool(nn.Module):

@@ -1,0 +1,51 @@
+// deform_roi_pool: schemas, and the functions for CPU tensors.
+#include "deform_roi_pool.h"
+
+namespace visdet::deform_roi_pool {
+
+template <typename A>
+struct InOrder {
+  A* sums;
+
+  VISDET_SHARED void begin() const {}
+  VISDET_SHARED void add(int64_t at, A value) const { sums[at] += value; }
+};
+
+// The maps of up to kTogether channels of an image, one bin after another.
+template <typename A>
+struct SpreadToMaps {
+  Spread<A, InOrder<A>> spread;
+  int64_t parts;
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    const Arrays<A>& a = spread.a;
+    for (int64_t n = 0; n < a.N; ++n) {
+      if (a.rois[5 * n] != static_cast<A>(i / parts)) continue;
+      for (int64_t bin = 0; bin < a.bins(); ++bin) spread((i % parts * a.N + n) * a.bins() + bin);
+    }
+  }
+};
+
+template <typename A>
+void spread(const OnCpu& device, const Arrays<A>& a, const Tensor&, Tensor& grad_input, bool) {
+  const int64_t parts = a.parts(kTogether);
+  device.each(a.B * parts, 64 * kTogether * a.N * a.bins(),
+              SpreadToMaps<A>{{a, {mutable_data_of<A>(grad_input)}}, parts});
+}
+
+}  // namespace visdet::deform_roi_pool
+
+STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
+  m.def(
+      "deform_roi_pool(Tensor input, Tensor rois, Tensor offset, int pooled_height, int pooled_width,"
+      " float spatial_scale, int sampling_ratio, float gamma) -> Tensor output");
+  m.def(
+      "deform_roi_pool_backward(Tensor grad_output, Tensor input, Tensor rois, Tensor offset, int pooled_height,"
+      " int pooled_width, float spatial_scale, int sampling_ratio, float gamma, bool needs_input, bool needs_offset,"
+      " bool deterministic) -> (Tensor grad_input, Tensor grad_offset)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(visdet, CPU, m) {
+  m.impl("deform_roi_pool", TORCH_BOX(&visdet::deform_roi_pool::forward<visdet::OnCpu>));
+  m.impl("deform_roi_pool_backward", TORCH_BOX(&visdet::deform_roi_pool::backward<visdet::OnCpu>));
+}
