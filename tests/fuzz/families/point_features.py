@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fuzz.problem import Draw, Operator, Problem, wide_of
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
 from visdet.ops import (
     assign_score_withk,
     bev_pool,
@@ -136,6 +138,12 @@ SIZE, RANGE = (0.5, 0.25, 1.0), (-2.0, -1.0, -2.0, 2.0, 1.0, 2.0)
 def _draw_voxels(draw: Draw) -> Problem:
     points = draw.place(draw_cloud(draw, draw.size(200), draw.pick(3, 4)), draw.dtype())
     return Problem({"points": points, "voxel_size": SIZE, "coors_range": RANGE})
+
+
+@st.composite
+def _launches_of_voxels(draw: st.DrawFn) -> dict[str, Any]:
+    points = sizes.empty(draw(sizes.count), draw(st.integers(3, 5)), dtype=draw(sizes.value_types))
+    return {"points": points, "voxel_size": SIZE, "coors_range": RANGE}
 
 
 def _same_voxels(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
@@ -309,6 +317,8 @@ OPERATORS = (
         nothing,
         compare=_same_voxels,
         spoiled={"points": ("rank",)},
+        of_size=(lambda n: Problem({"points": rand(n, 4), "voxel_size": SIZE, "coors_range": RANGE}),),
+        launches=_launches_of_voxels,
     ),
     Operator(
         "hard_voxelize",

@@ -236,6 +236,16 @@ def _launches_of_least() -> Any:
     return _launches(True).map(lambda drawn: {"pointsets": drawn["pointsets"]})
 
 
+@st.composite
+def _launches_of_insides(draw: st.DrawFn) -> dict[str, Tensor]:
+    N, M, dtype = draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
+    return {"points": sizes.empty(N, 2, dtype=dtype), "polygons": sizes.empty(M, 8, dtype=dtype)}
+
+
+def _points_and_polygons(N: int, M: int) -> Problem:
+    return Problem({"points": rand(N, 2), "polygons": rand(M, 8)})
+
+
 def _sets(N: int, K: int) -> Problem:
     return Problem({"pointsets": rand(N, 18), "polygons": rand(K, 8)})
 
@@ -278,6 +288,8 @@ OPERATORS = (
         nothing,
         compare=_same_insides,
         spoiled={"points": ("rank", "device", 1), "polygons": ("rank", 1)},
+        of_size=(lambda n: _points_and_polygons(n, 3), lambda n: _points_and_polygons(4, n)),
+        launches=_launches_of_insides,
     ),
     Operator(
         "chamfer_distance",

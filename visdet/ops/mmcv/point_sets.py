@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_device, check_floating, check_layout
+from .._arguments import check_device, check_floating, check_layout, check_real
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
 
@@ -231,15 +231,20 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
     """
     check_layout("points_in_polygons", "points", points, "[N, 2]", None, 2)
     check_layout("points_in_polygons", "polygons", polygons, "[M, 8]", None, 8)
+    check_real("points_in_polygons", points=points, polygons=polygons)
     check_device("points_in_polygons", "polygons", polygons, "points", points)
-    dtype = torch.promote_types(torch.promote_types(points.dtype, polygons.dtype), torch.float32)
+    return _run("points_in_polygons", points_in_polygons_reference, points, polygons)
+
+
+def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
+    """Return what the operator ``visdet::points_in_polygons`` returns, in plain torch."""
     # Sides from (tx, ty) to (sx, sy), broadcast to [4, n, M].
-    corners = polygons.to(dtype).view(-1, 4, 2).permute(1, 2, 0)[:, :, None]
+    corners = polygons.reshape(-1, 4, 2).permute(1, 2, 0)[:, :, None]
     (sx, sy), (tx, ty) = corners.unbind(1), corners.roll(1, 0).unbind(1)
-    inside = torch.empty(len(points), len(polygons), device=points.device)
+    inside = points.new_empty(len(points), len(polygons), dtype=torch.float32)
     step = max(PAIRS_AT_ONCE * 2 // max(len(polygons), 1), 1)
     for begin in range(0, len(points), step):
-        px, py = points[begin : begin + step, :, None].to(dtype).unbind(1)  # [n, 1]
+        px, py = points[begin : begin + step, :, None].unbind(1)  # [n, 1]
         spans = (sy < py) != (ty < py)
         x = sx + (py - sy) * (tx - sx) / (ty - sy)
         is_decided = ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
@@ -330,3 +335,9 @@ _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}
 _library.without_gradient("min_area_polygons", lambda given: _results(given, (8,)), pointsets="[N, 18]")
 _library.without_gradient("convex_iou", lambda given: _results(given, given.polygons.shape[:1]), **_LAYOUTS)
 _library.without_gradient("convex_giou", lambda given: _results(given, (), (18,)), **_LAYOUTS)
+_library.without_gradient(
+    "points_in_polygons",
+    lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
+    points="[N, 2]",
+    polygons="[M, 8]",
+)

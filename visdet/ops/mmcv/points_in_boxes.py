@@ -1,9 +1,12 @@
 """Points within 3-D boxes, and their features pooled over boxes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .. import _library
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 from ..point_neighbours import first_marked, row_ranges
 
 __all__ = [
@@ -32,6 +35,7 @@ def _places(
 def _checked(op: str, points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     check_layout(op, "points", points, "[B, N, 3]", None, None, 3)
     check_layout(op, "boxes", boxes, f"[{len(points)}, M, 7]", len(points), None, 7)
+    check_real(op, points=points, boxes=boxes)
     dtype = computation_dtype(points)
     return points.detach().to(dtype), boxes.detach().to(dtype)
 
@@ -58,6 +62,13 @@ def points_in_boxes_part(
     Source: The signature is mmcv's.
     """
     points, boxes = _checked("points_in_boxes_part", points, boxes)
+    is_served = _library.serves(points)
+    run: Any = torch.ops.visdet.points_in_boxes_part if is_served else points_in_boxes_part_reference
+    return run(points, boxes)
+
+
+def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
+    """Return what the operator ``visdet::points_in_boxes_part`` returns, in plain torch."""
     result = points.new_full(points.shape[:2], -1, dtype=torch.int32)
     if boxes.shape[1] == 0:
         return result
@@ -88,6 +99,13 @@ def points_in_boxes_all(
     Source: The signature is mmcv's.
     """
     points, boxes = _checked("points_in_boxes_all", points, boxes)
+    is_served = _library.serves(points)
+    run: Any = torch.ops.visdet.points_in_boxes_all if is_served else points_in_boxes_all_reference
+    return run(points, boxes)
+
+
+def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
+    """Return what the operator ``visdet::points_in_boxes_all`` returns, in plain torch."""
     result = points.new_zeros(*points.shape[:2], boxes.shape[1], dtype=torch.int32)
     for rows in row_ranges(points.shape[1], boxes.shape[:2].numel()):
         result[:, rows] = _places(points[:, rows], boxes)[3].transpose(1, 2)
@@ -251,3 +269,16 @@ def roipoint_pool3d(
             parts.append(torch.where((found > 0)[:, None, None], values[image][index], 0).to(dtype))
             is_empty[image, rows] = (found == 0).int()
     return torch.cat(parts).view(pooled.shape) if parts else pooled.to(dtype), is_empty
+
+
+_LAYOUTS = {"points": "[B, N, 3]", "boxes": "[B, M, 7]"}
+_library.without_gradient(
+    "points_in_boxes_part",
+    lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    **_LAYOUTS,
+)
+_library.without_gradient(
+    "points_in_boxes_all",
+    lambda given: given.points.new_empty(*given.points.shape[:2], given.boxes.shape[1], dtype=torch.int32),
+    **_LAYOUTS,
+)

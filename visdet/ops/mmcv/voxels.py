@@ -1,11 +1,13 @@
 """Voxels of point clouds, and sums of features over voxels and cells seen from above."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .. import _library
+from .._arguments import check_floating, check_layout, check_real, computation_dtype
 
 __all__ = [
     "bev_pool",
@@ -46,15 +48,34 @@ def dynamic_voxelize(
     """
     if points.dim() != 2 or points.shape[1] < ndim:
         raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
+    check_real("dynamic_voxelize", points=points)
     dtype, device = computation_dtype(points), points.device
-    size, corners = (torch.as_tensor(given, dtype=dtype).to(device) for given in (voxel_size, coors_range))
+    size, corners = (
+        torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)
+    )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
     check_layout("dynamic_voxelize", "coors_range", corners, f"[{2 * ndim}]", 2 * ndim)
+    run: Any = torch.ops.visdet.dynamic_voxelize if _library.serves(points) else dynamic_voxelize_reference
+    return run(points.detach()[:, :ndim].to(dtype), size, corners)
+
+
+def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: Tensor) -> Tensor:
+    """Return what the operator ``visdet::dynamic_voxelize`` returns, in plain torch."""
+    low, high = coors_range.view(2, -1)
     # A sum of 3 sizes in float32 must not decide the number of voxels, so it is rounded as in mmcv.
-    grid = ((corners[ndim:] - corners[:ndim]) / size).round()
-    place = ((points.detach()[:, :ndim].to(dtype) - corners[:ndim]) / size).floor()
+    grid = ((high - low) / voxel_size).round()
+    place = ((points - low) / voxel_size).floor()
     is_inside = ((place >= 0) & (place < grid)).all(1, keepdim=True)
     return torch.where(is_inside, place, -1).flip(1).int()
+
+
+_library.without_gradient(
+    "dynamic_voxelize",
+    lambda given: given.points.new_empty(given.points.shape, dtype=torch.int32),
+    points="[N, D]",
+    voxel_size="[D]",
+    coors_range="[2 * D]",
+)
 
 
 def hard_voxelize(

@@ -1,16 +1,11 @@
-// Operations that are rounded by themselves: the compiler may not fuse a multiplication and an addition.
+// What kernels compute of operations that are rounded by themselves.
 #pragma once
 
 #include <cuda_runtime.h>
 
-namespace visdet {
+#include "common/rounded.h"
 
-__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float sum(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double sum(double a, double b) { return __dadd_rn(a, b); }
-__device__ __forceinline__ float quotient(float a, float b) { return __fdiv_rn(a, b); }
-__device__ __forceinline__ double quotient(double a, double b) { return __ddiv_rn(a, b); }
+namespace visdet {
 
 // The squared distance of two points.
 template <typename A>
