@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import computation_dtype, pair
+from ._arguments import check_real, computation_dtype, pair
 from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
 from .roi_align import roi_align
 
@@ -62,6 +62,7 @@ def deform_roi_pool(
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
     if list(offset.shape) != expected:
         raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
+    check_real("deform_roi_pool", offset=offset)
     if offset.device != input.device:
         raise ValueError(f"deform_roi_pool: offset must be on {input.device}, got {offset.device}")
     if not _library.serves(input):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_device, computation_dtype
+from ._arguments import check_device, check_real, computation_dtype
 from ._level_tables import MAX_HOST_LEVELS, level_tables
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
@@ -63,6 +63,7 @@ def ms_deform_attn_fused(
     """
     for name, tensor in (("offsets", offsets), ("logits", logits)):
         check_device("ms_deform_attn_fused", name, tensor, "value", value)
+    check_real("ms_deform_attn_fused", reference_points=reference_points, offsets=offsets, logits=logits)
     shapes, starts, reference_points, points = _geometry(
         value, level_shapes, level_starts, reference_points, num_points
     )

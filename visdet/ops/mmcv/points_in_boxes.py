@@ -121,6 +121,7 @@ def collect_points(
     """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
     check_layout("roiaware_pool3d", "rois", rois, "[M, 7]", None, 7)
     check_layout("roiaware_pool3d", "pts", pts, "[N, 3]", None, 3)
+    check_real("roiaware_pool3d", rois=rois, pts=pts)
     if max_pts_per_voxel < 1:
         raise ValueError(f"roiaware_pool3d: max_pts_per_voxel must be at least 1, got {max_pts_per_voxel}")
     X, Y, Z = size
@@ -218,6 +219,7 @@ def roiaware_pool3d(
     if mode not in ("max", "avg"):
         raise ValueError(f"roiaware_pool3d: mode must be 'max' or 'avg', got {mode!r}")
     check_layout("roiaware_pool3d", "pts_feature", pts_feature, f"[{len(pts)}, C]", len(pts), None)
+    check_real("roiaware_pool3d", pts_feature=pts_feature)
     size = (out_size,) * 3 if isinstance(out_size, int) else out_size
     return pool_collected(collect_points(rois, pts, size, max_pts_per_voxel), pts_feature, mode)[0]
 

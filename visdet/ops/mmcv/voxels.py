@@ -243,6 +243,7 @@ def bev_pool(
     Source: Project BEVFusion (mit-han-lab). The signature is its function's, whose result is permuted.
     """
     check_layout("bev_pool", "feats", feats, "[N, C]", None, None)
+    check_real("bev_pool", feats=feats)
     check_layout("bev_pool", "coords", coords, f"[{len(feats)}, 4]", len(feats), 4)
     x, y, z, image = coords.long().unbind(1)
     is_inside = (coords >= 0).all(1) & (x < H) & (y < W) & (z < D) & (image < B)
@@ -312,6 +313,7 @@ def voxel_pooling(
     Source: Project BEVDepth, whose result is permuted.
     """
     check_layout("voxel_pooling", "input_features", input_features, "[B, N, C]", None, None, None)
+    check_real("voxel_pooling", input_features=input_features)
     B, N, C = input_features.shape
     check_layout("voxel_pooling", "geom_xyz", geom_xyz, f"[{B}, {N}, 3]", B, N, 3)
     W, H, D = (int(size) for size in voxel_num)
