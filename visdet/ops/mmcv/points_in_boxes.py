@@ -34,7 +34,8 @@ def _places(
 
 def _checked(op: str, points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     check_layout(op, "points", points, "[B, N, 3]", None, None, 3)
-    check_layout(op, "boxes", boxes, f"[{len(points)}, M, 7]", len(points), None, 7)
+    B = points.shape[0]  # In an exported program, len() would fix it.
+    check_layout(op, "boxes", boxes, f"[{B}, M, 7]", B, None, 7)
     check_real(op, points=points, boxes=boxes)
     dtype = computation_dtype(points)
     return points.detach().to(dtype), boxes.detach().to(dtype)
