@@ -43,11 +43,11 @@ def _polygons(dtype: torch.dtype, device: torch.device, *, N: int, M: int) -> tu
 
 
 def _voxels(dtype: torch.dtype, device: torch.device, *, N: int) -> tuple[Tensor, ...]:
-    """Return points in and around nuScenes' range, voxels of 0.1 m, and that range."""
-    points = (torch.rand(N, 3, generator=torch.Generator().manual_seed(0)) - 0.5) * torch.tensor(
-        [110.0, 110, 9]
-    )
-    size, extent = [0.1, 0.1, 0.2], [-51.2, -51.2, -5.0, 51.2, 51.2, 3.0]
+    """Return points in and around nuScenes' range, voxels of an eighth of a metre, and that range."""
+    # The points are in the middle of voxels, because float32 and float64 differ at borders.
+    drawn = torch.rand(N, 3, generator=torch.Generator().manual_seed(0)) - 0.5
+    points = ((drawn * torch.tensor([880.0, 880, 72])).floor() + 0.5) / 8
+    size, extent = [0.125] * 3, [-51.25, -51.25, -5.0, 51.25, 51.25, 3.0]
     return tuple(given.to(device, dtype) for given in (points, torch.tensor(size), torch.tensor(extent)))
 
 

@@ -45,6 +45,8 @@ struct FirstBox {
   }
 };
 
+constexpr int64_t kBoxes = 8;  // that one computation of AllBoxes compares with its point
+
 template <typename A>
 struct AllBoxes {
   int64_t N, M;
@@ -52,8 +54,11 @@ struct AllBoxes {
   int32_t* is_inside;
 
   VISDET_SHARED void operator()(int64_t i) const {
-    const int64_t n = i / M, box = n / N * M + (i - n * M);
-    is_inside[i] = is_in_box(points + 3 * n, boxes + 7 * box, cosine[box], sine[box]);
+    const int64_t parts = (M + kBoxes - 1) / kBoxes, n = i / parts, first = n / N * M, begin = (i - n * parts) * kBoxes;
+    const A point[] = {points[3 * n], points[3 * n + 1], points[3 * n + 2]};
+    for (int64_t m = begin; m < begin + kBoxes && m < M; ++m) {
+      is_inside[n * M + m] = is_in_box(point, boxes + 7 * (first + m), cosine[first + m], sine[first + m]);
+    }
   }
 };
 
@@ -115,7 +120,7 @@ Tensor in_boxes(const char* op, const Tensor& points_in, const Tensor& boxes_in)
   const Tensor result =
       is_first ? new_empty(points, {B, N}, ScalarType::Int) : new_empty(points, {B, N, M}, ScalarType::Int);
   dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
-    device.each(result.numel(), 20 * (is_first ? M + 1 : 1),
+    device.each(B * N * (is_first ? 1 : (M + kBoxes - 1) / kBoxes), 20 * (is_first ? M + 1 : kBoxes),
                 Compute<A>{N, M, data_of<A>(points), data_of<A>(boxes), data_of<A>(cosine), data_of<A>(sine),
                            mutable_data_of<int32_t>(result)});
   });
