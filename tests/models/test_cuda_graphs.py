@@ -18,7 +18,7 @@ from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.graphs.steps import GraphedStep
 from visdet.execution.tensor_tree import map_tensors
-from visdet.models.layers import linear
+from visdet.ops.fused import suits_autocast_linear
 from visdet.structures import DetDataSample
 
 STEPS = 12
@@ -79,7 +79,7 @@ def _step(model, wrapper, data):
 )
 def test_replayed_steps_are_eager_steps(variant, wrapper, options, least_rows, tolerance, monkeypatch):
     if least_rows is not None:  # as the many rows of real images, which ``autocast_linear`` computes
-        monkeypatch.setattr(linear, "_MIN_ROWS", least_rows)
+        monkeypatch.setitem(suits_autocast_linear.__globals__, "_MIN_ROWS", least_rows)
     eager, graphed = model_with_dropout(variant), model_with_dropout(variant)
     expected = train(eager, wrapper, **options)
     graphs = GraphedLoss(graphed)

@@ -181,6 +181,7 @@ def test_shapes_that_do_not_fit_are_refused():
     ("change", "suits"),
     [
         ("none", True),
+        ("a row less", False),
         ("given in halves", True),
         ("no gradients", False),
         ("no autocast", False),
@@ -196,8 +197,10 @@ def test_shapes_that_do_not_fit_are_refused():
 @pytest.mark.cuda
 def test_what_suits(change, suits):
     layer = torch.nn.Linear(16, 8, device="cuda")
-    weight, bias, input = layer.weight, layer.bias, torch.ones(4, 16, device="cuda")
-    if change == "given in halves":
+    weight, bias, input = layer.weight, layer.bias, torch.ones(8192, 16, device="cuda")
+    if change == "a row less":
+        input = input[1:]
+    elif change == "given in halves":
         input = input.bfloat16()
     elif change == "no bias":
         bias = None

@@ -5,8 +5,6 @@ from torch import Tensor, nn
 
 from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
-_MIN_ROWS = 8192  # From here on, the gradients of ``autocast_linear`` take the GPU less time than torch's.
-
 
 class Linear(nn.Linear):
     """The linear layer of torch. ``autocast_linear`` computes it for many rows, in training under autocast on CUDA.
@@ -17,6 +15,6 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, [..., out_features]."""
-        if suits_autocast_linear(input, self.weight, self.bias, _MIN_ROWS):
+        if suits_autocast_linear(input, self.weight, self.bias):
             return autocast_linear(input, self.weight, self.bias, torch.get_autocast_dtype("cuda"))
         return super().forward(input)
