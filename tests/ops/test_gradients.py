@@ -49,7 +49,27 @@ def moved(argument, device):
     return argument.to(device, torch.float64 if argument.is_floating_point() else None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Plain torch serves what their kernels do not.
+LINEAR = ("group_points", "three_interpolate")
+ONCE = [name for name in NAMES if name not in LINEAR]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_operators_have_all_derivatives(name):
+    function, first, others = call_of(name)
+    assert torch.autograd.gradcheck(function, first.requires_grad_(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, first)
+    direction = torch.rand_like(first)
+    _, tangent = torch.func.jvp(function, (first.detach(),), (direction,))
+    torch.testing.assert_close(tangent, function(direction))
+    grad = torch.func.grad(lambda x: function(x).square().sum())(first.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(function(first).square().sum(), first)[0])
+    if "weight" in others:
+        weight = others["weight"].requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda x, w: function(x, weight=w), (first, weight))
+
+
+@pytest.mark.parametrize("name", ONCE)
 def test_no_gradient_is_differentiated(name):
     torch.manual_seed(0)
     function, first, _ = call_of(name)
@@ -60,7 +80,7 @@ def test_no_gradient_is_differentiated(name):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("roi_align", "roi_pool")])
+@pytest.mark.parametrize("name", [name for name in ONCE if name not in ("roi_align", "roi_pool")])
 def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(name):
     """The gradient of the result is then a constant, but the operator's gradient depends on its arguments.
 
@@ -140,7 +160,7 @@ def test_nodes_of_a_gpu_under_activation_checkpointing(name):
     assert_recomputed_gradients_are_equal(function, leaf)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONCE)
 @pytest.mark.parametrize("has_grad", [False, True])
 def test_forward_mode_derivatives_are_refused(name, has_grad):
     """torch would return tangents of zeros for the operators of a library."""

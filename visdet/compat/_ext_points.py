@@ -5,6 +5,7 @@ from torch import Tensor
 
 from visdet.ops import furthest_point_sample, furthest_point_sample_with_dist, point_neighbours
 from visdet.ops._arguments import computation_dtype
+from visdet.ops.gather_points import gather_gradient
 from visdet.ops.mmcv import point_gathering, points_in_boxes
 
 from ._gradients import add_gradients, choice, write
@@ -128,8 +129,8 @@ def group_points_forward(points_tensor: Tensor, idx_tensor: Tensor, out_tensor: 
 def group_points_backward(
     grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    grad = point_gathering.group_gradient(grad_out_tensor, idx_tensor, grad_points_tensor.shape[-1])
-    write("group_points_backward", "grad_points_tensor", grad_points_tensor, grad)
+    index = idx_tensor.flatten(1)[..., None]
+    _write_gradient("group_points_backward", grad_out_tensor.flatten(2), index, grad_points_tensor)
 
 
 def gather_points_forward(
@@ -142,9 +143,15 @@ def gather_points_forward(
 def gather_points_backward(
     grad_out_tensor: Tensor, idx_tensor: Tensor, grad_points_tensor: Tensor, **sizes: int
 ) -> None:
-    N = grad_points_tensor.shape[-1]
-    grad = point_gathering.group_gradient(grad_out_tensor[..., None], idx_tensor[..., None], N)
-    write("gather_points_backward", "grad_points_tensor", grad_points_tensor, grad)
+    _write_gradient("gather_points_backward", grad_out_tensor, idx_tensor[..., None], grad_points_tensor)
+
+
+def _write_gradient(
+    entry: str, grad_output: Tensor, index: Tensor, target: Tensor, weight: Tensor | None = None
+) -> None:
+    wide = grad_output.to(computation_dtype(grad_output))
+    weight = None if weight is None else weight.to(wide.dtype)
+    write(entry, "grad_points_tensor", target, gather_gradient(wide, target.shape, index, weight))
 
 
 def stack_group_points_forward(
@@ -168,13 +175,11 @@ def stack_group_points_backward(
     grad_features_tensor: Tensor,
     **sizes: int,
 ) -> None:
-    def group(features: Tensor) -> Tensor:
-        counts = features_batch_cnt_tensor, idx_batch_cnt_tensor
-        return point_gathering.stack_group_points(features, counts[0], idx_tensor, counts[1])
-
-    # Grouping is linear, so that its gradient does not depend on the features.
-    features, grads = torch.zeros_like(grad_features_tensor), [grad_features_tensor]
-    add_gradients("stack_group_points_backward", group, [features], grad_out_tensor, grads)
+    counts = features_batch_cnt_tensor, idx_batch_cnt_tensor
+    grad = point_gathering.stack_group_gradient(
+        grad_out_tensor, grad_features_tensor, counts[0], idx_tensor, counts[1]
+    )
+    write("stack_group_points_backward", "grad_features_tensor", grad_features_tensor, grad)
 
 
 def three_interpolate_forward(
@@ -191,10 +196,8 @@ def three_interpolate_backward(
     grad_points_tensor: Tensor,
     **sizes: int,
 ) -> None:
-    wide = grad_out_tensor.to(computation_dtype(grad_out_tensor))
-    weighted = wide[..., None] * weight_tensor[:, None]
-    grad = point_gathering.group_gradient(weighted, idx_tensor, grad_points_tensor.shape[-1])
-    write("three_interpolate_backward", "grad_points_tensor", grad_points_tensor, grad)
+    entry = "three_interpolate_backward"
+    _write_gradient(entry, grad_out_tensor, idx_tensor, grad_points_tensor, weight_tensor)
 
 
 def assign_score_withk_forward(
@@ -277,9 +280,9 @@ def roiaware_pool3d_backward(
         count = pts_idx_of_voxels.flatten(0, 3)[:, :1].clamp(min=1)
         grad_in.index_add_(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
     else:
-        place = argmax.reshape(-1, C).long() * C + torch.arange(C, device=argmax.device)
-        is_any = argmax.reshape(-1, C) >= 0
-        grad_in.view(-1).index_add_(0, place[is_any], grad_out.reshape(-1, C)[is_any].to(grad_in.dtype))
+        grad = grad_out.reshape(1, 1, -1).to(computation_dtype(grad_in))
+        sizes, places = (1, 1, grad_in.numel()), points_in_boxes.places_of(argmax)
+        grad_in.add_(gather_gradient(grad, sizes, places, zeros_outside=True).view(grad_in.shape))
 
 
 def roipoint_pool3d_forward(

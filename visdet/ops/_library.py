@@ -193,11 +193,13 @@ def differentiable(
         shape: a function that returns empty results of the right shapes and types. Its argument has the operator's
             arguments as attributes.
         layouts: the dimensions of the tensors whose shapes it reads, such as {"images": "[B, C, H, W]"}.
-        gradient: a function of the name that returns a ``Gradient``, or another object with its three methods.
+        gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
+            ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
     """
     if not declares(name):
         return lambda *_: require_cpu()
     rule = (gradient or Gradient)(name)
+    reference = getattr(rule, "reference", None)
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
     torch.library.register_fake(f"visdet::{name}_backward", rule.fake)
     torch.library.register_autograd(f"visdet::{name}", rule.backward, setup_context=rule.save)
@@ -214,7 +216,7 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if reference or not torch.is_grad_enabled():
                 return rule.backward(ctx, *grad_outputs)
             # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
             read = _ReadContext(ctx)
@@ -225,6 +227,8 @@ def differentiable(
         return rule.backward(ctx, *tensors[:count])
 
     def call(*inputs: Any) -> Any:
+        if reference and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
+            return reference(*inputs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, inputs)
         if is_traced():
@@ -258,9 +262,17 @@ class Gradient:
         name: the operator.
         wide: an argument in whose type the gradient of the result is passed on. The default is its own type.
         channels_last: the arguments whose gradients are channels last where they are so themselves.
+        reference: the operator in plain torch, whose gradients are differentiable, and deterministic where the operator
+            without a flag ``deterministic`` is not, on CUDA.
     """
 
-    def __init__(self, name: str, wide: str | None = None, channels_last: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        wide: str | None = None,
+        channels_last: Sequence[str] = (),
+        reference: Callable[..., Tensor] | None = None,
+    ) -> None:
         operator = self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
         arguments = getattr(torch.ops.visdet, name).default._schema.arguments
         names = [argument.name for argument in arguments]
@@ -274,6 +286,7 @@ class Gradient:
         self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
         assert given[: 1 + len(names)] == ["grad_output", *names] and set(results) <= set(names), name
         self._wide = None if wide is None else names.index(wide)
+        self.reference = reference
         # The gradients of the arguments are the results and, for the arguments without one, the None behind them.
         self._in_order = itemgetter(*(results.index(name) if name in results else -1 for name in names))
 
@@ -298,6 +311,8 @@ class Gradient:
 
     def backward(self, ctx: Any, grad_output: Tensor) -> Any:
         tensors = ctx.saved_tensors
+        if self.reference and (torch.is_grad_enabled() or needs_order(grad_output)):
+            return gradients_of(self.reference, grad_output, (*tensors, *ctx.numbers), ctx.needs_input_grad)
         if self._wide is not None:
             grad_output = grad_output.to(tensors[self._wide].dtype)
         flags = [
@@ -306,6 +321,25 @@ class Gradient:
         ]
         found = self._operator(grad_output, *tensors, *ctx.numbers, *flags)
         return self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
+
+
+def needs_order(tensor: Tensor) -> bool:
+    """Return whether sums to which threads of a GPU add in any order are refused."""
+    return torch.are_deterministic_algorithms_enabled() and kernel_device(tensor) == "cuda"
+
+
+def gradients_of(
+    function: Callable[..., Tensor], grad_output: Tensor, inputs: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of those inputs of a function in plain torch that need one. They are differentiable."""
+    places = [place for place, needs in enumerate(needed) if needs]
+
+    def of_leaves(*leaves: Tensor) -> Tensor:
+        given = dict(enumerate(inputs)) | dict(zip(places, leaves, strict=True))
+        return function(*given.values())
+
+    found = torch.func.vjp(of_leaves, *(inputs[place] for place in places))[1](grad_output)
+    return tuple(dict(zip(places, found, strict=True)).get(place) for place in range(len(inputs)))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

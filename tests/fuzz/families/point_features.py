@@ -66,6 +66,26 @@ def _draw_gathers(draw: Draw) -> Problem:
     return problem
 
 
+def _groups_of_size(n: int) -> Problem:
+    index = torch.arange(2 * n * 3).reshape(2, n, 3) % 5
+    return Problem({"features": rand(2, 3, 5), "indices": index.int()}, ("features",))
+
+
+def _interpolation_of_size(n: int) -> Problem:
+    arguments = _groups_of_size(n).arguments | {"weight": rand(2, n, 3)}
+    return Problem(arguments, ("features", "weight"))
+
+
+@st.composite
+def _launches_of_groups(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    B, C, N, M = draw(sizes.small), draw(sizes.channels), draw(sizes.count), draw(sizes.count)
+    K = 3 if name == "three_interpolate" else draw(sizes.channels)
+    dtype, index_dtype = draw(sizes.value_types), draw(st.sampled_from([torch.int32, torch.int64]))
+    indices = sizes.empty(B, M, *([] if name == "gather_points" else [K]), dtype=index_dtype)
+    given = {"features": sizes.empty(B, C, N, dtype=dtype), "indices": indices}
+    return given | ({"weight": sizes.empty(B, M, K, dtype=dtype)} if name == "three_interpolate" else {})
+
+
 def _draw_interpolation(draw: Draw) -> Problem:
     B, C, M = draw.size(3), draw.size(5), draw.size(30, 0)
     N = draw.size(12)
@@ -272,6 +292,9 @@ OPERATORS = (
         _draw_groups,
         _groups,
         spoiled={"features": ("rank",), "indices": ("rank", 0)},
+        aliases=("gather_points",),
+        of_size=(_groups_of_size,),
+        launches=lambda: _launches_of_groups("group_points"),
     ),
     Operator(
         "gather_points",
@@ -279,6 +302,7 @@ OPERATORS = (
         _draw_gathers,
         lambda features, indices: _groups(features, indices[..., None]).squeeze(3),
         spoiled={"features": ("rank",), "indices": ("rank", 0)},
+        launches=lambda: _launches_of_groups("gather_points"),
     ),
     Operator(
         "stack_group_points",
@@ -297,6 +321,9 @@ OPERATORS = (
             "indices": ("rank", 0, 1, 2),
             "weight": ("rank", "type", 1, 2),
         },
+        aliases=("gather_points",),
+        of_size=(_interpolation_of_size,),
+        launches=lambda: _launches_of_groups("three_interpolate"),
     ),
     Operator(
         "assign_score_withk",

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_floating, check_layout, computation_dtype
+from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
 
 __all__ = [
     "assign_score_withk",
     "gather_points",
-    "group_gradient",
     "group_points",
+    "stack_group_gradient",
     "stack_group_points",
     "three_interpolate",
 ]
@@ -29,7 +30,8 @@ def group_points(
     Returns:
         [B, C, M, K]. The features.
 
-    It is differentiable with respect to the features.
+    It is differentiable with respect to the features. Their gradient is summed in any order on CUDA, unless it must be
+    deterministic.
 
     Raises:
         ValueError: A shape does not fit. The message names the argument.
@@ -38,26 +40,11 @@ def group_points(
     Source: The signature is mmcv's.
     """
     check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
-    B, C = features.shape[:2]
+    B = features.shape[0]
     check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
-    flat = indices.long().flatten(1)[:, None].expand(B, C, -1)
     # The gradient of a point in many groups is a sum, which needs float32.
-    grouped = features.to(computation_dtype(features)).gather(2, flat)
+    grouped = gathered(features.to(computation_dtype(features)), indices.flatten(1)[..., None])
     return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
-
-
-def group_gradient(grad: Tensor, indices: Tensor, N: int) -> Tensor:  # [B, C, M, K], [B, M, K] -> [B, C, N]
-    """Return the gradient of ``group_points`` with respect to the features, given that of its result.
-
-    Raises:
-        ValueError: A shape does not fit. The message names the argument.
-    """
-    check_layout("group_gradient", "indices", indices, "[B, M, K]", None, None, None)
-    B, M, K = indices.shape
-    check_layout("group_gradient", "grad", grad, f"[{B}, C, {M}, {K}]", B, None, M, K)
-    wide = grad.flatten(2).to(computation_dtype(grad))
-    flat = indices.long().flatten(1)[:, None].expand_as(wide)
-    return wide.new_zeros(*wide.shape[:2], N).scatter_add(2, flat, wide).to(grad.dtype)
 
 
 def gather_points(
@@ -73,7 +60,8 @@ def gather_points(
     Returns:
         [B, C, M]. The features.
 
-    It is differentiable with respect to the features.
+    It is differentiable with respect to the features. Their gradient is summed in any order on CUDA, unless it must be
+    deterministic.
 
     Raises:
         ValueError: A shape does not fit. The message names the argument.
@@ -103,7 +91,8 @@ def stack_group_points(
     Returns:
         [M, C, K]. The features. They are 0 where an index is not one of a point of the cloud.
 
-    It is differentiable with respect to the features.
+    It is differentiable with respect to the features. Their gradient is summed in any order on CUDA, unless it must be
+    deterministic.
 
     Raises:
         ValueError: A shape or a sum of numbers does not fit. The message names the argument.
@@ -112,17 +101,30 @@ def stack_group_points(
     """
     check_layout("stack_group_points", "features", features, "[N, C]", None, None)
     check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
-    op = "stack_group_points"
-    sizes = sizes_of(op, "features", features, features_batch_cnt)
-    sizes_of(op, "indices", indices, indices_batch_cnt, len(sizes))
-    points, groups = features_batch_cnt.long(), indices_batch_cnt.long()
-    cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)
-    is_inside = (indices >= 0) & (indices < points[cloud, None])
-    index = torch.where(is_inside, indices + (points.cumsum(0) - points)[cloud, None], len(features))
-    wide = features.to(computation_dtype(features))
-    padded = torch.cat([wide, wide.new_zeros(1, features.shape[1])])
-    grouped = padded[index.flatten()].unflatten(0, indices.shape).transpose(1, 2)
-    return grouped.to(features.dtype)
+    index = _stacked("stack_group_points", features, features_batch_cnt, indices, indices_batch_cnt)
+    return gathered(features.to(computation_dtype(features)), index, zeros_outside=True).to(features.dtype)
+
+
+def stack_group_gradient(
+    grad_output: Tensor,  # [M, C, K]
+    features: Tensor,  # [N, C], of which only the shape counts
+    features_batch_cnt: Tensor,  # [B]
+    indices: Tensor,  # [M, K]
+    indices_batch_cnt: Tensor,  # [B]
+) -> Tensor:  # [N, C]
+    """Return the gradient of ``stack_group_points`` with respect to the features, given that of its result."""
+    index = _stacked("stack_group_gradient", features, features_batch_cnt, indices, indices_batch_cnt)
+    wide = grad_output.to(computation_dtype(grad_output))
+    return gather_gradient(wide, features.shape, index, zeros_outside=True)
+
+
+def _stacked(
+    op: str, features: Tensor, features_batch_cnt: Tensor, indices: Tensor, indices_batch_cnt: Tensor
+) -> Tensor:  # [M, K, 1]
+    """Return the indices among the points of all clouds, and -1 where an index is not one of a point of its cloud."""
+    clouds = len(sizes_of(op, "features", features, features_batch_cnt))
+    sizes_of(op, "indices", indices, indices_batch_cnt, clouds)
+    return stacked_indices(indices, features_batch_cnt.int(), indices_batch_cnt.int())[..., None]
 
 
 def three_interpolate(
@@ -140,7 +142,8 @@ def three_interpolate(
     Returns:
         [B, C, N]. The sums in the type of the features. 16-bit types are summed in float32.
 
-    It is differentiable with respect to the features and the weights. (mmcv's weights have no gradient.)
+    It is differentiable with respect to the features and the weights. (mmcv's weights have no gradient.) The gradient
+    of the features is summed in any order on CUDA, unless it must be deterministic.
 
     Raises:
         ValueError: A shape or type does not fit. The message names the argument.
@@ -153,10 +156,8 @@ def three_interpolate(
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
     check_floating("three_interpolate", features=features, weight=weight)
     dtype = computation_dtype(features)
-    grouped = group_points(
-        features.to(dtype), indices
-    )  # the gradient of a point is summed before it is rounded
-    return (grouped * weight[:, None].to(dtype)).sum(3).to(features.dtype)
+    # The gradient of a point is summed before it is rounded.
+    return gathered(features.to(dtype), indices, weight.to(dtype)).to(features.dtype)
 
 
 def assign_score_withk(

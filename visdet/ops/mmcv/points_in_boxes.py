@@ -7,10 +7,12 @@ from torch import Tensor
 
 from .. import _library
 from .._arguments import check_floating, check_layout, check_real, computation_dtype
+from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
 
 __all__ = [
     "collect_points",
+    "places_of",
     "points_in_boxes_all",
     "points_in_boxes_part",
     "pool_collected",
@@ -155,9 +157,16 @@ def collect_points(
 def pairs_of(collected: Tensor) -> tuple[Tensor, Tensor]:
     """Return the voxel and the point of each point that ``collect_points`` has put into a voxel."""
     flat = collected.flatten(0, 3)
-    slots = torch.arange(1, flat.shape[1], device=flat.device)
-    voxel, slot = (slots <= flat[:, :1]).nonzero(as_tuple=True)
-    return voxel, flat[voxel, slot + 1].long()
+    count = flat[:, 0].long()
+    voxel = torch.repeat_interleave(count)
+    slot = torch.arange(1, len(voxel) + 1, device=flat.device) - (count.cumsum(0) - count)[voxel]
+    return voxel, flat[voxel, slot].long()
+
+
+def places_of(argmax: Tensor) -> Tensor:  # [..., C] -> [1, ..., 1]
+    """Return the places of the features [N, C] of points and of all channels, and numbers below 0 for no point, -1."""
+    C = argmax.shape[-1]
+    return torch.arange(C, device=argmax.device).add(argmax, alpha=C).view(1, -1, 1)
 
 
 def pool_collected(
@@ -168,23 +177,25 @@ def pool_collected(
     """Return the largest or mean feature of each voxel, and for 'max' the point that it comes from, or -1."""
     voxel, point = pairs_of(collected)
     voxels, C = collected[..., 0].numel(), pts_feature.shape[1]
-    values = pts_feature.to(computation_dtype(pts_feature))[point]
-    pooled = values.new_zeros(voxels, C) + values[:0].sum()  # The sum makes zeros differentiable.
+    features = pts_feature.to(computation_dtype(pts_feature))
     argmax = point.new_full((voxels, C), -1)
     if mode == "avg":
-        pooled = pooled.index_add(0, voxel, values) / collected.flatten(0, 3)[:, :1].clamp(min=1)
-    elif len(point):
-        index = voxel[:, None].expand_as(values)
-        known = torch.where(values.isnan(), -torch.inf, values).detach()
-        largest = torch.full_like(pooled, -torch.inf).scatter_reduce(0, index, known, "amax")
-        is_largest = (known == largest[voxel]) & (known > -torch.inf)
-        row = torch.arange(len(point), device=point.device)[:, None]
-        first = torch.full_like(argmax, len(point))
-        first = first.scatter_reduce(0, index, torch.where(is_largest, row, len(point)), "amin")
-        has_any = first < len(point)
-        first = first.clamp(max=len(point) - 1)
-        argmax = torch.where(has_any, point[first], -1)
-        pooled = torch.where(has_any, values.gather(0, first), 0)
+        pooled = features.new_zeros(voxels, C).index_add(0, voxel, features[point])
+        pooled = pooled / collected.flatten(0, 3)[:, :1].clamp(min=1)
+    else:
+        if len(point):
+            values = features.detach()[point]
+            index = voxel[:, None].expand_as(values)
+            known = torch.where(values.isnan(), -torch.inf, values)
+            largest = torch.full_like(argmax, -torch.inf, dtype=values.dtype).scatter_reduce(
+                0, index, known, "amax"
+            )
+            is_largest = (known == largest[voxel]) & (known > -torch.inf)
+            row = torch.arange(len(point), device=point.device)[:, None]
+            first = torch.full_like(argmax, len(point))
+            first = first.scatter_reduce(0, index, torch.where(is_largest, row, len(point)), "amin")
+            argmax = torch.where(first < len(point), point[first.clamp(max=len(point) - 1)], -1)
+        pooled = gathered(features.reshape(1, 1, -1), places_of(argmax), zeros_outside=True)
     shape = (*collected.shape[:4], C)
     return pooled.to(pts_feature.dtype).view(shape), argmax.int().view(shape)
 

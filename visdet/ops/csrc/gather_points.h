@@ -1,0 +1,282 @@
+// gather_points: features of chosen points, or weighted sums of three of them each.
+//
+// features [B, C, N], or [N, C] for every b; indices [B, M, K], int32 or int64; weight [B, M, 3] for K = 3, and [0] for
+// K = 1, whose weights are 1. features and weight are both float32 or both float64, and every operation is rounded by
+// itself.
+//
+//   output[b, c, m] = sum_k weight[b, m, k] * features[b, c, indices[b, m, k]]
+//
+// A term whose index is not in 0..N-1 is 0 with zeros_outside, and an error without: a RuntimeError on the CPU, and a
+// failed assertion on CUDA, as of torch's own gather. On CUDA, threads add to the gradient of features in any order.
+//
+// stacked_indices: indices [M, K] within clouds, which stand one after another: `sizes` [clouds] says how many points
+//   each has, and `groups` [clouds] how many rows of indices, both int32. The result is int64 [M, K], the indices among
+//   the points of all clouds, or -1 for what is not one of a point of the cloud.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <tuple>
+
+#include "common/each.h"
+#include "common/rounded.h"
+
+namespace visdet {
+
+#if defined(__CUDACC__)
+constexpr int64_t kOutputs = 1;  // that one computation of Gather has
+#else
+constexpr int64_t kOutputs = 4096;
+constexpr int64_t kChannels = 16;  // a line of the cache
+#endif
+
+// The quotient of numbers from 0 on. A GPU takes several times as long for 64 bits.
+VISDET_SHARED int64_t whole_quotient(int64_t a, int64_t b) {
+  return (a | b) >> 32 ? a / b : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+
+template <typename A, typename I, int K>
+struct GatherArrays {
+  int64_t B, C, N, M;
+  int64_t step_b, step_c, step_n;  // of the features, or of their gradient, in memory
+  bool zeros_outside;
+  const I* indices;
+  const A* weight;
+
+  // Whether the term of an index is not 0.
+  VISDET_SHARED bool counts(int64_t n) const {
+    const bool is_inside = static_cast<uint64_t>(n) < static_cast<uint64_t>(N);
+#if defined(__CUDA_ARCH__)
+    assert(is_inside || zeros_outside);
+#endif
+    return is_inside;
+  }
+  VISDET_SHARED A weighted(int64_t term, A value) const { return K == 1 ? value : product(weight[term], value); }
+};
+
+// Up to kOutputs numbers of the output, of the same b and c.
+template <typename A, typename I, int K>
+struct Gather : GatherArrays<A, I, K> {
+  const A* features;
+  A* output;
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    const int64_t parts = (this->M + kOutputs - 1) / kOutputs, row = whole_quotient(i, parts);
+    const int64_t b = whole_quotient(row, this->C), begin = (i - row * parts) * kOutputs;
+    const int64_t end = begin + kOutputs < this->M ? begin + kOutputs : this->M;
+    const A* from = features + b * this->step_b + (row - b * this->C) * this->step_c;
+    for (int64_t m = begin; m < end; ++m) {
+      A total = 0;
+      for (int k = 0; k < K; ++k) {
+        const int64_t term = (b * this->M + m) * K + k, n = this->indices[term];
+        const A value = this->counts(n) ? this->weighted(term, from[n * this->step_n]) : A(0);
+        total = k == 0 ? value : sum(total, value);
+      }
+      output[row * this->M + m] = total;
+    }
+  }
+};
+
+// Adds up the gradient of the features. A computation is a number of the output on CUDA, and on the CPU a row of the
+// gradient or, of features for every b, a channel block of it.
+template <typename A, typename I, int K>
+struct SpreadGradient : GatherArrays<A, I, K> {
+  const A* grad_output;
+  A* grad_features;
+
+  // grad, to: for the output's number at the given point, and for the features of its b and c.
+  VISDET_SHARED void add(A grad, A* to, int64_t point) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int64_t term = point * K + k, n = this->indices[term];
+      if (!this->counts(n)) continue;
+#if defined(__CUDA_ARCH__)
+      atomicAdd(to + n * this->step_n, this->weighted(term, grad));
+#else
+      to[n * this->step_n] += this->weighted(term, grad);
+#endif
+    }
+  }
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    const int64_t M = this->M, C = this->C;
+#if defined(__CUDACC__)
+    const int64_t row = whole_quotient(i, M), b = whole_quotient(row, C), m = i - row * M;
+    add(grad_output[i], grad_features + b * this->step_b + (row - b * C) * this->step_c, b * M + m);
+#else
+    if (this->step_b != 0) {
+      const int64_t b = i / C;
+      A* to = grad_features + b * this->step_b + (i - b * C) * this->step_c;
+      for (int64_t m = 0; m < M; ++m) add(grad_output[i * M + m], to, b * M + m);
+      return;
+    }
+    const int64_t begin = i * kChannels, end = std::min(begin + kChannels, C);
+    for (int64_t point = 0; point < this->B * M; ++point) {
+      const A* grad = grad_output + (point / M * C * M + point % M);
+      for (int64_t c = begin; c < end; ++c) add(grad[c * M], grad_features + c * this->step_c, point);
+    }
+#endif
+  }
+};
+
+// The gradient of the weight of a term.
+template <typename A, typename I, int K>
+struct WeightGradient : GatherArrays<A, I, K> {
+  const A *grad_output, *features;
+  A* grad_weight;
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    const int64_t point = i / K, b = whole_quotient(point, this->M), n = this->indices[i];
+    const A* grad = grad_output + b * this->C * this->M + point - b * this->M;
+    const A* from = features + b * this->step_b + n * this->step_n;
+    A total = 0;
+    for (int64_t c = 0, end = this->counts(n) ? this->C : 0; c < end; ++c)
+      total += grad[c * this->M] * from[c * this->step_c];
+    grad_weight[i] = total;
+  }
+};
+
+template <typename I>
+struct StackedIndex {
+  int64_t K, clouds;
+  const I* indices;
+  const int32_t *sizes, *groups;
+  int64_t* result;
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    int64_t row = whole_quotient(i, K), cloud = 0, start = 0;
+    for (; cloud + 1 < clouds && row >= groups[cloud]; ++cloud) row -= groups[cloud], start += sizes[cloud];
+    const int64_t n = indices[i];
+    result[i] = n >= 0 && n < sizes[cloud] ? start + n : -1;
+  }
+};
+
+inline void check_indices(const char* op, const Tensor& indices, Shape expected) {
+  check_shape(op, "indices", indices, expected);
+  VISDET_CHECK(op, indices.scalar_type() == ScalarType::Int || indices.scalar_type() == ScalarType::Long,
+               "indices must be int32 or int64, got ", dtype_text(indices));
+}
+
+template <typename F>
+void dispatch_index_type(const Tensor& indices, const F& f) {
+  if (indices.scalar_type() == ScalarType::Long) return f(int64_t{});
+  f(int32_t{});
+}
+
+// The arguments of gather_points, checked and dense. `features` is as it was given.
+struct GatherInputs {
+  Tensor features, indices, weight;
+  bool zeros_outside;
+  int64_t B, C, N, M, K;
+
+  GatherInputs(const char* op, const Tensor& features, const Tensor& indices_in, const Tensor& weight_in,
+               bool zeros_outside)
+      : features(features), indices(dense(indices_in)), weight(dense(weight_in)), zeros_outside(zeros_outside) {
+    check_indices(op, indices, {"B", "M", "K"});
+    B = indices.size(0), M = indices.size(1), K = indices.size(2);
+    check_device(op, "indices", indices, "features", features);
+    check_sum_type(op, "features", features);
+    if (features.dim() != 2) check_shape(op, "features", features, {{"B", B}, "C", "N"});
+    C = features.size(1), N = features.size(features.dim() == 2 ? 0 : 2);
+    VISDET_CHECK(op, K == 1 || K == 3, "indices must be [B, M, 1] or [B, M, 3], got ", shape_text(indices));
+    if (K == 1) {
+      check_like(op, "weight", weight, {int64_t{0}}, "features", features);
+    } else {
+      check_like(op, "weight", weight, {{"B", B}, {"M", M}, 3}, "features", features);
+    }
+#if !defined(__CUDACC__)
+    if (zeros_outside) return;
+    dispatch_index_type(indices, [&]<typename I>(I) {
+      const I *index = data_of<I>(indices), *end = index + indices.numel();
+      const auto is_outside = [N = N](I n) { return n < 0 || n >= N; };
+      int outside = 0;  // A sum is found faster than the first one.
+      for (const I* at = index; at < end; ++at) outside |= is_outside(*at);
+      if (outside) fail(op, ": indices must be in 0..", N - 1, ", got ", *std::find_if(index, end, is_outside));
+    });
+#endif
+  }
+
+  // Calls f(GatherArrays<A, I, K>), whose steps are those of `tensor`, which has the shape of features.
+  template <typename F>
+  void dispatch(const Tensor& tensor, const F& f) const {
+    const bool is_shared = tensor.dim() == 2;
+    dispatch_sum_type(tensor.scalar_type(), [&]<typename A>(A) {
+      dispatch_index_type(indices, [&]<typename I>(I) {
+        const auto call = [&]<int kTerms>(std::integral_constant<int, kTerms>) {
+          f(GatherArrays<A, I, kTerms>{B, C, N, M, is_shared ? 0 : tensor.stride(0), tensor.stride(1),
+                                       tensor.stride(is_shared ? 0 : 2), zeros_outside, data_of<I>(indices),
+                                       data_of<A>(weight)});
+        };
+        if (K == 1) return call(std::integral_constant<int, 1>{});
+        call(std::integral_constant<int, 3>{});
+      });
+    });
+  }
+};
+
+template <typename Device>
+Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor& weight, bool zeros_outside) {
+  constexpr const char* op = "gather_points";
+  const GatherInputs given(op, features, indices, weight, zeros_outside);
+  const Device device(op, features);
+  const Tensor output = new_empty(features, {given.B, given.C, given.M});
+  const int64_t parts = (given.M + kOutputs - 1) / kOutputs;
+  given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
+    device.each(given.B * given.C * parts, 2 * K * std::min(given.M, kOutputs) + 1,
+                Gather<A, I, K>{arrays, data_of<A>(features), mutable_data_of<A>(output)});
+  });
+  return output;
+}
+
+template <typename Device>
+std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, const Tensor& features,
+                                                  const Tensor& indices, const Tensor& weight, bool zeros_outside,
+                                                  bool needs_features, bool needs_weight) {
+  constexpr const char* op = "gather_points_backward";
+  const GatherInputs given(op, features, indices, weight, zeros_outside);
+  check_like(op, "grad_output", grad_output_in, {{"B", given.B}, {"C", given.C}, {"M", given.M}}, "features", features);
+  const Device device(op, features);
+  const Tensor grad_output = dense(grad_output_in);
+  Tensor grad_features = needs_features ? new_like(features) : new_empty(features, {0});
+  const Tensor grad_weight = needs_weight ? new_like(given.weight) : new_empty(features, {0});
+  zero_(grad_features);
+  if (needs_features && grad_output.numel() > 0) {
+    given.dispatch(grad_features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
+#if defined(__CUDACC__)
+      const int64_t count = grad_output.numel();
+#else
+      const int64_t count = features.dim() == 2 ? (given.C + kChannels - 1) / kChannels : given.B * given.C;
+#endif
+      device.each(count, 2 * grad_output.numel() / count * K,
+                  SpreadGradient<A, I, K>{arrays, data_of<A>(grad_output), mutable_data_of<A>(grad_features)});
+    });
+  }
+  given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
+    device.each(grad_weight.numel(), 2 * given.C + 1,
+                WeightGradient<A, I, K>{arrays, data_of<A>(grad_output), data_of<A>(features),
+                                        mutable_data_of<A>(grad_weight)});
+  });
+  return {grad_features, grad_weight};
+}
+
+template <typename Device>
+Tensor stacked_indices(const Tensor& indices_in, const Tensor& sizes_in, const Tensor& groups_in) {
+  constexpr const char* op = "stacked_indices";
+  check_indices(op, indices_in, {"M", "K"});
+  const Tensor indices = dense(indices_in), sizes = dense(sizes_in), groups = dense(groups_in);
+  check_shape(op, "sizes", sizes, {"clouds"});
+  VISDET_CHECK(op, sizes.scalar_type() == ScalarType::Int, "sizes must be int32, got ", dtype_text(sizes));
+  check_device(op, "sizes", sizes, "indices", indices);
+  check_like(op, "groups", groups, {{"clouds", sizes.size(0)}}, "sizes", sizes);
+  VISDET_CHECK(op, sizes.size(0) > 0 || indices.size(0) == 0, "sizes must have a cloud for the rows of indices");
+  const Device device(op, indices);
+  const Tensor result = new_empty(indices, {indices.size(0), indices.size(1)}, ScalarType::Long);
+  dispatch_index_type(indices, [&]<typename I>(I) {
+    device.each(result.numel(), 8 + sizes.size(0),
+                StackedIndex<I>{indices.size(1), sizes.size(0), data_of<I>(indices), data_of<int32_t>(sizes),
+                                data_of<int32_t>(groups), mutable_data_of<int64_t>(result)});
+  });
+  return result;
+}
+
+}  // namespace visdet

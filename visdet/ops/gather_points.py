@@ -1,0 +1,98 @@
+"""Features of chosen points, or their weighted sums: the operator behind grouping, gathering and interpolation."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+__all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
+
+
+def gathered(
+    features: Tensor,  # [B, C, N], or [N, C] for every b
+    indices: Tensor,  # [B, M, K] int32 or int64
+    weight: Tensor | None = None,  # [B, M, 3] for K = 3, or None for K = 1
+    zeros_outside: bool = False,
+) -> Tensor:  # [B, C, M]
+    """Return the sum of weight[b, m, k] * features[b, c, indices[b, m, k]] over k, where no weights are ones.
+
+    ``features`` and ``weight``, both float32 or both float64, have gradients of any order. On CUDA, the first one of
+    ``features`` is a sum in any order, unless deterministic algorithms are asked for.
+
+    Args:
+        zeros_outside: Whether a term whose index is not one of a point is 0. Otherwise it is a RuntimeError.
+    """
+    weight = features.new_empty(0) if weight is None else weight
+    run = _gather_points if _library.serves(features) else gather_points_reference
+    return run(features, indices, weight, zeros_outside)
+
+
+def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, zeros_outside: bool) -> Tensor:
+    """Return what ``gathered`` returns, in plain torch: the definition kernels are tested against. No weight: [0]."""
+    is_shared, index = features.dim() == 2, indices.long()
+    if zeros_outside:
+        N = features.shape[0 if is_shared else 2]
+        index = torch.where((index >= 0) & (index < N), index, N)
+        features = torch.nn.functional.pad(features, (0, 0, 0, 1) if is_shared else (0, 1))
+    if is_shared:
+        terms = features[index].permute(0, 3, 1, 2)
+    else:
+        C = features.shape[1]
+        terms = features.gather(2, index.flatten(1)[:, None].expand(-1, C, -1)).unflatten(2, index.shape[1:])
+    return (terms * weight[:, None]).sum(3) if weight.dim() == 3 else terms.squeeze(3)
+
+
+def gather_gradient(
+    grad_output: Tensor,  # [B, C, M]
+    sizes: tuple[int, ...],  # of the features
+    indices: Tensor,  # [B, M, K]
+    weight: Tensor | None = None,
+    zeros_outside: bool = False,
+) -> Tensor:
+    """Return the gradient of the features of ``gathered``, which does not depend on them."""
+    features = grad_output.new_zeros(()).expand(sizes)
+    weight = grad_output.new_empty(0) if weight is None else weight
+    inputs = features, indices, weight, zeros_outside
+    if _library.serves(features) and not _library.needs_order(features):
+        return torch.ops.visdet.gather_points_backward.default(grad_output, *inputs, True, False)[0]
+    needed = True, False, False, False
+    return _library.gradients_of(gather_points_reference, grad_output, inputs, needed)[0]
+
+
+def stacked_indices(
+    indices: Tensor,  # [M, K] int32 or int64
+    sizes: Tensor,  # [clouds] int32
+    groups: Tensor,  # [clouds] int32
+) -> Tensor:  # [M, K] int64
+    """Return indices within clouds, which have ``sizes`` points and ``groups`` rows, as indices among all points.
+
+    An index that is not one of a point of the cloud becomes -1.
+    """
+    run: Any = torch.ops.visdet.stacked_indices if _library.serves(indices) else stacked_indices_reference
+    return run(indices, sizes, groups)
+
+
+def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:
+    """Return what ``stacked_indices`` returns, in plain torch."""
+    sizes, groups = sizes.long(), groups.long()
+    cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)[:, None]
+    start = sizes.cumsum(0) - sizes
+    return torch.where((indices >= 0) & (indices < sizes[cloud]), indices + start[cloud], -1)
+
+
+_gather_points = _library.differentiable(
+    "gather_points",
+    lambda given: given.features.new_empty(
+        given.indices.shape[0], given.features.shape[1], given.indices.shape[1]
+    ),
+    layouts={"indices": "[B, M, K]"},
+    gradient=partial(_library.Gradient, reference=gather_points_reference),
+)
+_library.without_gradient(
+    "stacked_indices",
+    lambda given: given.indices.new_empty(given.indices.shape, dtype=torch.int64),
+    indices="[M, K]",
+)
