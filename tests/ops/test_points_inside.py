@@ -1,10 +1,11 @@
-"""The kernels of points in boxes, in polygons and in voxels, against their definitions to the bit."""
+"""The kernels of points in boxes, in polygons and in voxels, and of nearest points, against their definitions to the
+bit."""
 
 import pytest
 import torch
 
 from visdet.ops import _library
-from visdet.ops.mmcv.point_sets import points_in_polygons_reference
+from visdet.ops.mmcv.point_sets import nearest_points_reference, points_in_polygons_reference
 from visdet.ops.mmcv.points_in_boxes import points_in_boxes_all_reference, points_in_boxes_part_reference
 from visdet.ops.mmcv.voxels import dynamic_voxelize_reference
 
@@ -14,12 +15,14 @@ REFERENCES = {
     "points_in_boxes_all": points_in_boxes_all_reference,
     "points_in_polygons": points_in_polygons_reference,
     "dynamic_voxelize": dynamic_voxelize_reference,
+    "nearest_points": nearest_points_reference,
 }
 SHAPES = {
     "points_in_boxes_part": ((2, 300, 3), (2, 9, 7)),
     "points_in_boxes_all": ((2, 300, 3), (2, 9, 7)),
     "points_in_polygons": ((400, 2), (17, 8)),
     "dynamic_voxelize": ((500, 3), (3,), (6,)),
+    "nearest_points": ((2, 300, 2), (2, 30, 2)),
 }
 
 
@@ -47,7 +50,7 @@ def test_kernels_are_the_definitions_to_the_bit(name, dtype, device):
         given = [numbers(generator, kind, dtype, device, *shape) for shape in SHAPES[name]]
         if name == "dynamic_voxelize":
             given[1], given[2] = given[1].abs() / 4 + 0.1, given[2].sort().values
-        elif name != "points_in_polygons" and kind % 4 == 3:
+        elif name.startswith("points_in_boxes") and kind % 4 == 3:
             given[1][..., 6] = 0  # sides along the axes
         got = getattr(torch.ops.visdet, name)(*given)
         expected = REFERENCES[name](*given)

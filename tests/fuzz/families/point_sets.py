@@ -242,6 +242,12 @@ def _launches_of_insides(draw: st.DrawFn) -> dict[str, Tensor]:
     return {"points": sizes.empty(N, 2, dtype=dtype), "polygons": sizes.empty(M, 8, dtype=dtype)}
 
 
+@st.composite
+def _launches_of_chamfer(draw: st.DrawFn) -> dict[str, Tensor]:
+    B, dtype = draw(sizes.small), draw(sizes.wide_types)
+    return {name: sizes.empty(B, draw(sizes.count), 2, dtype=dtype) for name in ("xyz1", "xyz2")}
+
+
 def _points_and_polygons(N: int, M: int) -> Problem:
     return Problem({"points": rand(N, 2), "polygons": rand(M, 8)})
 
@@ -297,6 +303,7 @@ OPERATORS = (
         _draw_chamfer,
         _chamfer,
         _chamfer_bounds,
+        launches=_launches_of_chamfer,
         spoiled={"xyz1": ("rank", "type", "device", 0, 2), "xyz2": ("rank", "type", 0, 2)},
     ),
 )

@@ -1,4 +1,5 @@
-// point_sets: min_area_polygons, convex_iou and convex_giou, each result by itself, for both kinds of device.
+// point_sets: min_area_polygons, convex_iou, convex_giou and nearest_points, each result by itself, for both kinds of
+// device.
 //
 // pointsets: [N, 18], nine points (x, y) each. polygons: quadrilaterals [K, 8], four corners (x, y) each, either way
 // round. All are float32 or all float64. Everything is computed in float64 and rounded. A NaN or an infinite number
@@ -10,11 +11,15 @@
 // convex_iou: [N, K], the overlap of each set's hull with each polygon. It is 0 if neither has an area.
 // convex_giou: [N] and [N, 18] for as many polygons. The overlap minus the share of the common hull that neither
 //   covers, and its derivatives by the points.
+// nearest_points: points [B, N, 2] and others [B, M, 2], both float32 or both float64, give the index of the nearest of
+//   the others for each point, int32 [B, N]. Of points equally far it is the first, and so it is of those with a NaN,
+//   which are nearer than all, as for torch's argmin. Without others it is 0. Every operation is rounded by itself.
 #pragma once
 
 #include <tuple>
 
 #include "common/each.h"
+#include "common/rounded.h"
 #include "common/triangle_overlap.h"
 
 namespace visdet {
@@ -146,6 +151,25 @@ struct GeneralisedOverlaps {
   }
 };
 
+template <typename A>
+struct NearestPoint {
+  int64_t N, M;
+  const A *points, *others;
+  int32_t* index;
+
+  VISDET_SHARED void operator()(int64_t i) const {
+    const A x = points[2 * i], y = points[2 * i + 1], *other = others + i / N * M * 2;
+    A least = 0;
+    int64_t nearest = 0;
+    for (int64_t m = 0; m < M; ++m) {
+      const A apart_x = sum(x, -other[2 * m]), apart_y = sum(y, -other[2 * m + 1]);
+      const A apart = sum(product(apart_x, apart_x), product(apart_y, apart_y));
+      if (m == 0 || apart < least || (apart != apart && least == least)) least = apart, nearest = m;
+    }
+    index[i] = static_cast<int32_t>(nearest);
+  }
+};
+
 inline void check_pointsets(const char* op, const Tensor& pointsets) {
   check_shape(op, "pointsets", pointsets, {"N", 18});
   check_sum_type(op, "pointsets", pointsets);
@@ -196,6 +220,23 @@ std::tuple<Tensor, Tensor> convex_giou(const Tensor& pointsets_in, const Tensor&
                                        mutable_data_of<A>(gradients)});
   });
   return {gious, gradients};
+}
+
+template <typename Device>
+Tensor nearest_points(const Tensor& points_in, const Tensor& others_in) {
+  constexpr const char* op = "nearest_points";
+  check_shape(op, "points", points_in, {"B", "N", 2});
+  check_sum_type(op, "points", points_in);
+  check_like(op, "others", others_in, {{"B", points_in.size(0)}, "M", 2}, "points", points_in);
+  const Device device(op, points_in);
+  const Tensor points = dense(points_in), others = dense(others_in);
+  const int64_t B = points.size(0), N = points.size(1), M = others.size(1);
+  const Tensor index = new_empty(points, {B, N}, ScalarType::Int);
+  dispatch_sum_type(points.scalar_type(), [&]<typename A>(A) {
+    device.each(B * N, 8 * M + 1,
+                NearestPoint<A>{N, M, data_of<A>(points), data_of<A>(others), mutable_data_of<int32_t>(index)});
+  });
+  return index;
 }
 
 }  // namespace visdet

@@ -280,24 +280,26 @@ def chamfer_distance(
     check_layout("chamfer_distance", "xyz1", xyz1, "[B, N, 2]", None, None, 2)
     check_layout("chamfer_distance", "xyz2", xyz2, f"[{len(xyz1)}, M, 2]", len(xyz1), None, 2)
     check_floating("chamfer_distance", xyz1=xyz1, xyz2=xyz2)
-    nearest1, nearest2 = nearest(xyz1, xyz2)
-    return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1.int(), nearest2.int()
+    find = nearest_points_reference
+    points1, points2 = xyz1.detach(), xyz2.detach()
+    if _library.serves(xyz1) and torch.float16 not in (xyz1.dtype, xyz2.dtype):
+        dtype = torch.promote_types(torch.promote_types(xyz1.dtype, xyz2.dtype), torch.float32)
+        find, points1, points2 = torch.ops.visdet.nearest_points, points1.to(dtype), points2.to(dtype)
+    nearest1, nearest2 = find(points1, points2), find(points2, points1)
+    return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1, nearest2
 
 
-@torch.no_grad()
-def nearest(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor]:  # int64 [B, N], [B, M]
-    """Return the index of the nearest point of the other set for each point."""
-    found = []
-    for one, other in ((xyz1, xyz2), (xyz2, xyz1)):
-        index = torch.zeros(one.shape[:2], dtype=torch.int64, device=one.device)
-        if other.shape[1]:
-            step = max(8 * PAIRS_AT_ONCE // max(one.shape[0] * other.shape[1], 1), 1)
-            for begin in range(0, one.shape[1], step):
-                index[:, begin : begin + step] = _apart(
-                    one[:, begin : begin + step, None], other[:, None]
-                ).argmin(-1)
-        found.append(index)
-    return found[0], found[1]
+def nearest_points_reference(
+    points: Tensor, others: Tensor
+) -> Tensor:  # [B, N, 2], [B, M, 2] -> [B, N] int32
+    """Return what the operator ``visdet::nearest_points`` returns, in plain torch, and that for float16, too."""
+    index = torch.zeros(points.shape[:2], dtype=torch.int32, device=points.device)
+    if others.shape[1]:
+        step = max(8 * PAIRS_AT_ONCE // max(points.shape[0] * others.shape[1], 1), 1)
+        for begin in range(0, points.shape[1], step):
+            rows = slice(begin, begin + step)
+            index[:, rows] = _apart(points[:, rows, None], others[:, None]).argmin(-1)
+    return index
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
@@ -340,4 +342,10 @@ _library.without_gradient(
     lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
     points="[N, 2]",
     polygons="[M, 8]",
+)
+_library.without_gradient(
+    "nearest_points",
+    lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    points="[B, N, 2]",
+    others="[B, M, 2]",
 )
