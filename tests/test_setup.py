@@ -53,6 +53,17 @@ def test_targets_torch_2_10(build):
     assert (value >> 56, value >> 48 & 0xFF) == (2, 10)
 
 
+@pytest.mark.parametrize(
+    "library", sorted((ROOT / "visdet" / "ops").glob("*.so")), ids=lambda path: path.name
+)
+def test_the_libraries_need_no_function_of_a_torch_after_2_10(library):
+    audit = pytest.importorskip("torch_abi_audit")
+    found = audit.inspect_extension(library).torch
+    assert found.stable and not found.unknown_shim_symbols
+    oldest = tuple(map(int, found.min_torch_version.split(".")))
+    assert oldest <= (2, 10, 0), found.version_defining_symbols
+
+
 def test_a_wheel_is_compiled_for_seven_architectures_with_ptx_of_three(build, nvcc, monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     native, ptx = build.cuda_architectures(nvcc, for_wheel=True)
