@@ -319,6 +319,13 @@ def test_doctor_reports_versions_libraries_and_operators():
         assert part in done.stdout
 
 
+def test_doctor_names_a_missing_library_once_and_says_where_it_is_built():
+    missing = {"loaded": False, "problem": "/ops/lib.so does not exist", "path": "/ops/lib.so"}
+    advice = []
+    lines = doctor._libraries({"cpu": missing, "cuda": missing}, advice)
+    assert [line.count("/ops/lib.so") for line in lines] == [1, 1] and "in a clone" in advice[0]
+
+
 def test_doctor_says_who_serves_without_libraries():
     lines = doctor._operators({"cpu": {"loaded": False}, "cuda": {"loaded": False}})
     served = {line.split()[0]: line for line in lines[1:]}
