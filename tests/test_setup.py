@@ -53,6 +53,17 @@ def test_targets_torch_2_10(build):
     assert (value >> 56, value >> 48 & 0xFF) == (2, 10)
 
 
+@pytest.mark.parametrize(
+    "library", sorted((ROOT / "visdet" / "ops").glob("*.so")), ids=lambda path: path.name
+)
+def test_the_libraries_need_no_function_of_a_torch_after_2_10(library):
+    audit = pytest.importorskip("torch_abi_audit")
+    found = audit.inspect_extension(library).torch
+    assert found.stable and not found.unknown_shim_symbols
+    oldest = tuple(map(int, found.min_torch_version.split(".")))
+    assert oldest <= (2, 10, 0), found.version_defining_symbols
+
+
 def test_a_wheel_is_compiled_for_seven_architectures_with_ptx_of_three(build, nvcc, monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     native, ptx = build.cuda_architectures(nvcc, for_wheel=True)
@@ -306,6 +317,13 @@ def test_doctor_reports_versions_libraries_and_operators():
         "To do",
     ):
         assert part in done.stdout
+
+
+def test_doctor_names_a_missing_library_once_and_says_where_it_is_built():
+    missing = {"loaded": False, "problem": "/ops/lib.so does not exist", "path": "/ops/lib.so"}
+    advice = []
+    lines = doctor._libraries({"cpu": missing, "cuda": missing}, advice)
+    assert [line.count("/ops/lib.so") for line in lines] == [1, 1] and "in a clone" in advice[0]
 
 
 def test_doctor_says_who_serves_without_libraries():

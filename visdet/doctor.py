@@ -71,20 +71,22 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
     lines = []
     for name in ("cpu", "cuda"):
         library = info[name]
-        state = "loaded" if library["loaded"] else f"NOT LOADED: {library['problem']}"
         isa = f", {library['isa']} kernels" if library.get("isa") else ""
-        lines.append(f"  {name:5} {state}{isa}  ({library['path']})")
+        loaded = f"loaded{isa}  ({library['path']})"
+        lines.append(f"  {name:5} {loaded if library['loaded'] else 'NOT LOADED: ' + library['problem']}")
         if library.get("toolkit"):
             native, ptx = (", ".join(library[kind]) or "none" for kind in ("native", "ptx"))
             lines.append(
                 f"        compiled with CUDA {library['toolkit']} for GPUs of compute capability {native}; PTX of {ptx}"
             )
     if not info["cpu"]["loaded"]:
-        advice.append("build the operators: pip install --no-build-isolation -e . (or make setup)")
+        advice.append(
+            "build the operators, in a clone: pip install --no-build-isolation -e . (or make setup)"
+        )
     elif not info["cuda"]["loaded"]:
         advice.append(
-            "for CUDA operators: install a CUDA build of torch and nvcc (pip install nvidia-cuda-nvcc), "
-            "then VISDET_CUDA=1 pip install --no-build-isolation -e ."
+            "for CUDA operators: install a wheel without +cpu in its name; or a CUDA build of torch and nvcc "
+            "(pip install nvidia-cuda-nvcc), then in a clone VISDET_CUDA=1 pip install --no-build-isolation -e ."
         )
     return lines
 

@@ -13,6 +13,7 @@ from visdet.ops.mmcv.points_in_boxes import (
     roipoint_pool3d,
 )
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -165,3 +166,18 @@ def test_gradients():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(1, 4, 3), torch.ones(1, 2, 7))
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]verriding")
+def test_an_error_of_torch_within_a_kernel_is_in_the_message():
+    def cos(x):
+        raise RuntimeError("no cosine today")
+
+    points, boxes = scene()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("cos", cos, "CPU")
+        # Before torch 2.13, no function returns the text, which is on stderr.
+        text = "no cosine today" if TORCH >= (2, 13) else "the reason is on stderr"
+        with pytest.raises(RuntimeError, match=f"(?s)aten::cos: .*{text}"):
+            points_in_boxes_all(points[None], boxes[None])
+    assert points_in_boxes_all(points[None], boxes[None]).any()

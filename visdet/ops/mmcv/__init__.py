@@ -1,1 +1,1 @@
-"""Modules and functions in plain torch that only mmcv's interface has. ``visdet.ops`` exports them."""
+"""Modules and functions that only mmcv's interface has. ``visdet.ops`` exports them."""

@@ -1,14 +1,13 @@
 // Operators by name, through the dispatcher: torch's, and ours of another library.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <array>
 #include <vector>
 
 #include "common/checks.h"
-
-// The text of the thread's last error. Null before torch 2.13: older ones print that text on stderr.
-extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace visdet {
 
@@ -18,7 +17,9 @@ std::array<Tensor, results> call_for(const char* name, const char* overload, con
   static_assert(results <= sizeof...(Arguments));
   std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
   if (torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
-    const auto text = torch_exception_get_what_without_backtrace;
+    // Before torch 2.13, no function returns the text of the error: torch prints it on stderr.
+    const auto text =
+        reinterpret_cast<const char* (*)()>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
     fail(name, ": ", text ? text() : "it failed; the reason is on stderr");
   }
   std::array<Tensor, results> tensors;
