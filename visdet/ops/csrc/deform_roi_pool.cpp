@@ -7,8 +7,8 @@ template <typename A>
 struct InOrder {
   A* sums;
 
-  VISDET_SHARED void begin() const {}
-  VISDET_SHARED void add(int64_t at, A value) const { sums[at] += value; }
+  VISDET_HOST_DEVICE void begin() const {}
+  VISDET_HOST_DEVICE void add(int64_t at, A value) const { sums[at] += value; }
 };
 
 // The maps of up to kTogether channels of an image, one bin after another.
@@ -17,7 +17,7 @@ struct SpreadToMaps {
   Spread<A, InOrder<A>> spread;
   int64_t parts;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const Arrays<A>& a = spread.a;
     for (int64_t n = 0; n < a.N; ++n) {
       if (a.rois[5 * n] != static_cast<A>(i / parts)) continue;

@@ -28,8 +28,8 @@ struct Arrays : RoIAlignProblem {
   const A *input, *rois, *offset;
   const A* grad_output;  // backward
 
-  VISDET_SHARED int64_t bins() const { return this->PH * this->PW; }
-  VISDET_SHARED int64_t plane() const { return this->H * this->W; }
+  VISDET_HOST_DEVICE int64_t bins() const { return this->PH * this->PW; }
+  VISDET_HOST_DEVICE int64_t plane() const { return this->H * this->W; }
   int64_t parts(int together) const { return (this->C + together - 1) / together; }  // of the channels
 };
 
@@ -42,7 +42,7 @@ struct Part {
   roi_align::Upright<A> region;  // moved
   A share = 0, x_of_offset = 0, y_of_offset = 0;
 
-  VISDET_SHARED Part(const Arrays<A>& a, int64_t i, int together) {
+  VISDET_HOST_DEVICE Part(const Arrays<A>& a, int64_t i, int together) {
     const int64_t row = i / a.bins();
     n = row % a.N, bin = i - row * a.bins();
     const int64_t channel = row / a.N * together;
@@ -64,7 +64,7 @@ struct Part {
 
   // Calls f(corners) for the samples that count.
   template <typename F>
-  VISDET_SHARED void for_each_sample(const Arrays<A>& a, const F& f) const {
+  VISDET_HOST_DEVICE void for_each_sample(const Arrays<A>& a, const F& f) const {
     const int p = static_cast<int>(bin / a.PW), q = static_cast<int>(bin - p * a.PW);
     for (int i = 0; i < region.down.samples; ++i) {
       for (int j = 0; j < region.across.samples; ++j) {
@@ -81,7 +81,7 @@ struct Average {
   Arrays<A> a;
   A* output;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const Part<A> part(a, i, kTogether);
     const A* maps = a.input + part.map;
     A sum[kTogether] = {};
@@ -107,7 +107,7 @@ struct Spread {
   Arrays<A> a;
   Sums sums;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const Part<A> part(a, i, kTogether);
     Sums to = sums;
     to.begin();
@@ -134,7 +134,7 @@ struct Slope {
   Arrays<A> a;
   A* slopes;  // [slices, N, 2, PH, PW]
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const Part<A> part(a, i, kSlice);
     A sum_x = 0, sum_y = 0;
     part.for_each_sample(a, [&](const Corners<A>& corners) {

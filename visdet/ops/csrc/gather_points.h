@@ -31,7 +31,7 @@ constexpr int64_t kChannels = 16;  // a line of the cache
 #endif
 
 // The quotient of numbers from 0 on. A GPU takes several times as long for 64 bits.
-VISDET_SHARED int64_t whole_quotient(int64_t a, int64_t b) {
+VISDET_HOST_DEVICE int64_t whole_quotient(int64_t a, int64_t b) {
   return (a | b) >> 32 ? a / b : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
 }
 
@@ -44,14 +44,14 @@ struct GatherArrays {
   const A* weight;
 
   // Whether the term of an index is not 0.
-  VISDET_SHARED bool counts(int64_t n) const {
+  VISDET_HOST_DEVICE bool counts(int64_t n) const {
     const bool is_inside = static_cast<uint64_t>(n) < static_cast<uint64_t>(N);
 #if defined(__CUDA_ARCH__)
     assert(is_inside || zeros_outside);
 #endif
     return is_inside;
   }
-  VISDET_SHARED A weighted(int64_t term, A value) const { return K == 1 ? value : product(weight[term], value); }
+  VISDET_HOST_DEVICE A weighted(int64_t term, A value) const { return K == 1 ? value : product(weight[term], value); }
 };
 
 // Up to kOutputs numbers of the output, of the same b and c.
@@ -60,7 +60,7 @@ struct Gather : GatherArrays<A, I, K> {
   const A* features;
   A* output;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t parts = (this->M + kOutputs - 1) / kOutputs, row = whole_quotient(i, parts);
     const int64_t b = whole_quotient(row, this->C), begin = (i - row * parts) * kOutputs;
     const int64_t end = begin + kOutputs < this->M ? begin + kOutputs : this->M;
@@ -85,7 +85,7 @@ struct SpreadGradient : GatherArrays<A, I, K> {
   A* grad_features;
 
   // grad, to: for the output's number at the given point, and for the features of its b and c.
-  VISDET_SHARED void add(A grad, A* to, int64_t point) const {
+  VISDET_HOST_DEVICE void add(A grad, A* to, int64_t point) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const int64_t term = point * K + k, n = this->indices[term];
@@ -98,7 +98,7 @@ struct SpreadGradient : GatherArrays<A, I, K> {
     }
   }
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t M = this->M, C = this->C;
 #if defined(__CUDACC__)
     const int64_t row = whole_quotient(i, M), b = whole_quotient(row, C), m = i - row * M;
@@ -125,7 +125,7 @@ struct WeightGradient : GatherArrays<A, I, K> {
   const A *grad_output, *features;
   A* grad_weight;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t point = i / K, b = whole_quotient(point, this->M), n = this->indices[i];
     const A* grad = grad_output + b * this->C * this->M + point - b * this->M;
     const A* from = features + b * this->step_b + n * this->step_n;
@@ -143,7 +143,7 @@ struct StackedIndex {
   const int32_t *sizes, *groups;
   int64_t* result;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     int64_t row = whole_quotient(i, K), cloud = 0, start = 0;
     for (; cloud + 1 < clouds && row >= groups[cloud]; ++cloud) row -= groups[cloud], start += sizes[cloud];
     const int64_t n = indices[i];

@@ -26,7 +26,7 @@ namespace visdet {
 
 // Reads points[begin] to points[end - 1]. Returns 0, or NaN if one of the numbers is not finite.
 template <typename A, int K>
-VISDET_SHARED double read_points(const A* numbers, int begin, int end, Vector (&points)[K]) {
+VISDET_HOST_DEVICE double read_points(const A* numbers, int begin, int end, Vector (&points)[K]) {
   double sum = 0;
   for (int i = begin; i < end; ++i) {
     points[i] = {numbers[2 * (i - begin)], numbers[2 * (i - begin) + 1]};
@@ -39,7 +39,7 @@ VISDET_SHARED double read_points(const A* numbers, int begin, int end, Vector (&
 struct Extent {
   double least_along = INFINITY, most_along = -INFINITY, least_across = INFINITY, most_across = -INFINITY;
 
-  VISDET_SHARED Extent(const Ring<9>& hull, Vector direction) {
+  VISDET_HOST_DEVICE Extent(const Ring<9>& hull, Vector direction) {
     for (int i = 0; i < hull.count; ++i) {
       const Vector at = hull.corner[i];
       const double along = at.x * direction.x + at.y * direction.y, across = cross(direction, at);
@@ -54,7 +54,7 @@ struct SmallestBoxes {
   const A* pointsets;
   A* polygons;
 
-  VISDET_SHARED void operator()(int64_t n) const {
+  VISDET_HOST_DEVICE void operator()(int64_t n) const {
     Vector points[9];
     const double zero = read_points(pointsets + 18 * n, 0, 9, points);
     const Hull<9> hull = hull_of(points);
@@ -87,7 +87,7 @@ struct HullsOfSets {
   const A* pointsets;
   Polygon<9>* hulls;
 
-  VISDET_SHARED void operator()(int64_t n) const {
+  VISDET_HOST_DEVICE void operator()(int64_t n) const {
     Vector points[9];
     const double zero = read_points(pointsets + 18 * n, 0, 9, points);
     const Hull<9> hull = hull_of(points);
@@ -109,13 +109,13 @@ struct HullOverlaps {
   int64_t K;
   A* ious;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     ious[i] = overlap_of<A, false>(hulls[i / K], quadrilateral(polygons + 8 * (i % K)), OverlapMode::iou);
   }
 };
 
 template <int K>
-VISDET_SHARED void add_area_gradient(const Hull<K>& hull, double times, Vector* grad) {
+VISDET_HOST_DEVICE void add_area_gradient(const Hull<K>& hull, double times, Vector* grad) {
   const double area = hull.area();
   if (area < 0) times = -times;
   for (int i = 0; i < hull.count && area != 0; ++i) add(grad[hull.index[i]], times, hull.area_by(i));
@@ -126,7 +126,7 @@ struct GeneralisedOverlaps {
   const A *pointsets, *polygons;
   A *gious, *gradients;
 
-  VISDET_SHARED void operator()(int64_t n) const {
+  VISDET_HOST_DEVICE void operator()(int64_t n) const {
     Vector points[9], all[13], grad[13] = {}, by_corner[9] = {};
     read_points(pointsets + 18 * n, 0, 9, points);
     const double zero = read_points(pointsets + 18 * n, 0, 9, all) + read_points(polygons + 8 * n, 9, 13, all);
@@ -157,7 +157,7 @@ struct NearestPoint {
   const A *points, *others;
   int32_t* index;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const A x = points[2 * i], y = points[2 * i + 1], *other = others + i / N * M * 2;
     A least = 0;
     int64_t nearest = 0;

@@ -23,7 +23,7 @@
 namespace visdet {
 
 template <typename A>
-VISDET_SHARED bool is_in_box(const A* point, const A* box, A cosine, A sine) {
+VISDET_HOST_DEVICE bool is_in_box(const A* point, const A* box, A cosine, A sine) {
   const A x = sum(point[0], -box[0]), y = sum(point[1], -box[1]), half_x = box[3] / 2, half_y = box[4] / 2;
   const A half_z = box[5] / 2, up = sum(sum(point[2], -box[2]), -half_z);
   const A along = sum(product(x, cosine), product(y, sine)), across = sum(product(y, cosine), -product(x, sine));
@@ -36,7 +36,7 @@ struct FirstBox {
   const A *points, *boxes, *cosine, *sine;
   int32_t* index;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t first = i / N * M;
     const A point[] = {points[3 * i], points[3 * i + 1], points[3 * i + 2]};
     int64_t m = 0;
@@ -53,7 +53,7 @@ struct AllBoxes {
   const A *points, *boxes, *cosine, *sine;
   int32_t* is_inside;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t parts = (M + kBoxes - 1) / kBoxes, n = i / parts, first = n / N * M, begin = (i - n * parts) * kBoxes;
     const A point[] = {points[3 * n], points[3 * n + 1], points[3 * n + 2]};
     for (int64_t m = begin; m < begin + kBoxes && m < M; ++m) {
@@ -68,7 +68,7 @@ struct InPolygon {
   const A *points, *polygons;
   float* is_inside;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     const int64_t n = i / M;
     const A px = points[2 * n], py = points[2 * n + 1], *polygon = polygons + 8 * (i - n * M);
     A from_x = polygon[6], from_y = polygon[7];
@@ -93,7 +93,7 @@ struct VoxelOfPoint {
   const A *points, *voxel_size, *range;
   int32_t* voxels;
 
-  VISDET_SHARED void operator()(int64_t i) const {
+  VISDET_HOST_DEVICE void operator()(int64_t i) const {
     int32_t* voxel = voxels + i * D;
     bool is_inside = true;
     for (int64_t d = 0; d < D && is_inside; ++d) {

@@ -48,9 +48,9 @@ struct Upright : Frame<A> {
   // box: the numbers of a region that bounded_region() wrote.
   VISDET_HOST_DEVICE void start(const A*, const A (&box)[4], const RoIAlignProblem& p) {
     const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
-    this->x = plus(times(box[0], scale), -shift), this->y = plus(times(box[1], scale), -shift);
-    this->across = bins_of(p, plus(plus(times(box[2], scale), -shift), -this->x), p.PW);
-    this->down = bins_of(p, plus(plus(times(box[3], scale), -shift), -this->y), p.PH);
+    this->x = sum(product(box[0], scale), -shift), this->y = sum(product(box[1], scale), -shift);
+    this->across = bins_of(p, sum(sum(product(box[2], scale), -shift), -this->x), p.PW);
+    this->down = bins_of(p, sum(sum(product(box[3], scale), -shift), -this->y), p.PH);
   }
   VISDET_HOST_DEVICE void place(A& x, A& y) const {}
 };

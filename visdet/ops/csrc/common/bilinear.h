@@ -7,11 +7,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define VISDET_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define VISDET_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "common/host_device.h"
 
 namespace visdet {
 

@@ -11,13 +11,7 @@
 #include <cstdint>
 #include <limits>
 
-// For functions that both compilers take. Kernel files of the CPU are compiled once per instruction set, so that their
-// functions must be inlined (cpu/kernels.h).
-#if defined(__CUDACC__)
-#define VISDET_SHARED __host__ __device__ __forceinline__
-#else
-#define VISDET_SHARED inline __attribute__((always_inline))
-#endif
+#include "common/host_device.h"
 
 namespace visdet {
 
@@ -31,11 +25,11 @@ struct Polygon {
 };
 using Quadrilateral = Polygon<4>;
 
-VISDET_SHARED double lesser(double a, double b) { return b < a ? b : a; }
-VISDET_SHARED double greater(double a, double b) { return b > a ? b : a; }
+VISDET_HOST_DEVICE double lesser(double a, double b) { return b < a ? b : a; }
+VISDET_HOST_DEVICE double greater(double a, double b) { return b > a ? b : a; }
 
 template <int K>
-VISDET_SHARED void set_bounds(Polygon<K>& p) {
+VISDET_HOST_DEVICE void set_bounds(Polygon<K>& p) {
   p.left = p.right = p.x[0], p.top = p.bottom = p.y[0];
   for (int i = 1; i < K; ++i) {
     p.left = lesser(p.left, p.x[i]), p.right = greater(p.right, p.x[i]);
@@ -46,7 +40,7 @@ VISDET_SHARED void set_bounds(Polygon<K>& p) {
 // box: (x, y, w, h, angle), its centre, its sides and the angle in radians from the x axis towards the y axis. A
 // negative side counts as 0.
 template <typename A>
-VISDET_SHARED Quadrilateral rotated_box(const A* box) {
+VISDET_HOST_DEVICE Quadrilateral rotated_box(const A* box) {
   const double x = box[0], y = box[1], w = box[2] < 0 ? 0 : box[2], h = box[3] < 0 ? 0 : box[3], angle = box[4];
   const double c = cos(angle) / 2, s = sin(angle) / 2;
   const double wx = w * c, wy = w * s, hx = -h * s, hy = h * c;
@@ -63,7 +57,7 @@ VISDET_SHARED Quadrilateral rotated_box(const A* box) {
 
 // box: (x1, y1, ..., x4, y4), four corners in order.
 template <typename A>
-VISDET_SHARED Quadrilateral quadrilateral(const A* box) {
+VISDET_HOST_DEVICE Quadrilateral quadrilateral(const A* box) {
   Quadrilateral q;
   for (int i = 0; i < 4; ++i) q.x[i] = box[2 * i], q.y[i] = box[2 * i + 1];
   const double ax = q.x[2] - q.x[0], ay = q.y[2] - q.y[0], bx = q.x[3] - q.x[1], by = q.y[3] - q.y[1];
@@ -73,14 +67,14 @@ VISDET_SHARED Quadrilateral quadrilateral(const A* box) {
 }
 
 // The integral over t from 0 to 1 of the positive part of a line from `from` to `to`.
-VISDET_SHARED double positive_part(double from, double to) {
+VISDET_HOST_DEVICE double positive_part(double from, double to) {
   const double most = greater(from, to), least = lesser(from, to);
   if (!(most > 0)) return 0;
   return least >= 0 ? (least + most) / 2 : most * most / (most - least) / 2;
 }
 
 // What an edge adds to the area within the cell 0 <= v <= 1, 0 <= u <= 1 - slant * v. slant: 0 or 1.
-VISDET_SHARED double area_left_of_edge(double u0, double v0, double u1, double v1, double slant) {
+VISDET_HOST_DEVICE double area_left_of_edge(double u0, double v0, double u1, double v1, double slant) {
   const double from = lesser(greater(v0, 0), 1), to = lesser(greater(v1, 0), 1);
   if (from == to) return 0;
   const double slope = (u1 - u0) / (v1 - v0), u_from = u0 + slope * (from - v0), u_to = u1 + slope * (to - v1);
@@ -91,7 +85,7 @@ VISDET_SHARED double area_left_of_edge(double u0, double v0, double u1, double v
 // The area of p within the parallelogram, or with a slant of 1 the triangle, of corner i of q and the vectors from
 // there to corners j and k. It is negative where p and q turn in opposite directions.
 template <int K>
-VISDET_SHARED double area_within(const Polygon<K>& p, const Quadrilateral& q, int j, int k, double slant) {
+VISDET_HOST_DEVICE double area_within(const Polygon<K>& p, const Quadrilateral& q, int j, int k, double slant) {
   const double ax = q.x[j] - q.x[0], ay = q.y[j] - q.y[0], bx = q.x[k] - q.x[0], by = q.y[k] - q.y[0];
   const double cross = ax * by - ay * bx;
   if (cross == 0) return 0;
@@ -106,7 +100,7 @@ VISDET_SHARED double area_within(const Polygon<K>& p, const Quadrilateral& q, in
 
 // The area that both share; 0 where it is no number. ROTATED: whether q is a rotated box.
 template <bool ROTATED, int K>
-VISDET_SHARED double shared_area(const Polygon<K>& p, const Quadrilateral& q) {
+VISDET_HOST_DEVICE double shared_area(const Polygon<K>& p, const Quadrilateral& q) {
   if (!(p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)) return 0;
   const double sum = ROTATED ? area_within(p, q, 1, 3, 0) : area_within(p, q, 1, 2, 1) + area_within(p, q, 2, 3, 1);
   const double area = lesser(fabs(sum), lesser(p.area, q.area));
@@ -115,7 +109,7 @@ VISDET_SHARED double shared_area(const Polygon<K>& p, const Quadrilateral& q) {
 
 // Rounded to A, the type of the boxes. It is NaN if a number of either box is NaN or infinite.
 template <typename A, bool ROTATED, int K>
-VISDET_SHARED A overlap_of(const Polygon<K>& p, const Quadrilateral& q, OverlapMode mode) {
+VISDET_HOST_DEVICE A overlap_of(const Polygon<K>& p, const Quadrilateral& q, OverlapMode mode) {
   const double shared = shared_area<ROTATED>(p, q), areas = p.area + q.area;
   if (areas != areas) return static_cast<A>(areas);
   if (mode == OverlapMode::area || shared == 0) return static_cast<A>(shared);

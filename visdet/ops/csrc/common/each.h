@@ -4,7 +4,7 @@
 //   struct Half {  // numbers and pointers
 //     const A* values;
 //     A* halves;
-//     VISDET_SHARED void operator()(int64_t i) const { halves[i] = values[i] / 2; }
+//     VISDET_HOST_DEVICE void operator()(int64_t i) const { halves[i] = values[i] / 2; }
 //   };
 //
 //   template <typename Device>
@@ -22,7 +22,7 @@
 // that the number of threads changes nothing.
 #pragma once
 
-#include "common/box_overlap.h"  // VISDET_SHARED
+#include "common/box_overlap.h"  // VISDET_HOST_DEVICE
 #include "common/checks.h"
 #if defined(__CUDACC__)
 #include "common/launch.h"

@@ -9,10 +9,10 @@ struct Vector {
   double x, y;
 };
 
-VISDET_SHARED Vector operator-(Vector a, Vector b) { return {a.x - b.x, a.y - b.y}; }
-VISDET_SHARED double cross(Vector a, Vector b) { return a.x * b.y - a.y * b.x; }
-VISDET_SHARED double square(Vector a) { return a.x * a.x + a.y * a.y; }
-VISDET_SHARED void add(Vector& to, double times, Vector a) { to.x += times * a.x, to.y += times * a.y; }
+VISDET_HOST_DEVICE Vector operator-(Vector a, Vector b) { return {a.x - b.x, a.y - b.y}; }
+VISDET_HOST_DEVICE double cross(Vector a, Vector b) { return a.x * b.y - a.y * b.x; }
+VISDET_HOST_DEVICE double square(Vector a) { return a.x * a.x + a.y * a.y; }
+VISDET_HOST_DEVICE void add(Vector& to, double times, Vector a) { to.x += times * a.x, to.y += times * a.y; }
 
 // A polygon of at most K corners, which turns from x towards y.
 template <int K>
@@ -20,18 +20,18 @@ struct Ring {
   int count = 0;
   Vector corner[K];
 
-  VISDET_SHARED int after(int i) const { return i + 1 < count ? i + 1 : 0; }
-  VISDET_SHARED int before(int i) const { return i > 0 ? i - 1 : count - 1; }
+  VISDET_HOST_DEVICE int after(int i) const { return i + 1 < count ? i + 1 : 0; }
+  VISDET_HOST_DEVICE int before(int i) const { return i > 0 ? i - 1 : count - 1; }
 
   // By the shoelace formula, relative to a corner.
-  VISDET_SHARED double area() const {
+  VISDET_HOST_DEVICE double area() const {
     double sum = 0;
     for (int i = 1; i + 1 < count; ++i) sum += cross(corner[i] - corner[0], corner[i + 1] - corner[0]);
     return sum / 2;
   }
 
   // The derivative of the area by corner i.
-  VISDET_SHARED Vector area_by(int i) const {
+  VISDET_HOST_DEVICE Vector area_by(int i) const {
     const Vector apart = corner[after(i)] - corner[before(i)];
     return {apart.y / 2, -apart.x / 2};
   }
@@ -46,7 +46,7 @@ struct Hull : Ring<K> {
 // slack; on a line it is the furthest one, of equal points the first one. The loops over points are unrolled, so that
 // these stay in registers on the device.
 template <int K>
-VISDET_SHARED Hull<K> hull_of(const Vector (&points)[K]) {
+VISDET_HOST_DEVICE Hull<K> hull_of(const Vector (&points)[K]) {
   double longest = 0;
   Vector first = points[0];
   int index = 0;

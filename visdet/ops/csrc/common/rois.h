@@ -3,6 +3,7 @@
 
 #include "common/bilinear.h"
 #include "common/checks.h"
+#include "common/rounded.h"
 
 namespace visdet {
 
@@ -12,23 +13,6 @@ VISDET_HOST_DEVICE bool is_image(A index, int64_t B) {
   return index >= 0 && index < A(int64_t{1} << 62) && static_cast<int64_t>(index) < B &&
          static_cast<A>(static_cast<int64_t>(index)) == index;
 }
-
-// Floating-point operations that no compiler fuses: whole numbers of bins and samples depend on every bit.
-#if defined(__CUDA_ARCH__)
-__device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
-__device__ __forceinline__ float plus(float a, float b) { return __fadd_rn(a, b); }
-__device__ __forceinline__ double plus(double a, double b) { return __dadd_rn(a, b); }
-#else
-template <typename A>
-VISDET_HOST_DEVICE A times(A a, A b) {
-  return a * b;
-}
-template <typename A>
-VISDET_HOST_DEVICE A plus(A a, A b) {
-  return a + b;
-}
-#endif
 
 // rois [N, 5 or more], whose shape is checked before. values: input, or a gradient of its type.
 inline void check_rois(const char* op, const Tensor& rois, const Tensor& values) {

@@ -11,8 +11,8 @@
 namespace visdet {
 
 // Within the tolerance, a point lies on a line, or is another one.
-VISDET_SHARED int sign_of(double x) { return (x > 1e-8) - (x < -1e-8); }
-VISDET_SHARED bool is_same(Vector a, Vector b) { return sign_of(a.x - b.x) == 0 && sign_of(a.y - b.y) == 0; }
+VISDET_HOST_DEVICE int sign_of(double x) { return (x > 1e-8) - (x < -1e-8); }
+VISDET_HOST_DEVICE bool is_same(Vector a, Vector b) { return sign_of(a.x - b.x) == 0 && sign_of(a.y - b.y) == 0; }
 
 // What is left of a triangle.
 struct CutTriangle : Ring<9> {
@@ -21,7 +21,7 @@ struct CutTriangle : Ring<9> {
 };
 
 // Sets `left` to what is to the left of a line. limit: of corners, before those that coincide are dropped.
-VISDET_SHARED void cut(const CutTriangle& whole, Vector start, Vector along, int limit, CutTriangle& left) {
+VISDET_HOST_DEVICE void cut(const CutTriangle& whole, Vector start, Vector along, int limit, CutTriangle& left) {
   int found = 0;
   Vector previous = {0, 0};
   left.count = 0;
@@ -44,7 +44,7 @@ VISDET_SHARED void cut(const CutTriangle& whole, Vector start, Vector along, int
 }
 
 // Turns the derivatives by the corners of what is left into those by the corners of the whole.
-VISDET_SHARED void pull_back(const CutTriangle& whole, const CutTriangle& left, Vector along, Vector* grad) {
+VISDET_HOST_DEVICE void pull_back(const CutTriangle& whole, const CutTriangle& left, Vector along, Vector* grad) {
   Vector grad_whole[9] = {};
   for (int n = 0; n < left.count; ++n) {
     Vector by = grad[n];
@@ -61,7 +61,7 @@ VISDET_SHARED void pull_back(const CutTriangle& whole, const CutTriangle& left, 
 
 // Returns the overlap of the triangles (0, a, b) and (0, c, d), both turning from x towards y. Sets grad[1] and grad[2]
 // to its derivatives by a and b.
-VISDET_SHARED double triangle_overlap(Vector a, Vector b, Vector c, Vector d, Vector (&grad)[9]) {
+VISDET_HOST_DEVICE double triangle_overlap(Vector a, Vector b, Vector c, Vector d, Vector (&grad)[9]) {
   const Vector origin = {0, 0}, starts[3] = {origin, c, d}, along[3] = {c, d - c, origin - d};
   CutTriangle stages[4];
   stages[0].count = 3, stages[0].corner[0] = origin, stages[0].corner[1] = a, stages[0].corner[2] = b;
@@ -74,7 +74,7 @@ VISDET_SHARED double triangle_overlap(Vector a, Vector b, Vector c, Vector d, Ve
 
 // Returns the area that p and q share, and adds its derivatives by the corners of p to `grad`.
 template <int K, int L>
-VISDET_SHARED double overlap_by_triangles(const Ring<K>& p, const Ring<L>& q, Vector* grad) {
+VISDET_HOST_DEVICE double overlap_by_triangles(const Ring<K>& p, const Ring<L>& q, Vector* grad) {
   double size = 0;
   for (int i = 0; i < p.count; ++i) size = greater(size, greater(fabs(p.corner[i].x), fabs(p.corner[i].y)));
   for (int i = 0; i < q.count; ++i) size = greater(size, greater(fabs(q.corner[i].x), fabs(q.corner[i].y)));

@@ -14,8 +14,8 @@ constexpr int kThreads = 256;
 // region are. float32 may not be able to represent `size`, which is therefore compared as an integer.
 template <typename A>
 __device__ __forceinline__ void bin_of(A start, A end, int k, int64_t count, int64_t size, int& begin, int& stop) {
-  const A width = plus(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
-  const A first = floor(plus(times(A(k), width), start)), last = ceil(plus(times(A(k + 1), width), start));
+  const A width = sum(end, -start) / static_cast<A>(count), most = A(int64_t{1} << 31);
+  const A first = floor(sum(product(A(k), width), start)), last = ceil(sum(product(A(k + 1), width), start));
   begin = static_cast<int>(first < most ? (first > 0 ? min(static_cast<int64_t>(first), size) : 0) : size);
   stop = static_cast<int>(last > 0 ? (last < most ? min(static_cast<int64_t>(last), size) : size) : 0);
 }
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads)
   const int q = static_cast<int>(i % size.PW), p = static_cast<int>(i / size.PW % size.PH);
   const int64_t map = i / (size.PW * size.PH), c = map % size.C, n = map / size.C;
   const A* roi = rois + 5 * n;
-  const A x1 = times(roi[1], scale), y1 = times(roi[2], scale);
-  const A x2 = times(plus(roi[3], A(1)), scale), y2 = times(plus(roi[4], A(1)), scale);
+  const A x1 = product(roi[1], scale), y1 = product(roi[2], scale);
+  const A x2 = product(sum(roi[3], A(1)), scale), y2 = product(sum(roi[4], A(1)), scale);
   int32_t index = -1;
   T greatest = from_accumulate<T>(A(0));
   if (is_image(roi[0], size.B) && x2 > x1 && y2 > y1) {

@@ -13,11 +13,11 @@ struct Rotated : Frame<A> {
 
   __device__ __forceinline__ void start(const A* roi, const A (&box)[4], const RoIAlignProblem& p) {
     const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
-    A width = times(box[2], scale), height = times(box[3], scale);
+    A width = product(box[2], scale), height = product(box[3], scale);
     this->across = bins_of(p, width, p.PW), this->down = bins_of(p, height, p.PH);
     if (!p.aligned) width = width > 1 ? width : A(1), height = height > 1 ? height : A(1);
     this->x = -width / 2, this->y = -height / 2;
-    center_x = plus(times(box[0], scale), -shift), center_y = plus(times(box[1], scale), -shift);
+    center_x = sum(product(box[0], scale), -shift), center_y = sum(product(box[1], scale), -shift);
     cosine = cos(roi[5]), sine = sin(roi[5]);  // NaN for an infinite angle: then no sample counts
   }
   __device__ __forceinline__ void place(A& x, A& y) const {
