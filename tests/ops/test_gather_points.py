@@ -45,8 +45,9 @@ def test_kernels_are_the_definition(M, layout, dtype, index_dtype, has_weight, z
     features, *others = inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M)
     leaves = [one.requires_grad_() for one in (features, others[1]) if one.numel()]
     expected, found = gather_points_reference(features, *others), gathered(features, *others)
-    assert torch.equal(found, expected)
-    assert torch.equal(torch.ops.visdet.gather_points(features, *others), expected)
+    same = torch.testing.assert_close if has_weight and device == "cuda" else torch.equal
+    assert same(found, expected) is not False  # torch adds up three numbers on CUDA in another order.
+    assert torch.equal(torch.ops.visdet.gather_points(features, *others), found)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, leaves, grad)
     close = dict(rtol=0, atol=2e-3 if dtype == torch.float32 else 1e-11)  # of sums of up to 5000 numbers
