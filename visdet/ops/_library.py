@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .tracing import is_traced
+from .tracing import gradients_of, is_traced
 
 __all__ = [
     "CONSTANTS",
@@ -326,20 +326,6 @@ class Gradient:
 def needs_order(tensor: Tensor) -> bool:
     """Return whether sums to which threads of a GPU add in any order are refused."""
     return torch.are_deterministic_algorithms_enabled() and kernel_device(tensor) == "cuda"
-
-
-def gradients_of(
-    function: Callable[..., Tensor], grad_output: Tensor, inputs: Sequence[Any], needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of those inputs of a function in plain torch that need one. They are differentiable."""
-    places = [place for place, needs in enumerate(needed) if needs]
-
-    def of_leaves(*leaves: Tensor) -> Tensor:
-        given = dict(enumerate(inputs)) | dict(zip(places, leaves, strict=True))
-        return function(*given.values())
-
-    found = torch.func.vjp(of_leaves, *(inputs[place] for place in places))[1](grad_output)
-    return tuple(dict(zip(places, found, strict=True)).get(place) for place in range(len(inputs)))
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

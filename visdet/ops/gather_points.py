@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from .tracing import gradients_of
 
 __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
 
@@ -59,7 +60,7 @@ def gather_gradient(
     if _library.serves(features) and not _library.needs_order(features):
         return torch.ops.visdet.gather_points_backward.default(grad_output, *inputs, True, False)[0]
     needed = True, False, False, False
-    return _library.gradients_of(gather_points_reference, grad_output, inputs, needed)[0]
+    return gradients_of(gather_points_reference, grad_output, inputs, needed)[0]
 
 
 def stacked_indices(

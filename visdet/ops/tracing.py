@@ -1,12 +1,12 @@
-"""Whether a call is recorded rather than eager, and functions that are recorded as one operator."""
+"""Whether a call is recorded rather than eager, gradients within operators, and functions recorded as one operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_traced", "recorded_as_one"]
+__all__ = ["gradients_of", "is_traced", "recorded_as_one"]
 
 
 def is_traced() -> bool:
@@ -17,6 +17,22 @@ def is_traced() -> bool:
     return (
         torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
     )
+
+
+def gradients_of(
+    function: Callable[..., Tensor], grad_output: Tensor, inputs: Sequence[Any], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of those inputs of a function in plain torch that need one. They are differentiable.
+
+    Unlike torch.autograd.grad, this also differentiates within an operator, where torch records nothing.
+    """
+    places = [place for place, needs in enumerate(needed) if needs]
+
+    def of_leaves(*leaves: Tensor) -> Tensor:
+        return function(*(dict(enumerate(inputs)) | dict(zip(places, leaves, strict=True))).values())
+
+    found = torch.func.vjp(of_leaves, *(inputs[place] for place in places))[1](grad_output)
+    return tuple(dict(zip(places, found, strict=True)).get(place) for place in range(len(inputs)))
 
 
 def recorded_as_one(
@@ -35,11 +51,8 @@ def recorded_as_one(
     name = f"visdet::{function.__name__.lstrip('_')}"
 
     def backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-        # Unlike torch.autograd.grad, this also differentiates within an operator, where torch records nothing.
-        gradients_of = torch.func.vjp(
-            lambda *tensors: function(*tensors, *arguments[leaves:]), *arguments[:leaves]
-        )[1]
-        return [grad.contiguous() for grad in gradients_of(grad_output)]
+        needed = [place < leaves for place in range(len(arguments))]
+        return [grad.contiguous() for grad in gradients_of(function, grad_output, arguments, needed)[:leaves]]
 
     def fake_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         return [tensor.new_empty(tensor.shape) for tensor in arguments[:leaves]]
