@@ -292,7 +292,7 @@ class NinjaFile:
             *common_flags(),
             "-O1",
             "-DUSE_CUDA",
-            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas",
             "--expt-relaxed-constexpr",
             "-Xfatbin=-compress-all",  # without it some files come out more than twice as large
             *gencode,

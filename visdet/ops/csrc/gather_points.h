@@ -24,10 +24,14 @@
 namespace visdet {
 
 #if defined(__CUDACC__)
-constexpr int64_t kOutputs = 1;  // that one computation of Gather has
+constexpr int64_t kPoints = 1;  // that a computation of the output has
+template <int K>
+constexpr int64_t kChannels = K == 1 ? 8 : 4;
 #else
-constexpr int64_t kOutputs = 4096;
-constexpr int64_t kChannels = 16;  // a line of the cache
+constexpr int64_t kPoints = 4096;
+template <int K>
+constexpr int64_t kChannels = 1;
+constexpr int64_t kSharedChannels = 16;  // a line of the cache
 #endif
 
 // The quotient of numbers from 0 on. A GPU takes several times as long for 64 bits.
@@ -43,6 +47,18 @@ struct GatherArrays {
   const I* indices;
   const A* weight;
 
+  // The points and channels of b that computation i has, and the number of computations.
+  struct Part {
+    int64_t b, m, c, end_m, end_c;
+  };
+  VISDET_HOST_DEVICE Part part(int64_t i) const {
+    const int64_t parts = (M + kPoints - 1) / kPoints, blocks = (C + kChannels<K> - 1) / kChannels<K>;
+    const int64_t row = whole_quotient(i, parts), b = whole_quotient(row, blocks);
+    const int64_t m = (i - row * parts) * kPoints, c = (row - b * blocks) * kChannels<K>;
+    return {b, m, c, m + kPoints < M ? m + kPoints : M, c + kChannels<K> < C ? c + kChannels<K> : C};
+  }
+  int64_t parts() const { return B * ((M + kPoints - 1) / kPoints) * ((C + kChannels<K> - 1) / kChannels<K>); }
+
   // Whether the term of an index is not 0.
   VISDET_HOST_DEVICE bool counts(int64_t n) const {
     const bool is_inside = static_cast<uint64_t>(n) < static_cast<uint64_t>(N);
@@ -54,67 +70,80 @@ struct GatherArrays {
   VISDET_HOST_DEVICE A weighted(int64_t term, A value) const { return K == 1 ? value : product(weight[term], value); }
 };
 
-// Up to kOutputs numbers of the output, of the same b and c.
 template <typename A, typename I, int K>
 struct Gather : GatherArrays<A, I, K> {
   const A* features;
   A* output;
 
   VISDET_HOST_DEVICE void operator()(int64_t i) const {
-    const int64_t parts = (this->M + kOutputs - 1) / kOutputs, row = whole_quotient(i, parts);
-    const int64_t b = whole_quotient(row, this->C), begin = (i - row * parts) * kOutputs;
-    const int64_t end = begin + kOutputs < this->M ? begin + kOutputs : this->M;
-    const A* from = features + b * this->step_b + (row - b * this->C) * this->step_c;
-    for (int64_t m = begin; m < end; ++m) {
-      A total = 0;
+    const auto [b, first_m, first_c, end_m, end_c] = this->part(i);
+    for (int64_t m = first_m; m < end_m; ++m) {
+      const int64_t term = (b * this->M + m) * K;
+      const A* from[K];
       for (int k = 0; k < K; ++k) {
-        const int64_t term = (b * this->M + m) * K + k, n = this->indices[term];
-        const A value = this->counts(n) ? this->weighted(term, from[n * this->step_n]) : A(0);
-        total = k == 0 ? value : sum(total, value);
+        const int64_t n = this->indices[term + k];
+        from[k] = this->counts(n) ? features + b * this->step_b + n * this->step_n : nullptr;
       }
-      output[row * this->M + m] = total;
+      A totals[kChannels<K>];
+#pragma unroll
+      for (int64_t j = 0; j < kChannels<K>; ++j) {
+        for (int k = 0; k < K; ++k) {
+          const bool counts = from[k] && first_c + j < end_c;
+          const A value = counts ? this->weighted(term + k, from[k][(first_c + j) * this->step_c]) : A(0);
+          totals[j] = k == 0 ? value : sum(totals[j], value);
+        }
+      }
+#pragma unroll
+      for (int64_t j = 0; j < kChannels<K>; ++j) {
+        if (first_c + j < end_c) output[(b * this->C + first_c + j) * this->M + m] = totals[j];
+      }
     }
   }
 };
 
-// Adds up the gradient of the features. A computation is a number of the output on CUDA, and on the CPU a row of the
-// gradient or, of features for every b, a channel block of it.
+// Adds up the gradient of the features. On the CPU, a computation is a row of the gradient or, of features for every b,
+// a block of its channels.
 template <typename A, typename I, int K>
 struct SpreadGradient : GatherArrays<A, I, K> {
   const A* grad_output;
   A* grad_features;
 
-  // grad, to: for the output's number at the given point, and for the features of its b and c.
-  VISDET_HOST_DEVICE void add(A grad, A* to, int64_t point) const {
+  // Adds the gradient of a point's channels c..end_c-1, which are at most kBlock.
+  template <int64_t kBlock>
+  VISDET_HOST_DEVICE void add(int64_t b, int64_t m, int64_t c, int64_t end_c) const {
+    A grad[kBlock];
 #pragma unroll
+    for (int64_t j = 0; j < kBlock; ++j)
+      grad[j] = c + j < end_c ? grad_output[(b * this->C + c + j) * this->M + m] : A(0);
     for (int k = 0; k < K; ++k) {
-      const int64_t term = point * K + k, n = this->indices[term];
+      const int64_t term = (b * this->M + m) * K + k, n = this->indices[term];
       if (!this->counts(n)) continue;
+      A* to = grad_features + b * this->step_b + n * this->step_n + c * this->step_c;
+#pragma unroll
+      for (int64_t j = 0; j < kBlock; ++j) {
+        if (c + j >= end_c) break;
 #if defined(__CUDA_ARCH__)
-      atomicAdd(to + n * this->step_n, this->weighted(term, grad));
+        atomicAdd(to + j * this->step_c, this->weighted(term, grad[j]));
 #else
-      to[n * this->step_n] += this->weighted(term, grad);
+        to[j * this->step_c] += this->weighted(term, grad[j]);
 #endif
+      }
     }
   }
 
   VISDET_HOST_DEVICE void operator()(int64_t i) const {
-    const int64_t M = this->M, C = this->C;
 #if defined(__CUDACC__)
-    const int64_t row = whole_quotient(i, M), b = whole_quotient(row, C), m = i - row * M;
-    add(grad_output[i], grad_features + b * this->step_b + (row - b * C) * this->step_c, b * M + m);
+    const auto part = this->part(i);
+    add<kChannels<K>>(part.b, part.m, part.c, part.end_c);
 #else
     if (this->step_b != 0) {
-      const int64_t b = i / C;
-      A* to = grad_features + b * this->step_b + (i - b * C) * this->step_c;
-      for (int64_t m = 0; m < M; ++m) add(grad_output[i * M + m], to, b * M + m);
+      const int64_t b = i / this->C, c = i - b * this->C;
+      for (int64_t m = 0; m < this->M; ++m) add<1>(b, m, c, c + 1);
       return;
     }
-    const int64_t begin = i * kChannels, end = std::min(begin + kChannels, C);
-    for (int64_t point = 0; point < this->B * M; ++point) {
-      const A* grad = grad_output + (point / M * C * M + point % M);
-      for (int64_t c = begin; c < end; ++c) add(grad[c * M], grad_features + c * this->step_c, point);
-    }
+    const int64_t c = i * kSharedChannels, end_c = std::min(c + kSharedChannels, this->C);
+    for (int64_t b = 0; b < this->B; ++b)
+      for (int64_t m = 0; m < this->M; ++m) add<kSharedChannels>(b, m, c, end_c);
 #endif
   }
 };
@@ -220,9 +249,8 @@ Tensor gather_points(const Tensor& features, const Tensor& indices, const Tensor
   const GatherInputs given(op, features, indices, weight, zeros_outside);
   const Device device(op, features);
   const Tensor output = new_empty(features, {given.B, given.C, given.M});
-  const int64_t parts = (given.M + kOutputs - 1) / kOutputs;
   given.dispatch(features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
-    device.each(given.B * given.C * parts, 2 * K * std::min(given.M, kOutputs) + 1,
+    device.each(arrays.parts(), 2 * K * kChannels<K> * std::min(given.M, kPoints) + 1,
                 Gather<A, I, K>{arrays, data_of<A>(features), mutable_data_of<A>(output)});
   });
   return output;
@@ -243,9 +271,10 @@ std::tuple<Tensor, Tensor> gather_points_backward(const Tensor& grad_output_in, 
   if (needs_features && grad_output.numel() > 0) {
     given.dispatch(grad_features, [&]<typename A, typename I, int K>(const GatherArrays<A, I, K>& arrays) {
 #if defined(__CUDACC__)
-      const int64_t count = grad_output.numel();
+      const int64_t count = arrays.parts();
 #else
-      const int64_t count = features.dim() == 2 ? (given.C + kChannels - 1) / kChannels : given.B * given.C;
+      const int64_t count =
+          features.dim() == 2 ? (given.C + kSharedChannels - 1) / kSharedChannels : given.B * given.C;
 #endif
       device.each(count, 2 * grad_output.numel() / count * K,
                   SpreadGradient<A, I, K>{arrays, data_of<A>(grad_output), mutable_data_of<A>(grad_features)});
