@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from check_mmdet_configs import check_configs, train_and_predict, without_weights
+from check_mmdet_configs import allow_cpu, check_configs, train_and_predict, without_weights
 
 CONFIGS = (
     "pointpillars/pointpillars_hv_secfpn_8xb6-160e_kitti-3d-3class.py",
@@ -185,8 +185,7 @@ def check(config_path: Path, device: str) -> str:
     from mmdet3d.registry import MODELS
     from mmengine.config import Config
 
-    if device == "cpu":
-        allow_cpu()
+    allow_cpu(device)
     torch.manual_seed(0)
     config = Config.fromfile(config_path)
     without_weights(config.model)
@@ -198,15 +197,6 @@ def check(config_path: Path, device: str) -> str:
         return f"loss {loss:.3f}, {len(sample.pred_pts_seg.pts_semantic_mask.unique())} classes"
     loss, sample = train_and_predict(model, lambda count: batch_of(config, config_path.name, device))
     return f"loss {loss:.3f}, {len(sample.pred_instances_3d)} boxes"
-
-
-def allow_cpu() -> None:
-    """Let code run on the CPU that makes a ``torch.cuda.IntTensor``, asks for the current device or moves to it."""
-    import torch
-
-    torch.cuda.IntTensor, torch.cuda.FloatTensor = torch.IntTensor, torch.FloatTensor
-    torch.cuda.current_device = lambda: -1
-    torch.Tensor.cuda = lambda self, *arguments, **named: self
 
 
 if __name__ == "__main__":

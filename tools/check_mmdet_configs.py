@@ -219,6 +219,17 @@ def train_and_predict(model: Any, inputs: Callable[[int], Any]) -> tuple[float, 
     return total.item(), samples[0]
 
 
+def allow_cpu(device: str) -> None:
+    """On the CPU, let code run that makes CUDA tensors, asks for the current device or moves to it."""
+    import torch
+
+    if device != "cpu":
+        return
+    torch.cuda.IntTensor, torch.cuda.FloatTensor = torch.IntTensor, torch.FloatTensor
+    torch.cuda.current_device = lambda: -1
+    torch.Tensor.cuda = lambda self, *arguments, **named: self
+
+
 def check_configs(
     package: str, configs: Sequence[str], check: Callable[[Path, str], str], description: str | None
 ) -> int:

@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|PATH",
         help="continue from the newest checkpoint of the work_dir, if there is one, or from the file or folder PATH",
     )
-    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast, on a CPU or a GPU")
+    parser.add_argument(
+        "--amp",
+        action="store_true",
+        help="train under bfloat16 autocast; a CPU without bfloat16 takes several times as long with it",
+    )
     parser.add_argument(
         "--auto-scale-lr",
         action="store_true",
