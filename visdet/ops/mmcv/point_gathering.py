@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_integers, check_layout, computation_dtype
 from ..point_neighbours import sizes_of
 
 __all__ = [
@@ -40,10 +40,15 @@ def group_points(
     check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
     B, C = features.shape[:2]
     check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
+    check_integers("group_points", indices=indices)
     flat = indices.long().flatten(1)[:, None].expand(B, C, -1)
-    # The gradient of a point in many groups is a sum, which needs float32.
-    grouped = features.to(computation_dtype(features)).gather(2, flat)
+    grouped = _wide(features).gather(2, flat)
     return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
+
+
+def _wide(features: Tensor) -> Tensor:
+    """Return features in float32 if they are 16-bit, because the gradient of a point in many groups is a sum."""
+    return features.to(computation_dtype(features)) if features.is_floating_point() else features
 
 
 def group_gradient(grad: Tensor, indices: Tensor, N: int) -> Tensor:  # [B, C, M, K], [B, M, K] -> [B, C, N]
@@ -112,6 +117,7 @@ def stack_group_points(
     """
     check_layout("stack_group_points", "features", features, "[N, C]", None, None)
     check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
+    check_integers("stack_group_points", indices=indices)
     op = "stack_group_points"
     sizes = sizes_of(op, "features", features, features_batch_cnt)
     sizes_of(op, "indices", indices, indices_batch_cnt, len(sizes))
@@ -119,7 +125,7 @@ def stack_group_points(
     cloud = torch.arange(len(groups), device=groups.device).repeat_interleave(groups)
     is_inside = (indices >= 0) & (indices < points[cloud, None])
     index = torch.where(is_inside, indices + (points.cumsum(0) - points)[cloud, None], len(features))
-    wide = features.to(computation_dtype(features))
+    wide = _wide(features)
     padded = torch.cat([wide, wide.new_zeros(1, features.shape[1])])
     grouped = padded[index.flatten()].unflatten(0, indices.shape).transpose(1, 2)
     return grouped.to(features.dtype)
@@ -152,6 +158,7 @@ def three_interpolate(
     check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
     check_floating("three_interpolate", features=features, weight=weight)
+    check_integers("three_interpolate", indices=indices)
     dtype = computation_dtype(features)
     grouped = group_points(
         features.to(dtype), indices
@@ -192,6 +199,7 @@ def assign_score_withk(
     check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
     floating = dict(point_features=point_features, center_features=center_features, scores=scores)
     check_floating("assign_score_withk", **floating)
+    check_integers("assign_score_withk", knn_idx=knn_idx)
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
     dtype = computation_dtype(point_features)
