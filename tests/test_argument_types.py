@@ -48,6 +48,33 @@ def test_what_fits(arguments):
     assert converted_arguments(Example, arguments) == arguments
 
 
+class Counts(Base):
+    def __init__(
+        self,
+        in_channels: int | list[int],
+        num_heads: int = 8,
+        num_cp: int = -1,
+        num_fcs: int = 2,
+    ) -> None:
+        pass
+
+
+Counts.__init__.__module__ = Counts.__module__ = "visdet.example"
+
+
+def test_counts_are_not_negative_and_widths_are_positive():
+    converted_arguments(Counts, dict(in_channels=[4, 8], num_heads=1, num_cp=-1, num_fcs=0))
+    for key, value in (
+        ("in_channels", 0),
+        ("in_channels", [4, -1]),
+        ("num_heads", 0),
+        ("num_cp", -2),
+        ("num_fcs", -1),
+    ):
+        with pytest.raises(UserError, match=f"Counts: {key} must be at least"):
+            converted_arguments(Counts, {"in_channels": 4, key: value})
+
+
 def test_whole_floats_become_integers():
     converted = converted_arguments(Example, dict(needed=1, pair=[3.0, 4], size=5.0))
     assert converted == dict(needed=1, pair=[3, 4], size=5)

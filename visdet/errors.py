@@ -22,6 +22,7 @@ __all__ = [
     "build_step",
     "check_choice",
     "hints_of",
+    "reading",
     "where_to_get",
 ]
 
@@ -87,6 +88,17 @@ def where_to_get(text: str) -> Iterator[None]:
 def hints_of(error: BaseException) -> list[str]:
     """Return the lines that :func:`add_hint` has added to an error."""
     return list(getattr(error, "__notes__", []))
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise an error that begins with ``what``, such as "info file x.pkl", if the block cannot read a file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{what} does not exist") from error
+    except OSError as error:
+        raise InvalidInputError(f"{what} cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager

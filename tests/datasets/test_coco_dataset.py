@@ -426,3 +426,10 @@ def test_built_from_the_registry_with_nothing_set(tmp_path):
     assert sample.gt_instances.labels.tolist() == [1]
     assert sample.ignored_instances.bboxes.tolist() == [[1, 1, 10, 10]]
     assert (sample.img_id, sample.ori_shape, sample.img_shape) == (1, (30, 40), (30, 40))
+
+
+def test_an_annotation_file_that_is_a_folder_or_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "a.json", "Not a directory")):
+        with pytest.raises(UserError, match=f"annotation file .* cannot be read: {reason}"):
+            CocoDataset(ann_file=str(path))

@@ -97,3 +97,10 @@ def test_more_pixels_than_opencv_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(multi_view.cv2, "imdecode", refuse)
     with pytest.raises(ValueError, match=r"a\.jpg .* variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit"):
         LoadMultiViewImageFromFiles()({"img_filename": [str(tmp_path / "a.jpg")]})
+
+
+@pytest.mark.parametrize("name", ["Resize", "PackDetInputs", "RandomFlip"])
+def test_a_transform_before_the_one_that_reads_the_image_is_named(name):
+    arguments = {"Resize": {"scale": (8, 8)}, "RandomFlip": {"prob": 1.0}}.get(name, {})
+    with pytest.raises(ValueError, match=f"{name}: the pipeline has no 'img.*' yet"):
+        TRANSFORMS.build({"type": name, **arguments})({"img_path": "x.png"})

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections import UserDict
@@ -194,7 +195,7 @@ def test_paths_begin_with_the_home_folder(detector, file, monkeypatch):
 
 def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector, tmp_path):
     path = write_video(tmp_path / "in.mp4")
-    with pytest.raises(UserError, match="must not name the video that is read"):
+    with pytest.raises(UserError, match="must not name a video that is read"):
         detector(path, save_video=tmp_path / "sub" / ".." / "in.mp4")
     results = detector(path, batch_size=2, save_video=tmp_path / "out.mp4")
     assert not isinstance(results, list)
@@ -208,6 +209,20 @@ def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector
             [np.zeros((600, 600, 3), np.uint8), np.zeros((700, 600, 3), np.uint8)],
             save_video=tmp_path / "b.mp4",
         )
+
+
+@pytest.mark.parametrize("given", ["list", "pattern", "folder", "second of a folder", "link"])
+def test_a_video_that_is_read_is_not_overwritten(detector, tmp_path, given):
+    path = Path(write_video(tmp_path / "in.mp4"))
+    written = path.read_bytes()
+    if given.startswith("second"):
+        write_video(tmp_path / "first.mp4")
+    if given == "link":
+        os.link(path, tmp_path / "linked.mp4")
+    images = {"list": [path], "pattern": str(tmp_path / "i*.mp4"), "link": path}.get(given, tmp_path)
+    with pytest.raises(UserError, match="must not name a video that is read"):
+        list(detector(images, save_video=tmp_path / "linked.mp4" if given == "link" else path))
+    assert path.read_bytes() == written and not list(tmp_path.glob("*.part.mp4"))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +294,7 @@ def test_a_damaged_file_is_named(detector, file, name):
         ({"score_threshold": -0.1}, "from 0 to 1, got -0.1"),
         ({"amp": "yes"}, "amp must be True or False, got 'yes'"),
         ({"graph": 1}, "graph must be True or False, got 1"),
-        ({"save_video": 3}, r"save_video must name an \.mp4 file, got 3"),
+        ({"save_video": 3}, "save_video must be a path, got int"),
         ({"score_threshold": float("nan")}, "got nan"),
         ({"channel_order": "gbr"}, "channel_order must be 'bgr' or 'rgb', got 'gbr'"),
     ],
@@ -301,8 +316,15 @@ def test_other_defaults_of_torch_change_nothing(tmp_path, detector):
 
 def test_thresholds_of_another_number_of_classes(detector, monkeypatch):
     monkeypatch.setattr(detector, "score_thresholds", [0.5])
-    with pytest.raises(UserError, match="score_thresholds must have one number for each of the 2 classes"):
-        detector(RGB)
+    for wrong, message in (
+        ([0.5], "score_thresholds must be a list of one number for each of the 2 classes"),
+        (0.5, "score_thresholds must be a list of one number for each of the 2 classes"),
+        ([0.5, float("nan")], "each of score_thresholds must be a number from 0 to 1, got nan"),
+        (["a", "b"], "each of score_thresholds must be a number from 0 to 1, got 'a'"),
+    ):
+        monkeypatch.setattr(detector, "score_thresholds", wrong)
+        with pytest.raises(UserError, match=message):
+            detector(RGB)
 
 
 def test_what_init_detector_refuses():

@@ -24,6 +24,7 @@ PIPELINE = [
     {"type": "LoadAnnotations", "with_bbox": True},
     {"type": "PackDetInputs"},
 ]
+NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,47 @@ def test_what_a_detector_refuses(tmp_path, trained):
         ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*visdet test"
     ):
         Detector(field, str(bare))
+
+
+@pytest.mark.parametrize(
+    ("dataset_meta", "message"),
+    [
+        (5, r"meta\['dataset_meta'\] must be a dict with the key 'classes', got 5"),
+        ({"classes": "bolt"}, r"must be a tuple of names, got 'bolt'; for one class write"),
+        ({"classes": (1, 2)}, r"must be a tuple of names, got \(1, 2\)"),
+        ({"classes": ("a",)}, "num_classes is 2, but .* names 1 classes"),
+        ({"classes": ("a", "b"), "palette": 5}, "must be a list of colours"),
+        ({"classes": ("a", "b"), "palette": [(1, 2), (3, 4)]}, "must be a list of colours"),
+        ({"classes": ("a", "b"), "palette": [(0, 0, 0)]}, "must have a colour for each of 2 classes"),
+    ],
+)
+def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, dataset_meta, message):
+    content = torch.load(trained, weights_only=False)
+    content["meta"]["dataset_meta"] = dataset_meta
+    torch.save(content, tmp_path / "other.pth")
+    cfg = toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE)
+    with pytest.raises(UserError, match=message):
+        Detector(cfg, str(tmp_path / "other.pth"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "lacks model"),
+        ({"model": {"_delete_": True}}, "model.type must be the name of a class|lacks model"),
+        ({"test_dataloader__dataset": None}, "has no test_dataloader.dataset"),
+        ({"test_dataloader__dataset__pipeline": [{}]}, "pipeline.type must be the name of a class, got None"),
+        ({"test_dataloader__dataset__pipeline": [*PIPELINE[:-1], NO_SIZES]}, "a sample has no ori_shape"),
+        ({"graph": "x"}, "graph must be True or False"),
+    ],
+)
+def test_a_config_without_a_part_is_one_message(tmp_path, image, options, message):
+    cfg = {"test_dataloader__dataset__pipeline": PIPELINE} | options
+    meta = {"test_dataloader__dataset__metainfo": {"classes": ("a", "b")}}
+    with pytest.raises(UserError, match=message):
+        Detector(toy_config(tmp_path, **(cfg if "dataset" in str(options) else cfg | meta)), None, "cpu")(
+            image
+        )
 
 
 def test_detections_are_sorted_rounded_and_cut():

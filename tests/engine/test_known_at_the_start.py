@@ -20,6 +20,7 @@ from visdet.engine.places import only_training_in
 from visdet.registry import METRICS
 
 PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
+FFN = {"_delete_": True, "type": "FFN"}
 MULTI_STEP = {"type": "MultiStepLR", "by_epoch": False}
 
 
@@ -108,11 +109,11 @@ def message_of(tmp_path, **options) -> str:
         ),
         (
             {"default_hooks__checkpoint__interval": "5"},
-            "default_hooks.checkpoint.interval must not be a text",
+            "default_hooks.checkpoint.interval must be a whole number",
         ),
         ({"default_hooks__logger__interval": -5}, "default_hooks.logger.interval must be a whole number"),
         ({"model": {"_delete_": True, "type": "DeformableDETR", "backbone": 3}}, "backbone must be dict"),
-        ({"randomness__seed": 2**32}, "randomness.seed must be less than 4294967296"),
+        ({"randomness__seed": 2**32}, "randomness.seed must be 4294967295 or less"),
         ({"log_level": "1x"}, "log_level must be a level of logging, such as 'INFO', got '1x'"),
         ({"env_cfg__mp_cfg__mp_start_method": "x"}, "env_cfg cannot be used: cannot find context for 'x'"),
         ({"model__channels": "8"}, "model.channels must not be a text, got '8'"),
@@ -131,11 +132,58 @@ def message_of(tmp_path, **options) -> str:
             "default_hooks.checkpoint cannot be built: ",
         ),
         ({"custom_hooks": [{"type": "EarlyStoppingHook", "monitor": "x"}]}, "Cannot infer the rule for x"),
+        ({"custom_hooks": [{"type": "EMAHook", "priority": "NOPE"}]}, "custom_hooks.0 cannot be built"),
+        ({"train_dataloader__num_workers": 10**6}, "train_dataloader.num_workers must be 512 or less"),
+        ({"train_dataloader__batch_size": 10**9}, "train_dataloader.batch_size must be 1048576 or less"),
+        ({"train_cfg__max_iters": 10**30}, "train_cfg.max_iters must be 2147483647 or less"),
+        ({"train_cfg__dynamic_intervals": [(0, 0)]}, "must be a list of tuples (begin, interval)"),
+        ({"train_cfg__dynamic_intervals": [("a", 1)]}, "must be a list of tuples (begin, interval)"),
+        ({"optim_wrapper__clip_grad": {"max_norm": -1}}, "clip_grad.max_norm must be a positive number"),
+        ({"optim_wrapper__clip_grad": {"max_norm": 1, "norm": 2}}, "clip_grad: unknown key 'norm'"),
+        (
+            {"optim_wrapper__clip_grad": {"_delete_": True, "type": "value"}},
+            "clip_value must be a positive number",
+        ),
+        ({"optim_wrapper__optimizer__betas": (0.9,)}, "optim_wrapper cannot be built: tuple index"),
+        (
+            {"param_scheduler": [{**MULTI_STEP, "type": "StepLR", "step_size": 0}]},
+            "step_size of StepLR must be",
+        ),
+        (
+            {"param_scheduler": [{**MULTI_STEP, "type": "LinearLR", "start_factor": 0}]},
+            "start_factor of Linear",
+        ),
+        ({"default_hooks__checkpoint__max_keep_ckpts": 1.5}, "max_keep_ckpts must be a whole number, -1 or"),
+        (
+            {"default_hooks__checkpoint__interval": float("nan")},
+            "interval must be a whole number, -1 or more",
+        ),
+        ({"default_hooks__checkpoint__filename_tmpl": "{x}.pth"}, "filename_tmpl must be a text with {}"),
+        (
+            {"log_processor": {"window_size": 0}},
+            "log_processor.window_size must be a whole number, 1 or more",
+        ),
+        ({"default_scope": "nope"}, "default_scope must be the scope of a registry"),
+        ({"default_scope": 5}, "default_scope must be the scope of a registry"),
+        ({"graph": "x"}, "graph must be True or False, got 'x'"),
+        ({"strict_load": "no"}, "strict_load must be True or False, got 'no'"),
+        ({"compile": 5}, "compile must be True, False or a dict, got 5"),
+        ({"randomness": {"sed": 1}}, "randomness: unknown key 'sed'"),
+        ({"activation_checkpointing": ["nope"]}, "activation_checkpointing: the model has no part 'nope'"),
+        ({"visualizer__line_width": "x", "visualizer__type": "DetLocalVisualizer"}, "line_width must be int"),
+        ({"model": {**FFN, "embed_dims": 10**9, "feedforward_channels": 10**9}}, "model cannot be built: "),
+        ({"model": {**FFN, "embed_dims": -1}}, "FFN: embed_dims must be at least 1, got -1"),
+        ({"model__channels": 0}, "model cannot be built: conv.weight would have the shape [0, 3, 3, 3]"),
     ],
 )
 def test_a_mistake_is_found_before_data_are_read(tmp_path, no_data, options, message):
     found = message_of(tmp_path, **options)
     assert message in found and len(found.splitlines()[0]) < 300
+
+
+def test_what_a_hook_refuses_when_the_run_begins_is_one_message(tmp_path):
+    found = message_of(tmp_path, custom_hooks=[{"type": "EMAHook", "momentum": 2}])
+    assert "custom_hooks cannot be built: momentum must be in range" in found
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
 from visdet.models import DetDataPreprocessor
+from visdet.models.driving_data_preprocessor import DrivingDataPreprocessor
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -127,3 +128,15 @@ def test_batch_augments_run_while_training():
 def test_bad_options(options, error, message):
     with pytest.raises(error, match=message):
         MODELS.build({"type": "DetDataPreprocessor", **options})
+
+
+def test_samples_of_a_pipeline_without_its_last_step_are_one_message():
+    with pytest.raises(ValueError, match=r"must end with a transform such as PackDetInputs.* got \['img'\]"):
+        DetDataPreprocessor()({"img": [torch.zeros(3, 4, 4)]})
+
+
+@pytest.mark.parametrize("std", [(1.0, 0.0, 1.0), (-1.0, 1.0, 1.0)])
+def test_a_deviation_must_be_positive(std):
+    for kind in (DetDataPreprocessor, DrivingDataPreprocessor):
+        with pytest.raises(ValueError, match="std must be positive numbers"):
+            kind(mean=(0, 0, 0), std=std)

@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from numbers import Integral
@@ -13,6 +14,11 @@ from visdet.errors import InvalidInputError, InvalidTypeError
 
 # Other values, such as objects that a script passes, are not checked.
 _PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
+# Arguments that count something, and the least number of those that a module cannot be without.
+_COUNT = re.compile(r"num_\w+|max_refetch|embed_dims|\w+_channels")
+_POSITIVE = re.compile(
+    r"num_(classes|heads|groups|levels|points|queries|feats|stages)|embed_dims|\w+_channels"
+)
 
 
 def check_flags(**flags: Any) -> None:
@@ -27,8 +33,8 @@ def check_paths(**paths: Any) -> None:
     for name, value in paths.items():
         if not isinstance(value, str | os.PathLike | None):
             raise InvalidTypeError(f"{name} must be a path, got {type(value).__name__}")
-        if value == "":
-            raise InvalidInputError(f"{name} must be a path, got ''")
+        if value is not None and (not str(value) or "\0" in str(value)):
+            raise InvalidInputError(f"{name} must be a path, got {value!r}")
 
 
 def check_seed(owner: str, seed: Any) -> None:
@@ -45,7 +51,8 @@ def converted_arguments(target: Callable, arguments: Mapping[str, Any]) -> dict[
     """Return the arguments of a class or a function of visdet, in which a whole float such as 32.0 may become an int.
 
     Values are compared with the annotations, as far as they are of the types of a config file. A list may stand for a
-    tuple and an int for a float. A NaN fits no annotation. The arguments of other packages are returned as they are.
+    tuple and an int for a float. A NaN fits no annotation. A count such as ``num_heads`` or ``in_channels`` is not
+    smaller than its default and 0, or 1. The arguments of other packages are returned as they are.
 
     Raises:
         InvalidTypeError: an argument is missing or unknown.
@@ -55,8 +62,9 @@ def converted_arguments(target: Callable, arguments: Mapping[str, Any]) -> dict[
     if not getattr(target, "__module__", "").startswith("visdet."):
         return dict(arguments)
     name = target.__name__
+    signature = inspect.signature(target)
     try:
-        inspect.signature(target).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise InvalidTypeError(f"{name}() {error}") from error
     hints, converted = _hints(target), dict(arguments)
@@ -68,7 +76,17 @@ def converted_arguments(target: Callable, arguments: Mapping[str, Any]) -> dict[
                 raise InvalidInputError(
                     f"{name}: {key} must be {_text(hints[key])}, got {value!r:.200}"
                 ) from None
+            if _COUNT.fullmatch(key):
+                _check_count(f"{name}: {key}", converted[key], key, signature.parameters.get(key))
     return converted
+
+
+def _check_count(what: str, value: Any, key: str, parameter: inspect.Parameter | None) -> None:
+    default = None if parameter is None else parameter.default
+    least = min(int(bool(_POSITIVE.fullmatch(key))), default if isinstance(default, int) else 1)
+    for number in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(number, int) and number < least:
+            raise InvalidInputError(f"{what} must be at least {least}, got {value!r:.200}")
 
 
 @cache

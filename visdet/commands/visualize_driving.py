@@ -108,15 +108,15 @@ def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":
     """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 
+    from visdet.engine.build_errors import build_model
     from visdet.engine.checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
     from visdet.engine.checkpoints.weights import load_weights, weights_of
-    from visdet.registry import MODELS
 
     trust, allow_nonfinite = (
         bool(cfg.get(key, False)) for key in ("trust_checkpoint", "allow_nonfinite_weights")
     )
     register_checkpoint_readers(trust, allow_nonfinite)
-    model = MODELS.build(cfg.model)
+    model = build_model(cfg, cfg.model)
     weights = weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint)
     load_weights(model, weights, checkpoint, allow_nonfinite=allow_nonfinite)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -14,8 +14,8 @@ from mmengine.logging import print_log
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
+from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import listed, load_coco_json, match_categories
-from visdet.structures.palette import class_palette
 
 # The 80 categories of COCO 2017, in the order of its JSON files.
 _COCO_NAMES = """
@@ -146,24 +146,12 @@ class CocoDataset(BaseDataset):
         loaded = super()._load_metainfo(metainfo)
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # The default palette belongs to the default classes.
+        loaded = checked_classes(loaded, f"{cls.__name__}: metainfo")
         classes = loaded["classes"]
-        if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
+        if not classes or len(set(classes)) < len(classes):
             raise InvalidInputError(
-                f"{cls.__name__}: metainfo['classes'] must be a tuple of names, got {classes!r}"
-                + (f"; for one class write ({classes!r},)" if isinstance(classes, str) else "")
+                f"{cls.__name__}: metainfo['classes'] must be distinct names, got {classes}"
             )
-        repeated = [name for name, count in Counter(classes).items() if count > 1]
-        if repeated or not classes:
-            raise InvalidInputError(
-                f"{cls.__name__}: metainfo['classes'] must be distinct names, got {tuple(classes)}"
-            )
-        palette = loaded.setdefault("palette", class_palette(len(classes)))
-        if len(palette) < len(classes):
-            raise InvalidInputError(
-                f"{cls.__name__}: metainfo['palette'] must have a colour for each of {len(classes)} classes, "
-                f"got {len(palette)}"
-            )
-        loaded.update(classes=tuple(classes), palette=[tuple(colour) for colour in palette])
         return loaded
 
     _fully_initialized: bool  # an attribute of mmengine's BaseDataset

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from mmengine import fileio
 
-from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError
+from visdet.errors import InvalidInputError, InvalidTypeError, reading
 from visdet.restricted_pickle import load_numpy_pickle
 
 from .frame_records import value_of
@@ -218,10 +218,8 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not an info file, or its pickle contains a type that is not numpy's.
     """
-    try:
+    with reading(f"info file {path}"):
         file: Any = open(path, "rb") if Path(path).exists() else io.BytesIO(fileio.get(str(path)))  # noqa: SIM115
-    except FileNotFoundError as error:
-        raise MissingFileError(f"info file {path} does not exist") from error
     with file:
         if str(path).endswith(".npz"):
             return _load_npz(path, file)

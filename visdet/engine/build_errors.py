@@ -1,6 +1,8 @@
 """Errors that are raised while a runner builds its parts, completed by the place in the config."""
 
+import collections
 import contextlib
+import enum
 import inspect
 import os
 import re
@@ -14,6 +16,8 @@ from typing import Any
 import mmengine
 import torch
 from mmengine.config import Config
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from visdet import registry
 from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hint, built_names
@@ -40,8 +44,10 @@ _REGISTRIES = {
 }
 # The packages whose constructors refuse values by errors that are not a UserError.
 _LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (mmengine, torch))
+_LIBRARIES += (contextlib.__file__, collections.__file__, enum.__file__)
 _OURS = os.path.dirname(registry.__file__) + os.sep
-_REFUSALS = (ValueError, TypeError, AssertionError, KeyError)
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+_REFUSALS += (RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
@@ -78,8 +84,25 @@ def _is_of_a_library(error: Exception) -> bool:
     """Return whether torch or mmengine raised an error without a part in it of code that is not ours."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return files[-1].startswith(_LIBRARIES) and all(
-        file.startswith((*_LIBRARIES, _OURS)) or file == contextlib.__file__ for file in files[1:]
+        file.startswith((*_LIBRARIES, _OURS)) for file in files[1:]
     )
+
+
+def build_model(cfg: Config, model: dict) -> nn.Module:
+    """Build ``model``, which is the section of that name of a config.
+
+    Raises:
+        UserError: a constructor refuses a value, or a layer has a width of 0.
+    """
+    check_texts(cfg, "model")
+    with building(cfg, "model"):
+        built = registry.MODELS.build(model)
+        for name, parameter in built.named_parameters():
+            if not is_lazy(parameter) and not parameter.numel():
+                raise InvalidInputError(
+                    f"model cannot be built: {name} would have the shape {list(parameter.shape)}, without a number"
+                )
+    return built
 
 
 def check_texts(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> None:

@@ -1,13 +1,15 @@
 """Reading, completing and checking configs before anything is built from them."""
 
 import copy
-import importlib
+import importlib.util
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import mmengine.registry
 from mmengine.config import Config, ConfigDict
+from mmengine.registry import Registry
 
 from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
@@ -100,10 +102,10 @@ def load_config(
     else:
         raise InvalidTypeError(f"config must be a path, a name or a Config, got {type(config).__name__}")
     path = cfg.filename or "config"
-    _import_custom_modules(cfg, path)
     known_before = set(cfg)
     for option, value in (options or {}).items():
         _set_option(cfg, option, value)
+    _import_custom_modules(cfg, path)
     remarks = _check_options(options or {}, known_before, path)
     _check_top_level_keys(cfg, path)
     check_sections(cfg)
@@ -210,10 +212,10 @@ def complete_config(cfg: Config) -> None:
     * The default scope is 'visdet'.
     * Hooks and the log count iterations if the training loop does.
     * An iteration-based run saves a checkpoint whenever it validates, and an epoch-based run after every epoch.
-    * A loader without workers has ``persistent_workers=False``, which torch requires.
+    * A loader without workers has ``persistent_workers=False`` and no ``timeout``, which torch requires.
     * A schedule may begin after the end of training, so that a run can be shortened for a trial.
 
-    Except for ``persistent_workers``, a value that the config gives stays.
+    Except for those of a loader without workers, a value that the config gives stays.
 
     Raises:
         ConfigError: see :func:`check_sections` and :func:`check_counting`.
@@ -221,10 +223,13 @@ def complete_config(cfg: Config) -> None:
     check_sections(cfg)
     if cfg.get("default_scope") is None:
         cfg.default_scope = "visdet"
+    _check_scope(cfg.default_scope)
     for part in ("train", "val", "test"):
         loader = cfg.get(f"{part}_dataloader")
         if isinstance(loader, dict) and loader.get("num_workers", 0) == 0:
             loader["persistent_workers"] = False
+            if "timeout" in loader:
+                loader["timeout"] = 0
     hooks = _section(cfg, "default_hooks")
     train_cfg = cfg.get("train_cfg")
     if not train_cfg:
@@ -250,6 +255,15 @@ def complete_config(cfg: Config) -> None:
             begin = schedule.get("begin", 0)
             if isinstance(begin, int) and isinstance(length, int) and begin >= length:
                 schedule.setdefault("end", begin + 1)
+
+
+def _check_scope(scope: Any) -> None:
+    """Raise a ConfigError if no registry has a scope, where mmengine would look for all names in its own ones."""
+    roots = [value for value in vars(mmengine.registry).values() if isinstance(value, Registry)]
+    known = {"mmengine", *(child for root in roots for child in root.children)}
+    is_name = isinstance(scope, str) and scope.isidentifier()
+    if not is_name or (scope not in known and importlib.util.find_spec(scope) is None):
+        raise ConfigError(f"default_scope must be the scope of a registry, such as 'visdet', got {scope!r}")
 
 
 def _section(parent: Any, key: str) -> Any:

@@ -1,5 +1,6 @@
 """Checks of the sections of a config, which need no class of a model or a data set."""
 
+import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,9 +48,25 @@ _LEAST = {
     "optim_wrapper.accumulative_counts": 1,
     "auto_scale_lr.base_batch_size": 1,
     "default_hooks.logger.interval": 1,
+    "default_hooks.checkpoint.interval": -1,
+    "default_hooks.checkpoint.max_keep_ckpts": -1,
+    "log_processor.window_size": 1,
+    "log_processor.num_digits": 0,
     "randomness.seed": 0,
 }
+_MOST = {
+    "train_cfg.max_iters": 2**31 - 1,
+    "train_cfg.max_epochs": 2**31 - 1,
+    "*_dataloader.batch_size": 2**20,
+    "*_dataloader.num_workers": 512,
+    "*_dataloader.prefetch_factor": 1024,
+    "randomness.seed": 2**32 - 1,
+}
+_OF_NORM = {"error_if_nonfinite", "foreach", "norm_type"}
 _MAY_BE_NONE = ("*_dataloader.prefetch_factor", "randomness.seed")
+_FLAGS = ("allow_nonfinite_weights", "find_unused_parameters", "graph", "strict_load", "trust_checkpoint")
+_FLAGS += ("env_cfg.cudnn_benchmark", "randomness.deterministic", "randomness.diff_rank_seed")
+_OF_RANDOMNESS = {"deterministic", "diff_rank_seed", "seed"}
 
 
 def check_sections(cfg: Any) -> None:
@@ -64,21 +81,72 @@ def check_sections(cfg: Any) -> None:
     for pattern, least in _LEAST.items():
         for path, value in _found(cfg, pattern):
             # The loops make whole numbers of 1e4 and the like.
-            kinds = int | float if path.startswith("train_cfg.") else int
+            kinds = int if "dataloader" in path else int | float
             is_count = (
                 isinstance(value, kinds) and not isinstance(value, bool) and value % 1 == 0 and value >= least
             )
             if not is_count and not (value is None and pattern in _MAY_BE_NONE):
                 raise ConfigError(f"{path} must be a whole number, {least} or more, got {value!r}")
-            if path == "randomness.seed" and value is not None and value >= 2**32:
-                raise ConfigError(f"{path} must be less than {2**32}, got {value!r}")
+            if value is not None and pattern in _MOST and value > _MOST[pattern]:
+                raise ConfigError(f"{path} must be {_MOST[pattern]} or less, got {value!r}")
+    for _, clip in _found(cfg, "optim_wrapper.clip_grad"):
+        _check_clip_grad(clip)
+    for _, given in _found(cfg, "train_cfg.dynamic_intervals"):
+        if not (given is None or (isinstance(given, list) and all(map(_is_interval, given)))):
+            raise ConfigError(
+                "train_cfg.dynamic_intervals must be a list of tuples (begin, interval) of whole numbers from 0 and "
+                f"from 1 on, got {given!r}"
+            )
+    for schedule in schedules_of(cfg.get("param_scheduler")):
+        for name in ("step_size", "start_factor"):
+            value = schedule.get(name)
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"param_scheduler: {name} of {schedule.get('type')} must be positive, got {value!r}"
+                )
+    if not isinstance(cfg.get("compile"), bool | dict | None):
+        raise ConfigError(f"compile must be True, False or a dict, got {cfg['compile']!r}")
+    for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
+        names = cfg.get(key)
+        if not isinstance(names, str | list | None) or not all(isinstance(name, str) for name in names or ()):
+            raise ConfigError(f"{key} must be a list of names of parts of the model, got {names!r}")
+    for pattern in _FLAGS:
+        for path, flag in _found(cfg, pattern):
+            if not isinstance(flag, bool | None):
+                raise ConfigError(f"{path} must be True or False, got {flag!r}")
+    if unknown := set(cfg.get("randomness") or {}) - _OF_RANDOMNESS:
+        raise ConfigError(
+            f"randomness: unknown key {min(unknown)!r}; it may have {', '.join(sorted(_OF_RANDOMNESS))}"
+        )
 
 
-def check_parts(cfg: Any) -> None:
-    """Check that each part of a complete config that a class is built from names the class.
+def _check_clip_grad(clip: Any) -> None:
+    """Check the keywords of gradient clipping, which mmengine passes to torch at the first iteration."""
+    if not clip or not isinstance(clip, dict):
+        return
+    norm = dict(clip)
+    by_value = norm.pop("type", "norm") == "value"
+    name, known = ("clip_value", {"foreach"}) if by_value else ("max_norm", _OF_NORM)
+    limit = norm.pop(name, None)
+    if unknown := set(norm) - known:
+        raise ConfigError(
+            f"optim_wrapper.clip_grad: unknown key {min(unknown)!r}; beside type and {name} it may have "
+            f"{', '.join(sorted(known))}"
+        )
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
+        raise ConfigError(f"optim_wrapper.clip_grad.{name} must be a positive number, got {limit!r}")
+
+
+def _is_interval(pair: Any) -> bool:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and all(isinstance(number, int) for number in pair) and pair[0] >= 0 and pair[1] >= 1
+
+
+def check_types(cfg: Any) -> None:
+    """Check that each part of a config that a class is built from names the class.
 
     Raises:
-        ConfigError: one does not, or a loader has no data set or no sampler.
+        ConfigError: one does not.
     """
     for pattern, shape in _SHAPES.items():
         for path, value in _found(cfg, pattern) if "typed" in shape else ():
@@ -88,6 +156,15 @@ def check_parts(cfg: Any) -> None:
     for schedule in schedules_of(cfg.get("param_scheduler")):
         if _is_no_class(schedule.get("type")):
             raise ConfigError(f"param_scheduler: each schedule must have a type, got {schedule!r}")
+
+
+def check_parts(cfg: Any) -> None:
+    """Check that a complete config has the parts that a run is built from.
+
+    Raises:
+        ConfigError: a part names no class, or a loader has no data set or no sampler.
+    """
+    check_types(cfg)
     for loader in _LOADERS:
         for part in ("dataset", "sampler"):
             given = cfg.get(loader)

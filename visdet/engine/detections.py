@@ -12,8 +12,9 @@ from mmengine.structures import InstanceData
 from PIL import Image
 from torch import Tensor
 
+from visdet.checks.argument_types import check_paths
 from visdet.checks.finite import DIVERGED, check_finite
-from visdet.errors import MissingPackageError, UserError
+from visdet.errors import InvalidInputError, MissingPackageError, UserError
 from visdet.structures import DetDataSample
 
 from .sample_images import image_file_of
@@ -58,7 +59,11 @@ class Detections:
         found = sample.pred_instances
         self.path: str | None = sample.get("img_path")
         self.frame = frame
-        check_finite(f"image {self.path}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
+        if "ori_shape" not in sample:
+            raise InvalidInputError(
+                "a sample has no ori_shape: it must be among the meta_keys of PackDetInputs in the pipeline"
+            )
+        check_finite(f"image {self.path or 'in memory'}", DIVERGED, scores=found.scores, bboxes=found.bboxes)
         scores = found.scores.float()
         order = torch.argsort(scores, descending=True, stable=True)
         least = torch.as_tensor(thresholds, dtype=torch.float32, device=scores.device)
@@ -98,6 +103,7 @@ class Detections:
         Raises:
             UserError: the file cannot be written.
         """
+        check_paths(out_file=out_file)
         if self._draw is None:
             raise UserError("these detections come from no detector, which would draw them")
         picture = Image.fromarray(self._draw(self.image, self.sample))

@@ -1,5 +1,6 @@
 """The images that a detector is given: files, folders, videos, arrays, tensors, Pillow's images, and many of them."""
 
+import glob
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,7 +46,8 @@ def is_one_image(given: Any) -> bool:
 def video_of(given: Any) -> str | None:
     """Return the path of a video file that is given, or None if something else is."""
     path = local_path(given) if isinstance(given, str | os.PathLike) else ""
-    return path if is_video(path) and not os.path.isdir(path) else None
+    is_pattern = not os.path.lexists(path) and bool(glob.glob(path, recursive=True))
+    return path if is_video(path) and not os.path.isdir(path) and not is_pattern else None
 
 
 def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> Iterator[GivenImage]:

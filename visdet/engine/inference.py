@@ -26,15 +26,19 @@ from visdet.checks.argument_types import check_flags, check_paths
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
+from visdet.structures.class_names import checked_classes
 
+from .build_errors import build_model
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
-from .config import complete_config, load_config
+from .config import complete_config, dataset_config, load_config
+from .config_checks import check_types
 from .default_device import cpu_by_default
 from .detections import Detections
 from .errors import ConfigError, UserError
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
+from .hooks.num_class_check_hook import classes_of_heads
 from .image_files import is_video, pictures_folder
 from .picture_paths import PicturePaths
 from .places import check_work_dir
@@ -74,17 +78,18 @@ class Detector:
     ) -> None:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
+        check_types(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
         allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
         register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         path = None if checkpoint is None else os.path.expanduser(checkpoint)
-        kind = cfg.model.get("type")
-        _check_takes_images(MODELS.get(kind) if isinstance(kind, str) else kind)
+        _check_takes_images(cfg)
         content = {} if path is None else read_checkpoint(path, trust=trust)
-        self.model: nn.Module = MODELS.build(cfg.model)
-        self.dataset_meta = _dataset_meta(cfg, content)
+        self.model: nn.Module = build_model(cfg, cfg.model)
+        self.dataset_meta = _dataset_meta(cfg, content, path)
+        _check_number_of_classes(self.model, self.dataset_meta["classes"])
         if path is not None:
             load_weights(
                 self.model,
@@ -139,12 +144,7 @@ class Detector:
         _check_threshold(score_threshold, "score_threshold")
         check_flags(amp=amp, graph=graph)
         images = as_array(images)
-        thresholds = self.score_thresholds if score_threshold is None else score_threshold
-        classes = len(self.dataset_meta["classes"])
-        if score_threshold is None and len(self.score_thresholds) != classes:
-            raise InvalidInputError(
-                f"score_thresholds must have one number for each of the {classes} classes"
-            )
+        thresholds = self._checked_thresholds() if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
         found = self._detect(given, batch_size, thresholds, bool(amp), graph)
         video = video_of(images)
@@ -156,6 +156,19 @@ class Detector:
             return result
         is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
         return list(found) if is_finite and video is None else found
+
+    def _checked_thresholds(self) -> list[float]:
+        given: Any = self.score_thresholds
+        classes = self.dataset_meta["classes"]
+        given = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
+        if not isinstance(given, list | tuple) or len(given) != len(classes):
+            raise InvalidInputError(
+                f"score_thresholds must be a list of one number for each of the {len(classes)} classes, "
+                f"got {given!r:.200}"
+            )
+        for value in given:
+            _check_threshold(0.0 if value is None else value, "each of score_thresholds")
+        return [float(value) for value in given]
 
     def _detect(
         self, given: Iterator[GivenImage], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
@@ -227,13 +240,26 @@ def init_detector(
     return Detector(load_config(config)[0], checkpoint, device)
 
 
-def _check_takes_images(model: Any) -> None:
-    """Raise a ConfigError if the samples of a class of models are not single images.
+def _model_class(cfg: Config) -> Any:
+    if not cfg.get("model"):
+        raise ConfigError(f"config {cfg.filename or ''} lacks model")
+    kind = cfg.model.get("type")
+    return MODELS.get(kind) if isinstance(kind, str) else kind
+
+
+def takes_images(cfg: Config) -> bool:
+    """Return whether the samples of a config's model are single images."""
+    return issubclass(getattr(_model_class(cfg), "sample_type", DetDataSample), DetDataSample)
+
+
+def _check_takes_images(cfg: Config) -> None:
+    """Raise a ConfigError if the samples of a config's model are not single images.
 
     docs/contract.md describes the tools for other samples.
     """
-    sample_type = getattr(model, "sample_type", DetDataSample)
-    if not issubclass(sample_type, DetDataSample):
+    if not takes_images(cfg):
+        model = _model_class(cfg)
+        sample_type = model.sample_type
         raise ConfigError(
             f"{model.__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
             "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or visdet.evaluate, to "
@@ -318,9 +344,9 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 
 
 def _test_dataset(cfg: Config) -> dict:
-    for key in ("test_dataloader", "val_dataloader"):
-        if cfg.get(key):
-            return cfg[key]["dataset"]
+    for split in ("test", "val"):
+        if cfg.get(f"{split}_dataloader"):
+            return dataset_config(cfg, split)
     raise ConfigError(f"config {cfg.filename} has neither test_dataloader nor val_dataloader")
 
 
@@ -332,17 +358,31 @@ def _test_pipeline(cfg: Config) -> list[dict]:
     return [step for step in steps if "LoadAnnotations" not in str(step.get("type"))]
 
 
-def _dataset_meta(cfg: Config, checkpoint: dict) -> dict:
+def _check_number_of_classes(model: nn.Module, classes: Sequence[str]) -> None:
+    for name, count in classes_of_heads(model).items():
+        if count != len(classes):
+            raise ConfigError(
+                f"model.{name}.num_classes is {count}, but the checkpoint, or else test_dataloader.dataset.metainfo, "
+                f"names {len(classes)} classes"
+            )
+
+
+def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
     dataset = _test_dataset(cfg)
     found = meta.get("dataset_meta") or dataset.get("metainfo") or {}
+    owner = "test_dataloader.dataset.metainfo"
+    if meta.get("dataset_meta") or meta.get("CLASSES"):
+        owner = f"checkpoint {path}: meta['dataset_meta']"
     if not found and not checkpoint:
         found = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+    if not isinstance(found, dict):
+        return checked_classes(found, owner)
     classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")
     if classes is None:
         raise ConfigError(
             "neither the checkpoint nor the config names the classes. Name them with "
             "--cfg-options test_dataloader.dataset.metainfo.classes=\"('a','b')\""
         )
-    return {**found, "classes": tuple(classes)}
+    return checked_classes({**found, "classes": classes}, owner)

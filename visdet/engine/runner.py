@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError, MissingFileError, build_step
-from visdet.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS, RUNNERS
+from visdet.registry import DATASETS, HOOKS, METRICS, PARAM_SCHEDULERS, RUNNERS, VISUALIZERS
 
 from .advice import advice_for_training
-from .build_errors import building, check_texts
+from .build_errors import build_model, building, check_texts
 from .checkpoints.checkpointing_runner import CheckpointingRunner
 from .config import complete_config
 from .config_checks import check_parts, schedules_of
@@ -30,7 +30,7 @@ from .console import ConsoleHandler, WorkerStart
 from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
-from .errors import log_fatal_error
+from .errors import log_fatal_error, nearest_names
 from .graphs.methods import GraphedMethod, graphs_for
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .loops import check_frames_come_one_by_one, check_metrics_are_apart, check_there_are_samples
@@ -122,16 +122,19 @@ class DetRunner(CheckpointingRunner):
 
     def build_model(self, model: nn.Module | dict) -> nn.Module:
         """Build the model."""
-        check_texts(self.cfg, "model")
-        with building(self.cfg, "model"):
-            # mmengine would build it by its own registry, which does not check arguments.
-            return super().build_model(MODELS.build(model) if isinstance(model, dict) else model)
+        # mmengine would build it by its own registry, which does not check arguments.
+        if isinstance(model, dict):
+            model = build_model(self.cfg, model)
+        return super().build_model(model)
 
     def build_visualizer(self, visualizer: Any = None) -> Any:
         """Build the visualizer. Its name is the run's folder, because mmengine keeps one visualizer per name."""
         if isinstance(visualizer, dict):
             visualizer = {**visualizer, "name": self.log_dir}
+            visualizer.setdefault("save_dir", self.log_dir)
         with building(self.cfg, "visualizer"):
+            if isinstance(visualizer, dict):  # visdet's registry compares the arguments with their types.
+                visualizer = VISUALIZERS.build(visualizer)
             return super().build_visualizer(visualizer)
 
     @staticmethod
@@ -239,7 +242,17 @@ class DetRunner(CheckpointingRunner):
     def register_hook(self, hook: Any, priority: Any = None) -> None:
         """Register a hook. If it is a config, build it first."""
         with building(self.cfg, "default_hooks", "custom_hooks"), build_step(_type_of(hook)):
+            if isinstance(hook, dict):
+                hook = dict(hook)
+                given = hook.pop("priority", None)
+                hook, priority = HOOKS.build(hook), given if priority is None else priority
             super().register_hook(hook, priority)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call the method of this name of every hook. Some find a value of the config only when a run begins."""
+        begins = fn_name in ("before_run", "before_train")
+        with building(self.cfg, "default_hooks", "custom_hooks") if begins else nullcontext():
+            super().call_hook(fn_name, **kwargs)
 
     def register_default_hooks(self, hooks: dict | None = None) -> None:
         """Register the default hooks of mmengine, of this package and of the config."""
@@ -282,6 +295,7 @@ class DetRunner(CheckpointingRunner):
         self._find_checkpoint_to_resume()
         self._build_what_needs_no_data("train", "val")
         check_monitored(self)
+        self._check_names_of_parts("activation_checkpointing", "efficient_conv_bn_eval")
         # A process trains on one device, so that a separate thread for the backward pass would only take time.
         with torch.autograd.set_multithreading_enabled(False), self.graphs_installed():
             try:
@@ -291,6 +305,15 @@ class DetRunner(CheckpointingRunner):
                 raise
         self._report_graphs()
         return model
+
+    def _check_names_of_parts(self, *keys: str) -> None:
+        parts = dict(self.model.named_modules())
+        for key in keys:
+            names = self.cfg.get(key) or []
+            for name in [names] if isinstance(names, str) else names:
+                if name not in parts:
+                    near = ", ".join(nearest_names(name, parts))
+                    raise ConfigError(f"{key}: the model has no part {name!r}{near and f'; near: {near}'}")
 
     def _check_losses(self) -> None:
         """Raise an error if a loss that has not been checked yet is NaN or infinite.

@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from visdet.errors import ConfigError, MissingFileError
-from visdet.registry import DATASETS, MODELS
-from visdet.structures import DetDataSample
+from visdet.registry import DATASETS
 
+from .build_errors import build_model
 from .config import complete_config, dataset_config
+from .config_checks import check_types
 from .config_file import read_config
 from .given_images import GivenImage
-from .inference import Detector
+from .inference import Detector, takes_images
 
 __all__ = ["model_summary"]
 
@@ -44,15 +45,16 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
     """
     cfg = copy.deepcopy(cfg)
     complete_config(cfg)
+    check_types(cfg)
     init_default_scope(cfg.default_scope)
-    if issubclass(getattr(MODELS.get(cfg.model.type), "sample_type", DetDataSample), DetDataSample):
+    if takes_images(cfg):
         detector = Detector(cfg, device="cpu")
         height, width = shape or _resized_to(cfg)
         model: Any = detector.model
         what = f"an image of {height} x {width} pixels (height x width)"
         item = detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))
     else:
-        model = MODELS.build(cfg.model).eval()
+        model = build_model(cfg, cfg.model).eval()
         try:
             earlier, item, what = _samples(cfg)
         except (MissingFileError, ConfigError) as error:

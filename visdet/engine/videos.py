@@ -4,12 +4,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from visdet.checks.argument_types import check_paths
 from visdet.errors import UserError
 
 from .detections import Detections
 from .places import check_out_file
 
 __all__ = ["written_as_video"]
+
+_IS_READ = "save_video must not name a video that is read, got {!r}"
 
 
 def written_as_video(
@@ -26,26 +29,35 @@ def written_as_video(
     Raises:
         UserError: the file cannot be written, or a frame has another size than the first one.
     """
-    path = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else path
+    check_paths(save_video=path)
+    path = os.path.expanduser(path)
     if not isinstance(path, str) or not path.lower().endswith(".mp4"):
         raise UserError(f"save_video must name an .mp4 file, got {path!r}")
-    if source is not None and os.path.realpath(source) == os.path.realpath(path):
-        raise UserError(f"save_video must not name the video that is read, got {path!r}")
     check_out_file(path, "save_video")
+    if _is_same_file(source, path):
+        raise UserError(_IS_READ.format(path))
     return _written(found, path, rate)
+
+
+def _is_same_file(source: str | None, path: str) -> bool:
+    return bool(source) and all(map(os.path.exists, (source, path))) and os.path.samefile(source, path)
 
 
 def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
     import cv2
 
     writer: Any = None
+    part = f"{path[:-4]}.part.mp4"  # The file of the other name may be among those that are still to be read.
+    is_read = False
     try:
         for result in found:
+            if is_read := _is_same_file(result.path, path):
+                raise UserError(_IS_READ.format(path))
             picture = result.draw()
             # The codec takes even sizes only.
             size = (picture.width // 2 * 2, picture.height // 2 * 2)
             if writer is None:
-                first, writer = size, cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
+                first, writer = size, cv2.VideoWriter(part, cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
                 if not writer.isOpened():
                     raise UserError(f"OpenCV cannot write the video {path}")
             if size != first:
@@ -55,6 +67,8 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     finally:
         if writer is not None:
             writer.release()
+        if os.path.exists(part):
+            os.remove(part) if is_read else os.replace(part, path)
 
 
 def _bgr(picture: Any) -> Any:

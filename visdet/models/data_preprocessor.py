@@ -64,6 +64,8 @@ class DetDataPreprocessor(ImgDataPreprocessor):
             raise InvalidInputError(
                 f"DetDataPreprocessor: mean and std must be given together, got mean={mean}, std={std}"
             )
+        if std is not None and not all(deviation > 0 for deviation in std):
+            raise InvalidInputError(f"DetDataPreprocessor: std must be positive numbers, got {std}")
         if pad_size_divisor < 1:
             raise InvalidInputError(
                 f"DetDataPreprocessor: pad_size_divisor must be at least 1, got {pad_size_divisor}"
@@ -84,6 +86,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
                 None.
             training: whether to pad masks and run ``batch_augments``.
         """
+        check_packed(data)
         image_sizes = [tuple(image.shape[-2:]) for image in data["inputs"]]
         data = super().forward(data, training)
         inputs, data_samples = data["inputs"], data["data_samples"]
@@ -120,6 +123,15 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         if training and self.pad_seg and "gt_sem_seg" in sample:
             segmentation = _pad_to(sample.gt_sem_seg.sem_seg, batch_size, self.seg_pad_value)
             sample.gt_sem_seg = PixelData(sem_seg=segmentation)
+
+
+def check_packed(batch: Any) -> None:
+    """Raise an InvalidInputError unless a pipeline has returned a dict with the inputs of the model."""
+    if not isinstance(batch, dict) or "inputs" not in batch:
+        given = sorted(map(str, batch)) if isinstance(batch, dict) else type(batch).__name__
+        raise InvalidInputError(
+            f"a pipeline must end with a transform such as PackDetInputs, which gives 'inputs'; got {given}"
+        )
 
 
 def _pad_to(maps: Any, size: tuple[int, int], value: float) -> Any:

@@ -12,6 +12,8 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
+from .data_preprocessor import check_packed
+
 
 @MODELS.register_module()
 class DrivingDataPreprocessor(BaseDataPreprocessor):
@@ -44,6 +46,8 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
             raise InvalidInputError(
                 f"DrivingDataPreprocessor: mean and std must be given together, got {mean}, {std}"
             )
+        if std is not None and not all(deviation > 0 for deviation in std):
+            raise InvalidInputError(f"DrivingDataPreprocessor: std must be positive numbers, got {std}")
         self.bgr_to_rgb = bgr_to_rgb
         self._has_statistics = mean is not None
         if mean is not None and std is not None:
@@ -55,6 +59,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return the batch on the device; see the class."""
+        check_packed(data)
         images = stack_equal("inputs", data["inputs"])
         samples = data.get("data_samples")
         if samples is not None:

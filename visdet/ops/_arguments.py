@@ -10,8 +10,10 @@ from torch import Tensor
 __all__ = [
     "check_device",
     "check_floating",
+    "check_integers",
     "check_layout",
     "check_real",
+    "check_tensors",
     "computation_dtype",
     "integer_table",
     "pair",
@@ -20,13 +22,22 @@ __all__ = [
 
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
     """Raise RuntimeError unless the argument ``name`` is on the device of the argument ``of_name``."""
+    check_tensors(operator, **{name: tensor, of_name: of})
     if tensor.device != of.device:
         whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
 
 
+def check_tensors(op: str, **tensors: Any) -> None:
+    """Raise a TypeError unless the arguments are tensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+
+
 def check_floating(op: str, **tensors: Tensor) -> None:
     """Raise a ValueError unless the tensors are of floating-point types, on the device of the first one."""
+    check_tensors(op, **tensors)
     device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.device != device:
@@ -36,13 +47,23 @@ def check_floating(op: str, **tensors: Tensor) -> None:
 
 def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
     """Raise a ValueError unless the tensor has these sizes, where None stands for any size."""
+    check_tensors(op, **{name: tensor})
     fits = tensor.dim() == len(sizes)
     if not fits or any(size not in (None, given) for size, given in zip(sizes, tensor.shape, strict=True)):
         raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
 
 
+def check_integers(op: str, **tensors: Tensor) -> None:
+    """Raise a ValueError unless the tensors are of integer types."""
+    check_tensors(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"{op}: {name} must hold integers, got {tensor.dtype}")
+
+
 def check_real(op: str, **tensors: Tensor) -> None:
     """Raise a ValueError unless the tensors are of integer or floating-point types."""
+    check_tensors(op, **tensors)
     for name, tensor in tensors.items():
         if tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{op}: {name} must hold real numbers, got {tensor.dtype}")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_real, pair
+from ._arguments import check_layout, check_real, check_tensors, pair
 
 __all__ = ["Pair", "check_shapes", "output_shape", "tap_positions"]
 
@@ -35,12 +35,12 @@ def check_shapes(
     deform_groups: int,
 ) -> None:
     """Raise a ValueError that names the operator and the argument if a shape or a number does not fit."""
+    check_tensors(operator, offset=offset, mask=offset if mask is None else mask)
     for name, tensor, dims in (
         ("input", input, "[B, C, H, W]"),
         ("weight", weight, "[C', C / groups, KH, KW]"),
     ):
-        if tensor.dim() != 4:
-            raise ValueError(f"{operator}: {name} must be {dims}, got {list(tensor.shape)}")
+        check_layout(operator, name, tensor, dims, None, None, None, None)
     for name, number in (
         ("groups", groups),
         ("deform_groups", deform_groups),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._arguments import integer_table
+from ._arguments import check_tensors, integer_table
 from ._library import CONSTANTS
 
 __all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
@@ -44,6 +44,7 @@ def level_tables(
         starts = level_starts_of(shapes)
     else:
         starts = integer_table(operator, "level_starts", level_starts, expected)
+    check_tensors(operator, value=value)
     if value.is_cuda:
         if shapes.shape[:1].numel() > MAX_HOST_LEVELS:
             shapes = shapes.to(value.device, non_blocking=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_real, computation_dtype
+from ._arguments import check_layout, check_real, computation_dtype
 from .tracing import recorded_as_one
 
 __all__ = [
@@ -47,8 +47,7 @@ def check_rois(
 
     ``names`` are those of ``input`` and ``size`` among the operator's arguments.
     """
-    if input.dim() != 4:
-        raise ValueError(f"{op}: {names[0]} must be [B, C, H, W], got {list(input.shape)}")
+    check_layout(op, names[0], input, "[B, C, H, W]", None, None, None, None)
     if not input.is_floating_point():
         raise ValueError(f"{op}: {names[0]} must be of a floating-point type, got {input.dtype}")
     if not 0 < spatial_scale < math.inf:
@@ -56,8 +55,7 @@ def check_rois(
     if min(size) < 1:
         raise ValueError(f"{op}: {names[1]} must be positive, got {size}")
     columns = layout.count(",") + 1
-    if rois.dim() != 2 or rois.shape[1] != columns:
-        raise ValueError(f"{op}: rois must be [N, {columns}] ({layout}), got {list(rois.shape)}")
+    check_layout(op, "rois", rois, f"[N, {columns}] ({layout})", None, columns)
     check_real(op, rois=rois)
     if rois.device != input.device:
         raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")

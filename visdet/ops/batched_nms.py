@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_real
+from ._arguments import check_real, check_tensors
 from ._classes import check_classes, class_by_class
 from .nms import nms, widened
 from .nms_rotated import nms_quadri, nms_rotated
@@ -67,6 +67,7 @@ def batched_nms(
 
     Source: The semantics are mmcv's, which moves the classes apart, so that its overlaps are rounded.
     """
+    check_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
     if boxes.dim() != 2 or boxes.shape[1] not in (4, 5, 8):
         raise ValueError(f"batched_nms: boxes must be [N, 4], [N, 5] or [N, 8], got {list(boxes.shape)}")
     for name, given in (("scores", scores), ("idxs", idxs)):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_real
+from ._arguments import check_layout, check_real
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
 
@@ -83,8 +83,7 @@ def overlaps(
     if mode not in MODES:
         raise ValueError(f"{op}: mode must be one of {MODES}, got {mode!r}")
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
-        if boxes.dim() != 2 or boxes.shape[1] != columns:
-            raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(boxes.shape)}")
+        check_layout(op, name, boxes, f"[N, {columns}]", None, columns)
         check_real(op, **{name: boxes})
     if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
         M, N = bboxes1.shape[0], bboxes2.shape[0]

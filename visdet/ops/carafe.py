@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import check_real, computation_dtype
+from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
@@ -38,8 +38,7 @@ def carafe(
 
     Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
-    if features.dim() != 4:
-        raise ValueError(f"carafe: features must be [B, C, H, W], got {list(features.shape)}")
+    check_layout("carafe", "features", features, "[B, C, H, W]", None, None, None, None)
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
     if K < 1 or K % 2 == 0:
@@ -51,6 +50,7 @@ def carafe(
     if C % G:
         raise ValueError(f"carafe: features must have a multiple of {G} channels, got {C}")
     expected = [B, K * K * G, H * s, W * s]
+    check_tensors("carafe", masks=masks)
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
     check_real("carafe", masks=masks)

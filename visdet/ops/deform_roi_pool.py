@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import check_real, computation_dtype, pair
+from ._arguments import check_real, check_tensors, computation_dtype, pair
 from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
 from .roi_align import roi_align
 
@@ -58,6 +58,7 @@ def deform_roi_pool(
     check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
     check_sampling_ratio("deform_roi_pool", sampling_ratio, (PH, PW))
     expected = [rois.shape[0], 2, PH, PW]
+    check_tensors("deform_roi_pool", offset=input if offset is None else offset)
     if offset is None or (offset.numel() == 0 and list(offset.shape) != expected):
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
     if list(offset.shape) != expected:

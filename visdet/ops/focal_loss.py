@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library
-from ._arguments import check_real, computation_dtype
+from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -118,8 +118,8 @@ def softmax_focal_loss(
 
 
 def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
-    if input.dim() != 2:
-        raise ValueError(f"{op}: input must be [N, C], got {list(input.shape)}")
+    check_tensors(op, input=input, target=target)
+    check_layout(op, "input", input, "[N, C]", None, None)
     if not input.is_floating_point():
         raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
     if target.dtype != torch.int64:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_layout, check_real, computation_dtype
+from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
 
@@ -57,6 +57,7 @@ def furthest_point_sample_with_dist(
     Source: The signature is mmcv's.
     """
     op = "furthest_point_sample_with_dist"
+    check_tensors(op, points_dist=points_dist)
     size = points_dist.shape[1] if points_dist.dim() > 1 else None
     check_layout(op, "points_dist", points_dist, "[B, N, N]", None, size, size)
     return _sampled(op, points_dist, num_points, True)

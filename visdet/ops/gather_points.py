@@ -14,21 +14,25 @@ __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_in
 
 def gathered(
     features: Tensor,  # [B, C, N], or [N, C] for every b
-    indices: Tensor,  # [B, M, K] int32 or int64
+    indices: Tensor,  # [B, M, K]
     weight: Tensor | None = None,  # [B, M, 3] for K = 3, or None for K = 1
     zeros_outside: bool = False,
 ) -> Tensor:  # [B, C, M]
     """Return the sum of weight[b, m, k] * features[b, c, indices[b, m, k]] over k, where no weights are ones.
 
     ``features`` and ``weight``, both float32 or both float64, have gradients of any order. On CUDA, the first one of
-    ``features`` is a sum in any order, unless deterministic algorithms are asked for.
+    ``features`` is a sum in any order, unless deterministic algorithms are asked for. Plain torch gathers other types.
 
     Args:
         zeros_outside: Whether a term whose index is not one of a point is 0. Otherwise it is a RuntimeError.
     """
     weight = features.new_empty(0) if weight is None else weight
-    run = _gather_points if _library.serves(features) else gather_points_reference
-    return run(features, indices, weight, zeros_outside)
+    if indices.dtype not in (torch.int32, torch.int64):
+        indices = indices.long()
+    is_served = features.is_floating_point() and _library.serves(features)
+    return (_gather_points if is_served else gather_points_reference)(
+        features, indices, weight, zeros_outside
+    )
 
 
 def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, zeros_outside: bool) -> Tensor:
@@ -64,7 +68,7 @@ def gather_gradient(
 
 
 def stacked_indices(
-    indices: Tensor,  # [M, K] int32 or int64
+    indices: Tensor,  # [M, K]
     sizes: Tensor,  # [clouds] int32
     groups: Tensor,  # [clouds] int32
 ) -> Tensor:  # [M, K] int64
@@ -73,7 +77,12 @@ def stacked_indices(
     An index that is not one of a point of the cloud becomes -1.
     """
     run: Any = torch.ops.visdet.stacked_indices if _library.serves(indices) else stacked_indices_reference
-    return run(indices, sizes, groups)
+    return run(_of_kernels(indices), sizes, groups)
+
+
+def _of_kernels(indices: Tensor) -> Tensor:
+    """Return indices in a type that kernels take."""
+    return indices if indices.dtype in (torch.int32, torch.int64) else indices.long()
 
 
 def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) -> Tensor:

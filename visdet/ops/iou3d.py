@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import check_real
+from ._arguments import check_layout, check_real
 from .box_iou_rotated import overlaps
 from .nms import kept_indices, widened
 from .nms_rotated import check_boxes
@@ -126,8 +126,7 @@ def nms3d_normal(
 
 def _check(op: str, boxes_a: Tensor, boxes_b: Tensor) -> None:
     for name, boxes in (("boxes_a", boxes_a), ("boxes_b", boxes_b)):
-        if boxes.dim() != 2 or boxes.shape[1] != 7:
-            raise ValueError(f"{op}: {name} must be [N, 7], got {list(boxes.shape)}")
+        check_layout(op, name, boxes, "[N, 7]", None, 7)
         check_real(op, **{name: boxes})
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_real, computation_dtype
+from ._arguments import check_real, check_tensors, computation_dtype
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
 
@@ -71,6 +71,7 @@ def _solved(difference: Tensor, cholesky: Tensor) -> Tensor:
 
 def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, ...]:
     """Return points and the other tensors in float32, or float64 where points are, and the type of points."""
+    check_tensors(op, points=points)
     if not points.is_floating_point():
         raise RuntimeError(f"{op}: points must be a floating-point tensor, got {points.dtype}")
     dtype = computation_dtype(points)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_real
+from ._arguments import check_layout, check_real, check_tensors
 from ._classes import check_classes
 from .box_iou_rotated import turned_back
 from .nms import kept_indices, widened
@@ -92,8 +92,8 @@ def _kept(
 
 def check_boxes(op: str, name: str, boxes: Any, scores: Tensor, columns: int) -> None:
     """Raise ValueError unless the argument ``name`` is [N, columns] and there are N scores."""
-    if boxes.dim() != 2 or boxes.shape[1] != columns:
-        raise ValueError(f"{op}: {name} must be [N, {columns}], got {list(boxes.shape)}")
+    check_layout(op, name, boxes, f"[N, {columns}]", None, columns)
+    check_tensors(op, scores=scores)
     if scores.shape != boxes.shape[:1]:
         raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
     check_real(op, **{name: boxes}, scores=scores)

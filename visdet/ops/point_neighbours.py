@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._arguments import check_floating, check_layout, check_real, computation_dtype
+from ._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
 
 __all__ = [
     "ball_query",
@@ -167,6 +167,7 @@ def stack_ball_query(
 def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor, clouds: int | None = None) -> list[int]:
     """Return the numbers of rows of each cloud as a list."""
     check_layout(op, f"{name}_batch_cnt", batch_cnt, f"[{'B' if clouds is None else clouds}]", clouds)
+    check_integers(op, **{f"{name}_batch_cnt": batch_cnt})
     sizes = batch_cnt.tolist()
     if sum(sizes) != len(rows) or min(sizes, default=0) < 0:
         raise ValueError(f"{op}: {name}_batch_cnt must add up to the {len(rows)} rows of {name}, got {sizes}")

@@ -9,7 +9,7 @@ from typing import Any
 from mmengine.fileio import get_text
 
 from visdet.checks.similar_names import look_alike
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError, reading
 
 _REQUIRED_KEYS = {
     "images": ("id", "file_name", "height", "width"),
@@ -37,12 +37,11 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 
     Source: the format is https://cocodataset.org/#format-data.
     """
-    try:
-        content = json.loads(get_text(path, backend_args=backend_args))
-    except FileNotFoundError as error:
-        raise MissingFileError(f"annotation file {path} does not exist") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
+    with reading(f"annotation file {path}"):
+        try:
+            content = json.loads(get_text(path, backend_args=backend_args))
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise InvalidInputError(
             f"annotation file {path} must hold a JSON object, got a {type(content).__name__}"

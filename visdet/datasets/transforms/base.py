@@ -5,6 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from visdet.errors import InvalidInputError, UserError
+
+# What the names of results begin with, which other transforms read.
+_RESULTS = ("img", "ori_shape", "gt_", "instances", "points", "lidar")
+
 
 class BaseTransform(metaclass=ABCMeta):
     """A step of a data pipeline, which changes a dict of results and returns it.
@@ -32,7 +37,15 @@ class BaseTransform(metaclass=ABCMeta):
         """Return the changed results, or ``None`` to ask the data set for another image."""
 
     def __call__(self, results: dict) -> dict | None:
-        return self.transform(results)
+        try:
+            return self.transform(results)
+        except KeyError as error:
+            key = str(error.args[0])
+            if isinstance(error, UserError) or key in results or not key.startswith(_RESULTS):
+                raise
+            raise InvalidInputError(
+                f"{type(self).__name__}: the pipeline has no {key!r} yet; an earlier transform must give it"
+            ) from error
 
     def __repr__(self) -> str:
         settings = ", ".join(

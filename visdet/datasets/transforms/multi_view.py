@@ -10,7 +10,7 @@ from mmengine import fileio
 from mmengine.logging import print_log
 from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError, check_choice
+from visdet.errors import InvalidInputError, check_choice, reading
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
@@ -54,12 +54,8 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         return results
 
     def _read(self, path: str, camera: str, token: str | None) -> np.ndarray:
-        try:
+        with reading(f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token},"):
             content = fileio.get(path, backend_args=self.backend_args)
-        except FileNotFoundError as error:
-            raise MissingFileError(
-                f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token}, does not exist"
-            ) from error
         reason = ""
         try:
             image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
@@ -124,10 +120,8 @@ class LoadPointsFromFile(BaseTransform):
                 "LoadPointsFromFile and MultiScaleDepthMapGenerator out of the pipeline, and set depth_branch=None in "
                 "the model"
             )
-        try:
+        with reading(f"LoadPointsFromFile: {path}"):
             content = fileio.get(path, backend_args=self.backend_args)
-        except FileNotFoundError as error:
-            raise MissingFileError(f"LoadPointsFromFile: {path} does not exist") from error
         if len(content) % (4 * self.load_dim):
             raise InvalidInputError(
                 f"LoadPointsFromFile: {path} must hold rows of {self.load_dim} float32, got {len(content)} bytes"

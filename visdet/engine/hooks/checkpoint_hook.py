@@ -33,6 +33,13 @@ class CheckpointHook(_CheckpointHook):
             raise TypeError(
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
+        try:
+            self._names_differ()
+        except (AttributeError, LookupError, ValueError) as error:
+            raise ConfigError(
+                "CheckpointHook: filename_tmpl must be a text with {} in the place of the number, such as "
+                f"'iter_{{}}.pth', got {self.filename_tmpl!r}"
+            ) from error
 
     def before_train(self, runner: Any) -> None:
         """Create the folder of the checkpoints, and look there for the best checkpoint of the run that is resumed.

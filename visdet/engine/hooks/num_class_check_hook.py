@@ -5,6 +5,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
+from torch import nn
 from torch.utils.data import Dataset
 
 from visdet.registry import HOOKS
@@ -30,23 +31,26 @@ class NumClassCheckHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Check the data sets of the loops that have been built."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        heads = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(getattr(module, "num_classes", None), int)
-            and "head" in f"{name} {type(module)}".lower()
-        }
+        heads = classes_of_heads(model)
         datasets = {}
         for loader_name in ("train", "val", "test"):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
                 datasets[loader_name] = loop.dataloader.dataset
                 check_driving_data(model, f"{loader_name}_dataloader", loop.dataloader.dataset, loop)
-                for head_name, head in heads.items():
-                    _compare(
-                        head_name, head.num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset
-                    )
+                for head_name, num_classes in heads.items():
+                    _compare(head_name, num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset)
         _compare_lists(datasets)
+
+
+def classes_of_heads(model: nn.Module) -> dict[str, int]:
+    """Return the ``num_classes`` of each head of a model by its name."""
+    return {
+        name: module.num_classes
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "num_classes", None), int)
+        and "head" in f"{name} {type(module)}".lower()
+    }
 
 
 def _compare_lists(datasets: dict[str, Any]) -> None:

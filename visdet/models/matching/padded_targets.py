@@ -59,6 +59,11 @@ class PaddedTargets:
             if "gt_instances" not in sample:
                 raise InvalidInputError(f"loss: data_samples[{index}] has no gt_instances")
             instances = sample.gt_instances
+            if not {"bboxes", "labels"} <= set(instances.keys()):
+                raise InvalidInputError(
+                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, 4] and labels [N], got "
+                    f"{sorted(instances.keys())}; the pipeline needs LoadAnnotations with with_bbox=True"
+                )
             boxes.append(torch.as_tensor(instances.bboxes, dtype=torch.float32, device=device))
             labels.append(torch.as_tensor(instances.labels, dtype=torch.int64, device=device))
             if boxes[-1].shape != (len(labels[-1]), 4):

@@ -9,6 +9,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
+from .feature_maps import check_feature_maps
 
 _RELU = {"type": "ReLU"}
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
@@ -51,6 +52,7 @@ class ChannelMapper(BaseModule):
                 f"ChannelMapper: num_outs must be at least the number of inputs {len(in_channels)}, got {num_outs}"
             )
         options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "bias": bias}
+        self.in_channels = in_channels
         self.convs = nn.ModuleList(
             ConvModule(channels, out_channels, kernel_size, padding=(kernel_size - 1) // 2, **options)
             for channels in in_channels
@@ -64,10 +66,7 @@ class ChannelMapper(BaseModule):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l]."""
-        if len(inputs) != len(self.convs):
-            raise InvalidInputError(
-                f"ChannelMapper: inputs must be {len(self.convs)} feature maps, got {len(inputs)}"
-            )
+        check_feature_maps("ChannelMapper", inputs, self.in_channels)
         outs = [conv(level) for conv, level in zip(self.convs, inputs, strict=True)]
         coarsest = inputs[-1]
         for conv in self.extra_convs:

@@ -10,6 +10,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
+from .feature_maps import check_feature_maps
 
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 _NEAREST = {"mode": "nearest"}
@@ -75,7 +76,7 @@ class FPN(BaseModule):
                 f"got {num_outs}"
             )
         self.start_level = start_level
-        self.num_inputs = len(in_channels)
+        self.in_channels = in_channels
         self.num_extra = num_outs - len(used)
         self.add_extra_convs = "on_input" if add_extra_convs is True else add_extra_convs
         self.relu_before_extra_convs = relu_before_extra_convs
@@ -94,8 +95,7 @@ class FPN(BaseModule):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from the backbone's maps [B, C_l, H_l, W_l]."""
-        if len(inputs) != self.num_inputs:
-            raise InvalidInputError(f"FPN: inputs must be {self.num_inputs} feature maps, got {len(inputs)}")
+        check_feature_maps("FPN", inputs, self.in_channels)
         count = len(self.lateral_convs)
         used = inputs[self.start_level : self.start_level + count]
         laterals = [conv(level) for conv, level in zip(self.lateral_convs, used, strict=True)]

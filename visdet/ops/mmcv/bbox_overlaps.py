@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_real
+from .._arguments import check_real, check_tensors
 
 __all__ = ["bbox_overlaps"]
 
@@ -41,6 +41,7 @@ def bbox_overlaps(
     if offset not in (0, 1):
         raise ValueError(f"bbox_overlaps: offset must be 0 or 1, got {offset!r}")
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
+        check_tensors("bbox_overlaps", **{name: boxes})
         if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
         check_real("bbox_overlaps", **{name: boxes})

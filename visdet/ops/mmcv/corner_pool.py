@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_real
+from .._arguments import check_layout, check_real
 
 __all__ = ["CornerPool", "corner_pool"]
 
@@ -31,8 +31,7 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
     Source: CornerNet, arXiv 1808.01244; the modes are mmcv's.
     """
     _check(mode)
-    if x.dim() != 4:
-        raise ValueError(f"corner_pool: x must be [B, C, H, W], got {list(x.shape)}")
+    check_layout("corner_pool", "x", x, "[B, C, H, W]", None, None, None, None)
     check_real("corner_pool", x=x)
     dim, is_reversed = _DIRECTIONS[mode]
     if x.shape[dim] == 0:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import check_device, check_floating, pair
+from .._arguments import check_device, check_floating, check_layout, check_tensors, pair
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 
@@ -41,14 +41,13 @@ def masked_conv2d(
     """
     if pair(stride) != (1, 1):
         raise ValueError(f"masked_conv2d: stride must be 1, got {stride!r}")
-    if features.dim() != 4:
-        raise ValueError(f"masked_conv2d: features must be [B, C, H, W], got {list(features.shape)}")
-    B, _, H, W = features.shape
+    op = "masked_conv2d"
+    check_layout(op, "features", features, "[B, C, H, W]", None, None, None, None)
+    B, C, H, W = features.shape
+    check_tensors(op, mask=mask, bias=mask if bias is None else bias)
     if list(mask.shape) != [B, H, W]:
         raise ValueError(f"masked_conv2d: mask must be {[B, H, W]}, got {list(mask.shape)}")
-    if weight.dim() != 4 or weight.shape[1] != features.shape[1]:
-        expected = f"[C', {features.shape[1]}, KH, KW]"
-        raise ValueError(f"masked_conv2d: weight must be {expected}, got {list(weight.shape)}")
+    check_layout(op, "weight", weight, f"[C', {C}, KH, KW]", None, C, None, None)
     if bias is not None and list(bias.shape) != [weight.shape[0]]:
         raise ValueError(f"masked_conv2d: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     check_floating("masked_conv2d", features=features, weight=weight, bias=weight if bias is None else bias)

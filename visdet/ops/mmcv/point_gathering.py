@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_floating, check_integers, check_layout, computation_dtype
 from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
 
@@ -42,9 +42,14 @@ def group_points(
     check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
     B = features.shape[0]
     check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
-    # The gradient of a point in many groups is a sum, which needs float32.
-    grouped = gathered(features.to(computation_dtype(features)), indices.flatten(1)[..., None])
+    check_integers("group_points", indices=indices)
+    grouped = gathered(_wide(features), indices.flatten(1)[..., None])
     return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
+
+
+def _wide(features: Tensor) -> Tensor:
+    """Return features in float32 if they are 16-bit, because the gradient of a point in many groups is a sum."""
+    return features.to(computation_dtype(features)) if features.is_floating_point() else features
 
 
 def gather_points(
@@ -101,8 +106,9 @@ def stack_group_points(
     """
     check_layout("stack_group_points", "features", features, "[N, C]", None, None)
     check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
+    check_integers("stack_group_points", indices=indices)
     index = _stacked("stack_group_points", features, features_batch_cnt, indices, indices_batch_cnt)
-    return gathered(features.to(computation_dtype(features)), index, zeros_outside=True).to(features.dtype)
+    return gathered(_wide(features), index, zeros_outside=True).to(features.dtype)
 
 
 def stack_group_gradient(
@@ -155,6 +161,7 @@ def three_interpolate(
     check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
     check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
     check_floating("three_interpolate", features=features, weight=weight)
+    check_integers("three_interpolate", indices=indices)
     dtype = computation_dtype(features)
     # The gradient of a point is summed before it is rounded.
     return gathered(features.to(dtype), indices, weight.to(dtype)).to(features.dtype)
@@ -193,6 +200,7 @@ def assign_score_withk(
     check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
     floating = dict(point_features=point_features, center_features=center_features, scores=scores)
     check_floating("assign_score_withk", **floating)
+    check_integers("assign_score_withk", knn_idx=knn_idx)
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
     dtype = computation_dtype(point_features)

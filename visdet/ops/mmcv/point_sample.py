@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import check_floating, computation_dtype, pair
+from .._arguments import check_floating, check_tensors, computation_dtype, pair
 from .._roi_sampling import check_rois
 from ..tracing import is_traced, recorded_as_one
 
@@ -187,6 +187,7 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
 
     Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
+    check_tensors("point_sample", input=input, points=points)
     fits = points.dim() in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
     if input.dim() == 4 and not fits:
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_floating, check_layout, check_real, computation_dtype
+from .._arguments import check_floating, check_layout, check_real, check_tensors, computation_dtype
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
 
@@ -230,6 +230,7 @@ def roiaware_pool3d(
     """
     if mode not in ("max", "avg"):
         raise ValueError(f"roiaware_pool3d: mode must be 'max' or 'avg', got {mode!r}")
+    check_tensors("roiaware_pool3d", pts=pts)
     check_layout("roiaware_pool3d", "pts_feature", pts_feature, f"[{len(pts)}, C]", len(pts), None)
     check_real("roiaware_pool3d", pts_feature=pts_feature)
     size = (out_size,) * 3 if isinstance(out_size, int) else out_size

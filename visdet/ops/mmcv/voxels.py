@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._arguments import check_floating, check_layout, check_real, computation_dtype
+from .._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
 
 __all__ = [
     "bev_pool",
@@ -46,9 +46,9 @@ def dynamic_voxelize(
 
     Source: The signature is mmcv's.
     """
+    check_real("dynamic_voxelize", points=points)
     if points.dim() != 2 or points.shape[1] < ndim:
         raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
-    check_real("dynamic_voxelize", points=points)
     dtype, device = computation_dtype(points), points.device
     size, corners = (
         torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)
@@ -161,6 +161,10 @@ def scatter_to_voxels(
     if reduce_type not in REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
         raise ValueError(f"dynamic_scatter: reduce_type must be one of {names}, got {reduce_type!r}")
+    check_real("dynamic_scatter", feats=feats)
+    check_integers("dynamic_scatter", coors=coors)
+    if not coors.shape[1]:
+        raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
     if reduce_type == "mean":
         check_floating("dynamic_scatter", feats=feats)
     inside = (coors >= 0).all(1).nonzero()[:, 0]

@@ -1,0 +1,45 @@
+"""The names and the colours of classes in the meta information of data sets and checkpoints."""
+
+from typing import Any
+
+from visdet.errors import InvalidInputError
+
+from .palette import class_palette
+
+__all__ = ["checked_classes"]
+
+
+def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
+    """Return meta information with ``classes``, a tuple of names, and ``palette``, a list of a colour for each.
+
+    Args:
+        metainfo: a dict with ``classes``, a list of texts, and ``palette``, a list of (red, green, blue) from 0 to 255.
+            Without a palette, or if it is ``'random'``, colours are generated.
+        owner: what has the meta information, with which a message begins.
+
+    Raises:
+        InvalidInputError: the names or the colours are something else.
+    """
+    if not isinstance(metainfo, dict):
+        raise InvalidInputError(f"{owner} must be a dict with the key 'classes', got {metainfo!r:.200}")
+    classes, palette = metainfo.get("classes"), metainfo.get("palette")
+    if not isinstance(classes, list | tuple) or not all(isinstance(name, str) for name in classes):
+        hint = f"; for one class write ({classes!r},)" if isinstance(classes, str) else ""
+        raise InvalidInputError(f"{owner}['classes'] must be a tuple of names, got {classes!r:.200}{hint}")
+    if palette is None or (isinstance(palette, str) and palette == "random"):
+        palette = class_palette(len(classes))
+    if not isinstance(palette, list | tuple) or not all(map(_is_colour, palette)):
+        raise InvalidInputError(
+            f"{owner}['palette'] must be a list of colours (red, green, blue) from 0 to 255, got {palette!r:.200}"
+        )
+    if len(palette) < len(classes):
+        raise InvalidInputError(
+            f"{owner}['palette'] must have a colour for each of {len(classes)} classes, got {len(palette)}"
+        )
+    return {**metainfo, "classes": tuple(classes), "palette": [tuple(colour) for colour in palette]}
+
+
+def _is_colour(colour: Any) -> bool:
+    if not isinstance(colour, list | tuple) or len(colour) != 3:
+        return False
+    return all(isinstance(part, int) and 0 <= part <= 255 for part in colour)
