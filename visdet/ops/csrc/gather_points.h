@@ -76,28 +76,35 @@ struct Gather : GatherArrays<A, I, K> {
   A* output;
 
   VISDET_HOST_DEVICE void operator()(int64_t i) const {
-    const auto [b, first_m, first_c, end_m, end_c] = this->part(i);
-    for (int64_t m = first_m; m < end_m; ++m) {
-      const int64_t term = (b * this->M + m) * K;
-      const A* from[K];
-      for (int k = 0; k < K; ++k) {
-        const int64_t n = this->indices[term + k];
-        from[k] = this->counts(n) ? features + b * this->step_b + n * this->step_n : nullptr;
-      }
-      A totals[kChannels<K>];
+    const auto [b, m, c, end_m, end_c] = this->part(i);
+    const A* from = features + b * this->step_b + c * this->step_c;
+    A* to = output + (b * this->C + c) * this->M;
+#if defined(__CUDACC__)
+    A totals[kChannels<K>] = {};
+    for (int k = 0; k < K; ++k) {
+      const int64_t term = (b * this->M + m) * K + k, n = this->indices[term];
+      if (!this->counts(n)) continue;
+      const A factor = K == 1 ? A(1) : this->weight[term];
 #pragma unroll
-      for (int64_t j = 0; j < kChannels<K>; ++j) {
-        for (int k = 0; k < K; ++k) {
-          const bool counts = from[k] && first_c + j < end_c;
-          const A value = counts ? this->weighted(term + k, from[k][(first_c + j) * this->step_c]) : A(0);
-          totals[j] = k == 0 ? value : sum(totals[j], value);
-        }
-      }
-#pragma unroll
-      for (int64_t j = 0; j < kChannels<K>; ++j) {
-        if (first_c + j < end_c) output[(b * this->C + first_c + j) * this->M + m] = totals[j];
+      for (int j = 0; j < kChannels<K>; ++j) {
+        const A value = c + j < end_c ? product(factor, from[n * this->step_n + j * this->step_c]) : A(0);
+        totals[j] = k == 0 ? value : sum(totals[j], value);
       }
     }
+#pragma unroll
+    for (int j = 0; j < kChannels<K>; ++j)
+      if (c + j < end_c) to[j * this->M + m] = totals[j];
+#else
+    for (int64_t at = m; at < end_m; ++at) {
+      A total = 0;
+      for (int k = 0; k < K; ++k) {
+        const int64_t term = (b * this->M + at) * K + k, n = this->indices[term];
+        const A value = this->counts(n) ? this->weighted(term, from[n * this->step_n]) : A(0);
+        total = k == 0 ? value : total + value;
+      }
+      to[at] = total;
+    }
+#endif
   }
 };
 
