@@ -3,7 +3,7 @@
 # make test   set up, then lint, compile every .cu file, build the documentation, and run the tests
 # make docs   the documentation as a site, in work_dirs/docs
 # make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
-# make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment with mmcv-lite and mmdet (docs/mmcv_lite.md)
+# make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment of its own (docs/mmcv_lite.md)
 # make check-mmrotate  stock mmrotate 1.x configs on visdet's operators, in an environment of its own (docs/mmrotate.md)
 # make check-mmdet3d  stock mmdet3d 1.4 configs on visdet's operators, in an environment of its own (docs/mmdet3d.md)
 # make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
@@ -151,9 +151,12 @@ check-wheel: setup
 clean:
 	rm -rf build dist visdet_ops.egg-info visdet/ops/*.so .pytest_cache .ruff_cache .mypy_cache
 
-# PYTHON: of an environment with visdet, mmcv-lite, mmdet and tqdm.
-check-mmdet:
-	$(PYTHON) tools/check_mmdet_configs.py
+# mmdet 3.3 on mmcv-lite, in an environment of its own. PAA needs scikit-learn.
+MMDET ?= mmcv-lite==2.1.0 mmdet==3.3.0 scikit-learn tqdm
+check-mmdet: setup
+	$(PYTHON) -m venv $(VENV)-mmdet
+	$(VENV)-mmdet/bin/python -m pip install --quiet $(TORCH) mmengine $(MMDET)
+	PYTHONPATH=$(CURDIR) $(VENV)-mmdet/bin/python tools/check_mmdet_configs.py
 
 # mmrotate 1.x on mmcv-lite, in an environment of its own. mmrotate refuses newer versions of mmcv and mmdet.
 MMROTATE ?= mmrotate==1.0.0rc1 mmdet==3.0.0 mmcv-lite==2.0.1

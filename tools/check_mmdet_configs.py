@@ -1,6 +1,6 @@
 """Check that unmodified mmdet 3.3 configs run on mmcv-lite and visdet's operators.
 
-Each model runs one training step and one prediction. The environment needs mmcv-lite and mmdet.
+Each model runs one training step and one prediction. ``make check-mmdet`` makes an environment for it.
 """
 
 import argparse

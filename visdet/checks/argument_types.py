@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from numbers import Integral
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 
@@ -98,7 +98,8 @@ def _hints(target: Any) -> dict[str, Any]:
     for function in functions:
         if getattr(function, "__module__", "").startswith("visdet."):
             try:
-                hints |= get_type_hints(function)
+                # typing.get_type_hints makes everything with the default None optional before Python 3.11.
+                hints |= inspect.get_annotations(function, eval_str=True)
             except NameError:  # an annotation that exists for type checkers alone
                 continue
     return hints
