@@ -402,3 +402,13 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     for _, metrics, _ in outcomes:
         assert metrics == pytest.approx(expected)
     assert [num_rows for _, _, num_rows in outcomes] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"iou_thrs": given} for given in ([], [2], [-1], [0.5, 0])]
+    + [{"proposal_nums": given} for given in ((), (0,), (-1, 5))],
+)
+def test_thresholds_and_numbers_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"CocoMetric: {next(iter(wrong))} must be"):
+        coco_metric.CocoMetric(**wrong)
