@@ -404,6 +404,11 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     assert [num_rows for _, _, num_rows in outcomes] == [2, 0]
 
 
+def test_a_sample_without_an_id_is_one_message():
+    with pytest.raises(ValueError, match="a sample has no img_id, which must be among the meta_keys"):
+        coco_metric.CocoMetric().process({}, [{"pred_instances": {}}])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"iou_thrs": given} for given in ([], [2], [-1], [0.5, 0])]

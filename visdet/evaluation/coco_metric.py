@@ -160,6 +160,10 @@ class CocoMetric(BaseMetric):
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
+            if "img_id" not in sample:
+                raise InvalidInputError(
+                    "CocoMetric: a sample has no img_id, which must be among the meta_keys of PackDetInputs"
+                )
             name = f"CocoMetric: image {sample.get('img_path') or sample['img_id']!r}"
             given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
             check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})
