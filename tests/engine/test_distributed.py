@@ -22,6 +22,8 @@ def test_torchrun_is_noticed(monkeypatch):
 
 
 def test_pytorch_without_torchrun():
+    with pytest.raises(UserError, match="launcher must be 'none' or 'pytorch', got 'slurm'"):
+        checked_launcher("slurm")
     with pytest.raises(UserError, match="--launcher pytorch needs torchrun: torchrun --nproc-per-node 2"):
         checked_launcher("pytorch")
 

@@ -235,12 +235,13 @@ def test_metrics_say_what_they_return():
     [
         ("default_hooks__checkpoint__out_dir", "default_hooks.checkpoint.out_dir"),
         ("visualizer__save_dir", "visualizer.save_dir"),
+        ("val_evaluator__outfile_prefix", "val_evaluator.outfile_prefix"),
         ("work_dir", "--work-dir"),
     ],
 )
 def test_a_place_that_cannot_be_written(tmp_path, no_data, key, option):
     (tmp_path / "file").touch()
-    cfg = toy_config(tmp_path, **({} if key == "work_dir" else {key: str(tmp_path / "file" / "x")}))
+    cfg = toy_config(tmp_path, **({} if key == "work_dir" else {key: str(tmp_path / "file" / "x" / "y")}))
     if key == "work_dir":
         cfg.work_dir = str(tmp_path / "file" / "x")
     with pytest.raises(UserError, match=f"cannot be written: Not a directory.*{option}"):

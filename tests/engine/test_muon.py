@@ -122,7 +122,7 @@ def test_a_closure_is_called():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
         ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
         ({"min_size": 0}, "min_size must be a whole number of at least 1, got 0"),
     ],
@@ -164,3 +164,42 @@ def test_a_complex_matrix_is_left_to_adamw():
         parameter.grad = torch.full_like(parameter, 1 + 2j)
         optimizer.step()
     assert torch.equal(matrix, same)
+
+
+def moved(optimizer, parameter) -> torch.Tensor:
+    before = parameter.detach().clone()
+    parameter.grad = torch.arange(400.0).view(20, 20).sin()
+    optimizer.step()
+    return parameter.detach() - before
+
+
+def test_matrices_are_maximized_where_all_others_are():
+    ups_and_downs = []
+    for maximize in (False, True):
+        matrix = torch.nn.Parameter(torch.ones(20, 20))
+        optimizer = MuonWithAuxAdam([matrix], lr=1e-2, weight_decay=0, maximize=maximize)
+        ups_and_downs.append(moved(optimizer, matrix))
+    assert ups_and_downs[0].abs().max() > 0 and torch.allclose(ups_and_downs[0], -ups_and_downs[1], atol=1e-6)
+
+
+def test_groups_have_values_of_their_own_which_copies_keep():
+    matrices = [torch.nn.Parameter(torch.ones(20, 20)) for _ in range(2)]
+    groups = [{"params": matrices[:1], "momentum": 0.5}, {"params": matrices[1:], "min_size": 30}]
+    optimizer = MuonWithAuxAdam(groups, ns_steps=3)
+    assert [group["momentum"] for group in copy.deepcopy(optimizer).param_groups] == [0.5, 0.95]
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    optimizer.step()
+    assert ["momentum_buffer" in optimizer.state[matrix] for matrix in matrices] == [True, False]
+    with pytest.raises(ValueError, match="momentum must be a number"):
+        MuonWithAuxAdam([{"params": matrices, "momentum": 2}])
+
+
+def test_states_of_adamw_and_of_earlier_versions_are_loaded():
+    matrix = torch.nn.Parameter(torch.ones(20, 20))
+    adamw = torch.optim.AdamW([matrix])
+    moved(adamw, matrix)
+    optimizer = MuonWithAuxAdam([matrix], momentum=0.5)
+    optimizer.load_state_dict(adamw.state_dict())
+    assert moved(optimizer, matrix).abs().max() > 0
+    assert optimizer.param_groups[0]["momentum"] == 0.5 and "exp_avg" not in optimizer.state[matrix]

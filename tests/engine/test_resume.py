@@ -349,6 +349,34 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         train(tmp_path, resume=str(weights_only))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("meta",), {}, r"it has no count in meta\['epoch'\], but None, count in meta\['iter'\], but None"),
+        (("meta", "iter"), -1, r"it has no count in meta\['iter'\], but -1"),
+        (("meta", "iter"), "5", r"it has no count in meta\['iter'\], but '5'"),
+        (("message_hub",), {}, r"it has no message_hub\['log_scalars'\]"),
+        (("param_schedulers",), 5, "it has no list of param_schedulers"),
+    ],
+)
+def test_a_training_state_that_lacks_a_part_cannot_be_resumed(tmp_path, path, value, message):
+    train(tmp_path, train_cfg__max_iters=5)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path, resume=str(tmp_path / "other.pth"))
+
+
+def test_a_pointer_that_is_no_text_is_passed_over(tmp_path):
+    train(tmp_path, train_cfg__max_iters=5)
+    (tmp_path / "last_checkpoint").write_bytes(b"\xff")
+    assert train(tmp_path, resume="auto", train_cfg__max_iters=6).iter == 6
+
+
 def test_another_optimizer_cannot_be_resumed(tmp_path):
     train(tmp_path, train_cfg__max_iters=5)
     sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))

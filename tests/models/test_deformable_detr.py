@@ -349,6 +349,16 @@ def _changed(part, **options):
             "num_feats must be the encoder's .* 16, got 12",
         ),
         (_changed("bbox_head", embed_dims=256), ValueError, "bbox_head.embed_dims must be .* 16, got 256"),
+        (
+            config(test_cfg={"max_per_img": -1}),
+            ValueError,
+            r"max_per_img'\] must be a positive",
+        ),
+        (
+            config(test_cfg={"max_per_img": "x"}),
+            ValueError,
+            r"max_per_img'\] must be a positive",
+        ),
         (_changed("bbox_head", num_classes=0), ValueError, "num_classes must be at least 1, got 0"),
         (_changed("bbox_head", type="DeformableDETRHed"), KeyError, "DeformableDETRHead"),
         (_changed("decoder", return_intermediate=False), ValueError, "return_intermediate must be True"),

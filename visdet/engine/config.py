@@ -104,6 +104,8 @@ def load_config(
     path = cfg.filename or "config"
     known_before = set(cfg)
     for option, value in (options or {}).items():
+        if not isinstance(option, str):
+            raise InvalidTypeError(f"options must have texts as keys, got {option!r}")
         _set_option(cfg, option, value)
     _import_custom_modules(cfg, path)
     remarks = _check_options(options or {}, known_before, path)

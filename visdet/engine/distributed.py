@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from visdet.errors import check_choice
 from visdet.registry import MODEL_WRAPPERS
 
 from .errors import UserError
@@ -21,6 +22,7 @@ def checked_launcher(launcher: str | None) -> str:
     """
     if launcher is None:
         launcher = "pytorch" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
+    check_choice("launcher", launcher, ("none", "pytorch"))
     if launcher == "none":
         return launcher
     if "RANK" not in os.environ:

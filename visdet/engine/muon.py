@@ -29,7 +29,7 @@ class MuonWithAuxAdam(AdamW):
     AdamW's second moment is not kept for them.
 
     Args:
-        params: parameters or parameter groups.
+        params: parameters or groups, which may have a ``momentum``, ``ns_steps`` or ``min_size`` of their own.
         lr: the learning rate.
         momentum: the decay of the momentum of matrices, in [0, 1). The momentum is Nesterov's.
         ns_steps: the number of Newton-Schulz iterations, at least 1.
@@ -54,19 +54,32 @@ class MuonWithAuxAdam(AdamW):
         min_size: int = 16,
         **adamw: Any,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise InvalidInputError(f"MuonWithAuxAdam: momentum must be in [0, 1), got {momentum}")
-        for name, value in (("ns_steps", ns_steps), ("min_size", min_size)):
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInputError(
-                    f"MuonWithAuxAdam: {name} must be a whole number of at least 1, got {value!r}"
-                )
         super().__init__(params, lr=lr, **adamw)
         # A GradScaler then looks for infinite gradients itself and skips the step. It would leave that to fused AdamW.
         self._step_supports_amp_scaling = False
-        self.momentum = momentum
-        self.ns_steps = ns_steps
-        self.min_size = min_size
+        self.defaults.update(momentum=momentum, ns_steps=ns_steps, min_size=min_size)
+        self._complete_groups()
+        for group in self.param_groups:
+            if not isinstance(group["momentum"], int | float) or not 0 <= group["momentum"] < 1:
+                raise InvalidInputError(
+                    f"MuonWithAuxAdam: momentum must be a number in [0, 1), got {group['momentum']!r}"
+                )
+            for name in ("ns_steps", "min_size"):
+                value = group[name]
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise InvalidInputError(
+                        f"MuonWithAuxAdam: {name} must be a whole number of at least 1, got {value!r}"
+                    )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._complete_groups()
+
+    def _complete_groups(self) -> None:
+        """Give every group the values of Muon, which AdamW and earlier checkpoints do not know."""
+        for group in self.param_groups:
+            for name in ("momentum", "ns_steps", "min_size"):
+                group.setdefault(name, self.defaults[name])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -81,41 +94,43 @@ class MuonWithAuxAdam(AdamW):
                 of_shape: dict[Any, list[Tensor]] = defaultdict(list)
                 for parameter in group["params"]:
                     gradient = parameter.grad
-                    if gradient is not None and self._is_matrix(gradient):
+                    if gradient is not None and _is_matrix(gradient, group["min_size"]):
                         gradients[parameter] = gradient
                         of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
                         parameter.grad = None  # so that AdamW passes it by
                 for parameters in of_shape.values():
                     same = [gradients[parameter] for parameter in parameters]
-                    self._update(parameters, same, group["lr"], group["weight_decay"])
+                    self._update(parameters, same, group)
             super().step()
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         return loss
 
-    def _is_matrix(self, gradient: Tensor) -> bool:
-        is_plain = gradient.layout == torch.strided and gradient.is_floating_point()
-        return is_plain and gradient.ndim == 2 and min(gradient.shape) >= self.min_size
-
-    def _update(
-        self, parameters: list[Tensor], gradients: list[Tensor], lr: float, weight_decay: float
-    ) -> None:
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
+        lr, decay = group["lr"], group["momentum"]
         directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            gradient = -gradient if group["maximize"] else gradient
             state = self.state[parameter]
-            if not state:
+            if "momentum_buffer" not in state:  # The state may be AdamW's.
+                state.clear()
                 state["step"] = torch.zeros(())  # AdamW expects it in a state that it loads.
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["step"] += 1
-            momentum = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-            directions.append(gradient.lerp(momentum, self.momentum))
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - decay)
+            directions.append(gradient.lerp(momentum, decay))
         scale = lr * _RMS_OF_ADAMW * max(parameters[0].shape) ** 0.5
         for parameter, update in zip(
-            parameters, orthogonalized(torch.stack(directions), self.ns_steps), strict=True
+            parameters, orthogonalized(torch.stack(directions), group["ns_steps"]), strict=True
         ):
-            parameter.mul_(1 - lr * weight_decay).add_(update, alpha=-scale)
+            parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-scale)
+
+
+def _is_matrix(gradient: Tensor, min_size: int) -> bool:
+    is_plain = gradient.layout == torch.strided and gradient.is_floating_point()
+    return is_plain and gradient.ndim == 2 and min(gradient.shape) >= min_size
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:

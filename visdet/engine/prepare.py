@@ -44,6 +44,11 @@ def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
     parts |= {
         f"visualizer.vis_backends.{k}": part for k, part in enumerate(drawing.get("vis_backends") or ())
     }
+    for stage in ("val_evaluator", "test_evaluator"):
+        metrics = cfg.get(stage)
+        for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
+            if isinstance(metric, dict) and isinstance(prefix := metric.get("outfile_prefix"), str):
+                yield os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=..."
     for path, part in parts.items():
         for key in keys:
             folder = part.get(key) if isinstance(part, dict) else None

@@ -90,7 +90,7 @@ def train(
     reports = [hook for hook in runner.hooks if isinstance(hook, RunReportHook)]
     return TrainingResult(
         runner.work_dir,
-        pointer.read_text().strip() if pointer.is_file() else None,
+        pointer.read_text(errors="replace").strip() if pointer.is_file() else None,
         runner.message_hub.get_info("best_ckpt"),
         dict(reports[0].metrics) if reports else {},
     )

@@ -105,7 +105,13 @@ class CocoMetric(BaseMetric):
         self.format_only = format_only
         self.outfile_prefix = outfile_prefix
         self.iou_thrs = np.linspace(0.5, 0.95, 10) if iou_thrs is None else np.atleast_1d(iou_thrs)
+        if not self.iou_thrs.size or not ((self.iou_thrs > 0) & (self.iou_thrs <= 1)).all():
+            raise InvalidInputError(
+                f"CocoMetric: iou_thrs must be numbers above 0 and up to 1, got {iou_thrs}"
+            )
         self.proposal_nums = sorted(proposal_nums)
+        if not proposal_nums or self.proposal_nums[0] < 1:
+            raise InvalidInputError(f"CocoMetric: proposal_nums must be positive, got {proposal_nums}")
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
         self.metric_items = list(metric_items or _PRECISIONS)
@@ -154,6 +160,10 @@ class CocoMetric(BaseMetric):
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
+            if "img_id" not in sample:
+                raise InvalidInputError(
+                    "CocoMetric: a sample has no img_id, which must be among the meta_keys of PackDetInputs"
+                )
             name = f"CocoMetric: image {sample.get('img_path') or sample['img_id']!r}"
             given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
             check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})

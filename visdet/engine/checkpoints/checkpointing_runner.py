@@ -72,6 +72,7 @@ class CheckpointingRunner(Runner):
         lacking = [
             key for key in ("optimizer", "message_hub", "meta") if not isinstance(checkpoint.get(key), dict)
         ]
+        lacking = lacking or _incomplete_parts(checkpoint)
         if lacking:
             raise CheckpointError(
                 f"checkpoint {self._load_from} cannot be resumed: it has no {', '.join(lacking)}. To start training "
@@ -333,6 +334,19 @@ def _wrappers(wrapper: Any) -> dict[str, Any]:
 def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers of a wrapper by their names. A single optimizer has the name ""."""
     return {name: one.optimizer for name, one in _wrappers(wrapper).items()}
+
+
+def _incomplete_parts(checkpoint: dict[str, Any]) -> list[str]:
+    """Return what a checkpoint with all parts of a training state lacks in one of them."""
+    missing = {"log_scalars", "runtime_info", "resumed_keys"} - set(checkpoint["message_hub"])
+    lacking = [f"message_hub[{key!r}]" for key in sorted(missing)]
+    if not isinstance(checkpoint.get("param_schedulers", []), list | dict):
+        lacking.append("list of param_schedulers")
+    for key in ("epoch", "iter"):
+        count = checkpoint["meta"].get(key)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            lacking.append(f"count in meta[{key!r}], but {count!r}")
+    return lacking
 
 
 def _ends(schedulers: Any) -> list[int]:

@@ -32,7 +32,7 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
     """
     folder = Path(work_dir)
     pointer = folder / LAST_CHECKPOINT
-    named = pointer.read_text().strip() if pointer.is_file() else ""
+    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
     if named and not any(folder.glob("*.pth")) and Path(named).is_file():
         folder = Path(named).parent
     # A link may point at a file that has been removed.

@@ -100,6 +100,11 @@ class DeformableDETRHead(BaseModule):
         self.sync_cls_avg_factor = sync_cls_avg_factor
         self.as_two_stage = as_two_stage
         self.test_cfg = dict(test_cfg or {})
+        most = self.test_cfg.get("max_per_img", 1)
+        if not isinstance(most, int) or most < 1:
+            raise InvalidInputError(
+                f"DeformableDETRHead: test_cfg['max_per_img'] must be a positive whole number, got {most!r}"
+            )
         self.assigner = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
         self.loss_cls = MODELS.build(loss_cls)
         self.loss_bbox = MODELS.build(loss_bbox)
