@@ -46,8 +46,10 @@ _REGISTRIES = {
 _LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (mmengine, torch))
 _LIBRARIES += (contextlib.__file__, collections.__file__, enum.__file__)
 _OURS = os.path.dirname(registry.__file__) + os.sep
-_REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
-_REFUSALS += (RuntimeError, TypeError, ValueError)
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError),
+    *(LookupError, RuntimeError, TypeError, ValueError),
+)
 
 
 @contextmanager

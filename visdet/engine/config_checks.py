@@ -64,8 +64,10 @@ _MOST = {
 }
 _OF_NORM = {"error_if_nonfinite", "foreach", "norm_type"}
 _MAY_BE_NONE = ("*_dataloader.prefetch_factor", "randomness.seed")
-_FLAGS = ("allow_nonfinite_weights", "find_unused_parameters", "graph", "strict_load", "trust_checkpoint")
-_FLAGS += ("env_cfg.cudnn_benchmark", "randomness.deterministic", "randomness.diff_rank_seed")
+_FLAGS = (
+    *("allow_nonfinite_weights", "find_unused_parameters", "graph", "strict_load", "trust_checkpoint"),
+    *("env_cfg.cudnn_benchmark", "randomness.deterministic", "randomness.diff_rank_seed"),
+)
 _OF_RANDOMNESS = {"deterministic", "diff_rank_seed", "seed"}
 
 

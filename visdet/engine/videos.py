@@ -40,7 +40,9 @@ def written_as_video(
 
 
 def _is_same_file(source: str | None, path: str) -> bool:
-    return bool(source) and all(map(os.path.exists, (source, path))) and os.path.samefile(source, path)
+    if source is None or not os.path.exists(source) or not os.path.exists(path):
+        return False
+    return os.path.samefile(source, path)
 
 
 def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:

@@ -63,8 +63,9 @@ def gather_gradient(
     inputs = features, indices, weight, zeros_outside
     if _library.serves(features) and not _library.needs_order(features):
         return torch.ops.visdet.gather_points_backward.default(grad_output, *inputs, True, False)[0]
-    needed = True, False, False, False
-    return gradients_of(gather_points_reference, grad_output, inputs, needed)[0]
+    gradient, *_ = gradients_of(gather_points_reference, grad_output, inputs, (True, False, False, False))
+    assert gradient is not None
+    return gradient
 
 
 def stacked_indices(

@@ -52,7 +52,8 @@ def recorded_as_one(
 
     def backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         needed = [place < leaves for place in range(len(arguments))]
-        return [grad.contiguous() for grad in gradients_of(function, grad_output, arguments, needed)[:leaves]]
+        found = gradients_of(function, grad_output, arguments, needed)
+        return [grad.contiguous() for grad in found if grad is not None]
 
     def fake_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         return [tensor.new_empty(tensor.shape) for tensor in arguments[:leaves]]
