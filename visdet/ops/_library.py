@@ -1,30 +1,21 @@
 """Loads the two operator libraries, and raises errors that say how to build a missing one."""
 
 import ctypes
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-
-from .tracing import gradients_of, is_traced
 
 __all__ = [
     "CONSTANTS",
-    "Gradient",
     "NotBuiltError",
     "build_info",
     "declares",
-    "differentiable",
-    "differentiable_once",
     "explain_missing_cuda",
     "is_loaded",
     "kernel_device",
@@ -170,224 +161,6 @@ def explain_missing_cuda(*operators: str) -> None:
 
     for operator in operators:
         torch.library.impl(f"visdet::{operator}", "cuda", not_built)
-
-
-def differentiable(
-    name: str,
-    shape: Callable[[Any], Any],
-    *,
-    layouts: Mapping[str, str] | None = None,
-    gradient: "Callable[[str], Any] | None" = None,
-) -> Callable[..., Any]:
-    """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
-
-    The schema in C++ declares the arguments.
-
-    The registered gradient serves ``torch.compile``, exports, traces, ``torch.func.vmap`` and callers of
-    ``torch.ops.visdet``. The transforms of ``torch.func`` that differentiate refuse it. An eager call of the returned
-    function uses an ``autograd.Function`` instead. That takes less time on the host than torch's wrapper of a
-    registered gradient, and differentiating it twice raises an error. The returned function refuses tensors with a
-    tangent, because torch would return a tangent of zeros.
-
-    Args:
-        shape: a function that returns empty results of the right shapes and types. Its argument has the operator's
-            arguments as attributes.
-        layouts: the dimensions of the tensors whose shapes it reads, such as {"images": "[B, C, H, W]"}.
-        gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
-            ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
-    """
-    if not declares(name):
-        return lambda *_: require_cpu()
-    rule = (gradient or Gradient)(name)
-    reference = getattr(rule, "reference", None)
-    torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
-    torch.library.register_fake(f"visdet::{name}_backward", rule.fake)
-    torch.library.register_autograd(f"visdet::{name}", rule.backward, setup_context=rule.save)
-    explain_missing_cuda(name, f"{name}_backward")
-    operator = getattr(torch.ops.visdet, name).default
-
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
-            rule.save(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            if reference or not torch.is_grad_enabled():
-                return rule.backward(ctx, *grad_outputs)
-            # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
-            read = _ReadContext(ctx)
-            return backward_once(read, len(grad_outputs), *grad_outputs, *read.saved_tensors)
-
-    @torch.autograd.function.once_differentiable
-    def backward_once(ctx: Any, count: int, *tensors: Any) -> Any:
-        return rule.backward(ctx, *tensors[:count])
-
-    def call(*inputs: Any) -> Any:
-        if reference and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
-            return reference(*inputs)
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, inputs)
-        if is_traced():
-            return operator(*inputs)
-        if torch.is_grad_enabled():
-            return Eager.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
-
-    return call
-
-
-def without_gradient(name: str, shape: Callable[[Any], Any], **layouts: str) -> None:
-    """Register the shapes of ``visdet::<name>``, which has no gradient, if the library has it.
-
-    ``shape`` and ``layouts`` are those of ``differentiable``.
-    """
-    if declares(name):
-        torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
-        explain_missing_cuda(name)
-
-
-class Gradient:
-    """The gradient of ``visdet::<name>``, which its schema and that of ``visdet::<name>_backward`` describe.
-
-    The second takes ``grad_output``, the arguments of the first, tensors first, and flags: ``needs_<argument>`` and
-    ``deterministic``. It returns a ``grad_<argument>`` for each argument that has a gradient, with the argument's shape
-    (or empty if it is not needed) and type.
-
-    Args:
-        name: the operator.
-        wide: an argument in whose type the gradient of the result is passed on. The default is its own type.
-        channels_last: the arguments whose gradients are channels last where they are so themselves.
-        reference: the operator in plain torch, whose gradients are differentiable, and deterministic where the operator
-            without a flag ``deterministic`` is not, on CUDA.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        wide: str | None = None,
-        channels_last: Sequence[str] = (),
-        reference: Callable[..., Tensor] | None = None,
-    ) -> None:
-        operator = self._operator = getattr(torch.ops.visdet, f"{name}_backward").default
-        arguments = getattr(torch.ops.visdet, name).default._schema.arguments
-        names = [argument.name for argument in arguments]
-        given = [argument.name for argument in operator._schema.arguments]
-        results = [result.name.removeprefix("grad_") for result in operator._schema.returns]
-        self._given, self._results, self._channels_last = given, results, channels_last
-        self._flags = [
-            None if flag == "deterministic" else names.index(flag.removeprefix("needs_"))
-            for flag in given[1 + len(names) :]
-        ]
-        self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
-        assert given[: 1 + len(names)] == ["grad_output", *names] and set(results) <= set(names), name
-        self._wide = None if wide is None else names.index(wide)
-        self.reference = reference
-        # The gradients of the arguments are the results and, for the arguments without one, the None behind them.
-        self._in_order = itemgetter(*(results.index(name) if name in results else -1 for name in names))
-
-    def fake(self, *inputs: Any, **options: Any) -> Any:
-        given = dict(zip(self._given, inputs, strict=False)) | options
-
-        def empty(name: str) -> Tensor:
-            tensor = given[name]
-            if not given.get(f"needs_{name}", True):
-                return tensor.new_empty(0)
-            is_channels_last = name in self._channels_last and tensor.is_contiguous(
-                memory_format=torch.channels_last
-            )
-            return torch.empty_like(tensor) if is_channels_last else tensor.new_empty(tensor.shape)
-
-        gradients = tuple(empty(name) for name in self._results)
-        return gradients if len(gradients) > 1 else gradients[0]
-
-    def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[: self._tensors])
-        ctx.numbers = inputs[self._tensors :]
-
-    def backward(self, ctx: Any, grad_output: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        if self.reference and (torch.is_grad_enabled() or needs_order(grad_output)):
-            return gradients_of(self.reference, grad_output, (*tensors, *ctx.numbers), ctx.needs_input_grad)
-        if self._wide is not None:
-            grad_output = grad_output.to(tensors[self._wide].dtype)
-        flags = [
-            torch.are_deterministic_algorithms_enabled() if index is None else ctx.needs_input_grad[index]
-            for index in self._flags
-        ]
-        found = self._operator(grad_output, *tensors, *ctx.numbers, *flags)
-        return self._in_order((*found, None) if isinstance(found, tuple) else (found, None))
-
-
-def needs_order(tensor: Tensor) -> bool:
-    """Return whether sums to which threads of a GPU add in any order are refused."""
-    return torch.are_deterministic_algorithms_enabled() and kernel_device(tensor) == "cuda"
-
-
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward of an ``autograd.Function`` such that differentiating its results raises an error.
-
-    torch's ``once_differentiable`` raises it only if the gradients of the outputs have gradients themselves. Most
-    results depend on the inputs, too, and that part of a second derivative would be missing without a word.
-    """
-
-    @torch.autograd.function.once_differentiable
-    def backward_once(ctx: Any, _: Tensor, *grad_outputs: Any) -> Any:
-        return backward(ctx, *grad_outputs)
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grad_outputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grad_outputs)
-        return backward_once(ctx, torch.empty(0, requires_grad=True), *grad_outputs)
-
-    return checked
-
-
-class _ReadContext:
-    """A node's context whose saved tensors have been read, which activation checkpointing allows only once."""
-
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
-        self.saved_tensors = ctx.saved_tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-
-def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str]) -> Callable[..., Any]:
-    """Return ``shape`` as a function of the operator's arguments, with checks of their dimensions and devices.
-
-    torch calls it for a tensor without data beside a first tensor with data, too, where the result would be numbers
-    that nothing has computed.
-    """
-    names = [argument.name for argument in getattr(torch.ops.visdet, name).default._schema.arguments]
-
-    def fake(*inputs: Any, **options: Any) -> Any:
-        given = SimpleNamespace(**dict(zip(names, inputs, strict=False)), **options)
-        device = inputs[0].device
-        for argument, tensor in vars(given).items():
-            if device.type != "meta" and isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                raise RuntimeError(
-                    f"{name}: {argument} must be on the device {device} of {names[0]}, got meta"
-                )
-        for argument, layout in layouts.items():
-            tensor = getattr(given, argument)
-            if tensor.dim() != layout.count(",") + 1:
-                raise RuntimeError(f"{name}: {argument} must be {layout}, got {tuple(tensor.shape)}")
-        return shape(given)
-
-    return fake
-
-
-def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
-    for tensor in inputs:
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{name}: forward-mode derivatives (jvp, jacfwd) are not implemented")
 
 
 def build_info() -> dict[str, Any]:

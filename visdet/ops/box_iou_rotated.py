@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_layout, check_real
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
@@ -175,4 +175,4 @@ def _result(given: Any) -> Tensor:
     return given.boxes1.new_empty((M,) if given.is_aligned else (M, N))
 
 
-_library.without_gradient("box_iou_rotated", _result, boxes1="[M, D]", boxes2="[N, D]")
+_registration.without_gradient("box_iou_rotated", _result, boxes1="[M, D]", boxes2="[N, D]")

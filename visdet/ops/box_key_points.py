@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_real
 
 __all__ = ["box_key_points", "box_key_points_reference"]
@@ -67,7 +67,7 @@ def box_key_points_reference(
     return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + centre
 
 
-_box_key_points = _library.differentiable(
+_box_key_points = _registration.differentiable(
     "box_key_points",
     lambda given: given.anchors.new_empty(
         *given.anchors.shape[:2], given.fixed.shape[0] + given.logits.shape[2] // 3, 3

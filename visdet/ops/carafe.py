@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
@@ -75,7 +75,7 @@ def carafe_reference(
     return output.view(B, C, H * s, W * s).to(features.dtype)
 
 
-_carafe = _library.differentiable(
+_carafe = _registration.differentiable(
     "carafe",
     lambda given: given.features.new_empty(
         *given.features.shape[:2], *(size * given.scale_factor for size in given.features.shape[2:])

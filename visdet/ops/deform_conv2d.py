@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _torchvision
+from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
 from ._deform_conv_inputs import Pair, check_shapes, output_shape, tap_positions
 from ._deform_conv_torchvision import convolve_by_torchvision
@@ -229,7 +229,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
 
 
-_deform_conv2d = _library.differentiable(
+_deform_conv2d = _registration.differentiable(
     "deform_conv2d",
     lambda given: given.input.new_empty(given.input.shape[0], given.weight.shape[0], *given.offset.shape[2:]),
     gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_real, check_tensors, computation_dtype, pair
 from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
 from .roi_align import roi_align
@@ -108,7 +108,7 @@ def deform_roi_pool_reference(
     )
 
 
-_deform_roi_pool = _library.differentiable(
+_deform_roi_pool = _registration.differentiable(
     "deform_roi_pool",
     lambda given: given.input.new_empty(
         given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width

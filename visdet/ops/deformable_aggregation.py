@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_device, check_real, computation_dtype, integer_table
 
 __all__ = [
@@ -211,7 +211,7 @@ def as_tables(
     return shapes, starts
 
 
-_deformable_aggregation = _library.differentiable(
+_deformable_aggregation = _registration.differentiable(
     "deformable_aggregation",
     lambda given: given.features.new_empty(
         given.features.shape[0], given.locations.shape[1], given.features.shape[2]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_real, computation_dtype
 from .deformable_aggregation import as_tables, deformable_aggregation_reference
 
@@ -128,7 +128,7 @@ def deformable_aggregation_fused_reference(
     )
 
 
-_deformable_aggregation_fused = _library.differentiable(
+_deformable_aggregation_fused = _registration.differentiable(
     "deformable_aggregation_fused",
     lambda given: given.features.new_empty(
         given.features.shape[0], given.key_points.shape[1], given.features.shape[2]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_device, check_real, computation_dtype
 from .deformable_aggregation import as_tables
 
@@ -104,7 +104,7 @@ def deformable_aggregation_with_depth_reference(
     return out.to(features.dtype)
 
 
-_deformable_aggregation_with_depth = _library.differentiable(
+_deformable_aggregation_with_depth = _registration.differentiable(
     "deformable_aggregation_with_depth",
     lambda given: given.features.new_empty(
         given.features.shape[0], given.locations.shape[1], given.features.shape[2]

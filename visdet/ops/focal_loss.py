@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = [
@@ -149,7 +149,7 @@ def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
     return torch.where(is_class, weight[target.clamp(0, weight.shape[0] - 1)], 1.0)
 
 
-_sigmoid_focal_loss = _library.differentiable(
+_sigmoid_focal_loss = _registration.differentiable(
     "sigmoid_focal_loss",
     lambda given: given.input.new_empty(given.input.shape),
 )

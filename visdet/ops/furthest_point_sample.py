@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_layout, check_real, check_tensors, computation_dtype
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
@@ -91,7 +91,7 @@ def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: b
     return samples.T.int()
 
 
-_library.without_gradient(
+_registration.without_gradient(
     "furthest_point_sample",
     lambda given: given.points.new_empty((given.points.shape[0], given.num_points), dtype=torch.int32),
     points="[B, N, 3]",

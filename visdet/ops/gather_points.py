@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from .tracing import gradients_of
 
 __all__ = ["gather_gradient", "gather_points_reference", "gathered", "stacked_indices"]
@@ -61,7 +61,7 @@ def gather_gradient(
     features = grad_output.new_zeros(()).expand(sizes)
     weight = grad_output.new_empty(0) if weight is None else weight
     inputs = features, indices, weight, zeros_outside
-    if _library.serves(features) and not _library.needs_order(features):
+    if _library.serves(features) and not _registration.needs_order(features):
         return torch.ops.visdet.gather_points_backward.default(grad_output, *inputs, True, False)[0]
     gradient, *_ = gradients_of(gather_points_reference, grad_output, inputs, (True, False, False, False))
     assert gradient is not None
@@ -94,15 +94,15 @@ def stacked_indices_reference(indices: Tensor, sizes: Tensor, groups: Tensor) ->
     return torch.where((indices >= 0) & (indices < sizes[cloud]), indices + start[cloud], -1)
 
 
-_gather_points = _library.differentiable(
+_gather_points = _registration.differentiable(
     "gather_points",
     lambda given: given.features.new_empty(
         given.indices.shape[0], given.features.shape[1], given.indices.shape[1]
     ),
     layouts={"indices": "[B, M, K]"},
-    gradient=partial(_library.Gradient, reference=gather_points_reference),
+    gradient=partial(_registration.Gradient, reference=gather_points_reference),
 )
-_library.without_gradient(
+_registration.without_gradient(
     "stacked_indices",
     lambda given: given.indices.new_empty(given.indices.shape, dtype=torch.int64),
     indices="[M, K]",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_real
 from .mahalanobis_distance import in_computation_type, mahalanobis_distance_reference
 from .tracing import recorded_as_one
@@ -97,7 +97,7 @@ _space_order = recorded_as_one(
 )
 
 
-_gaussian_field = _library.differentiable(
+_gaussian_field = _registration.differentiable(
     "gaussian_field",
     lambda given: given.points.new_empty(given.points.shape[0]),
     layouts={"points": "[B, 3]"},

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_real, check_tensors, computation_dtype
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
@@ -78,7 +78,7 @@ def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, 
     return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
 
 
-_mahalanobis_distance = _library.differentiable(
+_mahalanobis_distance = _registration.differentiable(
     "mahalanobis_distance",
     lambda given: given.points.new_empty(given.points.shape[0], given.means.shape[0]),
     layouts={"points": "[B, 3]", "means": "[N, 3]"},

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_device, check_real, computation_dtype
 from ._level_tables import level_starts_of, level_tables
 
@@ -105,7 +105,7 @@ def ms_deform_attn_reference(
     return out.permute(0, 3, 1, 2).reshape(B, Q, G * C).to(value.dtype)
 
 
-_ms_deform_attn = _library.differentiable(
+_ms_deform_attn = _registration.differentiable(
     "ms_deform_attn",
     lambda given: given.value.new_empty(
         given.value.shape[0], given.locations.shape[1], given.value.shape[2] * given.value.shape[3]

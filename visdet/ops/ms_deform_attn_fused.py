@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_device, check_real, computation_dtype
 from ._level_tables import MAX_HOST_LEVELS, level_tables
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
@@ -152,7 +152,7 @@ def _has_kernel(value: Tensor, level_shapes: Tensor) -> bool:
     return value.device.type in ("cpu", "meta")
 
 
-_ms_deform_attn_fused = _library.differentiable(
+_ms_deform_attn_fused = _registration.differentiable(
     "ms_deform_attn_fused",
     lambda given: given.value.new_empty(
         given.value.shape[0], given.offsets.shape[1], given.value.shape[2] * given.value.shape[3]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _torchvision
+from . import _library, _registration, _torchvision
 from ._arguments import check_real
 from ._classes import check_classes, class_by_class
 from ._renamed import renamed_arguments
@@ -192,7 +192,7 @@ def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-_library.without_gradient(
+_registration.without_gradient(
     "nms",
     lambda given: given.boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64),
 )

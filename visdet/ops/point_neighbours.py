@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _registration
 from ._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
 
 __all__ = [
@@ -269,5 +269,5 @@ def _results(given: Any, count: int) -> tuple[Tensor, Tensor]:
 
 
 _LAYOUTS = {"xyz": "[B, N, 3]", "center_xyz": "[B, M, 3]"}
-_library.without_gradient("ball_query", lambda given: _results(given, given.count)[0], **_LAYOUTS)
-_library.without_gradient("knn", lambda given: _results(given, given.k), **_LAYOUTS)
+_registration.without_gradient("ball_query", lambda given: _results(given, given.count)[0], **_LAYOUTS)
+_registration.without_gradient("knn", lambda given: _results(given, given.k), **_LAYOUTS)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _library, _torchvision
+from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
 from ._renamed import renamed_arguments
 from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_regions
@@ -152,7 +152,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None, None
 
 
-_roi_align = _library.differentiable(
+_roi_align = _registration.differentiable(
     "roi_align",
     lambda given: given.input.new_empty(
         given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width

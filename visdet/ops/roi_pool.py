@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _library
+from . import _library, _registration
 from ._arguments import computation_dtype, pair
 from ._roi_sampling import check_rois, is_image
 
@@ -150,7 +150,7 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
-_roi_pool = _library.differentiable(
+_roi_pool = _registration.differentiable(
     "roi_pool",
     lambda given: (
         given.input.new_empty(_sizes(given)),

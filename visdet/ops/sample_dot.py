@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from .sample_sum import in_sample_types, sampled
 
 __all__ = ["sample_dot", "sample_dot_reference"]
@@ -70,9 +70,9 @@ def sample_dot_reference(
     return dots.to(images.dtype)
 
 
-_sample_dot = _library.differentiable(
+_sample_dot = _registration.differentiable(
     "sample_dot",
     lambda given: given.images.new_empty(*given.queries.shape[:3], given.samples.shape[2]),
     layouts={"queries": "[B, G, Q, C]", "samples": "[B, Q, D, 2]"},
-    gradient=partial(_library.Gradient, wide="samples", channels_last=("images",)),
+    gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
 )

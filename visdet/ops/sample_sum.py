@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._arguments import check_device, check_real, computation_dtype
 
 __all__ = ["sample_sum", "sample_sum_reference"]
@@ -71,9 +71,9 @@ def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, 
     return tuple(other.to(computation_dtype(images)) for other in others.values())
 
 
-_sample_sum = _library.differentiable(
+_sample_sum = _registration.differentiable(
     "sample_sum",
     lambda given: given.images.new_empty(*given.weights.shape[:3], given.images.shape[1]),
     layouts={"images": "[B, C, H, W]", "weights": "[B, G, Q, D]"},
-    gradient=partial(_library.Gradient, wide="samples", channels_last=("images",)),
+    gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
 )

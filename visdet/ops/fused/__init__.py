@@ -3,7 +3,7 @@
 They are not part of the public list of operators. Elsewhere than on CUDA, torch's operators compute the same.
 """
 
-from .._library import differentiable_once
+from .._registration import differentiable_once
 from .autocast_linear import autocast_linear, suits_autocast_linear
 from .batch_norm_add_relu import batch_norm_add_relu
 from .dropout_add_layer_norm import dropout_add_layer_norm

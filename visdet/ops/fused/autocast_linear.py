@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._library import differentiable_once
+from .._registration import differentiable_once
 from ..tracing import is_traced
 
 __all__ = ["autocast_linear", "suits_autocast_linear"]

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._library import CONSTANTS, differentiable_once
+from .._library import CONSTANTS
+from .._registration import differentiable_once
 from ..tracing import is_traced
 from ._gpu_rows import check_floating, check_like, has_kernel, packed
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _library
+from .. import _library, _registration
 from .._arguments import check_device, check_floating, check_layout, check_real
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
@@ -334,16 +334,18 @@ def _results(given: Any, *columns: Any) -> Any:
 
 
 _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}
-_library.without_gradient("min_area_polygons", lambda given: _results(given, (8,)), pointsets="[N, 18]")
-_library.without_gradient("convex_iou", lambda given: _results(given, given.polygons.shape[:1]), **_LAYOUTS)
-_library.without_gradient("convex_giou", lambda given: _results(given, (), (18,)), **_LAYOUTS)
-_library.without_gradient(
+_registration.without_gradient("min_area_polygons", lambda given: _results(given, (8,)), pointsets="[N, 18]")
+_registration.without_gradient(
+    "convex_iou", lambda given: _results(given, given.polygons.shape[:1]), **_LAYOUTS
+)
+_registration.without_gradient("convex_giou", lambda given: _results(given, (), (18,)), **_LAYOUTS)
+_registration.without_gradient(
     "points_in_polygons",
     lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
     points="[N, 2]",
     polygons="[M, 8]",
 )
-_library.without_gradient(
+_registration.without_gradient(
     "nearest_points",
     lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
     points="[B, N, 2]",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _library
+from .. import _library, _registration
 from .._arguments import check_floating, check_layout, check_real, check_tensors, computation_dtype
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -287,12 +287,12 @@ def roipoint_pool3d(
 
 
 _LAYOUTS = {"points": "[B, N, 3]", "boxes": "[B, M, 7]"}
-_library.without_gradient(
+_registration.without_gradient(
     "points_in_boxes_part",
     lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
     **_LAYOUTS,
 )
-_library.without_gradient(
+_registration.without_gradient(
     "points_in_boxes_all",
     lambda given: given.points.new_empty(*given.points.shape[:2], given.boxes.shape[1], dtype=torch.int32),
     **_LAYOUTS,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _library
+from .. import _library, _registration
 from .._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
 
 __all__ = [
@@ -69,7 +69,7 @@ def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: 
     return torch.where(is_inside, place, -1).flip(1).int()
 
 
-_library.without_gradient(
+_registration.without_gradient(
     "dynamic_voxelize",
     lambda given: given.points.new_empty(given.points.shape, dtype=torch.int32),
     points="[N, D]",
