@@ -371,6 +371,58 @@ def test_a_training_state_that_lacks_a_part_cannot_be_resumed(tmp_path, path, va
         train(tmp_path, resume=str(tmp_path / "other.pth"))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("meta", "random_states"), 5, r"its meta\['random_states'\] cannot be restored"),
+        (
+            ("meta", "random_states"),
+            [{}],
+            r"its meta\['random_states'\] cannot be restored \(KeyError: 'python'\)",
+        ),
+        (("meta", "random_states", 0, "torch"), torch.zeros(5), "cannot be restored .*torch.ByteTensor"),
+        (("meta", "accumulated_gradients"), "x", r"its meta\['accumulated_gradients'\] cannot be restored"),
+        (("optimizer",), {"param_groups": [[1]], "state": {}}, "its optimizer cannot be restored"),
+        (("optimizer", "state", 0, "momentum_buffer"), torch.zeros(7), r"of shape \(7,\), not \("),
+        (("optimizer", "param_groups", 0, "momentum"), None, r"param_groups\[0\] has no momentum"),
+        (
+            ("param_schedulers", 0),
+            {},
+            r"its param_schedulers cannot be restored .*has no base_values, last_step",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_restored_is_named(tmp_path, path, value, message):
+    sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))
+    train(tmp_path, train_cfg__max_iters=5, optim_wrapper=sgd)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    if path[-1] == "momentum":
+        del part["momentum"]
+    else:
+        part[path[-1]] = value
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path, resume=str(tmp_path / "other.pth"), optim_wrapper=sgd)
+
+
+@pytest.mark.parametrize("saved", [None, []])
+def test_schedules_without_a_state_are_reported(tmp_path, saved, capsys):
+    train(tmp_path, train_cfg__max_iters=5)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    assert content.pop("param_schedulers")
+    torch.save(content | ({} if saved is None else {"param_schedulers": saved}), tmp_path / "other.pth")
+    capsys.readouterr()
+    train(tmp_path, resume=str(tmp_path / "other.pth"), train_cfg__max_iters=6)
+    printed = capsys.readouterr()
+    assert (
+        "other.pth has the states of 0 schedules in param_schedulers, but the config has"
+        in printed.out + printed.err
+    )
+
+
 def test_a_pointer_that_is_no_text_is_passed_over(tmp_path):
     train(tmp_path, train_cfg__max_iters=5)
     (tmp_path / "last_checkpoint").write_bytes(b"\xff")
