@@ -355,6 +355,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         (("meta",), {}, r"it has no count in meta\['epoch'\], but None, count in meta\['iter'\], but None"),
         (("meta", "iter"), -1, r"it has no count in meta\['iter'\], but -1"),
         (("meta", "iter"), "5", r"it has no count in meta\['iter'\], but '5'"),
+        (("message_hub", "runtime_info"), [], r"it has no message_hub\['runtime_info'\]"),
         (("message_hub",), {}, r"it has no message_hub\['log_scalars'\]"),
         (("param_schedulers",), 5, "it has no list of param_schedulers"),
     ],

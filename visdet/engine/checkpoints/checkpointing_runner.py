@@ -174,10 +174,9 @@ class CheckpointingRunner(Runner):
                     f"{filename} comes from a run with {len(states)} processes, but this run has {self.world_size}. "
                     "Its data order and random numbers differ from those of the earlier run"
                 )
-        remembered = meta.pop("temporal_states", None)
+        remembered = meta.pop("temporal_states", None) or []
         with restoring(filename, "meta['temporal_states']"):
-            if remembered is not None:
-                restore_temporal_state(self.model, remembered, self.rank, self.world_size)
+            restore_temporal_state(self.model, remembered, self.rank, self.world_size)
         # mmengine compares the pickles of the two, which can differ although the objects are equal. The pickles of one
         # object are the same.
         dataset_meta = getattr(self.train_dataloader.dataset, "metainfo", None)
@@ -360,8 +359,9 @@ def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
 
 def _incomplete_parts(checkpoint: dict[str, Any]) -> list[str]:
     """Return what a checkpoint with all parts of a training state lacks in one of them."""
-    missing = {"log_scalars", "runtime_info", "resumed_keys"} - set(checkpoint["message_hub"])
-    lacking = [f"message_hub[{key!r}]" for key in sorted(missing)]
+    hub = checkpoint["message_hub"]
+    keys = ("log_scalars", "resumed_keys", "runtime_info")
+    lacking = [f"message_hub[{key!r}]" for key in keys if not isinstance(hub.get(key), dict)]
     if not isinstance(checkpoint.get("param_schedulers", []), list | dict):
         lacking.append("list of param_schedulers")
     for key in ("epoch", "iter"):
