@@ -28,7 +28,12 @@ from .config import complete_config
 from .config_checks import check_parts, schedules_of
 from .config_text import values_without_code
 from .console import ConsoleHandler, WorkerStart
-from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
+from .data_workers import (
+    check_shared_memory,
+    explain_collation,
+    report_lost_batches,
+    worker_failures_explained,
+)
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error, nearest_names
@@ -158,6 +163,7 @@ class DetRunner(CheckpointingRunner):
                 False  # A config serves machines with and without a GPU, and torch would warn.
             )
         report_lost_batches(loader)
+        explain_collation(loader)
         check_shared_memory(loader)
         return loader
 
