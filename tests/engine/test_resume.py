@@ -409,6 +409,19 @@ def test_a_part_that_cannot_be_restored_is_named(tmp_path, path, value, message)
         train(tmp_path, resume=str(tmp_path / "other.pth"), optim_wrapper=sgd)
 
 
+def test_numbers_of_the_optimizer_that_are_kept_are_reported(tmp_path, capsys):
+    train(tmp_path, train_cfg__max_iters=5)
+    capsys.readouterr()
+    train(tmp_path, resume="auto", train_cfg__max_iters=6)
+    assert "keeps the numbers" not in "".join(capsys.readouterr())
+    optimizer = {**toy_config(tmp_path).optim_wrapper.optimizer, "lr": 0.5, "weight_decay": 0.25}
+    train(tmp_path, resume="auto", train_cfg__max_iters=7, optim_wrapper__optimizer=optimizer)
+    printed = "".join(capsys.readouterr())
+    assert (
+        "instead of the config's 0.5, weight_decay" in printed and "instead of the config's 0.25" in printed
+    )
+
+
 @pytest.mark.parametrize("saved", [None, []])
 def test_schedules_without_a_state_are_reported(tmp_path, saved, capsys):
     train(tmp_path, train_cfg__max_iters=5)

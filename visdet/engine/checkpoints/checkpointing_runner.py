@@ -24,10 +24,10 @@ from .checkpoint import read_checkpoint, register_checkpoint_readers, write_chec
 from .plain_state import restore_message_hub, to_plain
 from .random_state import preserved_random_state, set_random_state
 from .resume import (
-    check_restored,
     checkpoint_to_resume,
     decided_by_the_main_process,
     read_on_every_process,
+    restore_optimizer,
     restore_schedules,
     restoring,
 )
@@ -188,14 +188,14 @@ class CheckpointingRunner(Runner):
                 self._check_optimizers(filename, meta.get("optimizers"), content["optimizer"])
         ends = _ends(self.param_schedulers)
         super().resume(filename, False, False, map_location)
+        remarks = []
         if resume_optimizer:
-            with restoring(filename, "optimizer"):
-                self.optim_wrapper.load_state_dict(content["optimizer"])
-                for optimizer in _optimizers(self.optim_wrapper).values():
-                    check_restored(optimizer)
+            optimizers = list(_optimizers(self.optim_wrapper).values())
+            remarks += restore_optimizer(self.optim_wrapper, optimizers, content["optimizer"], filename)
         if resume_param_scheduler and self.param_schedulers is not None:
-            for remark in restore_schedules(self.param_schedulers, content.get("param_schedulers"), filename):
-                self.logger.warning(remark)
+            remarks += restore_schedules(self.param_schedulers, content.get("param_schedulers"), filename)
+        for remark in remarks:
+            self.logger.warning(remark)
         self._resume_accumulation(filename, meta)
         kept = _ends(self.param_schedulers)
         if ends and kept != ends:

@@ -1,7 +1,7 @@
 """The choice of the checkpoint that a run continues from, which the main process makes for all processes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
 
+from visdet.structures.coco_json import listed
+
 from ..errors import CheckpointError, DamagedCheckpointError
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
+from .plain_state import to_plain
 
 AUTO = "auto"
 # What torch's optimizers remember of each number of a parameter.
@@ -142,6 +145,34 @@ def check_restored(optimizer: torch.optim.Optimizer) -> None:
                         f"parameter {position} of param_groups[{number}] has {key} of shape {shape}, not "
                         f"{tuple(parameter.shape)}"
                     )
+
+
+def restore_optimizer(
+    wrapper: Any, optimizers: Sequence[torch.optim.Optimizer], saved: dict, path: str
+) -> list[str]:
+    """Load the saved state of an optimizer wrapper, and return a remark if it replaces numbers of the config.
+
+    Args:
+        wrapper: the wrapper.
+        optimizers: its optimizers.
+        saved: the state.
+        path: the checkpoint, for messages.
+    """
+    configured = [optimizer.param_groups for optimizer in optimizers]
+    with restoring(path, "optimizer"):
+        wrapper.load_state_dict(saved)
+        for optimizer in optimizers:
+            check_restored(optimizer)
+    changes = {
+        f"{key} {group[key]} instead of the config's {before[key]}": None
+        for groups, optimizer in zip(configured, optimizers, strict=True)
+        for before, group in zip(groups, optimizer.param_groups, strict=False)
+        # Schedules change lr, but not initial_lr.
+        for key in ("initial_lr", "weight_decay", "momentum", "betas", "eps")
+        if len(groups) == len(optimizer.param_groups) and key in before and key in group
+        if to_plain(group[key]) != to_plain(before[key])
+    }
+    return [f"{path} keeps the numbers of its optimizer: {listed(changes, 4)}"] if changes else []
 
 
 def restore_schedules(schedules: Any, saved: Any, path: str) -> list[str]:
