@@ -536,6 +536,15 @@ def test_ema_and_its_counter_are_resumed(tmp_path):
     )
 
 
+def test_an_average_that_no_hook_continues_is_reported(tmp_path, capsys):
+    ema = [{"type": "EMAHook", "momentum": 0.05}]
+    train(tmp_path, train_cfg__max_iters=5, custom_hooks=ema)
+    train(tmp_path, train_cfg__max_iters=6, custom_hooks=ema, resume="auto")
+    assert "the config has none" not in "".join(capsys.readouterr())
+    train(tmp_path, train_cfg__max_iters=7, resume="auto")
+    assert "comes from a run with EMAHook, but the config has none" in "".join(capsys.readouterr())
+
+
 class Noise(Dataset):
     """What each generator of the worker draws for an item."""
 

@@ -26,6 +26,7 @@ from .random_state import preserved_random_state, set_random_state
 from .resume import (
     checkpoint_to_resume,
     decided_by_the_main_process,
+    ema_remarks,
     read_on_every_process,
     restore_optimizer,
     restore_schedules,
@@ -152,8 +153,7 @@ class CheckpointingRunner(Runner):
             map_location: the device that mmengine passes on to :meth:`load_checkpoint`, where it has no effect.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or its weights do not fit the model, or its state is that
-                of another optimizer.
+            CheckpointError: the file is missing or damaged, or a part of it does not fit this run.
         """
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
@@ -188,7 +188,7 @@ class CheckpointingRunner(Runner):
                 self._check_optimizers(filename, meta.get("optimizers"), content["optimizer"])
         ends = _ends(self.param_schedulers)
         super().resume(filename, False, False, map_location)
-        remarks = []
+        remarks = ema_remarks(content, self.hooks, filename)
         if resume_optimizer:
             optimizers = list(_optimizers(self.optim_wrapper).values())
             remarks += restore_optimizer(self.optim_wrapper, optimizers, content["optimizer"], filename)

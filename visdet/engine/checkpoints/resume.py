@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
+from mmengine.hooks import EMAHook
 
 from visdet.structures.coco_json import listed
 
@@ -145,6 +146,16 @@ def check_restored(optimizer: torch.optim.Optimizer) -> None:
                         f"parameter {position} of param_groups[{number}] has {key} of shape {shape}, not "
                         f"{tuple(parameter.shape)}"
                     )
+
+
+def ema_remarks(checkpoint: dict[str, Any], hooks: Sequence[Any], path: str) -> list[str]:
+    """Return a remark if a checkpoint has an average of weights that no hook of the run continues."""
+    if "ema_state_dict" not in checkpoint or any(isinstance(hook, EMAHook) for hook in hooks):
+        return []
+    # mmengine exchanges the two, so that an evaluation reads the averages.
+    return [
+        f"{path} comes from a run with EMAHook, but the config has none. Training goes on from the averaged weights"
+    ]
 
 
 def restore_optimizer(
