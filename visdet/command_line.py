@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> 
     """Add an option for each keyword. Its default, whose type its values have, and its help are given."""
     for name, (default, text) in options.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
-        kind = seed_number if name == "seed" else type(default)
+        kind = seed_number if name == "seed" else folder_name if name == "out_dir" else type(default)
         parser.add_argument(flag, type=kind, default=default, help=text)
 
 
@@ -113,6 +113,13 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return number
+
+
+def folder_name(text: str) -> str:
+    """Return the folder that an option of the command line gives."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got ''")
+    return text
 
 
 def seed_number(text: str) -> int:

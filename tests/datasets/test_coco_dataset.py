@@ -233,6 +233,12 @@ def test_a_file_with_a_mistake_is_named(tmp_path, damage, message):
         build(tmp_path)
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
+    (tmp_path / "ann.json").write_text(json.dumps(content), encoding="utf-8-sig")
+    assert len(build(tmp_path)) == len(content["images"])
+
+
 def test_a_file_that_is_no_json_or_missing(tmp_path):
     (tmp_path / "ann.json").write_text('{"images": [')
     with pytest.raises(ValueError, match=r"ann\.json is not valid JSON"):

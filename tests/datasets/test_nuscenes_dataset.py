@@ -10,7 +10,7 @@ from datasets.driving_files import driving_scenes
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, nuscenes, save_infos
 from visdet.datasets.synthetic.driving_world import DRIVING_CLASSES
-from visdet.errors import hints_of
+from visdet.errors import UserError, hints_of
 from visdet.registry import DATASETS
 
 AUGMENTATION = dict(
@@ -113,6 +113,9 @@ def test_load_interval(dataset_of, infos):
     dataset = dataset_of(infos, load_interval=3, with_seq_flag=True)
     assert [dataset.get_info(i)["token"] for i in range(3)] == [infos[i]["token"] for i in (0, 3, 6)]
     assert np.bincount(dataset.flag).tolist() == [3, 3, 2]
+    for interval in (0, -1):
+        with pytest.raises(UserError, match=f"load_interval must be at least 1, got {interval}"):
+            dataset_of(infos, load_interval=interval)
 
 
 def test_future_boxes_are_those_of_the_file_whatever_the_interval(dataset_of, infos):

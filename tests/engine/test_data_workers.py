@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mmengine.dataset import default_collate, pseudo_collate
 from mmengine.hooks import Hook
 from PIL import Image
+from torch.utils.data import DataLoader
 from toy_detection import ToyBoxes
 from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import UserError, build_runner, set_resume
-from visdet.engine.data_workers import WorkerError, _explanation
+from visdet.engine.data_workers import WorkerError, _explanation, explain_collation
 from visdet.errors import hints_of
 from visdet.registry import DATASETS, TRANSFORMS
 
@@ -169,3 +171,13 @@ def test_an_interrupt_promises_a_checkpoint_that_exists(tmp_path, interval, prom
         else "no checkpoint has been written yet"
     )
     assert len(losses(runner)) >= 3
+
+
+@pytest.mark.parametrize("collate", [pseudo_collate, default_collate])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_are_not_packed_are_one_message(collate, num_workers):
+    samples = [{"img": torch.zeros(3, size), "boxes": [0.0] * size} for size in (4, 5)]
+    loader = DataLoader(samples, batch_size=2, collate_fn=collate, num_workers=num_workers)
+    explain_collation(loader)
+    with pytest.raises(UserError, match=r"parts are img, boxes; a pipeline must end with .* PackDetInputs"):
+        next(iter(loader))

@@ -59,6 +59,7 @@ def message_of(tmp_path, **options) -> str:
         ({"env_cfg": None}, "env_cfg must be a dict, got None"),
         ({"randomness": 3}, "randomness must be a dict"),
         ({"auto_scale_lr": True}, "auto_scale_lr must be a dict"),
+        ({"runner_type": 5}, "runner_type must be the name of a class, got 5"),
         ({"visualizer__vis_backends": "LocalVisBackend"}, "visualizer.vis_backends must be a list"),
         ({"train_dataloader": [1]}, "train_dataloader must be a dict"),
         ({"train_dataloader__sampler": None}, "train_dataloader.sampler is missing"),
@@ -320,3 +321,18 @@ def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch)
     missing = toy_config(tmp_path / "run", test_evaluator={**metric, "ann_file": "nowhere.json"})
     with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
         build_runner(missing).test()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": {"fullgraf": True}}, "compile: torch refuses {'fullgraf': True}"),
+        ({"compile": {"backend": "nope"}}, "compile: torch refuses {'backend': 'nope'}: Invalid backend"),
+        (
+            {"efficient_conv_bn_eval": ["norm"]},
+            "efficient_conv_bn_eval: torch.fx cannot trace one of ['norm']",
+        ),
+    ],
+)
+def test_what_torch_cannot_compile_or_trace_is_one_message(tmp_path, options, message):
+    assert message in message_of(tmp_path, **options)

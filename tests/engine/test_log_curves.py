@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 from PIL import Image
@@ -29,6 +30,14 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     curves = read_scalars(str(tmp_path))
     assert curves["loss"] == {10: 0.1, 20: 0.05, 30: 9.0}
     assert curves["coco/bbox_mAP"] == {30: 0.5}
+
+
+def test_a_folder_of_several_runs_is_no_run(tmp_path):
+    for run in ("a", "b"):
+        write(tmp_path / run / "1" / "vis_data" / "scalars.json", [{"loss": 1.0, "step": 1}])
+    with pytest.raises(UserError, match=r"has the logs of several runs; name the runs to draw: .*/a, .*/b"):
+        read_scalars(str(tmp_path))
+    assert read_scalars(str(tmp_path / "a")) == {"loss": {1: 1.0}}
 
 
 def test_runs_of_one_process_write_logs_of_their_own(tmp_path):
@@ -67,6 +76,14 @@ def test_the_picture_has_a_panel_for_what_there_is(tmp_path):
         with Image.open(tmp_path / "out" / f"{name}.png") as picture:
             widths.append(picture.width)
     assert widths[1] == pytest.approx(3 * widths[0], rel=0.05)
+
+
+def test_negative_losses_are_drawn(tmp_path):
+    """No warning says that an axis leaves them out."""
+    log = write(tmp_path / "scalars.json", [{"loss": value, "step": -value} for value in (-1.0, -2.0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_curves({"run": read_scalars(log)}, str(tmp_path / "curves.png"))
 
 
 def test_a_log_without_any_known_curve(tmp_path):

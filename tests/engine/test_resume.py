@@ -355,6 +355,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         (("meta",), {}, r"it has no count in meta\['epoch'\], but None, count in meta\['iter'\], but None"),
         (("meta", "iter"), -1, r"it has no count in meta\['iter'\], but -1"),
         (("meta", "iter"), "5", r"it has no count in meta\['iter'\], but '5'"),
+        (("message_hub", "runtime_info"), [], r"it has no message_hub\['runtime_info'\]"),
         (("message_hub",), {}, r"it has no message_hub\['log_scalars'\]"),
         (("param_schedulers",), 5, "it has no list of param_schedulers"),
     ],
@@ -369,6 +370,71 @@ def test_a_training_state_that_lacks_a_part_cannot_be_resumed(tmp_path, path, va
     torch.save(content, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=message):
         train(tmp_path, resume=str(tmp_path / "other.pth"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("meta", "random_states"), 5, r"its meta\['random_states'\] cannot be restored"),
+        (
+            ("meta", "random_states"),
+            [{}],
+            r"its meta\['random_states'\] cannot be restored \(KeyError: 'python'\)",
+        ),
+        (("meta", "random_states", 0, "torch"), torch.zeros(5), "cannot be restored .*torch.ByteTensor"),
+        (("meta", "accumulated_gradients"), "x", r"its meta\['accumulated_gradients'\] cannot be restored"),
+        (("optimizer",), {"param_groups": [[1]], "state": {}}, "its optimizer cannot be restored"),
+        (("optimizer", "state", 0, "momentum_buffer"), torch.zeros(7), r"of shape \(7,\), not \("),
+        (("optimizer", "param_groups", 0, "momentum"), None, r"param_groups\[0\] has no momentum"),
+        (
+            ("param_schedulers", 0),
+            {},
+            r"its param_schedulers cannot be restored .*has no base_values, last_step",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_restored_is_named(tmp_path, path, value, message):
+    sgd = dict(type="OptimWrapper", optimizer=dict(type="SGD", lr=0.01, momentum=0.9))
+    train(tmp_path, train_cfg__max_iters=5, optim_wrapper=sgd)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    part = content
+    for key in path[:-1]:
+        part = part[key]
+    if path[-1] == "momentum":
+        del part["momentum"]
+    else:
+        part[path[-1]] = value
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path, resume=str(tmp_path / "other.pth"), optim_wrapper=sgd)
+
+
+def test_numbers_of_the_optimizer_that_are_kept_are_reported(tmp_path, capsys):
+    train(tmp_path, train_cfg__max_iters=5)
+    capsys.readouterr()
+    train(tmp_path, resume="auto", train_cfg__max_iters=6)
+    assert "keeps the numbers" not in "".join(capsys.readouterr())
+    optimizer = {**toy_config(tmp_path).optim_wrapper.optimizer, "lr": 0.5, "weight_decay": 0.25}
+    train(tmp_path, resume="auto", train_cfg__max_iters=7, optim_wrapper__optimizer=optimizer)
+    printed = "".join(capsys.readouterr())
+    assert (
+        "instead of the config's 0.5, weight_decay" in printed and "instead of the config's 0.25" in printed
+    )
+
+
+@pytest.mark.parametrize("saved", [None, []])
+def test_schedules_without_a_state_are_reported(tmp_path, saved, capsys):
+    train(tmp_path, train_cfg__max_iters=5)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    assert content.pop("param_schedulers")
+    torch.save(content | ({} if saved is None else {"param_schedulers": saved}), tmp_path / "other.pth")
+    capsys.readouterr()
+    train(tmp_path, resume=str(tmp_path / "other.pth"), train_cfg__max_iters=6)
+    printed = capsys.readouterr()
+    assert (
+        "other.pth has the states of 0 schedules in param_schedulers, but the config has"
+        in printed.out + printed.err
+    )
 
 
 def test_a_pointer_that_is_no_text_is_passed_over(tmp_path):
@@ -468,6 +534,15 @@ def test_ema_and_its_counter_are_resumed(tmp_path):
     assert torch.equal(saved, averages[0].module.conv.weight.cpu()), (
         "the checkpoint's weights are the average"
     )
+
+
+def test_an_average_that_no_hook_continues_is_reported(tmp_path, capsys):
+    ema = [{"type": "EMAHook", "momentum": 0.05}]
+    train(tmp_path, train_cfg__max_iters=5, custom_hooks=ema)
+    train(tmp_path, train_cfg__max_iters=6, custom_hooks=ema, resume="auto")
+    assert "the config has none" not in "".join(capsys.readouterr())
+    train(tmp_path, train_cfg__max_iters=7, resume="auto")
+    assert "comes from a run with EMAHook, but the config has none" in "".join(capsys.readouterr())
 
 
 class Noise(Dataset):

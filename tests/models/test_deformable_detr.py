@@ -372,6 +372,21 @@ def test_configs_that_cannot_work(given, error, message):
         MODELS.build(given)
 
 
+@pytest.mark.parametrize(("neck", "widths"), [(None, r"\[.*\]"), ({"num_outs": 4}, r"\[16, 16, 16, 16\]")])
+def test_a_neck_with_other_maps_is_named(neck, widths):
+    given = config()
+    model = MODELS.build({**given, "neck": neck and {**given["neck"], **neck}})
+    with pytest.raises(
+        UserError, match=rf"neck must give 3 maps of 16 channels .*, got maps of {widths} channels"
+    ):
+        model.extract_feat(torch.zeros(1, 3, 64, 64))
+
+
+def test_inputs_that_are_no_tensor_are_one_message():
+    with pytest.raises(UserError, match=r"Call model\.data_preprocessor on raw samples first"):
+        build()([torch.zeros(3, 64, 64)])
+
+
 def test_layers_must_be_batch_first():
     given = config()
     given["decoder"]["layer_cfg"]["self_attn_cfg"]["batch_first"] = False

@@ -45,6 +45,14 @@ def test_the_help_names_every_command_and_first_steps(program):
 
 
 @pytest.mark.parametrize(
+    "command", ["infer x y z", "make-anchors x", "prepare-nuscenes x", "visualize-driving x"]
+)
+def test_a_folder_without_a_name_is_refused(program, command):
+    status, _, err = program(*command.split(), "--out-dir", "")
+    assert status == 2 and "argument --out-dir: expected a folder, got ''" in err
+
+
+@pytest.mark.parametrize(
     ("typed", "expected"),
     [
         ("visdet tr", ["train "]),

@@ -23,3 +23,9 @@ def test_browse_dataset(tmp_path):
     assert finished.returncode == 0, finished.stderr
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == [*(f"{i:05d}_{i:06d}.png" for i in range(4)), "sheet.png"]
+    command += ["--cfg-options", "val_dataloader.dataset.pipeline=[]"]
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (
+        finished.returncode == 1
+        and "a pipeline must end with a transform such as PackDetInputs" in finished.stderr
+    )

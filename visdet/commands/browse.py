@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine import check_work_dir, dataset_config, load_config, say
     from visdet.engine.loops import check_there_are_samples
     from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.models.data_preprocessor import check_packed
     from visdet.registry import DATASETS, VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
     is_field = isinstance(dataset, FieldDataset)
     for index in range(min(args.number, 1 if is_field else len(dataset))):
         item = dataset.whole() if is_field else dataset[index]
+        check_packed(item)
         image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
         name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"
         out_file = Path(folder, f"{name}.png") if folder else None

@@ -110,6 +110,8 @@ class NuScenes3DDetTrackDataset(Dataset):
             raise InvalidInputError(
                 f"ann_file must be the path of one info file, which may hold several recordings, got {ann_file!r}"
             )
+        if load_interval < 1:
+            raise InvalidInputError(f"load_interval must be at least 1, got {load_interval}")
         self.data_root = data_root
         self.ann_file = ann_file
         self.with_velocity = with_velocity

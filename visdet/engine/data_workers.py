@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._C import _error_if_any_worker_fails
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
-from visdet.errors import UserError
+from visdet.errors import InvalidInputError, UserError
 
 from .checkpoints.random_state import preserved_random_state
 
@@ -57,6 +57,24 @@ def report_lost_batches(loader: DataLoader) -> None:
     context: Any = copy.copy(loader.multiprocessing_context or multiprocessing.get_context())
     context.Queue = functools.partial(_Results, ctx=context)
     loader.multiprocessing_context = context
+
+
+def explain_collation(loader: DataLoader) -> None:
+    """Make a loader say in one message that its samples cannot be joined to a batch."""
+    loader.collate_fn = functools.partial(_collated, loader.collate_fn)
+
+
+def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
+    try:
+        return collate(samples)
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        found = ", ".join(map(str, samples[0])) if isinstance(samples[0], dict) else type(samples[0]).__name__
+        raise InvalidInputError(
+            f"samples of different sizes cannot be joined to a batch. Their parts are {found:.200}; a pipeline must "
+            "end with a transform such as PackDetInputs, which gives inputs and data_samples to pseudo_collate"
+        ) from error
 
 
 def check_shared_memory(loader: DataLoader) -> None:

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from visdet.structures.coco_json import listed
 from visdet.structures.fonts import legible
 
 from .errors import UserError
@@ -20,12 +21,15 @@ def read_scalars(path: str) -> dict[str, Curve]:
             replaces the steps that it trained again.
 
     Raises:
-        UserError: there is no such log, or it holds no number.
+        UserError: there is no such log, the folder has logs of several runs, or there is no number.
     """
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.rglob("vis_data/scalars.json"))
     if not files:
         raise UserError(f"{path}: there is no log (no vis_data/scalars.json) in or below it")
+    runs = sorted({str(file.resolve().parents[2]) for file in files})
+    if len(runs) > 1 and not given.is_file():
+        raise UserError(f"{path} has the logs of several runs; name the runs to draw: {listed(runs)}")
     curves: dict[str, Curve] = defaultdict(dict)
     for file in files:
         first_step_of_file: dict[str, int] = {}
@@ -91,7 +95,8 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
         axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
         axis.grid(alpha=0.3)
         axis.legend(prop=font)
-        if title == "loss":
+        # A logarithmic axis would leave out negative losses.
+        if title == "loss" and axis.dataLim.y0 >= 0 < axis.dataLim.y1:
             axis.set_yscale("log")
     Path(out_file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_file, dpi=110)

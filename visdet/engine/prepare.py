@@ -31,7 +31,9 @@ def build_runner(cfg: Config) -> Runner:
     may_resume = resume == AUTO and has_run
     if load_from and not may_resume:
         check_checkpoint_exists(load_from, folder_is_fine=resume is True)
-    cfg.setdefault("runner_type", "DetRunner")
+    kind = cfg.setdefault("runner_type", "DetRunner")
+    if not isinstance(kind, str | type):
+        raise ConfigError(f"runner_type must be the name of a class, got {kind!r}")
     return RUNNERS.build(cfg)
 
 

@@ -15,6 +15,7 @@ from mmengine.logging import MMLogger
 from mmengine.runner import EpochBasedTrainLoop, Runner, TestLoop, ValLoop
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
+from torch.fx.proxy import TraceError
 from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError, MissingFileError, build_step
@@ -27,7 +28,12 @@ from .config import complete_config
 from .config_checks import check_parts, schedules_of
 from .config_text import values_without_code
 from .console import ConsoleHandler, WorkerStart
-from .data_workers import check_shared_memory, report_lost_batches, worker_failures_explained
+from .data_workers import (
+    check_shared_memory,
+    explain_collation,
+    report_lost_batches,
+    worker_failures_explained,
+)
 from .distributed import start_process_group, wrapper_on_the_cpu
 from .environment import environment
 from .errors import log_fatal_error, nearest_names
@@ -157,6 +163,7 @@ class DetRunner(CheckpointingRunner):
                 False  # A config serves machines with and without a GPU, and torch would warn.
             )
         report_lost_batches(loader)
+        explain_collation(loader)
         check_shared_memory(loader)
         return loader
 
@@ -300,11 +307,22 @@ class DetRunner(CheckpointingRunner):
         with torch.autograd.set_multithreading_enabled(False), self.graphs_installed():
             try:
                 model = super().train()
+            except TraceError as error:
+                raise ConfigError(
+                    f"efficient_conv_bn_eval: torch.fx cannot trace one of {self.cfg.get('efficient_conv_bn_eval')}: "
+                    f"{error}. Name smaller parts of the model, or leave it out"
+                ) from error
             except Exception:
                 self._check_losses()
                 raise
         self._report_graphs()
         return model
+
+    def _maybe_compile(self, target: str) -> None:
+        try:
+            super()._maybe_compile(target)
+        except (TypeError, RuntimeError) as error:  # The model is not run yet.
+            raise ConfigError(f"compile: torch refuses {self.cfg.get('compile')}: {error}") from error
 
     def _check_names_of_parts(self, *keys: str) -> None:
         parts = dict(self.model.named_modules())

@@ -9,7 +9,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -89,7 +89,7 @@ class BaseDetector(BaseModel, ABC):
         """
         if not isinstance(inputs, Tensor) or inputs.dim() != len(self.input_shape):
             got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise TypeError(
+            raise InvalidTypeError(
                 f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}. "
                 "Call model.data_preprocessor on raw samples first"
             )

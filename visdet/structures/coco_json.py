@@ -39,7 +39,8 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     """
     with reading(f"annotation file {path}"):
         try:
-            content = json.loads(get_text(path, backend_args=backend_args))
+            # Programs of Windows begin a file with a byte order mark.
+            content = json.loads(get_text(path, "utf-8-sig", backend_args=backend_args))
         except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

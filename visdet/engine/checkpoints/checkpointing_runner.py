@@ -22,8 +22,16 @@ from ..hooks.runtime_info_hook import RuntimeInfoHook
 from .accumulated_gradients import restore_gradients
 from .checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .plain_state import restore_message_hub, to_plain
-from .random_state import set_random_state
-from .resume import checkpoint_to_resume, decided_by_the_main_process, read_on_every_process
+from .random_state import preserved_random_state, set_random_state
+from .resume import (
+    checkpoint_to_resume,
+    decided_by_the_main_process,
+    ema_remarks,
+    read_on_every_process,
+    restore_optimizer,
+    restore_schedules,
+    restoring,
+)
 from .temporal_states import restore_temporal_state
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
@@ -145,27 +153,29 @@ class CheckpointingRunner(Runner):
             map_location: the device that mmengine passes on to :meth:`load_checkpoint`, where it has no effect.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or its weights do not fit the model, or its state is that
-                of another optimizer.
+            CheckpointError: the file is missing or damaged, or a part of it does not fit this run.
         """
         if self._checkpoint is None:
             self._checkpoint = (filename, read_checkpoint(filename, trust=self._trusts_checkpoints))
-        meta = self._checkpoint[1]["meta"]
+        content = self._checkpoint[1]
+        meta = content["meta"]
         meta.pop("config", None)  # mmengine would run it as a config.
         masks = tuple(nonfinite_names(self.model.state_dict()))
-        parts = {key: self._checkpoint[1].get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+        parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
         state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
         check_finite(state, filename, self._allows_nonfinite)
         states = meta.pop("random_states", None)
-        if states is not None and len(states) == self.world_size:
-            self._random_state = states[self.rank]
-        elif states is not None:
-            self.logger.warning(
-                f"{filename} comes from a run with {len(states)} processes, but this run has {self.world_size}. Its "
-                "data order and random numbers differ from those of the earlier run"
-            )
-        remembered = meta.pop("temporal_states", None)
-        if remembered is not None:
+        with restoring(filename, "meta['random_states']"), preserved_random_state():
+            if states is not None and len(states) == self.world_size:
+                self._random_state = states[self.rank]
+                set_random_state(self._random_state)  # a trial, as training restores it when it begins
+            elif states is not None:
+                self.logger.warning(
+                    f"{filename} comes from a run with {len(states)} processes, but this run has {self.world_size}. "
+                    "Its data order and random numbers differ from those of the earlier run"
+                )
+        remembered = meta.pop("temporal_states", None) or []
+        with restoring(filename, "meta['temporal_states']"):
             restore_temporal_state(self.model, remembered, self.rank, self.world_size)
         # mmengine compares the pickles of the two, which can differ although the objects are equal. The pickles of one
         # object are the same.
@@ -174,9 +184,18 @@ class CheckpointingRunner(Runner):
             meta["dataset_meta"] = dataset_meta
         if resume_optimizer:
             self.optim_wrapper: Any = self.build_optim_wrapper(self.optim_wrapper)
-            self._check_optimizers(filename, meta.get("optimizers"), self._checkpoint[1]["optimizer"])
+            with restoring(filename, "optimizer"):
+                self._check_optimizers(filename, meta.get("optimizers"), content["optimizer"])
         ends = _ends(self.param_schedulers)
-        super().resume(filename, resume_optimizer, resume_param_scheduler, map_location)
+        super().resume(filename, False, False, map_location)
+        remarks = ema_remarks(content, self.hooks, filename)
+        if resume_optimizer:
+            optimizers = list(_optimizers(self.optim_wrapper).values())
+            remarks += restore_optimizer(self.optim_wrapper, optimizers, content["optimizer"], filename)
+        if resume_param_scheduler and self.param_schedulers is not None:
+            remarks += restore_schedules(self.param_schedulers, content.get("param_schedulers"), filename)
+        for remark in remarks:
+            self.logger.warning(remark)
         self._resume_accumulation(filename, meta)
         kept = _ends(self.param_schedulers)
         if ends and kept != ends:
@@ -191,7 +210,9 @@ class CheckpointingRunner(Runner):
         counts = [wrapper._accumulative_counts for wrapper in _wrappers(self.optim_wrapper).values()]
         needed = any(self.train_loop.iter % count for count in counts)
         saved = meta.pop("accumulated_gradients", {} if needed else None)
-        if saved is not None and not restore_gradients(self.model, self.optim_wrapper, saved):
+        with restoring(filename, "meta['accumulated_gradients']"):
+            is_lost = saved is not None and not restore_gradients(self.model, self.optim_wrapper, saved)
+        if is_lost:
             self.logger.warning(
                 f"{filename} was saved between two updates, and the gradients that were accumulated since the first "
                 "are lost: it holds none for this accumulative_counts and number of processes"
@@ -338,8 +359,9 @@ def _optimizers(wrapper: Any) -> dict[str, torch.optim.Optimizer]:
 
 def _incomplete_parts(checkpoint: dict[str, Any]) -> list[str]:
     """Return what a checkpoint with all parts of a training state lacks in one of them."""
-    missing = {"log_scalars", "runtime_info", "resumed_keys"} - set(checkpoint["message_hub"])
-    lacking = [f"message_hub[{key!r}]" for key in sorted(missing)]
+    hub = checkpoint["message_hub"]
+    keys = ("log_scalars", "resumed_keys", "runtime_info")
+    lacking = [f"message_hub[{key!r}]" for key in keys if not isinstance(hub.get(key), dict)]
     if not isinstance(checkpoint.get("param_schedulers", []), list | dict):
         lacking.append("list of param_schedulers")
     for key in ("epoch", "iter"):

@@ -1,16 +1,24 @@
 """The choice of the checkpoint that a run continues from, which the main process makes for all processes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
+from mmengine.hooks import EMAHook
+
+from visdet.structures.coco_json import listed
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
+from .plain_state import to_plain
 
 AUTO = "auto"
+# What torch's optimizers remember of each number of a parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _Decided = TypeVar("_Decided")
 
 
@@ -104,6 +112,105 @@ def decided_by_the_main_process(decide: Callable[[], _Decided]) -> _Decided:
     if outcome[1] is not None:
         raise CheckpointError(outcome[1])
     return outcome[0]
+
+
+@contextmanager
+def restoring(path: str, part: str) -> Iterator[None]:
+    """Turn an error in restoring a part of a checkpoint into a CheckpointError that names the part."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be resumed: its {part} cannot be restored ({type(error).__name__}: "
+            f"{str(error)[:200]}). To start training from its weights, drop --resume and use --cfg-options "
+            f"load_from={path}"
+        ) from error
+
+
+def check_restored(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer cannot go on with the state that it has loaded.
+
+    torch does not compare shapes: a fused optimizer would read and write beyond the memory of a smaller tensor.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if lacking := sorted(set(optimizer.defaults) - set(group)):
+            raise ValueError(f"param_groups[{number}] has no {', '.join(lacking)}")
+        for position, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter, {})
+            for key in set(_MOMENTS).intersection(state):
+                shape = tuple(getattr(state[key], "shape", ()))
+                if state[key] is not None and shape != parameter.shape:
+                    raise ValueError(
+                        f"parameter {position} of param_groups[{number}] has {key} of shape {shape}, not "
+                        f"{tuple(parameter.shape)}"
+                    )
+
+
+def ema_remarks(checkpoint: dict[str, Any], hooks: Sequence[Any], path: str) -> list[str]:
+    """Return a remark if a checkpoint has an average of weights that no hook of the run continues."""
+    if "ema_state_dict" not in checkpoint or any(isinstance(hook, EMAHook) for hook in hooks):
+        return []
+    # mmengine exchanges the two, so that an evaluation reads the averages.
+    return [
+        f"{path} comes from a run with EMAHook, but the config has none. Training goes on from the averaged weights"
+    ]
+
+
+def restore_optimizer(
+    wrapper: Any, optimizers: Sequence[torch.optim.Optimizer], saved: dict, path: str
+) -> list[str]:
+    """Load the saved state of an optimizer wrapper, and return a remark if it replaces numbers of the config.
+
+    Args:
+        wrapper: the wrapper.
+        optimizers: its optimizers.
+        saved: the state.
+        path: the checkpoint, for messages.
+    """
+    configured = [optimizer.param_groups for optimizer in optimizers]
+    with restoring(path, "optimizer"):
+        wrapper.load_state_dict(saved)
+        for optimizer in optimizers:
+            check_restored(optimizer)
+    changes = {
+        f"{key} {group[key]} instead of the config's {before[key]}": None
+        for groups, optimizer in zip(configured, optimizers, strict=True)
+        for before, group in zip(groups, optimizer.param_groups, strict=False)
+        # Schedules change lr, but not initial_lr.
+        for key in ("initial_lr", "weight_decay", "momentum", "betas", "eps")
+        if len(groups) == len(optimizer.param_groups) and key in before and key in group
+        if to_plain(group[key]) != to_plain(before[key])
+    }
+    return [f"{path} keeps the numbers of its optimizer: {listed(changes, 4)}"] if changes else []
+
+
+def restore_schedules(schedules: Any, saved: Any, path: str) -> list[str]:
+    """Load the saved states of schedules, and return a remark if there are fewer or more states than schedules.
+
+    Args:
+        schedules: the schedules, as a list or as a dict of lists by the names of optimizers.
+        saved: their states, in the same form.
+        path: the checkpoint, for messages.
+    """
+    remarks = []
+    by_name = schedules if isinstance(schedules, dict) else {"": schedules}
+    states_by_name = (saved or {}) if isinstance(schedules, dict) else {"": saved}
+    for name, own in by_name.items():
+        part = f"param_schedulers[{name!r}]" if name else "param_schedulers"
+        with restoring(path, part):
+            states = states_by_name.get(name) or []
+            for schedule, state in zip(own, states, strict=False):
+                if lacking := {"last_step", "base_values"} & (vars(schedule).keys() - state):
+                    raise ValueError(f"a schedule has no {', '.join(sorted(lacking))}")
+                schedule.load_state_dict(state)
+        if len(states) != len(own):
+            remarks.append(
+                f"{path} has the states of {len(states)} schedules in {part}, but the config has {len(own)} schedules. "
+                "One without a state begins anew"
+            )
+    return remarks
 
 
 def read_on_every_process(path: str, trust: bool) -> dict[str, Any]:

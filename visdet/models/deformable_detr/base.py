@@ -303,4 +303,11 @@ class DeformableDetectionTransformer(BaseDetector):
 
     def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W]."""
-        return self.neck(self.backbone(inputs))
+        maps = self.neck(self.backbone(inputs))
+        widths = [feature_map.shape[1] for feature_map in maps]
+        if widths != [self.embed_dims] * len(self.level_embed):
+            raise InvalidInputError(
+                f"{type(self).__name__}: the neck must give {len(self.level_embed)} maps of {self.embed_dims} channels "
+                f"(num_feature_levels, embed_dims), got maps of {widths} channels"
+            )
+        return maps
