@@ -166,8 +166,11 @@ class Detector:
                 f"score_thresholds must be a list of one number for each of the {len(classes)} classes, "
                 f"got {given!r:.200}"
             )
-        for value in given:
-            _check_threshold(0.0 if value is None else value, "each of score_thresholds")
+        for value in given:  # A class with a threshold above 1 is left out.
+            if not isinstance(value, Real) or not value >= 0:
+                raise InvalidInputError(
+                    f"each of score_thresholds must be a number of 0 or more, got {value!r}"
+                )
         return [float(value) for value in given]
 
     def _detect(
