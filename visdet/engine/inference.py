@@ -167,7 +167,7 @@ class Detector:
                 f"got {given!r:.200}"
             )
         for value in given:  # A class with a threshold above 1 is left out.
-            if not isinstance(value, Real) or not value >= 0:
+            if not isinstance(value, Real) or not float(value) >= 0:
                 raise InvalidInputError(
                     f"each of score_thresholds must be a number of 0 or more, got {value!r}"
                 )
