@@ -71,6 +71,7 @@ REASONS = {
     "_initialize_fig": "The first figure imports matplotlib, which takes long.",
     "_inner_count": "``inner_count`` cannot be set.",
     "_iter": "``iter`` of a loop cannot be set.",
+    "_maybe_compile": "What torch.compile refuses is told by the config's key.",
     "_load_from": "The run decides and says which checkpoint it starts from.",
     "_load_metainfo": "Classes come from the annotation file, too.",
     "_locations": "The modules are imported until one has the name.",
