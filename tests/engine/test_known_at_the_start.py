@@ -9,11 +9,15 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
+from mmengine.config import Config
+from torch import nn
 from toy_detection import ToyBoxes
 from toy_run import toy_config
 
 from visdet.datasets import make_shapes
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
+from visdet.engine.build_errors import build_model
 from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
 from visdet.engine.errors import explain
 from visdet.engine.places import only_training_in
@@ -336,3 +340,13 @@ def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch)
 )
 def test_what_torch_cannot_compile_or_trace_is_one_message(tmp_path, options, message):
     assert message in message_of(tmp_path, **options)
+
+
+def test_a_model_may_have_a_vector_of_no_numbers():
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.place = nn.Parameter(torch.empty(0))  # Its device is the module's.
+
+    cfg = Config({"model": {"type": Placed}})
+    assert isinstance(build_model(cfg, cfg.model), Placed)

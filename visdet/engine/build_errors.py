@@ -100,7 +100,8 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
     with building(cfg, "model"):
         built = registry.MODELS.build(model)
         for name, parameter in built.named_parameters():
-            if not is_lazy(parameter) and not parameter.numel():
+            # A vector of no numbers often only holds a module's device.
+            if not is_lazy(parameter) and parameter.dim() > 1 and not parameter.numel():
                 raise InvalidInputError(
                     f"model cannot be built: {name} would have the shape {list(parameter.shape)}, without a number"
                 )
