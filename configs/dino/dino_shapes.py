@@ -20,8 +20,8 @@ train_dataloader = dict(
         ]
     )
 )
-custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=490, switch_pipeline=_base_.train_pipeline)]
-train_cfg = dict(max_iters=620, val_begin=210, val_interval=210)
+custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=440, switch_pipeline=_base_.train_pipeline)]
+train_cfg = dict(max_iters=560, val_begin=190, val_interval=190)
 # AdamW alone needs about twice as many iterations.
 optim_wrapper = dict(
     optimizer=dict(type="MuonWithAuxAdam", lr=5e-3, momentum=0.9, ns_steps=4, weight_decay=1e-2)
