@@ -189,15 +189,6 @@ def test_gradients():
     assert check(lambda x: tin_shift(x, torch.tensor([[1, -1]])), maps(1, 3, 2, 2).requires_grad_())
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 0, 3, 3), (2, 4, 0, 3), (2, 4, 3, 3)])
-@pytest.mark.parametrize("N", [0, 3])
-def test_border_align_of_empties(shape, N):
-    input = torch.zeros(shape, requires_grad=True)
-    pooled = border_align(input, torch.ones(shape[0], N, 4), 2)
-    assert pooled.shape == (shape[0], shape[1] // 4, N, 4) and not pooled.any()
-    assert torch.autograd.grad(pooled.sum(), input)[0].shape == shape
-
-
 def test_correlation_of_no_pixels():
     x = torch.zeros(1, 2, 0, 3)
     assert correlation(x, x, *[(1, 1)] * 3, (1, 0), *[(1, 1)] * 2).tolist() == [[[[[0] * 3] * 2]]]

@@ -330,14 +330,3 @@ R5, R8, R7, S = torch.zeros(3, 5), torch.zeros(3, 8), torch.zeros(3, 7), torch.z
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@needs_library
-def test_rejections_of_the_operator():
-    operator = torch.ops.visdet.box_iou_rotated
-    with pytest.raises(RuntimeError, match="box_iou_rotated: boxes1 must have 5 or 8 columns, got 7"):
-        operator(R7, R7, 0, False)
-    with pytest.raises(RuntimeError, match="box_iou_rotated: mode must be 0, 1 or 2, got 3"):
-        operator(R5, R5, 3, False)
-    with pytest.raises(RuntimeError, match="boxes2 must be Float, the type of boxes1, got Double"):
-        operator(R5, R5.double(), 0, False)

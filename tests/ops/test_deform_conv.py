@@ -117,14 +117,6 @@ def test_the_offset_decides_the_type(dtype, backend):
     torch.testing.assert_close(out, expected.to(dtype))
 
 
-def test_empty_batch(backend):
-    x = torch.zeros(0, 4, 5, 5, requires_grad=True)
-    layer = DeformConv2dPack(4, 6, 3, padding=1)
-    out = layer(x)
-    assert out.shape == (0, 6, 5, 5)
-    out.sum().backward()
-
-
 def test_packs_start_as_plain_convolutions():
     x = torch.randn(2, 4, 6, 6)
     layer = DeformConv2dPack(4, 8, 3, padding=1, deform_groups=2)
@@ -255,45 +247,6 @@ def test_taps_of_the_padding_have_no_gradient(modulated, backend):
     assert grad[4, 0].tolist() == [[3, 3, 3], [3, 3, 3], [-7, -8, -9]]  # the centre: down a row
 
 
-def test_offsets_between_whole_pixels_keep_torchvisions_gradient():
-    if not _torchvision.serves("cpu"):
-        pytest.skip("torchvision's operators do not load")
-    from torchvision.ops import deform_conv2d as theirs
-
-    (x, offset, _, weight, _), settings = arguments()
-    leaf = offset.requires_grad_()
-    grads = [
-        torch.autograd.grad(out.square().sum(), leaf)[0]
-        for out in (
-            deform_conv2d(x, leaf, weight, *settings, 2, 2),
-            theirs(x, leaf, weight, None, *settings),
-        )
-    ]
-    torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("modulated", [False, True])
-@pytest.mark.parametrize("server", ["visdet", "torchvision"])
-def test_export_and_compile(server, modulated, monkeypatch):
-    let_serve(server, monkeypatch)
-    torch._dynamo.reset()
-    layer = (ModulatedDeformConv2dPack if modulated else DeformConv2dPack)(
-        4, 6, 3, padding=1, deform_groups=2
-    )
-    torch.nn.init.normal_(layer.conv_offset.weight, std=0.1)
-    x = torch.randn(2, 4, 6, 7)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-    torch.testing.assert_close(program.module()(x), layer(x))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for size in (6, 9):
-        x = torch.randn(1, 4, size, 7, requires_grad=True)
-        expected, found = layer(x), compiled(x)
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
-        torch.testing.assert_close(*grads)
-
-
 def on(device, is_ordered, function, tensors, settings):
     """Return output and gradients on a device, with deterministic algorithms where ``is_ordered``, on the CPU."""
     leaves = [t.detach().to(device).requires_grad_() for t in tensors]
@@ -304,60 +257,6 @@ def on(device, is_ordered, function, tensors, settings):
     finally:
         torch.use_deterministic_algorithms(False)
     return [t.detach().cpu() for t in (out, *grads)]
-
-
-@pytest.mark.cuda
-def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
-    tensors, settings = arguments()
-    results = [
-        on(device, is_ordered, modulated_deform_conv2d, tensors, (*settings, 2, 2))
-        for device, is_ordered in (("cpu", False), ("cuda", False), ("cuda", True), ("cuda", True))
-    ]
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
-            torch.testing.assert_close(found, wanted)
-    assert all(map(torch.equal, results[2], results[3]))
-
-
-@pytest.fixture(params=["visdet", "torchvision", "plain"])
-def cuda_backend(request, monkeypatch):
-    """Who serves CUDA."""
-    if request.param != "visdet":
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    if request.param == "plain":
-        monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("is_ordered", [False, True])
-@pytest.mark.parametrize("modulated", [False, True])
-def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, cuda_backend):
-    """Where packs start every tap of the padding is at exactly -1; deterministic gradients come from plain torch."""
-    (x, _, _, weight, bias), _ = arguments()
-    zeros, mask = x.new_zeros(2, 24, 6, 8), torch.rand(2, 12, 6, 8).to(x)
-    function, tensors = (
-        (modulated_deform_conv2d, (x, zeros, mask, weight, bias))
-        if modulated
-        else (deform_conv2d, (x, zeros, weight))
-    )
-    results = [
-        on(device, is_ordered and device == "cuda", function, tensors, (1, 1, 1, 2, 2))
-        for device in ("cpu", "cuda", "cuda")
-    ]
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
-            torch.testing.assert_close(found, wanted)
-    assert not is_ordered or all(map(torch.equal, *results[1:]))
-    grad = results[1][2].view(2, 2, 3, 2, 2, 6, 8)  # [B, G, KH, KW, (y, x), H', W']
-    assert not grad[:, :, 0, :, :, 0].any() and not grad[:, :, :, 0, :, :, 0].any()  # row -1 and column -1
-    assert grad[:, :, 1, 1].ne(0).any()
-
-
-def test_maps_smaller_than_the_kernel():
-    layer = DeformConv2d(1, 1, 3, padding=1)
-    x = torch.randn(1, 1, 2, 2)
-    out = layer(x, torch.zeros(1, 18, 2, 2))
-    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
 
 
 @pytest.mark.parametrize("use_deform", [False, True])

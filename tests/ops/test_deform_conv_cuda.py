@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from deform_conv_cases import CASES, TOLERANCE, Case, gradient_of, run
+from deform_conv_cases import Case, run
 
 from visdet.ops import deform_conv2d, modulated_deform_conv2d
-from visdet.ops.deform_conv2d import deform_conv2d_reference
 
 cuda = pytest.mark.cuda
 
@@ -66,67 +65,3 @@ def test_deterministic_algorithms_are_asked_for_before_the_forward():
             out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@cuda
-def test_streams_and_graphs():
-    case = CASES["in-turns"]
-    tensors = case.tensors(torch.float32, "cuda")
-    settings = (*map(list, case.settings[:3]), case.G, case.step)
-    expected = torch.ops.visdet.deform_conv2d(*tensors, *settings)
-    grad = gradient_of(expected)
-
-    def both():
-        out = torch.ops.visdet.deform_conv2d(*tensors, *settings)
-        return [
-            out,
-            *torch.ops.visdet.deform_conv2d_backward(grad, *tensors, *settings, True, True, True),
-        ]
-
-    wanted = both()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        on_stream = both()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    for tensor in captured:
-        tensor.zero_()
-    graph.replay()
-    for results in (on_stream, captured):
-        for found, one in zip(results, wanted, strict=True):
-            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.cuda(devices=2)
-def test_second_device():
-    case = CASES["usual"]
-    expected = run(case, case.tensors(torch.float32, "cuda:0"))
-    found = run(case, case.tensors(torch.float32, "cuda:1"))  # while device 0 is the current one
-    for one, wanted in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
-        assert one.device.index == 1
-        torch.testing.assert_close(one.cpu(), wanted.cpu(), rtol=1e-4, atol=1e-4)
-
-
-@cuda
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_offset_decides_the_type(dtype):
-    x, offset, mask, weight = Case().tensors(torch.float32, "cuda")
-    bias = torch.randn(8, device="cuda")
-    leaves = [t.requires_grad_() for t in (x, offset.to(dtype), mask, weight, bias)]
-    out = modulated_deform_conv2d(*leaves, padding=1)
-    assert out.dtype == dtype
-    expected = deform_conv2d_reference(*(t.double() for t in leaves), (1, 1), (1, 1), (1, 1), 1)
-    atol = TOLERANCE[dtype] * expected.abs().max().item()
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-    grads = torch.autograd.grad(out.sum(), leaves)
-    assert [g.dtype for g in grads] == [t.dtype for t in leaves]
-
-
-@cuda
-def test_rejection_of_another_device():
-    x, offset, mask, weight = Case().tensors(torch.float32, "cuda")
-    with pytest.raises(RuntimeError, match="offset must be on the device of input"):
-        torch.ops.visdet.deform_conv2d(x, offset.cpu(), mask, weight, [1, 1], [1, 1], [1, 1], 1, 32)

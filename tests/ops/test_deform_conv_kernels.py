@@ -4,14 +4,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from deform_conv_cases import CASES, TOLERANCE, Case, assert_near, expect, gradient_of, run
 
 from visdet.ops import (
-    DeformConv2dPack,
-    ModulatedDeformConv2dPack,
-    _library,
-    _torchvision,
     deform_conv2d,
     modulated_deform_conv2d,
 )
@@ -105,100 +100,6 @@ def test_gradients_of_columns_may_pass_the_range_of_float16(device):
 
 
 @devices
-@pytest.mark.parametrize("name", ["usual", "groups"])
-def test_strides_do_not_matter(device, name):
-    case = CASES[name]
-    tensors = case.tensors(torch.float32, device)
-    output, grads = run(case, tensors)
-    moved = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
-    last = [tensors[0].to(memory_format=torch.channels_last), *tensors[1:]]
-    sliced = [torch.stack([tensors[0], tensors[0] + 1], -1)[..., 0], *tensors[1:]]
-    shifted = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in tensors]
-    for changed in (moved, last, sliced, shifted):
-        found, found_grads = run(case, changed)
-        assert torch.equal(found, output)
-        for grad, wanted in zip(found_grads, grads, strict=True):
-            torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
-    one = torch.ones((), device=device).expand(output.shape)  # the gradient of a sum
-    for grad, wanted in zip(run(case, tensors, one)[1], run(case, tensors, one.contiguous())[1], strict=True):
-        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
-
-
-@devices
-@pytest.mark.parametrize("start", [0, 1])
-def test_channels_last_images_at_any_address(device, start):
-    """Images of 9 numbers, taken one by one: they start where no pack of channels may be read."""
-    case = Case(B=3, C=3, H=1, W=3, step=1)
-    x, *others = case.tensors(torch.float16, device)
-    room = x.new_empty(x.numel() + 1)
-    odd = room[start : start + 27].view(3, 1, 3, 3).permute(0, 3, 1, 2).copy_(x)
-    assert odd.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(run(case, [odd, *others])[0], run(case, [x, *others])[0])
-
-
-@devices
-@pytest.mark.parametrize(
-    "case", [Case(B=0), Case(M=0), Case(H=0, padding=(2, 1))], ids=["no-image", "no-output", "no-row"]
-)
-def test_sizes_of_zero(device, case):
-    tensors = case.tensors(torch.float32, device)
-    output, grads = run(case, tensors)
-    assert not output.any()
-    for tensor, grad in zip(tensors, grads, strict=True):
-        assert grad.shape == tensor.shape and not grad.any()
-
-
-@devices
-@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
-def test_compile_export_and_autocast(device, pack):
-    torch.manual_seed(0)
-    layer = pack(16, 6, 3, padding=1, deform_groups=2).to(device)
-    torch.nn.init.normal_(layer.conv_offset.weight, std=0.1)
-    x = torch.randn(2, 16, 6, 7, device=device)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-        assert "visdet.deform_conv2d" in program.graph_module.code
-        torch.testing.assert_close(program.module()(x), layer(x))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for size in (6, 9):
-        x = torch.randn(1, 16, size, 7, device=device, requires_grad=True)
-        expected, found = layer(x), compiled(x)
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-    with torch.autocast(device, torch.float16):
-        half = layer(x)
-        half.float().square().mean().backward()
-    assert half.dtype == torch.float16 and layer.weight.grad.dtype == torch.float32
-    torch.testing.assert_close(half.float(), expected, rtol=3e-2, atol=3e-2)
-
-
-@devices
-def test_who_serves(device, monkeypatch):
-    """visdet's kernels; torchvision or plain torch without the library."""
-    x, offset, mask, weight = Case().tensors(torch.float32, device)
-    asked = []
-
-    def serves_gradients(*_):
-        asked.append(True)
-        return False
-
-    monkeypatch.setattr(_torchvision, "serves_gradients", serves_gradients)
-    served = modulated_deform_conv2d(x, offset, mask, weight, padding=1)
-    assert not asked
-    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    plain = modulated_deform_conv2d(x, offset, mask, weight, padding=1)
-    assert asked
-    torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-4)
-
-
-@devices
-def test_zero_offsets_are_the_convolution(device):
-    x, offset, _, weight = Case(reach=0, masked=False).tensors(torch.float64, device)
-    torch.testing.assert_close(deform_conv2d(x, offset, weight, padding=1), F.conv2d(x, weight, padding=1))
-
-
-@devices
 @pytest.mark.parametrize(
     ("position", "change", "message"),
     [
@@ -225,21 +126,3 @@ def test_rejections(device, position, change, message):
     arguments[position] = change(arguments[position])
     with pytest.raises(RuntimeError, match=f"deform_conv2d: .*({message})"):
         torch.ops.visdet.deform_conv2d(*arguments)
-
-
-@devices
-def test_rejection_of_gradients(device):
-    arguments = [*Case().tensors(torch.float32, device), [1, 1], [1, 1], [1, 1], 1, 32]
-    grad = torch.ops.visdet.deform_conv2d(*arguments)
-    with pytest.raises(RuntimeError, match=r"grad_output must be \[2, 8, 6, 7\], got \[1, 8, 6, 7\]"):
-        torch.ops.visdet.deform_conv2d_backward(grad[1:], *arguments, True, True, True)
-
-
-def test_shapes_without_data():
-    x, offset, mask, weight = Case(H=9, stride=(2, 1)).tensors(torch.float16, "meta")
-    out = torch.ops.visdet.deform_conv2d(x, offset, mask, weight, [2, 1], [1, 1], [1, 1], 1, 32)
-    assert out.shape == (2, 8, 5, 7) and out.dtype == torch.float16
-    grads = torch.ops.visdet.deform_conv2d_backward(
-        out, x, offset, mask, weight, [2, 1], [1, 1], [1, 1], 1, 32, True, False, True
-    )
-    assert [list(g.shape) for g in grads] == [list(x.shape), [0], [0], list(weight.shape)]

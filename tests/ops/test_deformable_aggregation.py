@@ -85,34 +85,3 @@ def test_gradcheck(device):
     assert torch.autograd.gradcheck(
         lambda f, x, w: deformable_aggregation(f, shapes, starts, x, w), leaves, nondet_tol=1e-12
     )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "sizes", [(0, 5, 3, 2, 4), (2, 0, 3, 2, 4), (2, 5, 0, 2, 4), (2, 5, 3, 2, 0)], ids=str
-)
-def test_empty_sizes(sizes, device):
-    case = make_case(*sizes, dtype=torch.float32, device=device)
-    output, grads = gradients(deformable_aggregation, case, torch.ones(sizes[0], sizes[1], sizes[4]))
-    assert output.shape == (sizes[0], sizes[1], sizes[4]) and (output == 0).all()
-    assert [grad.shape for grad in grads] == [case[0].shape, case[3].shape, case[4].shape]
-    assert all((grad == 0).all() for grad in grads)
-
-
-def test_non_contiguous_inputs():
-    features, shapes, starts, locations, weights = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32)
-    strided = (
-        features.transpose(1, 2).contiguous().transpose(1, 2),
-        shapes.transpose(0, 1).contiguous().transpose(0, 1),
-        starts.t().contiguous().t(),
-        locations.transpose(0, 3).contiguous().transpose(0, 3),
-        weights.transpose(0, 5).contiguous().transpose(0, 5),
-    )
-    assert not any(tensor.is_contiguous() for tensor in strided)
-    grad_output = torch.ones(1).expand(3, 9, 256)
-    output, grads = gradients(deformable_aggregation, strided, grad_output)
-    expected, expected_grads = gradients(
-        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output.contiguous()
-    )
-    assert torch.equal(output, expected)
-    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from aggregation_cases import CASES, DEVICES, make_case
-from calls import captured, gradients
+from calls import gradients
 
 from visdet.ops import (
     deformable_aggregation,
@@ -90,22 +90,6 @@ def test_rejects(name):
     assert str(caught.value).startswith("deformable_aggregation: ")
 
 
-def test_rejects_levels_that_are_no_numbers():
-    with pytest.raises(
-        TypeError, match="level_shapes must be an integer tensor or nested sequences of integers"
-    ):
-        deformable_aggregation(**(rejection_case() | dict(level_shapes="abc")))
-
-
-@pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
-def test_rejects_tables_of_fractions(name):
-    """Fractions are not cut to whole numbers."""
-    case = rejection_case()
-    table = (torch.as_tensor(case[name]) + 0.5).tolist()
-    with pytest.raises(TypeError, match=rf"deformable_aggregation: {name} must be an integer .*, got \[\["):
-        deformable_aggregation(**(case | {name: table}))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_between_maps_have_zero_gradients(dtype, device):
@@ -183,17 +167,6 @@ def test_errors_of_level_tables_name_the_operator_that_was_called():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_features_at_an_odd_address(device):
-    # A slice that begins one element into its storage cannot be read 16 bytes at a time.
-    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device=device)
-    shifted = torch.empty(case[0].numel() + 1, device=device)[1:].view_as(case[0]).copy_(case[0])
-    output, grads = gradients(deformable_aggregation, (shifted, *case[1:]), torch.ones(3, 9, 256))
-    expected, expected_grads = gradients(deformable_aggregation, case, torch.ones(3, 9, 256))
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_many_pairs_on_few_texels(deterministic, device):
     # Every sample falls into one of four cells: hundreds of records a texel, 1200 pairs a query.
@@ -209,36 +182,6 @@ def test_many_pairs_on_few_texels(deterministic, device):
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(grads, expected_grads)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_on_request(dtype, device):
-    case = make_case(2, 200, 30, 8, 64, dtype=dtype, device=device)
-    grad_output = torch.randn(2, 200, 64)
-    torch.use_deterministic_algorithms(True)
-    try:
-        runs = [gradients(deformable_aggregation, case, grad_output) for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for output, grads in runs[1:]:
-        assert torch.equal(output, runs[0][0])
-        assert all(torch.equal(*pair) for pair in zip(grads, runs[0][1], strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tables_as_lists_and_on_the_device(device):
-    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device=device)
-    shapes, starts = case[1:3]
-    expected, expected_grads = gradients(deformable_aggregation, case, torch.ones(3, 9, 256))
-    for tables in ((shapes.tolist(), starts.tolist()), (shapes.to(device), starts.to(device).int())):
-        output, grads = gradients(
-            lambda f, h, s, x, w, tables=tables: deformable_aggregation(f, *tables, x, w),
-            case,
-            torch.ones(3, 9, 256),
-        )
-        assert torch.equal(output, expected)
-        torch.testing.assert_close(grads, expected_grads)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -280,27 +223,6 @@ def test_limits_on_cuda(sizes, message):
     tables = torch.ones(V, L, 2, dtype=torch.int64), torch.arange(V * L).view(V, L)
     with pytest.raises(RuntimeError, match="deformable_aggregation: " + message):
         deformable_aggregation(features, *tables, locations, weights)
-
-
-@pytest.mark.cuda
-def test_current_stream_and_graph_capture():
-    features, shapes, starts, locations, weights = make_case(
-        *CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device="cuda"
-    )
-    expected = deformable_aggregation(features, shapes, starts, locations, weights)
-    grad_output = torch.ones_like(expected)
-    leaf = features.clone().requires_grad_()
-
-    def step():
-        output = deformable_aggregation(leaf, shapes, starts, locations, weights)
-        return output, torch.autograd.grad(output, leaf, grad_output)[0]
-
-    graph, (output, grad) = captured(step)
-    with torch.no_grad():
-        leaf.mul_(2)
-    graph.replay()
-    torch.testing.assert_close(output, expected * 2)
-    assert grad.isfinite().all()
 
 
 @pytest.mark.cuda

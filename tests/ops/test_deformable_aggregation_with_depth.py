@@ -124,22 +124,6 @@ def test_gradcheck_and_parts_of_one_tensor(device):
     assert torch.equal(function(*leaves), dense)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("axis", range(6))
-def test_empty_sizes(axis, device):
-    sizes = [2, 5, 3, 2, 4, 3]
-    sizes[axis] = 0
-    if axis == 3:
-        sizes[4] = 0  # no groups of no channels
-    case = make(*sizes, dtype=torch.float32, device=device)
-    output, grads = gradients(
-        deformable_aggregation_with_depth, case, torch.ones(sizes[0], sizes[1], sizes[4])
-    )
-    assert output.shape == (sizes[0], sizes[1], sizes[4]) and not output.any()
-    assert [grad.shape for grad in grads] == [case[i].shape for i in (0, 1, 4, 5)]
-    assert not any(grad.any() for grad in grads)
-
-
 @pytest.mark.parametrize(
     ("changed", "value", "message"),
     [

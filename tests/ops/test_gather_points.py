@@ -55,24 +55,6 @@ def test_kernels_are_the_definition(M, layout, dtype, index_dtype, has_weight, z
     torch.testing.assert_close(gather_gradient(grad, features.shape, *others), wanted[0], **close)
 
 
-@pytest.mark.parametrize("has_weight", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_deterministic_gradients(layout, has_weight, device):
-    features, *others = inputs(layout, torch.float32, torch.int32, has_weight, False, device, 5000)
-    features.requires_grad_()
-    grads = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(3):
-            output = gathered(features, *others)
-            grads += [*torch.autograd.grad(output.square().sum(), features)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-    expected = torch.autograd.grad(gather_points_reference(features, *others).square().sum(), features)[0]
-    torch.testing.assert_close(grads[0], expected, rtol=1e-4, atol=1e-2)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_indices_within_clouds(dtype, device):
     index = torch.randint(-2, 9, (23, 5), dtype=dtype, device=device)
@@ -121,16 +103,3 @@ def test_messages(arguments, message):
         torch.ops.visdet.gather_points(*arguments, False)
     with pytest.raises(RuntimeError, match=f"gather_points_backward: {message}"):
         torch.ops.visdet.gather_points_backward(F, *arguments, False, True, True)
-
-
-def test_messages_of_stacked_indices():
-    _library.require_cpu()
-    run, index, count = torch.ops.visdet.stacked_indices, I[0], torch.zeros(1, dtype=torch.int32)
-    for arguments, message in (
-        ((I, count, count), r"indices must be \[M, K\]"),
-        ((index, count.long(), count), "sizes must be int32, got Long"),
-        ((index, count, count[:0]), r"groups must be \[clouds\] = \[1\], got \[0\]"),
-        ((index, count[:0], count[:0]), "sizes must have a cloud"),
-    ):
-        with pytest.raises(RuntimeError, match=f"stacked_indices: {message}"):
-            run(*arguments)

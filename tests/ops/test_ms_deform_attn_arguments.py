@@ -1,36 +1,11 @@
 """What ms_deform_attn takes for its levels and types, and what it refuses."""
 
-import re
-
 import pytest
 import torch
-from attention_cases import CASES, DEVICES, make_case
+from attention_cases import CASES, make_case
 from calls import gradients
 
 from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_reference
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_levels_as_list_and_as_tensor_on_the_device(device):
-    value, shapes, starts, locations, weights = make_case(
-        *CASES["B3-Q17-G8-C32-P4-L4"], dtype=torch.float32, device=device
-    )
-    expected = ms_deform_attn(value, shapes, starts, locations, weights)
-    for level_shapes, level_starts in (
-        (shapes.tolist(), starts.tolist()),
-        (shapes.tolist(), None),
-        (shapes.int(), starts.int()),
-        (shapes.to(device), starts.to(device)),
-        (shapes.to(device), None),
-        (shapes.tolist(), starts.to(device)),
-        (shapes, starts.to(device)),
-        (shapes.to(device), starts.tolist()),
-        (shapes.to(device), starts),
-    ):
-        assert torch.equal(ms_deform_attn(value, level_shapes, level_starts, locations, weights), expected)
-    assert torch.equal(
-        ms_deform_attn(value, shapes, starts, locations, weights, 64), expected
-    )  # mmcv's im2col_step
 
 
 @pytest.mark.cuda
@@ -166,42 +141,6 @@ def test_rejects(name):
     assert "ms_deform_attn: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("level_shapes", "abc"),
-        ("level_shapes", [(3, 2), (2, 2.5)]),
-        ("level_shapes", [(3, 2), (2,)]),
-        ("level_starts", [0.0, 6.0]),
-    ],
-)
-def test_rejects_levels_that_are_no_integers(name, table):
-    message = f"{name} must be an integer tensor or a sequence of integers, got {table!r}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        ms_deform_attn(**(rejection_case() | {name: table}))
-
-
-@pytest.mark.parametrize("name", ["level_shapes", "level_starts"])
-def test_rejects_tensors_that_are_no_integers(name):
-    tables = {
-        "level_shapes": torch.tensor([(3.0, 2.0), (2.0, 2.5)]),
-        "level_starts": torch.tensor([0.0, 6.0]),
-    }
-    message = f"{name} must be an integer tensor or a sequence of integers, got a tensor of torch.float32"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        ms_deform_attn(**(rejection_case() | {name: tables[name]}))
-
-
-@pytest.mark.parametrize(("table", "shape"), [([], "[0]"), (3, "[]"), ([3, 2, 2, 2], "[4]")])
-@pytest.mark.parametrize("starts", [None, [0, 6]], ids=["no starts", "starts"])
-def test_rejects_shapes_of_other_dimensions(table, shape, starts):
-    with pytest.raises(
-        RuntimeError,
-        match=re.escape(f"ms_deform_attn: level_shapes must be [L, 2] (height, width), got {shape}"),
-    ):
-        ms_deform_attn(**(rejection_case() | dict(level_shapes=table, level_starts=starts)))
-
-
 def test_operator_itself_rejects_coordinates_of_another_type():
     case = rejection_case()
     with pytest.raises(RuntimeError, match="locations must be Float for value of type Float, got Double"):
@@ -210,18 +149,6 @@ def test_operator_itself_rejects_coordinates_of_another_type():
         torch.ops.visdet.ms_deform_attn(
             *(case | dict(value=case["value"].double(), locations=case["locations"].double())).values()
         )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_half_coordinates_are_converted_and_get_their_gradients_back(device):
-    value, shapes, starts, locations, weights = make_case(
-        *CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device=device
-    )
-    half = (value.half(), shapes, starts, locations.half(), weights.half())
-    output, grads = gradients(ms_deform_attn, half, torch.ones(2, 13, 60, device=device))
-    expected = ms_deform_attn(value.half(), shapes, starts, locations.half().float(), weights.half().float())
-    assert torch.equal(output, expected)
-    assert [grad.dtype for grad in grads] == [torch.float16] * 3
 
 
 def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():

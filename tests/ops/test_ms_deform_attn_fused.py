@@ -150,46 +150,6 @@ def test_extreme_logits(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "sizes", [(0, 5, 2, 4, 3), (2, 0, 2, 4, 3), (2, 5, 0, 4, 3), (2, 5, 2, 0, 3), (2, 5, 2, 4, 0)], ids=str
-)
-def test_empty_sizes(sizes, device, deterministic):
-    B, Q, G, C, P = sizes
-    case = make_case(B, Q, G, C, [P, P], [(3, 2), (2, 2)], dtype=torch.float32, device=device)
-    output, grads = gradients(ms_deform_attn_fused, case, torch.ones(B, Q, G * C, device=device))
-    assert output.shape == (B, Q, G * C) and (output == 0).all()
-    assert [grad.shape for grad in grads] == [case[0].shape, *(tensor.shape for tensor in case[3:6])]
-    assert all((grad == 0).all() for grad in grads)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_non_contiguous_inputs(dtype, device, deterministic):
-    value, shapes, starts, refs, offsets, logits, points = make_case(
-        *CASES["B3-Q17-G8-C32-P4-4-4-4"], 4, dtype, device=device
-    )
-    strided = (
-        value.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-        shapes.t().contiguous().t(),
-        torch.stack([starts, starts], 1)[:, 0],
-        torch.cat([refs, refs], -1)[..., 4:],
-        offsets.transpose(0, 3).contiguous().transpose(0, 3),
-        torch.cat([logits, logits], -1)[..., : logits.shape[-1]],
-        points,
-    )
-    assert not any(tensor.is_contiguous() for tensor in strided[:-1])
-    plain = (value, shapes, starts, refs, offsets, logits, points)
-    assert torch.equal(ms_deform_attn_fused(*strided), ms_deform_attn_fused(*plain))
-    grad_output = torch.ones(1, device=device, dtype=dtype).expand(3, 17, 8 * 32)
-    for actual, expected in zip(
-        gradients(ms_deform_attn_fused, strided, grad_output)[1],
-        gradients(ms_deform_attn_fused, plain, grad_output.contiguous())[1],
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_encoders_inputs_at_odd_addresses(dtype, device):
     # Slices that begin one element into their storage: a pair of them cannot be read at once.
@@ -241,28 +201,6 @@ def test_gradients_of_an_encoders_many_rows(of, dtype, device):
     grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
     wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
     assert_gradients_match(grads, wanted, case, of)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_levels_as_list_and_as_tensor_on_the_device(device):
-    value, shapes, starts, *others = make_case(
-        *CASES["B2-Q9-G2-C71-P3-6-3"], dtype=torch.float32, device=device
-    )
-    grad_output = torch.ones(2, 9, 142, device=device)
-    expected, wanted = gradients(ms_deform_attn_fused, (value, shapes, starts, *others), grad_output)
-    for level_shapes, level_starts in (
-        (shapes.tolist(), starts.tolist()),
-        (shapes.tolist(), None),
-        (shapes.int(), starts.int()),
-        (shapes.to(device), starts.to(device)),
-        (shapes.to(device), None),
-    ):
-        output, grads = gradients(
-            ms_deform_attn_fused, (value, level_shapes, level_starts, *others), grad_output
-        )
-        assert torch.equal(output, expected)
-        for actual, grad in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(actual, grad)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -78,25 +78,6 @@ def test_an_encoders_queries_with_other_levels(device):
         assert relative_error(output, reference) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("Q", [3, 60])
-def test_one_channel_with_the_strides_of_a_channels_last_tensor(Q, dtype, device):
-    value, shapes, starts, *others = make_case(2, Q, 1, 1, 2, [(5, 4), (3, 3)], dtype=dtype, device=device)
-    odd = value.as_strided(value.shape, (29, 1, 29, 29))
-    assert torch.equal(odd, value)
-    grad_output = torch.randn(2, Q, 1, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    odd_grad = grad_output.as_strided(grad_output.shape, (Q, 1, Q))
-
-    def run(value, grad_output):
-        leaves = [tensor.detach().requires_grad_() for tensor in (value, *others)]
-        output = ms_deform_attn(leaves[0], shapes, starts, *leaves[1:])
-        return output, *torch.autograd.grad(output, leaves, grad_output)
-
-    for one, other in zip(run(odd, odd_grad), run(value, grad_output), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_encoders_levels_known_to_the_host_or_not(dtype):
@@ -205,21 +186,6 @@ def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
     assert (grads[1][:, ::3, :, 0, 1] == 0).all() and (grads[2][:, ::3, :, 0, 1] == 0).all()
     torch.testing.assert_close(grads[0], expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
-
-
-@pytest.mark.cuda
-def test_graph_capture_of_an_encoders_backward():
-    case = make_case(*ENCODERS["pyramid"], dtype=torch.bfloat16, device="cuda")
-    grad_output = torch.ones(3, 265, 256, dtype=torch.bfloat16, device="cuda")
-    arguments = (grad_output, *case, False)
-    expected = torch.ops.visdet.ms_deform_attn_backward(*arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grads = torch.ops.visdet.ms_deform_attn_backward(*arguments)
-    for _ in range(2):
-        graph.replay()
-        for grad, same in zip(grads, expected, strict=True):
-            assert relative_error(grad, same) < 1e-2
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -332,19 +332,3 @@ def test_overlaps_of_no_boxes_have_a_gradient(M, N, aligned):
     boxes = [torch.full((count, 4), torch.nan, requires_grad=True) for count in (M, N)]
     bbox_overlaps(*boxes, aligned=aligned).sum().backward()
     assert all(torch.equal(given.grad, torch.zeros_like(given)) for given in boxes)
-
-
-@pytest.mark.cuda
-def test_cuda_agrees_with_the_cpu():
-    boxes, scores = random_boxes(500)
-    classes = torch.arange(500) % 5
-    for function in (
-        lambda b, s, c: nms(b, s, 0.5),
-        lambda b, s, c: soft_nms(b, s, 0.5),
-        lambda b, s, c: batched_nms(b, s, c, dict(iou_threshold=0.5)),
-    ):
-        on_cpu, on_cuda = (
-            function(boxes, scores, classes),
-            function(boxes.cuda(), scores.cuda(), classes.cuda()),
-        )
-        assert torch.equal(on_cpu[1], on_cuda[1].cpu()) and torch.equal(on_cpu[0], on_cuda[0].cpu())

@@ -95,23 +95,6 @@ def test_boxes_of_many_strips_have_torchvisions_result(axis):
             assert torch.equal(keep, kept_by_torchvision(boxes, scores, None, None, threshold))
 
 
-@needs_library
-def test_the_number_of_threads_changes_nothing():
-    boxes, scores, *_ = of_random_problem(3, 5000, dtype=torch.float32)
-    classes, threads, results = torch.arange(5000) % 37, torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 7):
-            torch.set_num_threads(count)
-            results.append(
-                torch.cat(
-                    [nms(boxes, scores, 0.4, classes=classes)[1], soft_nms(boxes, scores, classes=classes)[1]]
-                )
-            )
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["nms", *SOFT_METHODS])

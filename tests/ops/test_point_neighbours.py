@@ -59,26 +59,6 @@ def test_ball_query_is_the_loop(dtype, low, device):
     assert index.tolist() == expected
 
 
-def test_ball_query_in_chunks_gives_the_same(monkeypatch):
-    points, centers = cloud(2, 30, 3), cloud(2, 11, 3, seed=1)
-    whole = ball_query(0, 1, 4, points, centers), knn(4, points, centers)[0]
-    monkeypatch.setattr(point_neighbours, "_PAIRS", 70)
-    assert torch.equal(point_neighbours.ball_query_reference(points, centers, 0, 1, 4, False), whole[0])
-    assert torch.equal(point_neighbours.knn_reference(points, centers, 4)[0], whole[1])
-
-
-def test_no_points_and_no_centers(device):
-    none, some = torch.zeros(2, 0, 3, device=device), torch.rand(2, 4, 3, device=device)
-    assert ball_query(0, 1, 3, none, some).tolist() == [[[0] * 3] * 4] * 2
-    assert ball_query(0, 1, 3, some, none).shape == (2, 0, 3)
-    assert ball_query(0, 1, 3, some[:0], some[:0]).shape == (0, 4, 3)
-    index, distances = knn(2, none, some)
-    assert index.tolist() == [[[0] * 2] * 4] * 2 and distances.isinf().all()
-    assert three_nn(none, some)[1].shape == (2, 0, 3)
-    assert furthest_point_sample(some, 0).shape == (2, 0)
-    assert furthest_point_sample(some[:0], 2).shape == (0, 2)
-
-
 def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     points = torch.tensor([[[torch.nan, 0, 0], [0.1, 0, 0], [0.2, 0, 0]]], device=device)
     center = torch.zeros(1, 1, 3, device=device)

@@ -318,21 +318,6 @@ def test_narrow_types_and_bad_numbers(dtype):
     )
 
 
-def test_empties():
-    points, polygons = torch.zeros(0, 18), torch.zeros(0, 8)
-    assert convex_iou(points, torch.zeros(3, 8)).shape == (0, 3)
-    assert convex_iou(torch.zeros(3, 18), polygons).shape == (3, 0)
-    assert [t.shape for t in convex_giou(points, polygons)] == [(0,), (0, 18)]
-    assert min_area_polygons(points).shape == (0, 8)
-    assert points_in_polygons(torch.zeros(0, 2), torch.zeros(2, 8)).shape == (0, 2)
-    distances = chamfer_distance(torch.ones(2, 3, 2), torch.ones(2, 0, 2))
-    assert [tuple(t.shape) for t in distances] == [(2, 3), (2, 0), (2, 3), (2, 0)] and not distances[0].any()
-    assert diff_iou_rotated_2d(torch.zeros(1, 0, 5), torch.zeros(1, 0, 5)).shape == (1, 0)
-    assert sorted_vertices(
-        torch.zeros(1, 0, 24, 2), torch.zeros(1, 0, 24).bool(), torch.zeros(1, 0)
-    ).shape == (1, 0, 9)
-
-
 X = torch.zeros(3, 4)
 
 
@@ -373,23 +358,3 @@ X = torch.zeros(3, 4)
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@needs_library
-def test_rejections_of_the_operators():
-    operators, points, polygons = torch.ops.visdet, torch.zeros(2, 18), torch.zeros(2, 8)
-    for call, message in (
-        (
-            lambda: operators.min_area_polygons(X),
-            r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]",
-        ),
-        (
-            lambda: operators.min_area_polygons(points.half()),
-            "min_area_polygons: pointsets must be .*, got Half",
-        ),
-        (lambda: operators.convex_iou(points, X), r"convex_iou: polygons must be \[K, 8\], got \[3, 4\]"),
-        (lambda: operators.convex_iou(points, polygons.double()), "polygons must be Float, .*, got Double"),
-        (lambda: operators.convex_giou(points, polygons[:1]), r"polygons must be \[2, 8\], got \[1, 8\]"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()

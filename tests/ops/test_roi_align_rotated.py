@@ -156,21 +156,6 @@ def test_active_rotated_filter_is_its_definition():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_narrow_types(dtype):
-    x, boxes = maps(2, 8, 4, 5, dtype=dtype).requires_grad_(), (maps(2, 4, 5, 5) * 8 + 10).float()
-    for function in (
-        lambda x: roi_align_rotated(x, rois(torch.float32), 2, 0.8),
-        lambda x: riroi_align_rotated(x, rois(torch.float32), 2, 0.8),
-        lambda x: rotated_feature_align(x, boxes, 1 / 4, 5),
-    ):
-        out = function(x)
-        assert out.dtype == dtype
-        close = dict(rtol=2e-2, atol=2e-2) if dtype != torch.float32 else dict(rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out.double(), function(x.detach().double()), **close)
-        out.sum().backward()
-
-
 def test_regions_that_count_for_nothing_and_empties():
     x = maps(2, 8, 7, 9).requires_grad_()
     bad = rois()[[0] * 6].clone()

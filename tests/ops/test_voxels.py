@@ -66,19 +66,6 @@ def test_hard_voxelize_is_the_loop(max_points, max_voxels, device):
         assert torch.equal(voxel[: len(rows)], torch.stack(rows)) and (voxel[len(rows) :] == 0).all()
 
 
-def test_voxels_of_no_points(device):
-    none = torch.zeros(0, 4, device=device)
-    voxels, places, counts = hard_voxelize(none, SIZE, RANGE)
-    assert voxels.shape == (0, 35, 4) and places.shape == (0, 3) and counts.shape == (0,)
-    assert dynamic_voxelize(none, SIZE, RANGE).shape == (0, 3)
-    outside = torch.full((5, 3), 100.0, device=device)
-    assert len(hard_voxelize(outside, SIZE, RANGE)[0]) == 0
-    features, voxels = dynamic_scatter(none, torch.zeros(0, 3, dtype=torch.int32, device=device))
-    assert features.shape == (0, 4) and voxels.shape == (0, 3)
-    features, voxels = dynamic_scatter(outside, torch.full((5, 3), -1, dtype=torch.int32, device=device))
-    assert features.shape == (0, 3) and voxels.shape == (0, 3)
-
-
 def test_a_grid_of_more_than_2_to_the_31_voxels(device):
     points = torch.tensor([[1.0, 1, 1], [9999, 9999, 999], [1, 1, 1.0]], device=device)
     voxels, places, counts = hard_voxelize(points, (1, 1, 1), (0, 0, 0, 10000, 10000, 1000))
@@ -201,14 +188,6 @@ def test_a_largest_feature_of_0_has_its_whole_gradient(device):
     voxels = torch.tensor([[0], [0], [1], [1]], dtype=torch.int32, device=device)
     dynamic_scatter(features, voxels, "max")[0].sum().backward()
     assert features.grad.flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
-
-
-@pytest.mark.parametrize("radii", [(0,), (0, 3)])
-def test_no_gaussians(radii, device):
-    points, none = torch.rand(5, 3, device=device), torch.zeros(0, 3, device=device)
-    given = points, points.int(), none, none.int(), none[:, 0], torch.zeros(0, 4, device=device)
-    reach, precision = torch.zeros(radii, device=device).int(), torch.zeros(0, 6, device=device)
-    assert local_aggregate(*given, reach, precision, 2, 2, 2).tolist() == [[0.0] * 4] * 5
 
 
 def test_local_aggregate_prob_of_two_gaussians_by_hand(device):
