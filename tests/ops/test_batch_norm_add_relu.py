@@ -1,14 +1,159 @@
 """Batch normalisation in training, with a residual sum and ReLU in the same kernels."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
 from visdet.ops.fused import batch_norm_add_relu
 
-HALVES = [torch.float16, torch.bfloat16]
+
+def _draw_batch_norm(draw: Draw) -> Problem:
+    B, C, H, W = draw.size(4), draw.pick(1, 2, 3, 8, 8, 16, 24, 64), draw.size(12), draw.size(12)
+    if draw.chance(0.01):
+        C = 0
+    if draw.is_big:
+        B, C, H, W = draw.pick((2, 264, 19, 23), (3, 64, 50, 41), (2, 2056, 3, 5))
+    dtype, eps, relu = draw.dtype(), draw.pick(1e-5, 1e-3), draw.chance(0.6)
+    parameter_type = draw.pick(dtype, torch.float32) if dtype in HALVES else dtype
+    x = draw.with_bad_numbers(draw.numbers(B, C, H, W) + draw.pick(0.0, 0.0, 1.0, 50.0))
+    arguments: dict[str, Any] = {
+        "input": _image(draw, x, dtype),
+        "residual": None,
+        "weight": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
+        "bias": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
+        "running_mean": None,
+        "running_var": None,
+        "num_batches_tracked": None,
+    }
+    if draw.chance(0.6):
+        arguments["running_mean"] = draw.place(draw.numbers(C), parameter_type, can_expand=False)
+        arguments["running_var"] = draw.place(draw.uniform(0, 2, C), parameter_type, can_expand=False)
+    if draw.chance(0.5):
+        arguments["num_batches_tracked"] = draw.whole(0, 9).to(draw.device)
+    settings = {
+        "momentum": draw.pick(0.1, 0.0, 1.0),
+        "eps": eps,
+        "relu": relu,
+        "near_zero": near_zero_of(dtype),
+    }
+    if draw.chance(0.5):
+        residual = draw.with_bad_numbers(draw.numbers(B, C, H, W))
+        if (
+            relu and residual.numel() > C
+        ):  # Where the sum is next to zero, rounding decides whether ReLU lets it through.
+            given = {name: value.double().cpu() for name, value in arguments.items() if value is not None}
+            norm = F.batch_norm(given["input"], None, None, given["weight"], given["bias"], True, eps=eps)
+            margin = 2 * settings["near_zero"] * greatest(norm + residual)
+            residual = torch.where((norm + residual).abs() < margin, residual + 2 * margin, residual)
+        arguments["residual"] = _image(draw, residual, dtype)
+    values = B * H * W
+    must_refuse = "there is one value for each channel" if values == 1 else ""
+    return Problem(
+        {**arguments, **settings},
+        differentiable=("input", "residual", "weight", "bias"),
+        wide=wide_of(dtype),
+        epsilon=epsilon_of(dtype),
+        error_factor=64.0 + values,
+        must_refuse="there are no channels" if C == 0 else must_refuse,
+    )
+
+
+def _image(draw: Draw, images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the images in the channels-last format, which CUDA kernels serve, or in a random layout."""
+    if draw.chance(0.4):
+        return images.to(draw.device, dtype).contiguous(memory_format=torch.channels_last)
+    return draw.place(images, dtype)
+
+
+def _batch_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+    near_zero: float,
+) -> tuple[Tensor, ...]:
+    """Return the result and the running statistics, which are copies, so that a second call begins with the same."""
+    mean, var, count = (
+        None if tensor is None else _copy(tensor)
+        for tensor in (running_mean, running_var, num_batches_tracked)
+    )
+    output = batch_norm_add_relu(input, residual, weight, bias, mean, var, count, momentum, eps, relu)
+    after = [tensor for tensor in (mean, var) if tensor is not None]
+    return output, *after, *([] if count is None else [count.double()])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy in the same memory layout, with the same numbers around it."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _batch_norm_reference(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
+    near_zero: float,
+    steps: Steps = EXACT_STEPS,
+) -> tuple[Tensor, ...]:
+    x, dims = input, (0, 2, 3)
+    if x.numel():
+        x = steps.disturbed(steps.normalised(x, dims, eps))
+    x = steps.disturbed(steps.disturbed(x * weight[:, None, None]) + bias[:, None, None])
+    x = x if residual is None else steps.disturbed(x + residual)
+    after = []
+    if running_mean is not None and running_var is not None:
+        mean, var = running_mean, running_var
+        if input.numel():
+            largest = input.abs().amax(dims)
+            mean = steps.disturbed(input.detach().mean(dims), largest)
+            var = input.detach().var(dims)
+        after = [
+            steps.disturbed(old + momentum * (new - old), old.abs() + new.abs())
+            for old, new in ((running_mean, mean), (running_var, var))
+        ]
+    if num_batches_tracked is not None:
+        after.append(num_batches_tracked.double() + 1)
+    return steps.relu(x, near_zero) if relu else x, *after
+
+
+OPERATORS = (
+    Operator(
+        "batch_norm_add_relu",
+        _batch_norm,
+        _draw_batch_norm,
+        _batch_norm_reference,
+        bounds_of(_batch_norm_reference),
+        spoiled={
+            "input": ("rank", "type", 1),
+            "residual": ("rank", "type", "device", 0, 1, 2, 3),
+            "weight": ("rank", "type", "device", 0),
+            "bias": ("rank", "type", "device", 0),
+            "running_mean": ("rank", "type", "device", 0),
+            "running_var": ("rank", "type", "device", 0),
+        },
+    ),
+)
+
+
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-12}
 
