@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_deformable_aggregation import DEVICES, TOLERANCE, make_case
 from calls import gradients, relative_error
 from hypothesis import strategies as st
 from test_deformable_aggregation import (
     _SPOILED,
+    DEVICES,
+    TOLERANCE,
     _bounds,
     _draw,
     _launches_of_deformable_aggregation,
     _of_shapes,
+    make_case,
 )
 from test_ms_deform_attn import gradient_sum, near_whole
 
