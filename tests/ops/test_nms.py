@@ -368,6 +368,33 @@ def test_arrays_come_back_as_arrays():
     assert [group.tolist() for group in groups] == [[0, 2], [1], [3]]
 
 
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array[::-1].copy()[::-1],
+        lambda array: array.astype(array.dtype.newbyteorder(">")),
+        lambda array: np.asfortranarray(np.repeat(array, 2, axis=0))[::2],
+        read_only,
+    ],
+    ids=["negative strides", "other byte order", "steps", "read-only"],
+)
+def test_arrays_of_any_layout(view):
+    boxes, scores, classes = BOXES.numpy(), SCORES.numpy(), np.array([0, 1, 0, 0])
+    for function in (nms, soft_nms):
+        expected = function(boxes, scores, 0.5, classes=classes)
+        found = function(view(boxes), view(scores), 0.5, classes=view(classes))
+        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    table = np.concatenate([boxes, scores[:, None]], 1)
+    assert [group.tolist() for group in nms_match(view(table), 0.5)] == [[0, 2], [1], [3]]
+
+
 @pytest.mark.parametrize("suppress", [nms, soft_nms, batched_nms])
 def test_integer_boxes_keep_their_scores(suppress):
     boxes, scores = torch.tensor([[0, 0, 4, 4], [0, 0, 4, 3], [9, 9, 12, 12]]), torch.tensor([0.5, 0.9, 0.7])
