@@ -263,6 +263,30 @@ def test_vectors_and_normalisation():
         T.VectorizeMap((30, 60), False, sample_dist=1.0, permute=True)
 
 
+@pytest.mark.parametrize(
+    "options", [{"sample_num": 3, "permute": True}, {"simplify": True}, {"sample_dist": 5.0}]
+)
+def test_map_lines_are_cut_to_the_region(options):
+    """Long and far lines, a crossing that stays closed, a ring that is a boundary, and heights."""
+    away = np.array([[500.0, 500.0], [600.0, 600.0]])
+    lane = np.array([[-3.0, -200.0], [3.0, 200.0]])
+    square = np.array([[10.0, 0.0], [20.0, 0.0], [20.0, 4.0], [10.0, 4.0], [10.0, 0.0]])
+    inside = np.array([[0.0, 0.0], [15.0, 30.0]])
+    vectorize = T.VectorizeMap((30, 60), False, **options)
+    results = vectorize({"map_annos": {0: [square], 1: [lane, away, inside], 2: [square * 3]}})
+    permute = "gt_map_pts" in results
+    lines = results["gt_map_pts"][:, 0] if permute else results["vectors"]
+    labels = results["gt_map_labels" if permute else "vector_labels"]
+    assert labels.tolist() == [0, 1, 1]  # The ring of class 2 passes outside.
+    for line, ends in zip(lines, ([[10, 0]] * 2, [[-0.45, -30], [0.45, 30]], inside), strict=True):
+        np.testing.assert_allclose(line[[0, -1]], ends, atol=1e-5)
+        assert (np.abs(line) <= [15.001, 30.001]).all()
+    high = T.VectorizeMap((30, 60), False, coords_dim=3, simplify=True)
+    climb = np.array([[0.0, -60.0, 0.0], [0.0, 60.0, 12.0]])
+    (line,) = high({"map_annos": {1: [climb]}})["vectors"]
+    np.testing.assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
+
+
 def test_polylines_by_hand():
     np.testing.assert_allclose(
         resample(np.array([[0, 0], [1, 0], [1, 3.0]]), 5), [[0, 0], [1, 0], [1, 1], [1, 2], [1, 3]]
