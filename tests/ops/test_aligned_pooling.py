@@ -1,4 +1,4 @@
-"""Border and Bezier alignment, precise RoI pooling, attention masks, correlation and shifts, against loops."""
+"""Border and Bezier alignment, precise RoI pooling, attention masks, correlation and shifts."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tests.fuzz.problem import Draw, Operator, Problem, wide_of
 from tests.fuzz.sampling import is_unclear, sampled
@@ -344,63 +343,27 @@ def maps(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def sample(plane, y, x):
-    """Return the bilinear sample of a map [H, W] by the border rule of RoIAlign."""
-    H, W = plane.shape
-    if not (-1 <= y <= H and -1 <= x <= W):
-        return 0.0
-    y, x = min(max(y, 0), H - 1), min(max(x, 0), W - 1)
-    y0, x0 = int(y), int(x)
-    y1, x1 = min(y0 + 1, H - 1), min(x0 + 1, W - 1)
-    fy, fx = y - y0, x - x0
-    top = plane[y0, x0] * (1 - fx) + plane[y0, x1] * fx
-    return float(top * (1 - fy) + (plane[y1, x0] * (1 - fx) + plane[y1, x1] * fx) * fy)
-
-
-def test_border_align_is_the_loop(device):
-    input, boxes = maps(2, 8, 6, 7), torch.rand(2, 5, 4, dtype=torch.float64) * 9 - 1
-    expected = torch.zeros(2, 2, 5, 4, dtype=torch.float64)
-    for b in range(2):
-        for n, (x1, y1, x2, y2) in enumerate(boxes[b].tolist()):
-            starts = [(x1, y1, x2, y1), (x1, y1, x1, y2), (x2, y2, x1, y2), (x2, y2, x2, y1)]
-            for e, (xa, ya, xb, yb) in enumerate(starts):
-                for c in range(2):
-                    plane = input[b, 2 * e + c]
-                    steps = [i / 4 for i in range(5)]
-                    line = [sample(plane, ya + t * (yb - ya), xa + t * (xb - xa)) for t in steps]
-                    expected[b, c, n, e] = max(line)
-    torch.testing.assert_close(border_align(input.to(device), boxes.to(device), 4).cpu(), expected)
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("ratio", [0, 2])
-def test_bezier_align_is_the_loop(aligned, ratio, device):
-    input, curves = maps(2, 2, 9, 10), torch.rand(3, 17, dtype=torch.float64) * 11 - 1
-    curves[:, 0] = torch.tensor([0, 1, 1])
-    PH, PW, scale = 2, 3, 0.8
-    expected = torch.zeros(3, 2, PH, PW, dtype=torch.float64)
-    for n, (image, *numbers) in enumerate(curves.tolist()):
-        points = [(x * scale, y * scale) for x, y in zip(numbers[::2], numbers[1::2], strict=True)]
-        upper, lower = points[:4], points[:3:-1]
-        sides = [max(abs(c[0][d] - c[3][d]) for c in (upper, lower)) for d in range(2)]
-        w, h = (side if aligned else max(side, 1) for side in sides)
-        across, down = (ratio or math.ceil(w / PW)), (ratio or math.ceil(h / PH))
-        for i in range(PH):
-            for j in range(PW):
-                u, v = j / PW, i / PH
-                basis = [(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u * u * (1 - u), u**3]
-                ends = [
-                    [sum(k * p[d] for k, p in zip(basis, curve, strict=True)) for d in range(2)]
-                    for curve in (upper, lower)
-                ]
-                x, y = (a * (1 - v) + b * v - 0.5 * aligned for a, b in zip(*ends, strict=True))
-                ys = [y + h / PH * ((k + 0.5) / down - 0.5) for k in range(down)]
-                xs = [x + w / PW * ((k + 0.5) / across - 0.5) for k in range(across)]
-                for c in range(2):
-                    values = [sample(input[int(image), c], row, column) for row in ys for column in xs]
-                    expected[n, c, i, j] = sum(values) / len(values)
-    given = bezier_align(input.to(device), curves.to(device), (PH, PW), scale, ratio, aligned)
-    torch.testing.assert_close(given.cpu(), expected)
+def test_by_hand(device):
+    ramp = torch.arange(12.0, device=device).view(1, 1, 3, 4)  # 4 y + x
+    box = torch.tensor([[[1.0, 0, 3, 2]]], device=device)
+    # The largest of the samples at the top, the left, the bottom and the right.
+    assert border_align(ramp.expand(1, 4, 3, 4), box, 2).tolist() == [[[[3, 9, 11, 11]]]]
+    # Straight curves. The samples around (0, 0) are at y of -0.25 and 0.25 and x of -0.75 and 0.75; below 0, 0 counts.
+    curve = torch.tensor([[0.0, 0, 0, 1, 0, 2, 0, 3, 0, 3, 2, 2, 2, 1, 2, 0, 2]], device=device)
+    torch.testing.assert_close(
+        bezier_align(ramp, curve, (1, 1), 1.0, 2, False).item(), 4 * 0.25 / 2 + 0.75 / 2
+    )
+    roi = torch.tensor([[0.0, 0, 0, 2, 2], [9, 0, 0, 2, 2]], device=device)
+    assert prroi_pool(ramp, roi, (1, 1), 1.0).flatten().tolist() == [5, 0]  # The mean is that of the middle.
+    attention = torch.arange(6.0, device=device).view(1, 3, 1, 2)
+    assert psa_mask(attention, "collect", (1, 3)).flatten().tolist() == [2, 1, 4, 3]
+    assert psa_mask(attention, "distribute", (1, 3)).flatten().tolist() == [2, 4, 1, 3]
+    one = [(1, 1)] * 3 + [(0, 0)] + [(1, 1)] * 2
+    pair = torch.tensor([[[[1.0, 2]], [[3, 4]]]], device=device)
+    assert correlation(pair, pair, *one).flatten().tolist() == [10, 20]
+    shift = torch.tensor([[1, -1]], device=device)
+    moved = tin_shift(torch.arange(6.0, device=device).view(1, 3, 2, 1), shift)
+    assert moved.flatten().tolist() == [0, 3, 0, 5, 2, 0]
 
 
 def test_curves_of_no_image_are_0(device):
@@ -409,86 +372,6 @@ def test_curves_of_no_image_are_0(device):
     broken = torch.full((2, 17), math.nan, device=device)
     broken[1] = 5
     assert (bezier_align(input, broken, (2, 3), 1.0, 2) == 0).all()
-
-
-def test_prroi_pool_is_the_integral(device):
-    input = maps(2, 3, 6, 7)
-    rois = torch.tensor([[0, 1.2, 0.7, 5.1, 4.4], [1, -1, -2, 3, 9], [1, 2, 2, 2, 5], [9, 0, 0, 3, 3]])
-    pooled = prroi_pool(input.to(device), rois.double().to(device), (2, 3), 0.9).cpu()
-    padded = functional.pad(input, (9, 9, 9, 9))
-    for n, (b, *corners) in enumerate(rois[:2].tolist()):
-        x1, y1, x2, y2 = (c * 0.9 for c in corners)
-        steps = 200
-        for i in range(2):
-            for j in range(3):
-                ys = y1 + (y2 - y1) * (i + (torch.arange(steps) + 0.5) / steps) / 2
-                xs = x1 + (x2 - x1) * (j + (torch.arange(steps) + 0.5) / steps) / 3
-                values = [
-                    sample(padded[int(b), 0], float(y) + 9, float(x) + 9) for y in ys[::8] for x in xs[::8]
-                ]
-                assert abs(sum(values) / len(values) - pooled[n, 0, i, j]) < 0.05
-    assert (pooled[2:] == 0).all()
-
-
-@pytest.mark.parametrize("psa_type", ["collect", "distribute"])
-def test_psa_mask_is_the_loop(psa_type, device):
-    H, W, MH, MW = 4, 5, 3, 5
-    input = maps(2, MH * MW, H, W)
-    input[0, 2 * MW + 2, 0, 0] = torch.nan  # This is the attention of two pixels, and of no others.
-    expected = torch.zeros(2, H * W, H, W, dtype=torch.float64)
-    for h in range(H):
-        for w in range(W):
-            for i in range(MH):
-                for j in range(MW):
-                    y, x = h + i - (MH - 1) // 2, w + j - (MW - 1) // 2
-                    if 0 <= y < H and 0 <= x < W:
-                        value = input[:, i * MW + j, h, w]
-                        if psa_type == "collect":
-                            expected[:, y * W + x, h, w] = value
-                        else:
-                            expected[:, h * W + w, y, x] = value
-    result = psa_mask(input.to(device), psa_type, (MH, MW)).cpu()
-    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "kernel, patch, stride, padding, dilation, dilation_patch",
-    [
-        ((1, 1), (3, 3), (1, 1), (0, 0), (1, 1), (1, 1)),
-        ((3, 2), (3, 5), (2, 1), (1, 2), (1, 1), (2, 1)),
-        ((3, 3), (1, 3), (1, 1), (2, 2), (2, 2), (1, 3)),
-    ],
-)
-def test_correlation_is_the_loop(kernel, patch, stride, padding, dilation, dilation_patch, device):
-    one, other = maps(1, 2, 6, 7), maps(1, 2, 6, 7, seed=1)
-    given = correlation(
-        one.to(device), other.to(device), kernel, patch, stride, padding, dilation, dilation_patch
-    )
-    expected = torch.zeros_like(given, device="cpu")
-    for i, j, oh, ow in torch.cartesian_prod(*map(torch.arange, expected.shape[1:])).tolist():
-        for ki in range(kernel[0]):
-            for kj in range(kernel[1]):
-                y, x = (
-                    oh * stride[0] - padding[0] + ki * dilation[0],
-                    ow * stride[1] - padding[1] + kj * dilation[1],
-                )
-                y2 = y + i * dilation_patch[0] - dilation_patch[0] * (patch[0] - 1) // 2
-                x2 = x + j * dilation_patch[1] - dilation_patch[1] * (patch[1] - 1) // 2
-                if 0 <= y < 6 and 0 <= x < 7 and 0 <= y2 < 6 and 0 <= x2 < 7:
-                    expected[0, i, j, oh, ow] += (one[0, :, y, x] * other[0, :, y2, x2]).sum()
-    torch.testing.assert_close(given.cpu(), expected)
-
-
-def test_tin_shift_is_the_loop(device):
-    input, shift = maps(2, 4, 6, 3), torch.tensor([[0, 1, -2], [3, -1, 9]], dtype=torch.int32)
-    expected = torch.zeros_like(input)
-    for b in range(2):
-        for t in range(4):
-            for c in range(6):
-                to = t + int(shift[b, c // 2])
-                if 0 <= to < 4:
-                    expected[b, to, c] = input[b, t, c]
-    assert torch.equal(tin_shift(input.to(device), shift.to(device)).cpu(), expected)
 
 
 def test_gradients():

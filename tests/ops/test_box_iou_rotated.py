@@ -369,30 +369,6 @@ def test_shapely_agrees(backend):
         )
 
 
-@needs_library
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("M, N", [(0, 3), (3, 0), (1, 1), (37, 150), (130, 5)])
-def test_the_kernels_are_the_reference(M, N, dtype, device):
-    for columns, function in ((5, box_iou_rotated), (8, box_iou_quadri)):
-        first, second = rotated_boxes(M, 1).to(dtype), rotated_boxes(N, 2).to(dtype)
-        if columns == 8:
-            first, second = corners_of(first).to(dtype), corners_of(second).to(dtype)
-        for number, mode in enumerate(MODES):
-            found = function(first.to(device), second.to(device), mode)
-            expected = box_iou_rotated_reference(first.double(), second.double(), number, False)
-            assert found.dtype == dtype and found.shape == (M, N)
-            torch.testing.assert_close(
-                found.cpu().double(),
-                expected.to(dtype).double(),
-                rtol=1e-2 if dtype.itemsize == 2 else 1e-6,
-                atol=1e-7,
-            )
-        rows = min(M, N)
-        aligned = function(first[:rows].to(device), second[:rows].to(device), aligned=True)
-        assert torch.equal(aligned, function(first[:rows].to(device), second[:rows].to(device)).diagonal())
-
-
 def test_what_is_no_number_overlaps_nothing(backend):
     boxes = torch.tensor([[0.0, 0, 2, 2, 0]]).repeat(7, 1)
     for i, value in enumerate((math.nan, -math.inf, math.inf, math.nan, math.inf)):
@@ -420,32 +396,6 @@ def test_angles_turn_either_way(backend):
         for clockwise in (True, False)
     }
     assert sorted(lengths.values()) == [1, 2]
-
-
-def kept_by_definition(overlaps, scores, threshold, labels):
-    kept = []
-    for i in scores.sort(descending=True, stable=True).indices.tolist():
-        if all(labels[k] != labels[i] or not overlaps[k, i] > threshold for k in kept):
-            kept.append(i)
-    return kept
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_suppression_is_its_definition(device):
-    boxes, labels = rotated_boxes(150, side=15).float().to(device), torch.arange(150, device=device) % 3
-    scores = (torch.rand(150, generator=torch.Generator().manual_seed(0)) * 20).round().to(device)
-    none = torch.zeros_like(labels)
-    corners = corners_of(boxes.cpu()).float().to(device)
-    for given_labels, compared in ((None, none), (labels, labels)):
-        for suppress, given, overlaps in (
-            (nms_rotated, boxes, box_iou_rotated(boxes, boxes)),
-            (nms_quadri, corners, box_iou_quadri(corners, corners)),
-        ):
-            dets, keep = suppress(given, scores, 0.2, given_labels)
-            assert keep.tolist() == kept_by_definition(overlaps, scores, 0.2, compared)
-            assert torch.equal(dets, torch.cat([given, scores[:, None]], 1)[keep])
-    no_boxes, no_keep = nms_rotated(boxes[:0], scores[:0], 0.2)
-    assert no_boxes.shape == (0, 6) and no_keep.shape == (0,) and no_keep.dtype == torch.int64
 
 
 def test_an_overlap_equal_to_the_threshold_is_not_more(backend):

@@ -430,36 +430,6 @@ def test_old_argument_name():
         assert nms(BOXES, SCORES, iou_thr=0.5)[1].tolist() == [0, 1, 3]
 
 
-def soft_nms_by_definition(boxes, scores, threshold, sigma, min_score, method):
-    """Take the best remaining box, lower the others, until none is left; distinct scores only."""
-    remaining, scores, kept = list(range(len(boxes))), scores.double().clone(), []
-    overlaps = bbox_overlaps(boxes.double(), boxes.double())
-    while remaining:
-        best = max(remaining, key=lambda i: scores[i].item())
-        kept.append((best, scores[best].item()))
-        remaining.remove(best)
-        for i in remaining:
-            overlap = overlaps[best, i].item()
-            if method == "gaussian":
-                scores[i] *= np.exp(-(overlap**2) / sigma)
-            elif overlap >= threshold:
-                scores[i] *= 1 - overlap if method == "linear" else 0
-        remaining = [i for i in remaining if scores[i] >= min_score]
-    return kept
-
-
-@pytest.mark.parametrize("method", ["naive", "linear", "gaussian"])
-def test_soft_nms_is_its_definition(method):
-    boxes, scores = random_boxes(60)
-    dets, keep = soft_nms(boxes, scores, 0.3, 0.5, 0.05, method)
-    expected = soft_nms_by_definition(boxes, scores, 0.3, 0.5, 0.05, method)
-    assert keep.tolist() == [index for index, _ in expected] and 5 < len(keep) < 60
-    torch.testing.assert_close(
-        dets[:, 4], torch.tensor([score for _, score in expected]), rtol=1e-5, atol=1e-6
-    )
-    assert torch.equal(dets[:, :4], boxes[keep])
-
-
 def test_soft_nms_by_hand():
     dets, keep = soft_nms(BOXES, SCORES, 0.3)
     assert keep.tolist() == [0, 3, 1, 2]

@@ -318,20 +318,6 @@ def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     assert index.tolist() == [[[0, 0]]] and distances.isinf().all()
 
 
-def test_stack_ball_query_is_the_loop_over_each_cloud(device):
-    sizes, center_sizes = [9, 0, 20], [3, 2, 4]
-    points, centers = cloud(29, 3), cloud(9, 3, seed=1)
-    expected = []
-    for p, cs in zip(points.split(sizes), centers.split(center_sizes), strict=True):
-        for c in cs:
-            index, found = ball_loop(0, 0.8, 3, p, c)
-            expected.append(index if found else [-1, 0, 0])
-    counts = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (sizes, center_sizes))
-    at, centers_at = counts
-    index = stack_ball_query(0.8, 3, points.to(device), at, centers.to(device), centers_at)
-    assert index.tolist() == expected
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("k", [1, 3, 12, 40])
 def test_knn_is_a_stable_sort_of_distances(dtype, k, device):
@@ -343,14 +329,6 @@ def test_knn_is_a_stable_sort_of_distances(dtype, k, device):
     assert index[:, :, :few].tolist() == expected.indices[:, :, :few].tolist()
     assert squared[:, :, :few].cpu().double().equal(expected.values[:, :, :few])
     assert (index[:, :, few:] == 0).all() and squared[:, :, few:].isinf().all()
-
-
-def test_three_nn_gives_distances_of_three_neighbours(device):
-    source, target = cloud(2, 9, 3).to(device), cloud(2, 5, 3, seed=1).to(device)
-    distances, index = three_nn(target, source)
-    near = source[torch.arange(2, device=device)[:, None, None], index.long()]
-    torch.testing.assert_close(distances, (near - target[:, :, None]).norm(dim=3))
-    assert (distances.diff(dim=2) >= 0).all()
 
 
 def furthest_loop(points, count):
@@ -373,16 +351,6 @@ def test_furthest_point_sample_is_the_loop(dtype, device):
     assert furthest_point_sample_with_dist(pairs, 15).tolist() == index.tolist()
     # More samples than points repeat points.
     assert furthest_point_sample(points.to(device), 30).shape == (3, 30)
-
-
-def test_grouping_is_indexing(device):
-    features = torch.rand(2, 4, 9, device=device)
-    index = torch.randint(0, 9, (2, 5, 3), dtype=torch.int32, device=device)
-    grouped, gathered = group_points(features, index), gather_points(features, index[..., 0])
-    for b in range(2):
-        for m in range(5):
-            assert torch.equal(grouped[b, :, m], features[b][:, index[b, m].long()])
-            assert torch.equal(gathered[b, :, m], features[b][:, index[b, m, 0]])
 
 
 def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
@@ -445,20 +413,6 @@ def test_gradients_of_many_equal_points_are_summed_in_float32(spread, device):
     assert result.numel() == 300
     result.backward(torch.ones_like(result))
     assert features.grad.item() == 300  # In bfloat16, 256 + 1 is 256.
-
-
-def test_assign_score_withk_is_the_loop(device):
-    B, P, K, M, N, C = 2, 3, 4, 2, 6, 5
-    scores, points, centers = torch.rand(B, P, K, M), torch.rand(B, N, M, C), torch.rand(B, N, M, C)
-    index = torch.randint(0, N, (B, P, K))
-    index[0, 0, 2], index[1, 1, 3] = N, -1
-    expected = torch.zeros(B, C, P, K)
-    for b, p, k in torch.cartesian_prod(*map(torch.arange, (B, P, K))).tolist():
-        if 0 <= index[b, p, k] < N:
-            difference = points[b, index[b, p, k]] - centers[b, index[b, p, 0]]
-            expected[b, :, p, k] = (scores[b, p, k, :, None] * difference).sum(0)
-    result = assign_score_withk(*(t.to(device) for t in (scores, points, centers, index)))
-    torch.testing.assert_close(result.cpu(), expected)
 
 
 def test_what_is_not_a_neighbour_of_assign_score_withk_contributes_nothing(device):

@@ -429,58 +429,6 @@ def point_sets(N):
     return points
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_convex_iou(device):
-    points, polygons = point_sets(30), quadrilaterals(7)
-    found = convex_iou(points.to(device), polygons.to(device))
-    for n, numbers in enumerate(points.tolist()):
-        for k, corners in enumerate(polygons.tolist()):
-            one, other = hull(points_of(numbers)), points_of(corners)
-            common = shared(one, other)
-            expected = common / (area(one) + abs(area(other)) - common)
-            assert found[n, k].item() == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_convex_giou_and_its_gradient(device):
-    points, polygons = uniform(12, 18), quadrilaterals(12)
-    polygons[6:] += 4
-
-    def giou(numbers, corners):
-        one, other = hull(points_of(numbers)), points_of(corners)
-        around, common = abs(area(hull(one + other))), shared(one, other)
-        union = area(one) + abs(area(other)) - common
-        return common / union - (around - union) / around
-
-    found, gradient = convex_giou(points.to(device), polygons.to(device))
-    for n in range(12):
-        numbers, corners = points[n].tolist(), polygons[n].tolist()
-        assert found[n].item() == pytest.approx(giou(numbers, corners), abs=1e-9)
-        for i in range(18):
-            ends = [
-                giou([*numbers[:i], numbers[i] + step, *numbers[i + 1 :]], corners) for step in (1e-6, -1e-6)
-            ]
-            assert gradient[n, i].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_min_area_polygons(device):
-    points = point_sets(40)
-    found = min_area_polygons(points.to(device)).cpu()
-    for numbers, box in zip(points.tolist(), found.tolist(), strict=True):
-        corners, least = hull(points_of(numbers)), math.inf
-        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
-            angle = math.atan2(b[1] - a[1], b[0] - a[0])
-            along = [x * math.cos(angle) + y * math.sin(angle) for x, y in corners]
-            across = [y * math.cos(angle) - x * math.sin(angle) for x, y in corners]
-            least = min(least, (max(along) - min(along)) * (max(across) - min(across)))
-        box = points_of(box)
-        assert abs(area(box)) == pytest.approx(least, rel=2e-6)
-        orientation = math.copysign(1, area(box))
-        for a, b in zip(box, box[1:] + box[:1], strict=True):
-            assert all(orientation * cross(a, b, p) > -1e-9 for p in corners)
-
-
 def test_min_area_polygons_by_hand():
     points = torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2, 1, 1, 2, 1, 3, 1, 1, 0, 0, 1]])
     assert min_area_polygons(points).tolist() == [[4, 0, 0, 0, 0, 2, 4, 2]]
@@ -601,20 +549,6 @@ def test_chamfer_distance(device):
                 assert indices[b, n].item() == apart.index(min(apart)) and indices.dtype == torch.int32
     leaves = [uniform(2, n, 2, seed=n).to(device).requires_grad_() for n in (5, 7)]
     assert torch.autograd.gradcheck(lambda a, b: chamfer_distance(a, b)[:2], leaves)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_chamfer_distances_of_narrow_types_are_rounded_once(dtype):
-    one, other = uniform(1, 30, 2).to(dtype).requires_grad_(), uniform(1, 3, 2, seed=1).to(dtype)
-    wide = one.detach().float().requires_grad_()
-    found, exact = chamfer_distance(one, other), chamfer_distance(wide, other.float())
-    for got, expected in zip(found[:2], exact[:2], strict=True):
-        torch.testing.assert_close(got, expected.to(dtype), rtol=0, atol=0)
-    gradients = [
-        torch.autograd.grad(pair[0].sum() + pair[1].sum(), points)[0]
-        for pair, points in ((found, one), (exact, wide))
-    ]
-    torch.testing.assert_close(gradients[0], gradients[1].to(dtype), rtol=0, atol=0)
 
 
 def boxes(N, seed):

@@ -464,34 +464,6 @@ def test_offsets_move_bins_by_part_of_the_region():
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize("sampling_ratio", [0, 2])
-@pytest.mark.parametrize("C", [1, 5, 37])
-def test_deform_roi_pool_is_its_reference(C, sampling_ratio, is_deterministic, device):
-    regions = [
-        *ROIS.tolist(),
-        [7, 0, 0, 5, 5],
-        [0, math.nan, 0, 5, 5],
-        [1, 1e6, 0, 2e6, 5],
-        [0.5, 0, 0, 5, 5],
-    ]
-    rois = torch.tensor(regions).double().to(device)
-    x = maps(torch.float64, C=C).to(device).requires_grad_()
-    offset = torch.randn(len(rois), 2, 2, 3, generator=torch.Generator().manual_seed(1)).double().to(device)
-    offset.requires_grad_()
-    torch.use_deterministic_algorithms(is_deterministic)
-    try:
-        results = []
-        for function in (deform_roi_pool, deform_roi_pool_reference):
-            out = function(x, rois, offset, (2, 3), 0.9, sampling_ratio, 0.3)
-            results.append((out, *torch.autograd.grad(out.square().sum(), (x, offset))))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not results[0][0][-4:-2].any() and results[0][2].any()
-    torch.testing.assert_close(*results)
-
-
 def test_gradients_of_deform_roi_pool_and_maximum():
     x = maps(torch.float64, B=1, C=2, H=5, W=6).requires_grad_()
     rois = torch.tensor([[0.0, 0.7, 1.1, 4.2, 3.9], [0, 1.3, 0.6, 3.3, 2.8]]).double()

@@ -162,7 +162,6 @@ OPERATORS = (
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DENSE = {2: functional.conv2d, 3: functional.conv3d}
-DENSE_TRANSPOSED = {2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 
 
 @pytest.fixture(params=DEVICES)
@@ -216,24 +215,6 @@ def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, d
     # After the last pair of each tap there are -1.
     for pair, count in zip(pairs, counts.tolist(), strict=True):
         assert (pair[:, :count] >= 0).all() and (pair[:, count:] == -1).all()
-
-
-@pytest.mark.parametrize(
-    "shape, ksize, dilation",
-    [((7, 8), (3, 3), (1, 1)), ((9, 9), (3, 5), (2, 1)), ((4, 5, 6), (3, 3, 3), (1, 1, 1))],
-)
-def test_submanifold_convolution_is_the_dense_one_at_the_inputs(shape, ksize, dilation, device):
-    indices, features = places(shape), torch.randn(25, 4, dtype=torch.float64)
-    filters = torch.randn(*ksize, 4, 3, dtype=torch.float64)
-    padding = [size // 2 * d for size, d in zip(ksize, dilation, strict=True)]
-    maps = dense(indices, features, shape)
-    full = DENSE[len(shape)](maps, filters.movedim((-1, -2), (0, 1)), padding=padding, dilation=dilation)
-    ones = (1,) * len(shape)
-    settings = list(shape), list(shape), ksize, ones, ones, dilation, True
-    outids, pairs, counts = get_indice_pairs(indices.to(device), 2, *settings)
-    assert torch.equal(outids.cpu(), indices)
-    result = indice_conv(features.to(device), filters.to(device), pairs, counts, len(outids))
-    torch.testing.assert_close(result.cpu(), values_at(full, indices))
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
