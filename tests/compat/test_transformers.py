@@ -24,7 +24,6 @@ from transformers_checks import (
     tensors_of,
 )
 
-from visdet.compat import _fused_attention
 from visdet.compat import transformers as bridge
 
 
