@@ -44,6 +44,7 @@ REASONS = {
     "_foreach_norm": "The norms of many tensors take few kernels.",
     "_load_from_state_dict": "torch names it for subclasses that read older checkpoints.",
     "_metadata": "A state dict has the versions of its modules there.",
+    "_op": "Whoever calls an operator gets torch's own error where memory does not suffice.",
     "_python_dispatch.TorchDispatchMode": "It is documented, but has no public module.",
     "_python_dispatch._disable_current_modes": "Examples are computed outside the mode in which a package is imported.",
     "_schema": "The CUDA library declares its operators by the schemas of the CPU library.",

@@ -1,10 +1,14 @@
 """carafe, masked_conv2d, corner_pool and point_sample; the registration of all detection operators."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from test_sample_ops import _images, _near, _sizes
+from torch import Tensor, nn
 
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     CARAFE,
     CARAFEPack,
@@ -20,6 +24,148 @@ from visdet.ops import (
     point_sample,
     rel_roi_point_to_abs_img_point,
     rel_roi_point_to_rel_img_point,
+)
+from visdet.ops.carafe import carafe_reference
+
+
+def _draw_masked(draw: Draw) -> Problem:
+    C, out_channels = draw.pick(1, 2, 3, 8, 13), draw.pick(1, 2, 5, 8)
+    kernel = (draw.pick(1, 2, 3), draw.pick(1, 3, 5))
+    padding = (draw.pick(0, kernel[0] // 2), draw.pick(0, kernel[1] // 2))
+    H, W = draw.size(12, 0) + kernel[0] - 1, draw.size(12, 0) + kernel[1] - 1
+    B, dtype = draw.size(3), draw.dtype()
+    mask = draw.numbers(B, H, W)
+    arguments: dict[str, Any] = {
+        "features": draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype),
+        "mask": draw.place(draw.with_bad_numbers(mask), draw.dtype(dtype, torch.float32), can_expand=False),
+        "weight": draw.place(draw.with_bad_numbers(draw.numbers(out_channels, C, *kernel)), dtype),
+        "bias": draw.place(draw.numbers(out_channels), dtype) if draw.chance(0.7) else None,
+        "padding": padding,
+    }
+    return Problem(
+        arguments,
+        differentiable=("features", "weight", "bias"),
+        positions=("mask",),
+        wide=wide_of(dtype),
+        epsilon=torch.finfo(dtype).eps if dtype in HALVES else None,
+        error_factor=16.0 if dtype in HALVES else 64.0 + C * kernel[0] * kernel[1] + B * H * W,
+    )
+
+
+def _masked_reference(
+    features: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
+) -> Tensor:
+    output = F.conv2d(features.contiguous(), weight.contiguous(), bias, padding=padding)
+    is_marked = mask[:, None, : output.shape[2], : output.shape[3]] > 0
+    marked = torch.zeros_like(output[:, :1], dtype=torch.bool)
+    marked[:, :, : is_marked.shape[2], : is_marked.shape[3]] = is_marked
+    return torch.where(marked, output, 0.0)
+
+
+def _draw_carafe(draw: Draw) -> Problem:
+    K, G, s = draw.pick(1, 3, 5, 5, 7), draw.pick(1, 1, 2, 3, 4), draw.pick(1, 2, 2, 3)
+    C, B = G * draw.pick(1, 2, 3, 5, 8, 30), draw.size(3)
+    H, W = draw.size(9, 0.01), draw.size(9, 0.01)
+    if draw.is_big:
+        H, W, C = 20, 27, G * 32
+    dtype = draw.dtype()
+    masks = draw.numbers(B, K * K * G, H * s, W * s)
+    masks = draw.place(draw.with_bad_numbers(masks), draw.dtype(dtype, dtype, torch.float32))
+    return Problem(
+        {
+            "features": draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype),
+            "masks": masks if dtype not in HALVES else masks.to(dtype),
+            "kernel_size": K,
+            "group_size": G,
+            "scale_factor": s,
+        },
+        differentiable=("features", "masks"),
+        wide=wide_of(dtype),
+        error_factor=64.0 + K * K * s * s + C,
+    )
+
+
+def _draw_points(draw: Draw) -> Problem:
+    C, _, Q, D = _sizes(draw, draw.is_big)
+    images = _images(draw, C, False)
+    shape = (len(images), Q, 2) if draw.chance(0.5) else (len(images), Q, D, 2)
+    points = draw.with_bad_numbers(draw.uniform(-0.2, 1.2, *shape))
+    points = draw.place(points, images.dtype, not draw.has_bad_numbers)
+    draw.leave_out(points, _near(images, points * 2 - 1), -9.0)
+    settings = {
+        "align_corners": draw.chance(0.3),
+        "mode": draw.pick("bilinear", "bilinear", "bilinear", "nearest"),
+        "padding_mode": draw.pick("zeros", "zeros", "border", "reflection"),
+    }
+    usual = settings["mode"] == "bilinear" and not settings["align_corners"]
+    exact = images.dtype in (torch.float32, torch.float64)
+    near = _near(images, points * 2 - 1)
+    has_bad = not bool((points.isfinite() & (points.abs() < 1e3)).all())
+    unsure = has_bad or not usual or not exact or bool(near.any())
+    if unsure and settings["mode"] == "nearest":
+        exact = False
+    return Problem(
+        {"input": images, "points": points, **settings},
+        differentiable=("input", "points"),
+        wide=images.dtype,
+        error_factor=64.0 + 16 * max(images.shape[2:]) + 0.5 * points[..., 0].numel(),
+        skip={
+            "points": unsure or settings["padding_mode"] != "zeros",
+            "output": settings["mode"] == "nearest" or has_bad or not exact,
+            "input": settings["mode"] == "nearest" or has_bad or not exact,
+        },
+        may_refuse="images have no pixels" if images.numel() == 0 else "",
+    )
+
+
+def _points_reference(input: Tensor, points: Tensor, **settings: Any) -> Tensor:
+    grid = torch.where(points.isfinite() & (points.abs() < 1e3), points, -9.0) * 2 - 1
+    if 0 in input.shape[2:]:  # grid_sample refuses such an image.
+        nothing = input.sum() + grid.flatten()[:0].sum()
+        return input.new_zeros(*input.shape[:2], *points.shape[1:-1]) + nothing
+    if grid.dim() == 3:
+        return F.grid_sample(input, grid[:, :, None], **settings).squeeze(3)
+    return F.grid_sample(input, grid, **settings)
+
+
+def _points_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    images = problem.arguments["input"]
+    bounds["output"] = 2 * largest(images)
+    if "points" in bounds:
+        gradient = bounds.get("grad_output", 0.0) * max(1, images.shape[1])
+        bounds["points"] = 8 * max(images.shape[2:]) * largest(images) * gradient
+    if "input" in bounds:
+        bounds["input"] = bounds.get("grad_output", 0.0) * problem.error_factor
+
+
+OPERATORS = (
+    Operator(
+        "masked_conv2d",
+        masked_conv2d,
+        _draw_masked,
+        _masked_reference,
+        spoiled={"features": ("rank", 0, 2, 3), "mask": ("rank", 0, 1, 2)},
+    ),
+    Operator(
+        "carafe",
+        carafe,
+        _draw_carafe,
+        carafe_reference,
+        spoiled={"features": ("rank", 0, 2, 3), "masks": ("rank", 0, 1, 2, 3)},
+        of_size=(
+            lambda n: Problem(
+                {
+                    "features": rand(n, 4, 4, 5),
+                    "masks": rand(n, 9, 8, 10),
+                    "kernel_size": 3,
+                    "group_size": 1,
+                    "scale_factor": 2,
+                },
+                ("features", "masks"),
+            ),
+        ),
+    ),
+    Operator("point_sample", point_sample, _draw_points, _points_reference, _points_bounds),
 )
 
 

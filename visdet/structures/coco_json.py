@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -150,6 +150,18 @@ def written_otherwise(value: int | str, ids: Collection[int | str]) -> str | Non
         return None
     types = ["a text" if isinstance(one, str) else "a number" for one in (value, other)]
     return f"{value!r} ({types[0]}), but the id is {other!r} ({types[1]}); write both alike"
+
+
+def is_ignored(annotation: Mapping[str, Any]) -> bool:
+    """Return whether a box need not be found and makes no detection on it wrong: ``iscrowd`` or ``ignore``."""
+    return bool(annotation.get("iscrowd") or annotation.get("ignore"))
+
+
+def box_area(annotation: Mapping[str, Any]) -> float:
+    """Return the ``area`` of an annotation, which is that of its box if the file does not give it."""
+    _, _, width, height = annotation["bbox"]
+    area = annotation.get("area")
+    return width * height if area is None else area
 
 
 def id_order(value: int | str) -> tuple[bool, int | str]:

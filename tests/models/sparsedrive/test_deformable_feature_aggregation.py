@@ -176,22 +176,6 @@ def test_a_projection_that_requires_grad_gets_one():
         assert grad.isfinite().all() and grad.abs().sum() > 0
 
 
-def test_the_kernel_gets_its_arrays_in_order(monkeypatch):
-    module, inputs = make_module(), make_inputs()
-    metas = {**inputs[-1], "projection_mat": inputs[-1]["projection_mat"].clone().requires_grad_()}
-    seen = []
-
-    def record(features, level_shapes, level_starts, locations, weights):
-        seen.extend([locations, weights])
-        return features.new_zeros(*locations.shape[:2], features.shape[-1])
-
-    monkeypatch.setattr(
-        "visdet.models.sparsedrive.deformable_feature_aggregation.deformable_aggregation", record
-    )
-    module(*inputs[:-1], metas)
-    assert len(seen) == 2 and all(array.is_contiguous() for array in seen)
-
-
 def test_attention_dropout_drops_whole_pairs():
     module = make_module(attn_drop=0.5)
     instance_feature, _, anchor_embed, _, metas = make_inputs(N=50)

@@ -17,7 +17,8 @@ class PackDetInputs(BaseTransform):
     """Packs the results as ``dict(inputs=uint8 tensor [3, H, W], data_samples=DetDataSample)``.
 
     ``gt_instances`` gets the boxes to train on, and ``ignored_instances`` the crowd regions. Both have ``bboxes`` (a
-    plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``) and ``labels`` (int64 [N]).
+    plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``), ``labels`` (int64 [N]) and, from a data
+    set in ``test_mode``, ``areas`` (float64 [N], in pixels of the file).
 
     Args:
         meta_keys: the results that become meta information. Those that the pipeline has not set are left out.
@@ -46,6 +47,8 @@ class PackDetInputs(BaseTransform):
             fields["bboxes"] = results["gt_bboxes"].as_subclass(torch.Tensor)
         if "gt_bboxes_labels" in results:
             fields["labels"] = results["gt_bboxes_labels"]
+        if "gt_areas" in results:
+            fields["areas"] = results["gt_areas"]
         if fields:
             ignored = {key: value[:0] for key, value in fields.items()}
             is_ignored = results.get("gt_ignore_flags")
