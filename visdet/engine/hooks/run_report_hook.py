@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.model import is_model_wrapper
 from rich.table import Table
 
@@ -74,6 +74,8 @@ class RunReportHook(Hook):
             return
         if runner.val_loop is not None:
             self._print_metrics(runner.val_evaluator)
+        if getattr(runner.train_loop, "stop_training", False) and runner.iter < runner.max_iters:
+            say(f"stopped after {runner.iter} of {runner.max_iters} iterations: {self._why_stopped(runner)}")
         say("written:")
         hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
         for label, path in (
@@ -89,6 +91,15 @@ class RunReportHook(Hook):
         folder = shlex.quote(short_path(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
         say(f"  visdet curves {folder}")
+
+    def _why_stopped(self, runner: Any) -> str:
+        hook = next((hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)), None)
+        if hook is None:
+            return "a hook has set stop_training"
+        if hook.wait_count >= hook.patience:
+            best = f"in {hook.wait_count} validations (best {hook.best_score:.4g})"
+            return f"EarlyStoppingHook: {hook.monitor} has not improved by {hook.min_delta} {best}"
+        return f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}"
 
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
