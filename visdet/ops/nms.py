@@ -119,7 +119,7 @@ def kept_indices(
     boxes = boxes.detach().to(widened(boxes))
     scores = _comparable(scores.detach(), boxes.dtype)
     if _library.serves(boxes):
-        return torch.ops.visdet.nms(boxes, scores, classes, is_candidate, float(iou_threshold))
+        return torch.ops.visdet.nms.default(boxes, scores, classes, is_candidate, float(iou_threshold))
     if is_candidate is not None:
         chosen = is_candidate.nonzero().squeeze(1)
         classes = None if classes is None else classes[chosen]
