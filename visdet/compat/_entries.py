@@ -100,7 +100,7 @@ def _function(entry: str, operator: Callable[..., Any], row: str) -> Callable[..
 
 def _value(entry: str, word: Any, given: dict[str, Any], annotation: Any) -> Any:
     """Return what the operator gets for an argument."""
-    value = given[word.names[0]] if len(word.names) == 1 else tuple(given[name] for name in word.names)
+    value: Any = given[word.names[0]] if len(word.names) == 1 else tuple(given[name] for name in word.names)
     if word.choices:
         choices = word.choices.split("/")
         if not 0 <= value < len(choices):
