@@ -20,6 +20,7 @@ After ``install()``, visdet provides these modules. A module that is installed i
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -76,6 +77,7 @@ _WITHIN_PACKAGES = {
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
 }
 _PACKAGES = ("flash_attn",)
+_NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
 _COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
 # Functions of OpenPCDet and of mmdet3d's project DSVT, none of which visdet has.
@@ -183,14 +185,19 @@ class _Loader(Loader):
         name, _, extension = self.provider.partition(":")
         source = importlib.import_module(name if "." in name else f"visdet.compat.{name}")
         module.__doc__ = source.__doc__
-        if extension:
-            vars(module).update(source.FUNCTIONS[extension])
-            module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
-            return
-        for name in getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")]):
-            setattr(module, name, getattr(source, name))
-        if "__getattr__" in vars(source):
-            module.__getattr__ = source.__getattr__  # type: ignore[method-assign]
+        names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
+        found = source.FUNCTIONS[extension] if extension else {name: getattr(source, name) for name in names}
+        if source.__name__.startswith("visdet.") and name not in _NO_OPERATORS:
+            from ._counts import counted
+
+            found = {
+                name: counted(f"{module.__name__}.{name}", value) if inspect.isfunction(value) else value
+                for name, value in found.items()
+            }
+        vars(module).update(found)
+        if extension or "__getattr__" in vars(source):
+            look_up = deferred(module.__name__) if extension else source.__getattr__
+            module.__getattr__ = look_up  # type: ignore[method-assign]
 
 
 bridge = Extensions()
