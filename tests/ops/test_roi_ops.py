@@ -587,15 +587,3 @@ def test_bounding_the_regions_does_not_synchronise():
             roi_align(x, rois, 2, 0.5, ratio).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_doctor_says_who_serves(monkeypatch):
-    pytest.importorskip("mmengine")
-    from visdet import doctor
-
-    monkeypatch.setattr(_torchvision, "_problems", {"cpu": None})
-    text = doctor.report()[0]
-    assert "nms on cpu: visdet's kernels" in text and "roi_align on cpu: visdet's kernels" in text
-    monkeypatch.setattr(_torchvision, "_problems", {"cpu": "torchvision does not import (why)"})
-    text, advice = doctor.report()
-    assert any("does not import (why)" in line for line in advice)

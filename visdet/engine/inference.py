@@ -41,7 +41,7 @@ from .errors import ConfigError, UserError
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
 from .hooks.num_class_check_hook import classes_of_heads
-from .image_files import is_video, pictures_folder
+from .image_files import is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .places import check_work_dir
 from .read_ahead import computed_ahead
@@ -296,7 +296,7 @@ def _check_takes_images(cfg: Config) -> None:
 
 def detect_files(
     detector: Detector,
-    files: list[str],
+    files: str | os.PathLike | Iterable[str | os.PathLike],
     out_dir: str,
     score_thr: float | None,
     batch_size: int = 1,
@@ -312,7 +312,7 @@ def detect_files(
 
     Args:
         detector: the detector.
-        files: the paths of the images and the videos.
+        files: the paths of the images and the videos, or one path.
         out_dir: the folder to write to.
         score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
         batch_size, amp: see :class:`Detector`.
@@ -325,7 +325,8 @@ def detect_files(
         cannot be read.
     """
     _check_threshold(score_thr, "--score-thr")
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+    paths = [os.fspath(path) for path in one_or_several(files)]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
@@ -351,10 +352,10 @@ def detect_files(
                 yield image, item
 
     def results() -> Iterator[Detections]:
-        for are_videos, paths in groupby(files, key=is_video):
+        for are_videos, group in groupby(paths, key=is_video):
             if not are_videos:
-                yield from detector.detect_items(readable(paths), batch_size, score_thr, amp)
-            for path in paths if are_videos else ():
+                yield from detector.detect_items(readable(group), batch_size, score_thr, amp)
+            for path in group if are_videos else ():
                 picture = picture_of(path, ".mp4") if draws else None
                 try:
                     yield from detector(path, batch_size, score_thr, amp=amp, save_video=picture)  # type: ignore
@@ -364,7 +365,7 @@ def detect_files(
     drawn: deque[Future] = deque()
     try:
         with ThreadPoolExecutor(_DRAWING) as drawing:
-            for result in results() if shown is None else shown(results(), len(files)):
+            for result in results() if shown is None else shown(results(), len(paths)):
                 found.append(result.to_dict())
                 if draws and result.frame is None:
                     drawn.append(drawing.submit(result.draw, picture_of(str(result.path), ".png")))
