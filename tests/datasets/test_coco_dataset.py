@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from coco_files import NAMES, annotation, build, warnings_logged, write_coco
-from mmengine.fileio import LocalBackend
 
 from visdet.datasets import CocoDataset, ShapesDataset
 from visdet.datasets.coco import COCO_CLASSES
@@ -41,17 +40,6 @@ def test_records_by_hand(tmp_path, warnings_logged):
     assert dataset.get_data_info(1)["instances"] == []
     assert dataset.get_cat_ids(0) == [1, 0]
     assert not warnings_logged
-
-
-def test_the_backend_of_the_images_is_looked_up_once(tmp_path, monkeypatch):
-    looked_up = []
-    monkeypatch.setattr(
-        "visdet.datasets.coco.get_file_backend", lambda uri: looked_up.append(uri) or LocalBackend()
-    )
-    write_coco(tmp_path, [annotation(7, 1, [5, 6, 10, 12], 20)])
-    dataset = build(tmp_path)
-    assert [dataset.get_data_info(i)["img_id"] for i in range(2)] == [1, 2]
-    assert looked_up == [f"{tmp_path}/images/"]
 
 
 def test_labels_follow_the_config_and_not_the_file(tmp_path):
