@@ -91,6 +91,7 @@ REFUSED = [
     ),
     (lambda: GroupInBatchSampler(dataset=[1, 2], batch_size=1), "list has no flag; set with_seq_flag"),
     (lambda: SceneSampler([], shuffle=True), "shuffle must be False"),
+    (lambda: process("CocoMetric", {"pred_instances": {}}), "no img_id, which must be among the meta_keys"),
     (lambda: process("FieldMetric", {"pred_field": NAN, "gt_field": NAN}), r"pred_field .* 1 NaN .* \[2\]"),
     (lambda: process("FieldMetric", {"pred_field": NAN[:2], "gt_field": NAN[1:]}), "gt_field must be finite"),
     (lambda: process("FieldMetric", {"pred_field": NAN[:1], "gt_field": NAN}), "must have 3 values .* got 1"),
