@@ -23,8 +23,8 @@ from torchvision import tv_tensors
 from visdet.datasets.samplers import AspectRatioBatchSampler, PlannedBatchSampler
 from visdet.datasets.samplers.batch_sizes import choose_sizes, last_batches
 from visdet.datasets.transforms.base import planned_size
-from visdet.engine import DetRunner
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.loaders import build_dataloader
 from visdet.models import DetDataPreprocessor
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import BatchPlan, PlannedBatch, holds, sample_draws
@@ -265,7 +265,7 @@ def test_a_loader_pads_to_the_planned_size_and_resumes_at_any_batch(workers):
         )
 
         with DefaultScope.overwrite_default_scope("visdet"):
-            loader = ResumableBatches.install(DetRunner.build_dataloader(config, seed=3), endless=False)
+            loader = ResumableBatches.install(build_dataloader(config, seed=3), endless=False)
         loader.batch_sampler.start_at(3, 10 + skipped, skipped)
         plans = [batch.indices.plan for batch in loader.batch_sampler]
         batches = [preprocess(batch, training=True) for batch in loader]

@@ -32,7 +32,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         pad_seg: pad ``gt_sem_seg.sem_seg`` to the size of the batch in training. seg_pad_value: the padding value.
         bgr_to_rgb, rgb_to_bgr: reverse the channels. At most one of them may be True.
         boxtype2tensor: replace box containers in the samples by their plain tensors.
-        non_blocking: copy to the device without waiting.
+        non_blocking: copy to the device without waiting for the work that it has (mmdet's default is False).
         batch_augments: configs of modules that are called as (inputs, data_samples) -> (inputs, data_samples) in
             training.
 
@@ -56,7 +56,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
         boxtype2tensor: bool = True,
-        non_blocking: bool | None = False,
+        non_blocking: bool | None = True,
         batch_augments: list[dict[str, Any]] | None = None,
     ) -> None:
         if bgr_to_rgb and rgb_to_bgr:
@@ -95,7 +95,9 @@ class DetDataPreprocessor(ImgDataPreprocessor):
             planned = data_samples[0].metainfo.get("batch_input_shape") if training and data_samples else None
             if planned is not None:
                 divisor = self.pad_size_divisor
-                inputs = _pad_to(inputs, [-(-side // divisor) * divisor for side in planned], self.pad_value)
+                sides = zip(planned, inputs.shape[-2:], strict=True)
+                size = [max(-(-side // divisor) * divisor, given) for side, given in sides]
+                inputs = _pad_to(inputs, size, self.pad_value)
             batch_size = tuple(inputs.shape[-2:])
             for sample, size in zip(data_samples, image_sizes, strict=True):
                 self._complete(sample, size, batch_size, training)
