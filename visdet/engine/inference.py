@@ -292,14 +292,14 @@ def detect_files(
         cannot be read.
     """
     _check_threshold(score_thr, "--score-thr")
-    files = list(map(os.fspath, one_or_several(files)))
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+    paths = [os.fspath(path) for path in one_or_several(files)]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
     failures: list[str] = []
     try:
-        for path in files:
+        for path in paths:
             video = is_video(path)
             picture = pictures.path_of(os.path.relpath(path, root), suffix=".mp4" if video else ".png")
             check_work_dir(picture.parent, "--out-dir")
