@@ -491,6 +491,13 @@ def on(device, is_ordered, function, tensors, settings):
     return [t.detach().cpu() for t in (out, *grads)]
 
 
+def test_maps_smaller_than_the_kernel():
+    layer = DeformConv2d(1, 1, 3, padding=1)
+    x = torch.randn(1, 1, 2, 2)
+    out = layer(x, torch.zeros(1, 18, 2, 2))
+    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
+
+
 @pytest.mark.parametrize("use_deform", [False, True])
 def test_saconv_blends_two_dilations(use_deform):
     torch.manual_seed(0)
