@@ -92,7 +92,7 @@ def _roi_align_rotated_gradient(
 
 
 _SIZES = "Tensor rois, float spatial_scale, int height, int width"
-for _name, _schema, _operator in (
+for _name, _declared, _operator in (
     ("nms_rotated", "Tensor dets, Tensor scores, float iou_threshold", _nms_rotated),
     ("box_iou_rotated", "Tensor boxes1, Tensor boxes2", _box_iou_rotated),
     ("roi_align_rotated_forward", f"Tensor input, {_SIZES}, int sampling_ratio", _roi_align_rotated),
@@ -102,5 +102,5 @@ for _name, _schema, _operator in (
         _roi_align_rotated_gradient,
     ),
 ):
-    torch.library.define(f"detectron2::{_name}", f"({_schema}) -> Tensor")
+    torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
     torch.library.impl(f"detectron2::{_name}", "default", _operator)
