@@ -544,16 +544,6 @@ def test_rejects(name):
         ms_deform_attn(**(rejection_case() | change))
 
 
-def test_operator_itself_rejects_coordinates_of_another_type():
-    case = rejection_case()
-    with pytest.raises(RuntimeError, match="locations must be Float for value of type Float, got Double"):
-        torch.ops.visdet.ms_deform_attn(*(case | dict(locations=case["locations"].double())).values())
-    with pytest.raises(RuntimeError, match="weights must be Double for value of type Double, got Float"):
-        torch.ops.visdet.ms_deform_attn(
-            *(case | dict(value=case["value"].double(), locations=case["locations"].double())).values()
-        )
-
-
 def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():
     value, locations, weights = (
         torch.rand(1, 12, 1, 2),
