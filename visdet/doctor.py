@@ -241,7 +241,7 @@ def _kernels_on_gpu(index: int, capability: tuple[int, int], cuda: dict, advice:
     lines = [f"     visdet's CUDA library has {code or 'NO CODE'} for it"]
     try:
         probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
-        torch.ops.visdet.ms_deform_attn(
+        torch.ops.visdet.ms_deform_attn.default(
             probe,
             torch.tensor([[1, 1]]),
             torch.tensor([0]),

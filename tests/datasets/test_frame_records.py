@@ -221,7 +221,7 @@ def test_classes_that_differ_in_case_or_form_are_told(dataset_of, infos):
         with pytest.raises(ValueError, match=rf"gt_names has '{name}', which is no class: '.*' differs"):
             dataset_of(with_values(infos, gt_names=names))[1]
     assert dataset_of(with_values(infos, gt_names=np.array(["tram", "deer"])))[1]["gt_labels_3d"][0] == -1
-    with pytest.raises(ValueError, match="classes must be a list of different names, got 'car'"):
+    with pytest.raises(ValueError, match="classes must be a tuple of names, got 'car'"):
         dataset_of(infos, classes="car")
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from numbers import Integral, Real
@@ -39,7 +39,7 @@ from .errors import ConfigError, UserError
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
 from .hooks.num_class_check_hook import classes_of_heads
-from .image_files import is_video, pictures_folder
+from .image_files import is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .places import check_work_dir
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
@@ -271,7 +271,10 @@ def _check_takes_images(cfg: Config) -> None:
 
 
 def detect_files(
-    detector: Detector, files: list[str], out_dir: str, score_thr: float | None
+    detector: Detector,
+    files: str | os.PathLike | Iterable[str | os.PathLike],
+    out_dir: str,
+    score_thr: float | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect objects in images and videos, and write ``predictions.json`` and a picture of each file below ``out_dir``.
 
@@ -280,7 +283,7 @@ def detect_files(
 
     Args:
         detector: the detector.
-        files: the paths of the images and the videos.
+        files: the paths of the images and the videos, or one path.
         out_dir: the folder to write to.
         score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
 
@@ -289,6 +292,7 @@ def detect_files(
         cannot be read.
     """
     _check_threshold(score_thr, "--score-thr")
+    files = list(map(os.fspath, one_or_several(files)))
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")

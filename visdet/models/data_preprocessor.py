@@ -31,7 +31,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         pad_seg: pad ``gt_sem_seg.sem_seg`` to the size of the batch in training. seg_pad_value: the padding value.
         bgr_to_rgb, rgb_to_bgr: reverse the channels. At most one of them may be True.
         boxtype2tensor: replace box containers in the samples by their plain tensors.
-        non_blocking: copy to the device without waiting.
+        non_blocking: copy to the device without waiting for the work that it has (mmdet's default is False).
         batch_augments: configs of modules that are called as (inputs, data_samples) -> (inputs, data_samples) in
             training.
 
@@ -55,7 +55,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
         boxtype2tensor: bool = True,
-        non_blocking: bool | None = False,
+        non_blocking: bool | None = True,
         batch_augments: list[dict[str, Any]] | None = None,
     ) -> None:
         if bgr_to_rgb and rgb_to_bgr:

@@ -184,7 +184,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 
 @TRANSFORMS.register_module()
 class LoadAnnotations(BaseTransform):
-    """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels`` and ``gt_ignore_flags``.
+    """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels``, ``gt_ignore_flags`` and, for tests, ``gt_areas``.
 
     The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
     possible after a flip or a crop, so that annotations must be loaded before them.
@@ -222,6 +222,9 @@ class LoadAnnotations(BaseTransform):
             set_boxes(results, torch.from_numpy(boxes * scale))
             flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
             results["gt_ignore_flags"] = torch.from_numpy(flags)
+            if instances and "area" in instances[0]:
+                areas = [item["area"] for item in instances]
+                results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
         if self.with_label:
             labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
             results["gt_bboxes_labels"] = torch.from_numpy(labels)
