@@ -413,7 +413,7 @@ def test_correlation_of_no_pixels():
         (lambda x: bezier_align(x, x[0, 0], (2, 2)), r"beziers must be \[N, 17\], got \[5, 6\]"),
         (lambda x: prroi_pool(x[0], x[0, 0], (2, 2)), r"prroi_pool: features must be \[B, C, H, W\]"),
         (lambda x: prroi_pool(x, x[0, 0], (2, 2)), r"prroi_pool: rois must be \[N, 5\]"),
-        (lambda x: prroi_pool(x, x[0, 0, :, :5], (0, 2)), "prroi_pool: output_size must be positive"),
+        (lambda x: prroi_pool(x, x[0, 0, :, :5], (0, 2)), "prroi_pool: output_size must be at least 1"),
         (lambda x: psa_mask(x, "share", (2, 2)), "psa_type must be 'collect' or 'distribute', got 'share'"),
         (lambda x: psa_mask(x, "collect", (3, 3)), r"input must be \[B, 9, H, W\], got \[1, 4, 5, 6\]"),
         (

@@ -142,7 +142,7 @@ def _check_number(
     most: float,
 ) -> tuple[str, Any]:
     """Raise an error unless the number, or each of several, is as declared."""
-    several = given.tolist() if isinstance(given, Tensor) else given
+    several: Any = given.tolist() if isinstance(given, Tensor) else given
     for number in (several,) if isinstance(several, _REAL) or not isinstance(several, Iterable) else several:
         if isinstance(number, bool) or not isinstance(number, _INTEGER if is_integer else _REAL):
             raise TypeError(
@@ -152,7 +152,11 @@ def _check_number(
             raise ValueError(f"{op}: {name} must be {comparison} {least:g}, got {given!r}")
         if number > most:
             raise ValueError(f"{op}: {name} must be at most {most:g}, got {given!r}")
-        if not abs(number) < (1 << 31 if is_integer else math.inf):
+        if (
+            number != number
+            or (comparison and abs(number) == math.inf)
+            or (is_integer and abs(number) >= 1 << 31)
+        ):
             raise ValueError(
                 f"{op}: {name} must be {'below 2^31' if is_integer else 'finite'}, got {given!r}"
             )

@@ -212,7 +212,7 @@ def _pool_samples(
             inside_y = (torch.arange(down, device=rows.device).to(step) + 0.5) * step[:, :1]  # [n, down]
             inside_x = (torch.arange(across, device=rows.device).to(step) + 0.5) * step[:, 1:]  # [n, across]
             corner = origin[members].flatten(2)  # [n, 2, PH * PW]
-            pooled = None
+            pooled: Any = None
             for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * len(members)), 1), 1):
                 shape = (len(members), PH * PW, some_y.shape[1], across)
                 y = (corner[:, 0, :, None, None] + some_y[:, None, :, None]).expand(shape).flatten(1)

@@ -128,8 +128,8 @@ def _stacked(
     op: str, features: Tensor, features_batch_cnt: Tensor, indices: Tensor, indices_batch_cnt: Tensor
 ) -> Tensor:  # [M, K, 1]
     """Return the indices among the points of all clouds, and -1 where an index is not one of a point of its cloud."""
-    clouds = len(sizes_of(op, "features", features, features_batch_cnt))
-    sizes_of(op, "indices", indices, indices_batch_cnt, clouds)
+    sizes_of(op, "features", features, features_batch_cnt)
+    sizes_of(op, "indices", indices, indices_batch_cnt)
     return stacked_indices(indices, features_batch_cnt.int(), indices_batch_cnt.int())[..., None]
 
 

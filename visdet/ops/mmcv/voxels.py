@@ -26,7 +26,7 @@ REDUCTIONS = ("max", "sum", "mean")
 @declared(
     points="real",
     voxel_size="number, above 0",
-    coors_range="number",
+    coors_range="number, above -inf",
     ndim="integer, at least 1",
 )
 def dynamic_voxelize(
@@ -89,7 +89,7 @@ _registration.without_gradient(
 @declared(
     points="real",
     voxel_size="number, above 0",
-    coors_range="number",
+    coors_range="number, above -inf",
     max_points="integer, at least 1",
     max_voxels="integer",
 )
