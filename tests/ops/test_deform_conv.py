@@ -491,6 +491,13 @@ def on(device, is_ordered, function, tensors, settings):
     return [t.detach().cpu() for t in (out, *grads)]
 
 
+def test_maps_smaller_than_the_kernel():
+    layer = DeformConv2d(1, 1, 3, padding=1)
+    x = torch.randn(1, 1, 2, 2)
+    out = layer(x, torch.zeros(1, 18, 2, 2))
+    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
+
+
 @pytest.mark.parametrize("use_deform", [False, True])
 def test_saconv_blends_two_dilations(use_deform):
     torch.manual_seed(0)
@@ -541,7 +548,10 @@ def test_rejections():
             lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),
             r"mask must be \[2, 12, 3, 8\], got \[2, 11, 3, 8\]",
         ),
-        (lambda: deform_conv2d(x, offset, weight, 1, 1, (1, 0)), r"dilation must be at least 1, got \(1, 0\)"),
+        (
+            lambda: deform_conv2d(x, offset, weight, 1, 1, (1, 0)),
+            r"dilation must be at least 1, got \(1, 0\)",
+        ),
         (lambda: deform_conv2d(x, offset, weight, 1, (0, -1)), r"padding must be at least 0, got \(0, -1\)"),
         (
             lambda: deform_conv2d(x, offset.long(), weight, *settings, 2, 2),

@@ -531,24 +531,6 @@ def test_more_bins_than_a_kernel_counts_are_refused():
         torch.ops.visdet_plan.roi_align(images, torch.empty(1, 7, device="meta"), 2, 2, 1.0, 0, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("sampling_ratio", [0, 2])
-def test_regions_within_reach_are_torchvisions(dtype, aligned, sampling_ratio):
-    if not _torchvision.serves("cpu"):
-        pytest.skip("torchvision's operators do not load")
-    from torchvision.ops import roi_align as torchvision_roi_align
-
-    corners = torch.rand(40, 4, generator=torch.Generator().manual_seed(2)).to(dtype) * 20 - 5
-    corners[20:] = corners[20:] * 22 - 140  # to 250 pixels of the image outside, 125 of the map
-    corners[:, 2:] = torch.maximum(corners[:, :2], corners[:, 2:])  # torchvision fails at others
-    rois = torch.cat([torch.arange(40)[:, None] % 2, corners], 1)
-    x = maps(dtype)
-    expected = torchvision_roi_align(x, rois, (2, 3), 0.5, sampling_ratio, aligned)
-    assert expected.flatten(1).any(1).sum() > 5
-    torch.testing.assert_close(roi_align(x, rois, (2, 3), 0.5, sampling_ratio, "avg", aligned), expected)
-
-
 def test_regions_without_samples_have_a_gradient():
     x, nowhere = maps().requires_grad_(), torch.tensor([[0.0, 4, 4, 4, 4]])
     for out in (roi_align(x, nowhere, 2), roi_align(x, nowhere, 2, pool_mode="max")):

@@ -143,23 +143,23 @@ def _check_number(
 ) -> tuple[str, Any]:
     """Raise an error unless the number, or each of several, is as declared."""
     several: Any = given.tolist() if isinstance(given, Tensor) else given
+    number: Any
     for number in (several,) if isinstance(several, _REAL) or not isinstance(several, Iterable) else several:
+        expected = ""
         if isinstance(number, bool) or not isinstance(number, _INTEGER if is_integer else _REAL):
             raise TypeError(
                 f"{op}: {name} must be {'an integer' if is_integer else 'a number'}, got {given!r}"
             )
         if comparison and not (number > least or (number == least and comparison == "at least")):
-            raise ValueError(f"{op}: {name} must be {comparison} {least:g}, got {given!r}")
-        if number > most:
-            raise ValueError(f"{op}: {name} must be at most {most:g}, got {given!r}")
-        if (
-            number != number
-            or (comparison and abs(number) == math.inf)
-            or (is_integer and abs(number) >= 1 << 31)
-        ):
-            raise ValueError(
-                f"{op}: {name} must be {'below 2^31' if is_integer else 'finite'}, got {given!r}"
-            )
+            expected = f"{comparison} {least:g}"
+        elif number > most:
+            expected = f"at most {most:g}"
+        elif is_integer and abs(number) >= 1 << 31:
+            expected = "below 2^31"
+        elif number != number or (comparison and abs(number) == math.inf):
+            expected = "finite"
+        if expected:
+            raise ValueError(f"{op}: {name} must be {expected}, got {given!r}")
     return first
 
 

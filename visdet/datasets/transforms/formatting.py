@@ -27,6 +27,8 @@ class PackDetInputs(BaseTransform):
     Source: mmdet's PackDetInputs.
     """
 
+    keeps_size = True
+
     def __init__(
         self,
         meta_keys: Sequence[str] = (
