@@ -17,7 +17,8 @@ __all__ = ["check_indices", "declared"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR = re.compile(r"(None or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
-_INTEGER, _REAL = (Integral, torch.SymInt), (Real, torch.SymInt, torch.SymFloat)
+_INTEGER: Any = (Integral, torch.SymInt)
+_REAL: Any = (Real, torch.SymInt, torch.SymFloat)
 _NUMBER = re.compile(r"(integer|number)(?:, (at least|above) ([^\s,]+))?(?:, at most (\S+))?")
 
 
@@ -143,7 +144,6 @@ def _check_number(
 ) -> tuple[str, Any]:
     """Raise an error unless the number, or each of several, is as declared."""
     several: Any = given.tolist() if isinstance(given, Tensor) else given
-    number: Any
     for number in (several,) if isinstance(several, _REAL) or not isinstance(several, Iterable) else several:
         expected = ""
         if isinstance(number, bool) or not isinstance(number, _INTEGER if is_integer else _REAL):
