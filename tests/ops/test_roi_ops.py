@@ -27,7 +27,7 @@ from visdet.ops import (
 )
 from visdet.ops.deform_roi_pool import deform_roi_pool_reference
 from visdet.ops.roi_align import roi_align_reference
-from visdet.ops.roi_pool import roi_pool_reference
+from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
 
 NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
 
@@ -569,3 +569,25 @@ def test_bounding_the_regions_does_not_synchronise():
             roi_align(x, rois, 2, 0.5, ratio).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [(1 << 24) + 1, (1 << 24) + 3], ids=str)
+def test_roi_pool_of_more_rows_than_float32_counts(rows):
+    # As float32, 2^24 + 1 is 2^24 and 2^24 + 3 is 2^24 + 4. A bin that ends at the end of the map must have its last
+    # row, and must not reach into the next channel.
+    images = torch.zeros(1, 2, rows, 1, device="cuda")
+    images[0, 1, 0, 0] = 5
+    images[0, 1, -1, 0] = 7
+    rois = torch.tensor([[0, 0, 0, 0, 3e7]], device="cuda")
+    output, argmax = roi_pool_with_argmax(images, rois, (1, 1), 1.0)
+    assert output.flatten().tolist() == [0, 7]
+    assert (argmax >= 0).all() and (argmax < rows).all()
+
+
+@pytest.mark.cuda
+def test_roi_pool_of_more_images_than_float32_counts():
+    B = (1 << 24) + 1  # which is 2^24 as float32
+    images = torch.ones(B, 1, 1, 1, device="cuda")
+    rois = torch.tensor([[float(1 << 24) + 2, 0, 0, 0, 0], [float(1 << 24), 0, 0, 0, 0]], device="cuda")
+    assert roi_pool(images, rois, 1, 1.0).flatten().tolist() == [0, 1]
