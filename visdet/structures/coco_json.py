@@ -84,8 +84,8 @@ _RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
 )
 
 
-def _are_positive(*sides: object) -> bool:
-    return _are_numbers([*sides], 2) and min(sides) > 0  # type: ignore[type-var]
+def _are_positive(*sides: Any) -> bool:
+    return _are_numbers([*sides], 2) and min(sides) > 0
 
 
 def _without_groups(content: dict) -> list[dict]:
