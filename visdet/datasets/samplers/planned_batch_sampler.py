@@ -107,7 +107,7 @@ class PlannedBatchSampler(BatchSampler):
             seen = self._seen_sizes(drawn)
             if seen != [image.size for image in drawn[:_READ]]:
                 sizes, self._is_known = choose_sizes(seen, max_sizes), False
-            common = [sizes, self._is_known]
+            common: list[Any] = [sizes, self._is_known]
             broadcast_object_list(common)  # What a transform of the user's draws may differ between processes.
             sizes, self._is_known = common
         found = {image.size for image in drawn} if are_all else set()
