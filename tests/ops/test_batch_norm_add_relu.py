@@ -283,25 +283,6 @@ def test_the_result_may_be_changed_in_place():
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_vectors_that_begin_anywhere_in_memory(device):
-    """torch's own kernels on CUDA fail for images in the channels-last format if an address is no multiple of 16."""
-    x, _, weight, bias = (
-        None if t is None else t.detach() for t in draw((4, 8, 1, 8), torch.float32, device, False)
-    )
-    moved = [torch.empty(9, device=device)[1:].copy_(t) for t in (bias, bias * 0, bias * 0 + 1)]
-    given = x.requires_grad_(), weight[:1].expand(8).requires_grad_(), moved[0].requires_grad_()
-    output = batch_norm_add_relu(given[0], None, *given[1:], *moved[1:], relu=True)
-    exact = [t.detach().double().contiguous().requires_grad_() for t in given]
-    mean, variance = torch.zeros(8, device=device).double(), torch.ones(8, device=device).double()
-    expected = F.batch_norm(exact[0], mean, variance, *exact[1:], True).relu()
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    for a, b in zip(gradients(output, given, output), gradients(expected, exact, expected), strict=True):
-        torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(moved[1].double(), mean, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(moved[2].double(), variance, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_has_no_kernel_is_computed_by_torch(device, dtype):
     x, residual, weight, bias = (t.detach().to(dtype) for t in draw((2, 12, 5, 4), torch.float32, device))

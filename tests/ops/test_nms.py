@@ -348,18 +348,6 @@ def test_equal_scores_keep_their_order(backend):
     assert nms(boxes, torch.ones(4), 0.5)[1].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_plain_torch_agrees_with_torchvision(dtype, offset, monkeypatch):
-    pytest.importorskip("torchvision")
-    boxes, scores = random_boxes(300, dtype=dtype)
-    dets, keep = nms(boxes, scores, 0.4, offset)
-    monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
-    plain_dets, plain_keep = nms(boxes, scores, 0.4, offset)
-    assert 20 < len(keep) < 290
-    assert torch.equal(keep, plain_keep) and torch.equal(dets, plain_dets) and dets.dtype == dtype
-
-
 def test_arrays_come_back_as_arrays():
     for function in (nms, soft_nms):
         dets, keep = function(BOXES.numpy(), SCORES.numpy(), 0.5)
@@ -405,17 +393,6 @@ def test_integer_boxes_keep_their_scores(suppress):
     if suppress is soft_nms:
         arrays = soft_nms(boxes.numpy(), scores.numpy(), 0.5)
         assert torch.equal(torch.from_numpy(arrays[0]), expected)
-
-
-def test_no_boxes(backend):
-    for function in (nms, soft_nms):
-        dets, keep = function(torch.zeros(0, 4), torch.zeros(0), 0.5)
-        assert dets.shape == (0, 5) and keep.shape == (0,) and keep.dtype == torch.int64
-    assert nms_match(torch.zeros(0, 5), 0.5) == []
-    dets, keep = batched_nms(
-        torch.zeros(0, 4), torch.zeros(0), torch.zeros(0).long(), dict(iou_threshold=0.5)
-    )
-    assert dets.shape == (0, 5) and keep.shape == (0,)
 
 
 def test_the_selection_is_differentiable():
@@ -491,30 +468,6 @@ def test_a_box_at_the_distance_of_another_class_is_kept(backend):
     boxes = torch.tensor([[0.0, 0.0, 100.0, 100.0], [-101.0, -101.0, -1.0, -1.0]])
     _, keep = batched_nms(boxes, torch.tensor([0.9, 0.8]), torch.tensor([0, 1]), dict(iou_threshold=0.5))
     assert keep.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("kind", ["nms", "soft_nms"])
-def test_classes_one_by_one_give_the_same(kind, backend):
-    boxes, scores = random_boxes(500)
-    classes = torch.arange(500) % 7
-    whole = batched_nms(boxes, scores, classes, dict(type=kind, iou_threshold=0.4))
-    split = batched_nms(boxes, scores, classes, dict(type=kind, iou_threshold=0.4, split_thr=100))
-    assert torch.equal(whole[1].sort()[0], split[1].sort()[0])
-    torch.testing.assert_close(whole[0][:, 4], split[0][:, 4], rtol=1e-3, atol=1e-4)
-    limited = batched_nms(
-        boxes, scores, classes, dict(type=kind, iou_threshold=0.4, split_thr=100, max_num=9)
-    )
-    assert torch.equal(limited[1], split[1][:9]) and len(limited[0]) == 9
-
-
-@pytest.mark.parametrize("split_thr", [1, 10000])
-@pytest.mark.parametrize("kind", ["nms", "soft_nms"])
-def test_the_best_of_all_classes_are_kept_for_every_type(kind, split_thr):
-    boxes, scores = random_boxes(50)
-    cfg = dict(type=kind, iou_threshold=0.4, split_thr=split_thr)
-    dets, keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg)
-    best, best_keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg | dict(max_num=4))
-    assert torch.equal(best_keep, keep[:4]) and torch.equal(best, dets[:4]) and len(keep) > 4
 
 
 def test_agnostic_boxes_are_split_by_class_too():

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from visdet import ops
-from visdet.ops import _library
+from visdet.ops.devices import is_loaded
 
 from ._bridge import CompatWarning
+from ._counts import CALLS
 
-__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "takes"]
+__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "note", "takes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EXAMPLE_SHAPES = ((3, 5), (2, 2))
@@ -30,7 +31,7 @@ def takes(value: Any) -> bool:
     """
     if type(value) is not Tensor or value.dtype not in _DTYPES or is_recorded():
         return False
-    if value.device.type == "cuda" and not _library.is_loaded("cuda"):
+    if value.device.type == "cuda" and not is_loaded("cuda"):
         _warn_of_missing_cuda()
         return False
     return value.device.type in ("cpu", "cuda")
@@ -50,6 +51,12 @@ def is_recorded() -> bool:
     )
 
 
+def note(operator: str) -> None:
+    """Count a call of an operator."""
+    if not torch.compiler.is_compiling():
+        CALLS[operator] += 1
+
+
 def attend(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
@@ -57,6 +64,7 @@ def attend(
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``visdet.ops.ms_deform_attn`` for a pyramid without gaps."""
+    note("ms_deform_attn")
     return ops.ms_deform_attn(value, *level_tables(level_shapes), locations, weights)
 
 

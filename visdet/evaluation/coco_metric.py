@@ -15,6 +15,7 @@ from mmengine.logging import print_log
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
     box_area,
     id_order,
@@ -117,7 +118,7 @@ class CocoMetric(BaseMetric):
             raise InvalidInputError(f"CocoMetric: proposal_nums must be positive, got {proposal_nums}")
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
-        self.metric_items = list(metric_items or _PRECISIONS)
+        self.metric_items = list(checked_names("CocoMetric: metric_items", metric_items or list(_PRECISIONS)))
         unknown = [item for item in self.metric_items if item not in [*_PRECISIONS, *recalls]]
         if unknown:
             raise InvalidInputError(

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,40 +59,55 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
         _check_records(content[section], section, keys, path)
     for key, section in (("image_id", "images"), ("category_id", "categories")):
         _check_references(content["annotations"], key, {record["id"] for record in content[section]}, path)
-    for image in content["images"]:
-        sides = [image["width"], image["height"]]
-        is_positive = _are_numbers(sides, 2) and min(sides) > 0
-        if not is_positive or any(side % 1 for side in sides):
-            raise InvalidInputError(
-                f"annotation file {path}: width and height must be {'whole' if is_positive else 'positive'} numbers: "
-                f"{image!r:.200}"
-            )
-        if not isinstance(image["file_name"], str):
-            raise InvalidInputError(f"annotation file {path}: file_name must be a text: {image!r:.200}")
-    for category in content["categories"]:
-        if not isinstance(category["name"], str):
-            raise InvalidInputError(
-                f"annotation file {path}: the name of a category must be a text: {category!r:.200}"
-            )
-    for annotation in content["annotations"]:
-        if not _are_numbers(annotation["bbox"], 4):
-            raise InvalidInputError(
-                f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}"
-            )
-        area = annotation.get("area")
-        if area is not None and not _are_numbers([area], 1):
-            raise InvalidInputError(f"annotation file {path}: area must be a number: {annotation!r:.200}")
-        for key in ("iscrowd", "ignore"):
-            if annotation.get(key) not in (None, 0, 1):
-                raise InvalidInputError(f"annotation file {path}: {key} must be 0 or 1: {annotation!r:.200}")
+    for section, fits, rule in _RULES:
+        for record in content[section]:
+            if not fits(record):
+                raise InvalidInputError(f"annotation file {path}: {rule}: {record!r:.200}")
+    content["categories"] = _without_groups(content)
     return content
 
 
+# What the records of each section must fulfil.
+_RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
+    (
+        "images",
+        lambda it: _are_positive(it["width"], it["height"]),
+        "width and height must be positive numbers",
+    ),
+    ("images", lambda it: it["width"] % 1 == 0 == it["height"] % 1, "width and height must be whole numbers"),
+    ("images", lambda it: isinstance(it["file_name"], str), "file_name must be a text"),
+    ("categories", lambda it: isinstance(it["name"], str), "the name of a category must be a text"),
+    ("annotations", lambda it: _are_numbers(it["bbox"], 4), "bbox must be four finite numbers"),
+    ("annotations", lambda it: it.get("area") is None or _is_number(it["area"]), "area must be a number"),
+    ("annotations", lambda it: it.get("iscrowd") in (None, 0, 1), "iscrowd must be 0 or 1"),
+    ("annotations", lambda it: it.get("ignore") in (None, 0, 1), "ignore must be 0 or 1"),
+)
+
+
+def _are_positive(*sides: Any) -> bool:
+    return _are_numbers([*sides], 2) and min(sides) > 0
+
+
+def _without_groups(content: dict) -> list[dict]:
+    """Return the categories without those that only group others, have no box, and repeat a name, as Roboflow's may."""
+    used = {annotation["category_id"] for annotation in content["annotations"]}
+    categories = content["categories"]
+    names = Counter(category["name"] for category in categories)
+    groups = {category.get("supercategory") for category in categories}
+    return [
+        category
+        for category in categories
+        if names[category["name"]] == 1
+        or category["id"] in used
+        or category["name"] not in groups - {category.get("supercategory")}
+    ]
+
+
 def _are_numbers(values: object, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_is_finite_number, values))
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
 
-def _is_finite_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
@@ -185,9 +201,13 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
     """
     label_of = {name: label for label, name in enumerate(classes)}
     names = [category["name"] for category in categories]
-    repeated = sorted({name for name in names if name in label_of and names.count(name) > 1})
-    if repeated:
-        raise InvalidInputError(f"annotation file {path}: several categories are named {', '.join(repeated)}")
+    repeated = min((name for name in names if name in label_of and names.count(name) > 1), default=None)
+    if repeated is not None:
+        ids = [repr(category["id"]) for category in categories if category["name"] == repeated]
+        raise InvalidInputError(
+            f"annotation file {path}: several categories are named {repeated}: ids {listed(ids)}. Give each a name of "
+            "its own, or give all their boxes one category_id and remove the other categories"
+        )
     matched = {
         category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
     }

@@ -22,7 +22,7 @@ def resample(line: np.ndarray, num_points: int) -> np.ndarray:
     return np.stack([np.interp(wanted, along, line[:, axis]) for axis in range(line.shape[1])], axis=1)
 
 
-def clip_line(line: np.ndarray, roi_size: Sequence[float]) -> list[np.ndarray]:
+def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[np.ndarray]:
     """Return the parts of a polyline [n, d] within the rectangle |x| <= roi_size[0] / 2, |y| <= roi_size[1] / 2.
 
     Parts shorter than 0.5 m are dropped.
@@ -52,7 +52,7 @@ def clip_line(line: np.ndarray, roi_size: Sequence[float]) -> list[np.ndarray]:
     return [part for part in lines if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
 
 
-def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float]) -> np.ndarray | None:
+def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> np.ndarray | None:
     """Return the part of a convex polygon [n, d] within the rectangle, as a closed outline [m, d].
 
     The last point of the outline equals the first. The result is ``None`` if less than 1 m² is inside.
@@ -76,7 +76,9 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float]) -> np.ndarray |
     return np.concatenate([points, points[:1]]) if area >= _MIN_AREA_M2 else None
 
 
-def cut_to_region(line: np.ndarray, is_area: bool, roi_size: Sequence[float] = REGION_M) -> list[np.ndarray]:
+def cut_to_region(
+    line: np.ndarray, is_area: bool, roi_size: Sequence[float] | np.ndarray = REGION_M
+) -> list[np.ndarray]:
     """Return the parts of a map line [n, d] within the rectangle: the line itself if it does not leave it by 1 mm.
 
     Args:

@@ -242,12 +242,25 @@ def test_missing_anchor_file(tmp_path):
 
 
 def test_rejections_of_the_bank():
-    with pytest.raises(TypeError, match="anchor_handler must have anchor_projection, got Identity"):
-        InstanceBank(2, 4, torch.zeros(2, 11), anchor_handler=torch.nn.Identity())
-    with pytest.raises(ValueError, match="num_temp_instances must be at most the number of anchors 2, got 3"):
-        InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3)
-    with pytest.raises(ValueError, match="timestamps and T_global must be finite"):
-        FrameClock.of(metas_of([float("nan")]))
+    for call, error, message in (
+        (
+            lambda: InstanceBank(2, 4, torch.zeros(2, 11), anchor_handler=torch.nn.Identity()),
+            TypeError,
+            "anchor_handler must have anchor_projection, got Identity",
+        ),
+        (
+            lambda: InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3),
+            ValueError,
+            "num_temp_instances must be at most the number of anchors 2, got 3",
+        ),
+        (
+            lambda: FrameClock.of(metas_of([float("nan")])),
+            ValueError,
+            "timestamps and T_global must be finite",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_topk_takes_the_same_rows_everywhere():

@@ -320,26 +320,48 @@ def test_errors_say_what_is_wrong():
     images, data = frame([0.0])
     fewer = data[0].clone()
     fewer.projection_mat, fewer.image_wh = fewer.projection_mat[:3], fewer.image_wh[:3]
-    with pytest.raises(ValueError, match=r"must be \[B, 6, 4, 4\] \(num_cams = 6\), got \[1, 3, 4, 4\]"):
-        model(images[:, :3], [fewer], mode="tensor")
-    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got \(6, 3, 32, 64\)"):
-        model(images[0], data)
-    with pytest.raises(TypeError, match=r"inputs must be a \[B, V, 3, H, W\] tensor, got list"):
-        model([images], data)
-    with pytest.raises(ValueError, match="mode must be 'tensor', 'predict' or 'loss', got 'test'"):
-        model(images, data, mode="test")
-    with pytest.raises(ValueError, match="data_samples with the cameras and poses are needed"):
-        model(images)
+    for call, error, message in (
+        (
+            lambda: model(images[:, :3], [fewer], mode="tensor"),
+            ValueError,
+            r"must be \[B, 6, 4, 4\] \(num_cams = 6\), got \[1, 3, 4, 4\]",
+        ),
+        (
+            lambda: model(images[0], data),
+            TypeError,
+            r"inputs must be a \[B, V, 3, H, W\] tensor, got \(6, 3, 32, 64\)",
+        ),
+        (lambda: model([images], data), TypeError, r"inputs must be a \[B, V, 3, H, W\] tensor, got list"),
+        (
+            lambda: model(images, data, mode="test"),
+            ValueError,
+            "mode must be 'tensor', 'predict' or 'loss', got 'test'",
+        ),
+        (lambda: model(images), ValueError, "data_samples with the cameras and poses are needed"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     other = data[0].clone()
     del other.gt_labels_3d
-    with pytest.raises(ValueError, match=r"must all have gt_labels_3d; samples \[1\] do not"):
-        model(images.expand(2, -1, -1, -1, -1), [data[0], other])
-    with pytest.raises(ValueError, match="SparseDrive: train_cfg must be None"):
-        SparseDrive({}, {}, train_cfg={"a": 1})
-    with pytest.raises(ValueError, match="with_motion_plan needs with_det and with_map"):
-        MODELS.build({"type": "SparseDriveHead", "task_config": {"with_det": True, "with_motion_plan": True}})
-    with pytest.raises(ValueError, match="task_config must have a task"):
-        MODELS.build({"type": "SparseDriveHead", "task_config": {}})
+    for call, message in (
+        (
+            lambda: model(images.expand(2, -1, -1, -1, -1), [data[0], other]),
+            r"must all have gt_labels_3d; samples \[1\] do not",
+        ),
+        (lambda: SparseDrive({}, {}, train_cfg={"a": 1}), "SparseDrive: train_cfg must be None"),
+        (
+            lambda: MODELS.build(
+                {"type": "SparseDriveHead", "task_config": {"with_det": True, "with_motion_plan": True}}
+            ),
+            "with_motion_plan needs with_det and with_map",
+        ),
+        (
+            lambda: MODELS.build({"type": "SparseDriveHead", "task_config": {}}),
+            "task_config must have a task",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     config = tiny_config().head.det_head
     config.operation_order = ["gnn", "sum"]
     with pytest.raises(ValueError, match=r"operation_order must be of .*, got \['sum'\]"):

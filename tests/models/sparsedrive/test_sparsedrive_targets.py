@@ -305,15 +305,24 @@ def test_denoising_queries_stay_within_their_noise_and_never_hold_nan():
 
 
 def test_rejections_of_targets():
-    with pytest.raises(ValueError, match="num_temp_dn_groups must be at most num_dn_groups 2, got 3"):
-        SparseBox3DTarget(num_dn_groups=2, num_temp_dn_groups=3)
-    with pytest.raises(TypeError, match="assigner must be a HungarianLinesAssigner"):
-        SparsePoint3DTarget(assigner=None)
-    with pytest.raises(TypeError, match="cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost"):
-        TASK_UTILS.build(
-            {
-                "type": "MapQueriesCost",
-                "cls_cost": {"type": "BBoxL1Cost"},
-                "reg_cost": {"type": "LinesL1Cost"},
-            }
-        )
+    for call, error, message in (
+        (
+            lambda: SparseBox3DTarget(num_dn_groups=2, num_temp_dn_groups=3),
+            ValueError,
+            "num_temp_dn_groups must be at most num_dn_groups 2, got 3",
+        ),
+        (lambda: SparsePoint3DTarget(assigner=None), TypeError, "assigner must be a HungarianLinesAssigner"),
+        (
+            lambda: TASK_UTILS.build(
+                {
+                    "type": "MapQueriesCost",
+                    "cls_cost": {"type": "BBoxL1Cost"},
+                    "reg_cost": {"type": "LinesL1Cost"},
+                }
+            ),
+            TypeError,
+            "cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()

@@ -9,6 +9,7 @@ import torch
 from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
 from visdet.structures import DrivingDataSample
+from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import (
     closed_orders,
     cut_to_region,
@@ -115,7 +116,7 @@ class InstanceNameFilter(BaseTransform):
     """
 
     def __init__(self, classes: Sequence[str] | None = None) -> None:
-        self.classes = None if classes is None else list(classes)
+        self.classes = None if classes is None else checked_names("InstanceNameFilter: classes", classes)
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
@@ -333,7 +334,8 @@ class PackDrivingInputs(BaseTransform):
         keys: Sequence[str] | None = None,
         meta_keys: Sequence[str] = ("T_global", "T_global_inv", "timestamp", "instance_id"),
     ) -> None:
-        self.keys = tuple(keys) if keys is not None else None
+        self.keys = None if keys is None else checked_names("PackDrivingInputs: keys", keys)
+        meta_keys = checked_names("PackDrivingInputs: meta_keys", meta_keys)
         self.meta_keys = tuple(dict.fromkeys([*meta_keys, *self.ALWAYS_META]))
 
     def transform(self, results: dict) -> dict:

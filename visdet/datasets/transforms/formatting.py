@@ -7,6 +7,7 @@ from mmengine.structures import InstanceData
 
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
+from visdet.structures.class_names import checked_names
 
 from .base import BaseTransform
 from .interleaved import split_channels
@@ -26,6 +27,8 @@ class PackDetInputs(BaseTransform):
     Source: mmdet's PackDetInputs.
     """
 
+    keeps_size = True
+
     def __init__(
         self,
         meta_keys: Sequence[str] = (
@@ -38,7 +41,7 @@ class PackDetInputs(BaseTransform):
             "flip_direction",
         ),
     ) -> None:
-        self.meta_keys = tuple(meta_keys)
+        self.meta_keys = checked_names("PackDetInputs: meta_keys", meta_keys)
 
     def transform(self, results: dict) -> dict:
         sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})

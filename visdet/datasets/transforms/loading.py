@@ -51,6 +51,8 @@ class LoadImageFromFile(BaseTransform):
     OpenCV by 1.
     """
 
+    keeps_size = True
+
     def __init__(
         self,
         to_float32: bool = False,
@@ -200,6 +202,8 @@ class LoadAnnotations(BaseTransform):
     Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in pixels of the file after a ``Resize``.
     """
 
+    keeps_size = True
+
     def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
         if with_mask:
             raise InvalidInputError(
@@ -244,6 +248,8 @@ class FilterAnnotations(BaseTransform):
 
     Source: mmdet's FilterAnnotations.
     """
+
+    keeps_size = True
 
     def __init__(
         self, min_gt_bbox_wh: float | tuple[float, float] = (1.0, 1.0), keep_empty: bool = True
