@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
 from torch import nn
 
-from visdet.checks.argument_types import check_flags, check_paths
+from visdet.checks.arguments import Positive, Share, checked, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
@@ -32,7 +32,6 @@ from .build_errors import build_model
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config, dataset_config, load_config
-from .config_checks import check_types
 from .default_device import cpu_by_default
 from .detections import Detections
 from .errors import ConfigError, UserError
@@ -78,7 +77,6 @@ class Detector:
     ) -> None:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
-        check_types(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
         allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
@@ -106,15 +104,16 @@ class Detector:
         self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
+    @checked
     def __call__(
         self,
         images: Any,
-        batch_size: int = 1,
-        score_threshold: float | None = None,
+        batch_size: Positive = 1,
+        score_threshold: Share | None = None,
         *,
         amp: bool = False,
         graph: bool | None = None,
-        channel_order: str = "bgr",
+        channel_order: Literal["bgr", "rgb"] = "bgr",
         save_video: str | os.PathLike | None = None,
     ) -> Detections | list[Detections] | Iterator[Detections]:
         """Return the detections in one image or in many.
@@ -139,10 +138,6 @@ class Detector:
         Raises:
             UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
         """
-        if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
-            raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
-        _check_threshold(score_threshold, "score_threshold")
-        check_flags(amp=amp, graph=graph)
         images = as_array(images)
         thresholds = self._checked_thresholds() if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
@@ -223,6 +218,7 @@ class Detector:
         return self._visualizer.draw_sample(image, sample, draw_gt=False, pred_score_thr=-math.inf)[0]
 
 
+@checked
 def init_detector(
     config: str | os.PathLike | Config,
     checkpoint: str | os.PathLike | None = None,
@@ -239,7 +235,6 @@ def init_detector(
     Raises:
         UserError: see :class:`Detector`.
     """
-    check_paths(checkpoint=checkpoint)
     return Detector(load_config(config)[0], checkpoint, device)
 
 
@@ -288,7 +283,7 @@ def detect_files(
         the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
         cannot be read.
     """
-    _check_threshold(score_thr, "--score-thr")
+    checked_value("--score-thr", score_thr, Share | None)
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
@@ -327,12 +322,6 @@ def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> Non
     """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
-
-
-def _check_threshold(value: Any, name: str) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 <= value <= 1):
-        raise InvalidInputError(f"{name} must be a number from 0 to 1, got {value!r}")
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:
