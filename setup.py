@@ -172,12 +172,14 @@ def object_stem(source):
     return "_".join(source.relative_to(ROOT / CSRC).with_suffix("").parts)
 
 
-def common_flags():
-    """Return the flags of every compilation."""
+def common_flags(for_compiler=""):
+    """Return the flags of every compilation; ``for_compiler`` hands on what only the C++ compiler understands."""
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
-    return ["-std=c++20", STABLE_ABI, *includes, *os.environ.get("CXXFLAGS", "").split()]
+    # torch's macros put the path of a source into the message of an error: it begins where all machines agree.
+    paths = [f"{for_compiler}-fmacro-prefix-map={path}/=" for path in (ROOT, *include_paths())]
+    return ["-std=c++20", STABLE_ABI, *includes, *paths, *os.environ.get("CXXFLAGS", "").split()]
 
 
 class BuildOps(build_ext):
@@ -289,7 +291,7 @@ class NinjaFile:
         # USE_CUDA: the stable headers declare the stream shims only then. -O1 is for host code, which launches kernels;
         # device code is always compiled at -O3.
         flags = [
-            *common_flags(),
+            *common_flags("-Xcompiler="),
             "-O1",
             "-DUSE_CUDA",
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas",

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     # Processes that tests start by "forkserver" share what takes seconds to import.
     multiprocessing.set_forkserver_preload(
-        ["visdet.engine.runner", "tests.fuzz.processes", "tests.fuzz.operators"]
+        ["visdet.engine.trainer", "tests.fuzz.processes", "tests.fuzz.operators"]
     )
     # Whenever a test trains, Python's garbage collector would search all modules and tests.
     gc.collect()

@@ -82,12 +82,13 @@ def test_imports_follow_the_direction(part):
         )
 
 
-def test_models_import_what_the_operators_publish():
+def test_others_import_what_the_operators_publish():
     private = re.compile(r"visdet\.ops\.(\w+\.)*_|from visdet\.ops(\.\w+)* import .*\b_")
     assert private.search("from visdet.ops._library import x") and private.search(
         "from visdet.ops.fused import _rows"
     )
-    for path in (ROOT / "models").rglob("*.py"):
+    folders = ("models", "engine", "compat", "commands", "visualization")
+    for path in [ROOT / "doctor.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]:
         found = private.search(path.read_text())
         assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
 

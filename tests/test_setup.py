@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import setuptools
 
 from visdet import doctor, ops
 from visdet.ops import _library
@@ -74,12 +73,6 @@ def test_a_wheel_is_compiled_for_seven_architectures_with_ptx_of_three(build, nv
     ]
 
 
-def test_a_wheel_of_an_older_nvcc_has_what_it_knows_and_ptx_of_the_last(build, tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    nvcc = stand_in_for_nvcc(tmp_path, "12.4", ["50", "75", "80", "86", "87", "89", "90"])
-    assert build.cuda_architectures(nvcc, for_wheel=True) == (["75", "80", "86", "89", "90"], ["80", "90"])
-
-
 @pytest.mark.parametrize(
     "capability, code",
     [
@@ -104,68 +97,9 @@ def test_the_wheel_serves_a_gpu_and_the_doctor_says_by_what(build, nvcc, capabil
     assert found is None if code is None else found.startswith(code)
 
 
-def test_an_editable_install_without_a_gpu_takes_sm_90(build, nvcc, monkeypatch):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(build, "present_gpus", list)
-    assert build.cuda_architectures(nvcc, for_wheel=False) == (["90"], ["90"])
-
-
 def test_arch_list_overrides(build, nvcc, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6;9.0+PTX")
     assert build.cuda_architectures(nvcc, for_wheel=True) == (["86", "90"], ["90"])
-
-
-@pytest.mark.parametrize(
-    "release, is_refused", [("11.8", True), ("12.3", True), ("12.4", False), ("13.5", False)]
-)
-def test_nvcc_is_12_4_or_newer(build, tmp_path, release, is_refused, monkeypatch, capsys):
-    nvcc = stand_in_for_nvcc(tmp_path, release, CUDA_13)
-    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
-    monkeypatch.delenv("VISDET_CUDA", raising=False)
-    assert build.cuda_decision(CUDA_TORCH) == (None if is_refused else nvcc)
-    refusal = f"{nvcc} is of CUDA {release}, and visdet needs 12.4 or newer"
-    assert (refusal in capsys.readouterr().err) == is_refused
-    monkeypatch.setenv("VISDET_CUDA", "1")
-    if is_refused:
-        with pytest.raises(SystemExit, match=re.escape(refusal)):
-            build.cuda_decision(CUDA_TORCH)
-
-
-def test_nvcc_that_names_no_release_is_an_error(build, tmp_path):
-    nvcc = stand_in_for_nvcc(tmp_path, "unknown", [])
-    with pytest.raises(SystemExit, match="names no release"):
-        build.nvcc_version(nvcc)
-
-
-@pytest.mark.parametrize("cuda, version", [("0", "0.1.0+cpu"), ("1", "0.1.0")])
-@pytest.mark.parametrize("command", ["bdist_wheel", "dist_info", "sdist"])
-def test_a_wheel_without_the_cuda_library_is_another_version(
-    build, nvcc, cuda, version, command, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
-    monkeypatch.setenv("VISDET_CUDA", cuda)
-    distribution = setuptools.Distribution({"name": "visdet-ops", "version": "0.1.0"})
-    distribution.commands = [command]
-    egg_info = build.EggInfo(distribution)
-    egg_info.egg_base = str(tmp_path)
-    egg_info.ensure_finalized()
-    assert distribution.get_version() == ("0.1.0" if command == "sdist" else version)
-
-
-def test_a_wheel_is_named_by_what_its_libraries_need(build, tmp_path, monkeypatch):
-    (tmp_path / "visdet" / "ops").mkdir(parents=True)
-    library = tmp_path / "visdet" / "ops" / "libvisdet_cpu.so"
-    library.touch()
-    wheel = build.Wheel(setuptools.Distribution({"name": "visdet-ops", "version": "0.1.0"}))
-    wheel.bdist_dir = str(tmp_path)
-    wheel.ensure_finalized()
-    asked = []
-    monkeypatch.setattr(
-        build.manylinux, "platform_tag", lambda found: asked.append(found) or "manylinux_2_28_x86_64"
-    )
-    assert wheel.get_tag() == ("py3", "none", "manylinux_2_28_x86_64") and asked == [[library]]
-    monkeypatch.setattr(build.manylinux, "platform_tag", lambda found: None)
-    assert wheel.get_tag()[2].startswith("linux_")
 
 
 def test_the_baseline_is_linked_before_the_other_instruction_sets(build, monkeypatch):
@@ -175,45 +109,6 @@ def test_the_baseline_is_linked_before_the_other_instruction_sets(build, monkeyp
     rules.add_cpu_library(library, Path("objects"), [])
     linked = re.findall(r"cpu_\w+_(baseline|avx2|avx512)\.o", rules.links[library])
     assert linked == sorted(linked, key=["baseline", "avx2", "avx512"].index) and len(set(linked)) == 3
-
-
-def commands_of(rules):
-    """Return the command that makes each target, and what it is made of."""
-    texts = iter(rules.lines)
-    commands, made = {}, {}
-    for line in texts:
-        if line.startswith("rule "):
-            commands[line.split()[1]] = next(texts).split(" = ", 1)[1]
-        elif line.startswith("build "):
-            target, rule, inputs = re.fullmatch(r"build (\S+): (\S+) (.*)", line).groups()
-            made[target] = (commands[rule], inputs)
-    return made
-
-
-def test_kernels_are_compiled_per_instruction_set_without_torch_and_host_code_once(build, monkeypatch):
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    rules = build.NinjaFile()
-    rules.add_cpu_library(Path("libvisdet_cpu.so"), Path("objects"), [])
-    made = {target: command for target, command in commands_of(rules).items() if target.endswith(".o")}
-    kernels = [
-        target for target in made if target.startswith("objects/cpu_") and target != "objects/cpu_isa.o"
-    ]
-    sources = list((build.ROOT / build.CSRC / "cpu").rglob("*.cpp"))
-    assert len(kernels) == 3 * len(sources)
-    assert len(made) - len(kernels) == len(build.host_sources())
-    for target, (command, inputs) in made.items():
-        isa = target.removesuffix(".o").rsplit("_", 1)[1] if target in kernels else "host"
-        assert (f"-DVISDET_ISA={isa}" in command) == (target in kernels)
-        # The header that all of them include is compiled first, with the same flags, and found first.
-        header = "cpu/precompiled.h" if target in kernels else "common/precompiled.h"
-        compiled = f"objects/{isa}/{header}.gch"
-        assert inputs.endswith(f" | {compiled}")
-        assert command.index(f"-Iobjects/{isa} ") < command.index(f"-I{build.ROOT / build.CSRC} ")
-        flags = set(command.split()) - {f"-Iobjects/{isa}", "-include", header}
-        assert flags <= set(commands_of(rules)[compiled][0].replace(f"{compiled}.d", f"{target}.d").split())
-    for source in [*sources, *(build.ROOT / build.CSRC / "cpu").rglob("*.h")]:
-        if source.name not in ("dispatch.h", "images.h"):  # for host code
-            assert "torch" not in re.findall(r"#include [<\"](\w+)", source.read_text()), source
 
 
 def test_one_header_includes_torch_for_all_sources(build):
@@ -241,36 +136,6 @@ def test_every_cuda_file_is_in_one_unit_and_both_libraries_have_the_common_objec
     assert common and all(name in rules.links[library].split() for library in libraries for name in common)
 
 
-def test_the_cuda_library_is_told_what_it_is_compiled_for(build, nvcc):
-    rules = build.NinjaFile()
-    rules.add_cuda_library(Path("libvisdet_cuda.so"), Path("objects"), [], nvcc, ["75", "90"], ["90"])
-    assert sum("toolkit=13.0 native=7.5,9.0 ptx=9.0" in line for line in rules.lines) == 1
-
-
-def test_unknown_architecture_is_an_error(build, nvcc, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "3.5")
-    with pytest.raises(SystemExit, match=r"knows no architecture \['35'\]"):
-        build.cuda_architectures(nvcc, for_wheel=True)
-
-
-def test_nvcc_is_found_in_cuda_home_first(build, nvcc, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
-    assert build.find_nvcc() == nvcc
-    assert build.cuda_decision(CUDA_TORCH) == nvcc
-
-
-def test_nvcc_is_found_in_site_packages(build, tmp_path, monkeypatch):
-    packaged = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
-    packaged.parent.mkdir(parents=True)
-    packaged.touch()
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert build.find_nvcc() == packaged
-
-
 @pytest.mark.parametrize(
     "torch_build, reason", [(CUDA_TORCH, "no nvcc"), (CPU_TORCH, "no nvcc|CPU-only build")]
 )
@@ -283,15 +148,6 @@ def test_what_is_not_built_is_said_aloud(build, torch_build, reason, monkeypatch
     monkeypatch.setenv("VISDET_CUDA", "1")
     with pytest.raises(SystemExit, match=reason):
         build.cuda_decision(torch_build)
-
-
-def test_cpu_only_torch_builds_no_cuda_library_unless_told(build, nvcc, monkeypatch, capsys):
-    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
-    monkeypatch.delenv("VISDET_CUDA", raising=False)
-    assert build.cuda_decision(CPU_TORCH) is None
-    assert "2.14.1+cpu is a CPU-only build" in capsys.readouterr().err
-    monkeypatch.setenv("VISDET_CUDA", "1")
-    assert build.cuda_decision(CPU_TORCH) == nvcc
 
 
 def test_visdet_cuda_0_and_nonsense(build, nvcc, monkeypatch, capsys):

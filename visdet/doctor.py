@@ -110,13 +110,13 @@ def _operators(info: dict) -> list[str]:
 def _torchvision_operators(advice: list[str]) -> list[str]:
     import torch
 
-    from visdet.ops import _library, _torchvision
+    from visdet.ops.devices import is_loaded, torchvision_problem
 
     lines = []
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        problem = _torchvision.problem(device)
+        problem = torchvision_problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
-        kernels = "visdet's kernels" if _library.is_loaded(device) else server
+        kernels = "visdet's kernels" if is_loaded(device) else server
         lines += [f"  {name} on {device}: {kernels}" for name in ("nms", "roi_align", "deform_conv2d")]
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
@@ -241,7 +241,7 @@ def _kernels_on_gpu(index: int, capability: tuple[int, int], cuda: dict, advice:
     lines = [f"     visdet's CUDA library has {code or 'NO CODE'} for it"]
     try:
         probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
-        torch.ops.visdet.ms_deform_attn(
+        torch.ops.visdet.ms_deform_attn.default(
             probe,
             torch.tensor([[1, 1]]),
             torch.tensor([0]),

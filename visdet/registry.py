@@ -200,9 +200,9 @@ TRANSFORMS = _child(
 METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.dump_detections"])
 EVALUATOR = _child("EVALUATOR", ["mmengine.evaluator"])
 
-RUNNERS = _child("RUNNERS", ["visdet.engine.runner"])
+RUNNERS = _child("RUNNERS", ["visdet.engine.trainer"])
 RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", [])
-LOOPS = _child("LOOPS", ["visdet.engine.loops"])
+LOOPS = _child("LOOPS", ["mmengine.runner"])
 HOOKS = _child("HOOKS", ["visdet.engine.hooks"])
 LOG_PROCESSORS = _child("LOG_PROCESSORS", ["mmengine.runner"])
 OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine.muon", "mmengine.optim"])

@@ -12,7 +12,7 @@ sys.path.insert(
 )  # the benchmarks are no part of the installed package
 
 pytest.importorskip("mmengine")
-from benchmarks.models import CASES, covered, main, measure, table
+from benchmarks.models import CASES, main, measure
 
 
 @pytest.mark.parametrize("words", [["train B2", "predict B1"], ["stage1 train"]])
@@ -46,27 +46,9 @@ def test_tiny_models_on_the_cpu(words, tmp_path, capsys):
     assert all(f"| {case.name} | bfloat16 |" in text for case in chosen)
 
 
-def test_figures_of_a_gpu_are_columns_of_the_table():
-    result = {
-        "case": "a",
-        "dtype": "float32",
-        "wall_ms": 1.26,
-        "pace_ms": 1.1,
-        "gpu_ms": 1.0,
-        "kernels": 12,
-        "peak_GiB": 0.5,
-    }
-    assert table([result]).splitlines()[-1] == "| a | float32 | 1.3 | 1.1 | 1.0 | 12 | 0.5 |"
-
-
 def test_an_unknown_case_is_refused(capsys):
     assert main(["--cases", "nothing"]) == 1
     assert "deformable_detr train B2" in capsys.readouterr().err
-
-
-def test_time_in_which_two_kernels_run_counts_once():
-    assert covered([(10, 14), (0, 3), (2, 5), (11, 12), (5, 6)]) == 6 + 4
-    assert covered([]) == 0
 
 
 def test_autocast_ends_with_a_measurement(tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import measure as measuring  # noqa: E402
-from benchmarks import timing  # noqa: E402
 from benchmarks.case import Call, Peer, Work  # noqa: E402
-from benchmarks.floors import H200, Floors, floors_of  # noqa: E402
+from benchmarks.floors import Floors  # noqa: E402
 from benchmarks.measure import measure  # noqa: E402
 from benchmarks.ops.ms_deform_attn import (  # noqa: E402
     CASES,
-    MANY_IMAGES,
-    PYRAMID,
     grid_sample_path,
     make_arguments,
     work_of,
@@ -79,20 +74,6 @@ def test_runs_without_mmengine_and_matplotlib(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md"}
 
 
-def test_red_gate_is_not_timed(tmp_path, monkeypatch, capsys):
-    def never(*_):
-        raise AssertionError("timed behind a red gate")
-
-    monkeypatch.setattr(measuring, "time_pass", never)
-    wrong = dataclasses.replace(TINY, function=scaled(1.001))
-    assert not run([wrong], [torch.float32], CPU, tmp_path, quick=True)
-    [result] = json.loads((tmp_path / "bench.json").read_text())["results"]
-    assert result["passes"] == {} and result["peers"] == {}
-    assert result["gate"]["errors"]["output"] == pytest.approx(1e-3, rel=0.01)
-    assert "**red**" in (tmp_path / "bench.md").read_text()
-    assert "RED GATE, not timed: output: error 1.00e-03 > 2e-05" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_gate_sees_what_is_not_finite(factor):
     result = measure(
@@ -129,20 +110,6 @@ def test_gate_wants_equal_bits_in_deterministic_mode():
     case = dataclasses.replace(TINY, function=lambda *arguments: Noisy.apply(ms_deform_attn(*arguments)))
     gate = measure(case, torch.float32, CPU, FLOORS, quick=True)["gate"]
     assert gate["problems"] == ["two deterministic backward passes differ"]
-
-
-def test_a_pass_that_fails_is_reported_and_leaves_the_others(monkeypatch, tmp_path):
-    def fails_backward(call, kind, *others):
-        if kind == "backward":
-            raise RuntimeError("no such luck\nmore")
-        return timing.time_pass(call, kind, *others)
-
-    monkeypatch.setattr(measuring, "time_pass", fails_backward)
-    assert not run([dataclasses.replace(TINY, peers=())], [torch.float32], CPU, tmp_path, quick=True)
-    [result] = json.loads((tmp_path / "bench.json").read_text())["results"]
-    assert result["failures"] == {"backward": "RuntimeError: no such luck"}
-    assert result["passes"].keys() == {"forward", "both", "backward_deterministic"}
-    assert "- tiny float32, backward: RuntimeError: no such luck" in (tmp_path / "bench.md").read_text()
 
 
 def test_peers_missing_failing_and_too_large(tmp_path):
@@ -199,114 +166,11 @@ def test_counts_of_one_sample_by_hand():
     assert half["backward"].moved == 4 + 16 + 24 + 24 and half["backward"].gathered == 16 + 32
 
 
-def test_counts_of_the_named_cases():
-    encoder = dict(B=2, Q=17821, G=8, C=32, P=4, levels=PYRAMID)
-    local = work_of(torch.float32, local=True, **encoder)["forward"]
-    assert local.gathered == 2 * 17821 * 8 * 16 * 4 * 128 == 2_335_834_112
-    value = output = 2 * 17821 * 8 * 32 * 4
-    samples = 2 * 17821 * 8 * 16
-    assert local.moved == value + samples * 3 * 4 + output
-    assert local.rows == 0
-    # 13400 x 128 B and 3350 x 128 B are beyond L1, 850 x 128 B is not; in 16 bit 3350 x 64 B is not either.
-    assert work_of(torch.float32, local=False, **encoder)["forward"].rows == local.gathered // 2
-    assert work_of(torch.float16, local=False, **encoder)["forward"].rows == local.gathered // 8
-    assert work_of(torch.float16, local=False, **encoder)["backward"].reductions == local.gathered // 2
-    # Of 300 queries x 4 points x 4 corners no more than 4800 rows of the first level are read.
-    few = work_of(torch.float32, local=False, **{**encoder, "Q": 300})["forward"]
-    assert few.moved == 2 * 8 * ((4800 + 3350 + 850 + 221) * 128 + 300 * (16 * 12 + 128))
-    assert sum(H * W for H, W in MANY_IMAGES) == 19560
-
-
-def test_floor_is_the_slowest_resource():
-    floors = Floors(
-        source="", copy=10.0, l1=100.0, rows=((10, 40.0), (30, 20.0)), reductions=((10, 10.0), (20, 5.0))
-    )
-    assert floors.bound(Work(moved=50, flops=1)) == (5.0, "copy")
-    assert floors.bound(Work(moved=20, flops=1), warm=True) == (pytest.approx(20 / 30), "cache")
-    assert floors.bound(Work(moved=50, flops=1, gathered=800)) == (8.0, "L1")
-    assert floors.bound(Work(50, 1, 400, rows=400, rows_footprint=5)) == (10.0, "L2 rows")
-    assert floors.bound(Work(50, 1, 400, rows=400, rows_footprint=90)) == (20.0, "L2 rows")
-    assert floors.bound(Work(50, 1, 400, reductions=100, reductions_footprint=15)) == (
-        pytest.approx(100 / 7.5),
-        "L2 reductions",
-    )
-    assert Floors(source="", copy=10.0).bound(Work(50, 1, 10**9, rows=10**9), warm=True) == (5.0, "copy")
-
-
-def test_floors_are_known_or_measured():
-    assert floors_of(torch.device("cuda"), "NVIDIA H200") is H200
-    measured = floors_of(CPU, "some CPU")
-    assert 1e8 < measured.copy < 1e13 and measured.l1 is None and measured.rows is None
-
-
-def test_arguments_are_the_shapes_they_say_and_keep_off_texel_centres():
-    levels = ((9, 12), (4, 5))
-    value, shapes, starts, locations, weights = make_arguments(
-        torch.float16, CPU, B=2, Q=128, G=3, C=5, P=4, levels=levels, local=True
-    )
-    assert value.shape == (2, 128, 3, 5) and value.dtype == torch.float16
-    assert locations.shape == (2, 128, 3, 2, 4, 2) and locations.dtype == torch.float32
-    assert shapes.tolist() == [[9, 12], [4, 5]] and starts.tolist() == [0, 108]
-    torch.testing.assert_close(weights.sum((-1, -2)), torch.ones(2, 128, 3))
-    size = shapes.flip(1)[:, None]
-    pixels = locations.double() * size - 0.5
-    distance = (pixels - pixels.round()).abs()
-    assert distance.min() > 0.9e-3
-    # Query 13 is at texel (x=1, y=1) of the first level; over all heads and points offsets average out.
-    centred = (locations[:, :, :, 0] * torch.tensor([12, 9]) - 0.5).mean((0, 2, 3))
-    assert (centred[13] - torch.tensor([1.0, 1.0])).abs().max() < 3 * 3 / 24**0.5
-
-
 def test_plain_torch_path_is_the_same_function():
     arguments = make_arguments(
         torch.float32, CPU, B=2, Q=11, G=3, C=5, P=4, levels=((7, 5), (3, 4)), local=False
     )
     torch.testing.assert_close(grid_sample_path(*arguments), ms_deform_attn_reference(*arguments))
-
-
-def test_optional_peers_get_the_arguments_they_want(monkeypatch):
-    seen = {}
-
-    class Function:
-        @staticmethod
-        def apply(*arguments):
-            seen["arguments"] = arguments
-
-    def msda(*arguments, backend=None):
-        seen["backend"] = backend
-
-    msda.is_registered = lambda backend: backend == "cuda"
-    for name in (
-        *("mmcv", "mmcv.ops", "mmcv.ops.multi_scale_deform_attn"),
-        *("DCNv4", "DCNv4.functions", "deformops", "deformops.registry"),
-    ):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["mmcv.ops.multi_scale_deform_attn"].MultiScaleDeformableAttnFunction = Function
-    sys.modules["DCNv4.functions"].FlashDeformAttnFunction = Function
-    registry = sys.modules["deformops.registry"]
-    registry.msda, registry.Backend = msda, str
-    arguments = TINY.make(torch.bfloat16, CPU)
-    peers = {peer.name: peer.load()(*arguments) for peer in TINY.peers}
-    assert list(peers) == ["torch", "mmcv", "DCNv4", "deformops", "deformops CUDA"]
-    for name, backend in (("deformops", None), ("deformops CUDA", "cuda")):
-        peers[name].function(*peers[name].arguments)
-        assert [tensor.dtype for tensor in peers[name].arguments[3:]] == [torch.bfloat16] * 2
-        assert seen["backend"] == backend and peers[name].differentiable == (0, 3, 4)
-    assert peers["mmcv"].arguments[5] == 64 and peers["mmcv"].differentiable == (0, 3, 4)
-    packed, step, points = peers["DCNv4"].arguments[3:]
-    assert packed.shape == (2, 13, 3, 2 * 4 * 3) and (step, points) == (64, 4)
-    weights = packed[..., 16:].float().softmax(-1).view_as(arguments[4])
-    torch.testing.assert_close(weights, arguments[4], rtol=0.02, atol=0)
-
-
-def test_deterministic_restores_the_switches():
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    with pytest.raises(KeyError), timing.deterministic(fill=False):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-        raise KeyError
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_selection(capsys):

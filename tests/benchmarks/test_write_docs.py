@@ -16,7 +16,7 @@ from benchmarks.ops.ms_deform_attn import CASES as ATTENTION  # noqa: E402
 from benchmarks.paths import FOLDERS, chosen_paths, measure_paths, paths_of  # noqa: E402
 from benchmarks.paths import main as time_paths  # noqa: E402
 from benchmarks.run import main as run_benchmarks  # noqa: E402
-from benchmarks.write_docs import BLOCK, PAGES, add_report, device_name, rendered, write_docs  # noqa: E402
+from benchmarks.write_docs import BLOCK, PAGES, rendered, write_docs  # noqa: E402
 from visdet.ops import _library  # noqa: E402
 
 DOCUMENTS = sorted(PAGES.glob("*.md"))
@@ -142,60 +142,10 @@ def test_reports_become_tables(tmp_path):
     assert rendered(text.replace("plain 2000", "plain 1000"), tmp_path) == text
 
 
-def test_a_report_replaces_the_operators_that_it_holds():
-    figures = {"other_op": {"times": {"rows": []}}}
-    for report in (times_report(10.0), paths_report(), times_report(11.11111)):
-        add_report(figures, report, {"window_sum"})
-    add_report(figures, times_report(12.0), {"another_op"})
-    assert list(figures) == ["other_op", "window_sum"] and figures["window_sum"].keys() == {"times", "paths"}
-    [row] = figures["window_sum"]["times"]["rows"]
-    assert row["passes"]["forward"] == {"us": 11.11, "floor": 5.0, "goal": 50}
-    assert row["slower"] == {"torch": {"forward": 3.14, "both": 2.0}}
-
-
-def test_a_gpu_has_the_gradients_apart_and_no_floor_that_says_nothing():
-    report = times_report(100.0)
-    passes = report["results"][0]["passes"]
-    passes["backward_deterministic_unfilled"] = passes["backward"]
-    figures = {}
-    add_report(figures, report, {"window_sum"})
-    [row] = figures["window_sum"]["times"]["rows"]
-    assert row["passes"] == {
-        "forward": {"us": 100.0, "goal": 50.0},
-        "backward": {"us": 1500.0},
-        "deterministic": {"us": 1500.0},
-    }
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"device": "NVIDIA H200", "driver": "580"}, "h200"),
-        ({"device": "NVIDIA GeForce RTX 4090", "driver": "580"}, "geforce-rtx-4090"),
-        ({"device": "AMD EPYC 9005"}, "cpu"),
-    ],
-)
-def test_every_kind_of_device_has_a_file(environment, name):
-    assert device_name(environment) == name
-
-
 def test_quick_figures_are_refused(capsys):
     with pytest.raises(SystemExit):
         run_benchmarks(["--quick", "--write-docs"])
     assert "--write-docs needs figures of full length" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("is_green", [True, False])
-def test_run_writes_the_docs_where_asked(tmp_path, monkeypatch, capsys, is_green):
-    taken = []
-    monkeypatch.setattr("benchmarks.run.run", lambda *_: is_green)
-    monkeypatch.setattr("benchmarks.run.write_docs", taken.extend)
-    options = ["--device", "cpu", "--cases", "attn/tiny", "--out", str(tmp_path)]
-    run_benchmarks(options)
-    assert taken == []
-    run_benchmarks([*options, "--write-docs"])
-    assert taken == ([tmp_path / "bench.json"] if is_green else [])
-    assert ("docs/kernels is not changed" in capsys.readouterr().err) is not is_green
 
 
 @pytest.mark.parametrize("op", FOLDERS)

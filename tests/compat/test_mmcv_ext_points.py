@@ -169,7 +169,7 @@ def test_hard_voxelize_writes_the_first_rows(device):
     )
     assert number == 1 and counts.tolist() == [2, 0, 0, 0] and voxels[0, :, 3].tolist() == [7, 9]
     assert bev_ext.hard_voxelize(points, *outs, (1, 1, 1), (0, 0, 0, 2, 2, 2), 2, 4) == 1
-    with pytest.raises(ValueError, match=r"voxels must be \[1 or more, 3, 4\], got \[4, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"voxels must be \[1, 3, 4\], got \[1, 2, 4\]"):
         mmcv_ext.hard_voxelize_forward(points, size, corners, *outs, number, 3, 4)
 
 

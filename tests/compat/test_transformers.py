@@ -24,7 +24,6 @@ from transformers_checks import (
     tensors_of,
 )
 
-from visdet.compat import _fused_attention
 from visdet.compat import transformers as bridge
 
 
@@ -101,50 +100,6 @@ def compare_with_float64(layer, arguments, autocast):
         total["visdet"] += float((one.double() - truth).norm()) / size
         total["stock"] += float((other.double() - truth).norm()) / size
     assert total["visdet"] <= 1.05 * total["stock"], total
-
-
-@pytest.mark.parametrize(
-    ("change", "trained"),
-    [
-        ("none", 4),
-        ("a hook", 3),
-        ("another class", 3),
-        ("another forward", 3),
-        ("frozen", 3),
-        ("no gradients", 0),
-    ],
-)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_linear_layers_of_many_rows_are_trained_with_float32_gradients(change, trained, device, monkeypatch):
-    layer, arguments = (to_device(value, device) for value in long_call("deformable_detr"))
-    layer.value_proj.requires_grad_(change != "frozen")
-    if change == "a hook":
-        layer.value_proj.register_forward_hook(lambda module, args, output: output + 1)
-    elif change == "another class":
-        layer.value_proj.__class__ = type("Own", (torch.nn.Linear,), {"forward": lambda self, rows: rows + 1})
-    elif change == "another forward":
-        layer.value_proj.forward = lambda rows: rows + 1
-    suits = _fused_attention.suits_autocast_linear
-    monkeypatch.setitem(suits.__globals__, "_MIN_ROWS", 1)
-    if device == "cpu":
-        suits = lambda rows, weight, bias: torch.is_grad_enabled() and weight.requires_grad  # noqa: E731
-    operator, calls, results = _fused_attention.autocast_linear, [], []
-    monkeypatch.setattr(_fused_attention, "autocast_linear", lambda *a: calls.append(a) or operator(*a))
-    for each in (lambda *_: False, suits):
-        monkeypatch.setattr(_fused_attention, "suits_autocast_linear", each)
-        layer.zero_grad()
-        with (
-            bridge.installed(),
-            torch.set_grad_enabled(change != "no gradients"),
-            torch.autocast(device, torch.bfloat16),
-        ):
-            output = layer(**arguments)[0]
-        if output.requires_grad:
-            output.float().square().sum().backward()
-        results.append([output, *(p.grad for p in layer.parameters() if p.grad is not None)])
-    assert len(calls) == trained
-    for one, other in zip(*results, strict=True):
-        assert one.dtype == other.dtype and (one - other).norm() <= 2e-2 * one.norm()
 
 
 def long_call(name):

@@ -222,7 +222,7 @@ def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
         (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, 10**400]), "bbox must be four finite numbers"),
         (lambda c: c["annotations"][1].update(bbox=[True, 2, 3, 4]), "bbox must be four finite numbers"),
         (lambda c: c["annotations"][1].update(bbox=dict(x=1)), "bbox must be four finite numbers"),
-        (lambda c: c["categories"][1].update(name="cat"), "several categories are named cat"),
+        (lambda c: c["categories"][1].update(name="cat"), "several categories are named cat: ids 10, 20"),
     ],
 )
 def test_a_file_with_a_mistake_is_named(tmp_path, damage, message):
@@ -256,6 +256,20 @@ def test_a_file_that_is_no_json_or_missing(tmp_path):
     assert (
         "train2017.zip" in hints_of(caught.value)[0] and "unpacked in data/coco;" in hints_of(caught.value)[0]
     )
+
+
+def test_a_category_that_groups_others_and_repeats_a_class(tmp_path):
+    """Roboflow's files begin with such a category, which has no boxes."""
+    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10)])
+    content["categories"][0]["supercategory"] = content["categories"][1]["supercategory"] = "cat"
+    for group in (dict(id=0, name="cat", supercategory="none"), dict(id=0, name="cat")):
+        file = content | dict(categories=[group, *content["categories"]])
+        (tmp_path / "ann.json").write_text(json.dumps(file))
+        assert build(tmp_path).get_cat_ids(0) == [0]
+    file["annotations"].append(annotation(2, 1, [5, 6, 10, 12], 0))
+    (tmp_path / "ann.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=r"several categories are named cat: ids 0, 10.*category_id"):
+        build(tmp_path)
 
 
 def test_ids_of_any_type(tmp_path):

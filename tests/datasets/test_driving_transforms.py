@@ -61,6 +61,37 @@ def test_projection_follows_the_image(config):
     assert results["cam_intrinsic"][0][0, 0] == (CONFIG | config)["resize"]
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+@pytest.mark.parametrize("resize", [0.6, 0.5, 0.44, 0.2, 0.1])
+def test_images_that_are_decoded_smaller_show_the_same(tmp_path, resize, suffix):
+    """The projection of a point is within a third of a pixel of its blob, and the rest agrees with the full image."""
+    image = np.full((601, 803, 3), 60, np.uint8)
+    cv2.circle(image, (420, 310), 30, (255, 255, 255), -1, cv2.LINE_AA)
+    cv2.imwrite(str(tmp_path / f"a.{suffix}"), image)
+    crop = (-3, 5, int(803 * resize) - 7, int(601 * resize))
+    results = []
+    for reduces in (False, True):
+        record = {
+            "img_filename": [str(tmp_path / f"a.{suffix}")],
+            "lidar2img": [np.eye(4)],
+            "aug_config": dict(resize=resize, crop=crop, flip=True, rotate=4.0),
+        }
+        record = T.LoadMultiViewImageFromFiles(reduces=reduces)(record)
+        assert record["ori_shape"] == [(601, 803)]
+        is_smaller = reduces and suffix == "jpg" and resize <= 0.5
+        assert (record["img_shape"] != record["ori_shape"]) == is_smaller
+        results.append(T.ResizeCropFlipImage()(record))
+    full, reduced = (result["img"][0].astype(float) for result in results)
+    assert np.array_equal(results[0]["lidar2img"], results[1]["lidar2img"])
+    assert np.quantile(np.abs(full - reduced), 0.9) < 4
+    if is_smaller:
+        weight = (reduced[..., 0] - 60).clip(30) - 30
+        rows, columns = np.indices(weight.shape) + 0.5
+        center = np.array([(columns * weight).sum(), (rows * weight).sum()]) / weight.sum()
+        u, v = (results[1]["lidar2img"][0] @ (420.5, 310.5, 1, 1))[:2]
+        np.testing.assert_allclose([u, v], center, atol=0.33)
+
+
 def test_cropping_while_resizing_changes_nothing():
     image = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
     config = CONFIG | dict(resize=0.44, crop=(3, 10, 67, 39))
@@ -230,6 +261,30 @@ def test_vectors_and_normalisation():
         T.VectorizeMap((30, 60), False, simplify=True, sample_num=20)
     with pytest.raises(ValueError, match="permute needs sample_num"):
         T.VectorizeMap((30, 60), False, sample_dist=1.0, permute=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sample_num": 3, "permute": True}, {"simplify": True}, {"sample_dist": 5.0}]
+)
+def test_map_lines_are_cut_to_the_region(options):
+    """Long and far lines, a crossing that stays closed, a ring that is a boundary, and heights."""
+    away = np.array([[500.0, 500.0], [600.0, 600.0]])
+    lane = np.array([[-3.0, -200.0], [3.0, 200.0]])
+    square = np.array([[10.0, 0.0], [20.0, 0.0], [20.0, 4.0], [10.0, 4.0], [10.0, 0.0]])
+    inside = np.array([[0.0, 0.0], [15.0, 30.0]])
+    vectorize = T.VectorizeMap((30, 60), False, **options)
+    results = vectorize({"map_annos": {0: [square], 1: [lane, away, inside], 2: [square * 3]}})
+    permute = "gt_map_pts" in results
+    lines = results["gt_map_pts"][:, 0] if permute else results["vectors"]
+    labels = results["gt_map_labels" if permute else "vector_labels"]
+    assert labels.tolist() == [0, 1, 1]  # The ring of class 2 passes outside.
+    for line, ends in zip(lines, ([[10, 0]] * 2, [[-0.45, -30], [0.45, 30]], inside), strict=True):
+        np.testing.assert_allclose(line[[0, -1]], ends, atol=1e-5)
+        assert (np.abs(line) <= [15.001, 30.001]).all()
+    high = T.VectorizeMap((30, 60), False, coords_dim=3, simplify=True)
+    climb = np.array([[0.0, -60.0, 0.0], [0.0, 60.0, 12.0]])
+    (line,) = high({"map_annos": {1: [climb]}})["vectors"]
+    np.testing.assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
 
 
 def test_polylines_by_hand():

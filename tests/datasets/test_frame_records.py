@@ -54,63 +54,81 @@ def test_the_page_lists_the_keys_of_the_table():
         assert not beside[key.name] or beside[key.name] == [key.beside], key.name
 
 
-FRAME_FAULTS = {
-    "token": 7,
-    "scene_token": 3,
-    "cams": [],
-    "lidar_path": 5,
-    "sweeps": "none",
-    "lidar2ego_translation": [0.0, 1.0],
-    "lidar2ego_rotation": [1.0, 0.0, 0.0],
-    "ego2global_translation": [np.nan, 0.0, 0.0],
-    "ego2global_rotation": np.diag([1.0, 1.0, -1.0]),
-    "gt_boxes": np.ones((2, 8)),
-    "gt_names": np.array(["car"]),
-    "gt_velocity": np.zeros((2, 3)),
-    "instance_inds": np.array([1.5, 2.0]),
-    "num_lidar_pts": np.array(["3", "4"]),
-    "num_radar_pts": np.array([1, 2, 3]),
-    "valid_flag": np.array([2, 1]),
-    "gt_agent_fut_masks": np.ones((2, 12)),
-    "gt_ego_fut_trajs": np.ones((6, 2)),
-    "ego_status": np.zeros(9),
-    "map_annos": {"divider": [np.eye(2)]},
-}
-
-
-@pytest.mark.parametrize("key", FRAME_FAULTS)
-def test_a_wrong_value_is_one_message_with_key_frame_and_file(dataset_of, infos, key):
-    with pytest.raises(UserError) as caught:
-        dataset_of(with_values(infos, **{key: FRAME_FAULTS[key]}))[1]
-    message = str(caught.value)
-    # The masks of agents and of the vehicle stand for what is missing beside them.
-    named = {"gt_agent_fut_masks": "gt_agent_fut_trajs", "gt_ego_fut_trajs": "gt_ego_fut_"}.get(key, key)
-    assert named in message and "\n" not in message.partition(", got")[0]
-    assert "infos.npz" in message
-    assert ("train-drive-0-0001" if key != "token" else "frame 1") in message
-
-
-@pytest.mark.parametrize("key", [key.name for key in FRAME_KEYS if key.beside is None])
-def test_a_missing_key_is_one_message(tmp_path, infos, key):
-    with pytest.raises(ValueError, match=rf"frame (1|train-drive-0-0001) of .*: {key} is missing"):
-        save_infos(tmp_path / "infos.npz", with_values(infos, **{key: None}), {})
-        NuScenes3DDetTrackDataset(str(tmp_path / "infos.npz"), classes=NAMES, num_cameras=5)[1]
+BOXES = np.array([[0, 9, 0, 4, 2, 1, 0, 0, 0], [5, 9, 0, 4, 2, 1, 0, 0, 0]], dtype=float)
+# Other values of a record, and what the message names. The default is the key.
+FAULTS = [
+    *(({key.name: None}, key.name) for key in FRAME_KEYS if key.beside is None),
+    *(
+        ({key: value}, key)
+        for key, value in {
+            "token": 7,
+            "scene_token": 3,
+            "timestamp": "0",
+            "cams": [],
+            "lidar_path": 5,
+            "sweeps": "none",
+            "lidar2ego_translation": [0.0, 1.0],
+            "lidar2ego_rotation": [1.0, 0.0, 0.0],
+            "ego2global_translation": [np.nan, 0.0, 0.0],
+            "ego2global_rotation": np.diag([1.0, 1.0, -1.0]),
+            "gt_boxes": np.ones((2, 8)),
+            "gt_names": np.array(["car"]),
+            "gt_velocity": np.full((2, 2), np.inf),
+            "gt_attributes": np.zeros((2, 3)),
+            "instance_inds": np.array([1.5, 2.0]),
+            "num_lidar_pts": np.array(["3", "4"]),
+            "num_radar_pts": np.array([1, 2, 3]),
+            "valid_flag": np.array([2, 1]),
+            "ego_status": np.zeros(9),
+            "map_annos": {"divider": [np.eye(2)]},
+        }.items()
+    ),
+    ({"timestamp": 1.5}, "timestamp"),
+    ({"timestamp": np.nan}, "timestamp"),
+    ({"gt_names": None}, "gt_names"),
+    ({"gt_agent_fut_masks": np.ones((2, 12))}, "gt_agent_fut_trajs"),
+    (
+        {"gt_agent_fut_trajs": np.zeros((2, 12, 2)), "gt_agent_fut_masks": np.ones((2, 6))},
+        "gt_agent_fut_masks",
+    ),
+    ({"gt_ego_fut_trajs": np.ones((6, 2))}, "gt_ego_fut_"),
+    ({"gt_boxes": np.zeros((0, 7))}, "gt_names"),
+    ({"gt_boxes": BOXES * [1, 1, 1, 1, 0, 1, 1, 1, 1]}, r"no positive size: \[0, 1\] \(gt_boxes"),
+    *(
+        ({"gt_names": np.array([name, "deer"])}, f"gt_names has '{name}'")
+        for name in ("Car", "DEER ", "ｌｏｒｒｙ")
+    ),
+    ({"map_annos": {3: [np.eye(2)]}}, r"map_annos has the classes \[3\]"),
+    *(
+        ({"map_annos": {1: [line]}}, "line 0 of map class 1 in map_annos")
+        for line in (np.zeros((2, 4)), np.full((2, 2), np.nan), np.zeros((0, 2)), [[0, 1], [2]])
+    ),
+    ({"cams": {"left": 1}}, "camera left"),
+]
+CAMERA_FAULTS = [
+    {"cam_intrinsic": np.ones((3, 3))},
+    {"cam_intrinsic": np.eye(2)},
+    {"cam_intrinsic": np.full((3, 3), np.nan)},
+    {"sensor2lidar_rotation": 2 * np.eye(3)},
+    {"sensor2lidar_rotation": np.full((3, 3), np.nan)},
+    {"sensor2lidar_rotation": None},
+    {"sensor2lidar_translation": "0 0 0"},
+    {"data_path": ""},
+]
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"cam_intrinsic": np.ones((3, 3))}, "cam_intrinsic of left must be invertible"),
-        ({"cam_intrinsic": np.eye(2)}, r"cam_intrinsic of left must be numbers .*, got \[2, 2\]"),
-        ({"sensor2lidar_rotation": 2 * np.eye(3)}, "sensor2lidar_rotation of left must be a rotation"),
-        ({"sensor2lidar_rotation": None}, "sensor2lidar_rotation of left is missing"),
-        ({"sensor2lidar_translation": "0 0 0"}, "sensor2lidar_translation of left must be numbers"),
-        ({"data_path": ""}, "data_path of left must be text"),
-    ],
+    ("values", "named"), [*FAULTS, *((values, None) for values in CAMERA_FAULTS)], ids=str
 )
-def test_a_wrong_camera_is_one_message(dataset_of, infos, values, message):
-    with pytest.raises(ValueError, match=rf"frame train-drive-0-0001 of .*infos.npz: {message}"):
-        dataset_of(with_camera(infos, **values))[1]
+def test_a_wrong_value_is_one_message_with_key_frame_and_file(dataset_of, infos, values, named):
+    if named is None:
+        changed, named = with_camera(infos, **values), f"{next(iter(values))} of left"
+    else:
+        changed = with_values(infos, **values)
+    with pytest.raises(UserError, match=named) as caught:
+        dataset_of(changed)[1]
+    message = str(caught.value)
+    assert "\n" not in message and re.search(r"frame (1|train-drive-0-0001) of .*infos\.npz", message)
 
 
 def test_rotations_of_any_form_are_one_rotation(dataset_of, infos):
@@ -166,13 +184,10 @@ def test_valid_flag_must_be_there_if_it_is_asked_for(dataset_of, infos):
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ([1_700_000_000.0, 1_700_000_000.5], r"got 1700000000.5 \(float\); are these seconds"),
+        ([1_700_000_000.0, 1_700_000_000.5], "must be a whole number of microseconds, got 1700000000.5"),
         ([1_700_000_000, 1_700_000_001], r"in microseconds, but two frames of scene .* are 1 apart"),
         ([1_700_000_000_000, 1_700_000_000_500], "are 500 apart"),  # milliseconds
-        ([1_700_000_000 * 10**9, 1_700_000_001 * 10**9], "are these nanoseconds"),
-        (["0", "1"], r"timestamp must be a whole number of microseconds, got '0' \(str\)"),
-        ([0, np.nan], "timestamp must be a whole number"),
-        ([True, False], "timestamp must be a whole number"),
+        ([1_700_000_000 * 10**9, 1_700_000_001 * 10**9], "are 1000 s apart"),
         ([5_000_000, 5_000_000], "two frames of scene train-drive-0 have the time 5000000"),
     ],
 )
@@ -195,9 +210,7 @@ def test_recordings_that_are_joined_stay_apart(dataset_of, infos):
         ValueError, match=r"infos.npz: two frames of scene train-drive-0 are 998 s apart.*different"
     ):
         dataset_of([*infos[:4], *later])
-    with pytest.raises(
-        ValueError, match=r"ann_file must be the path of one info file.*, got \['a.npz', 'b.npz'\]"
-    ):
+    with pytest.raises(ValueError, match="ann_file must be"):
         NuScenes3DDetTrackDataset(["a.npz", "b.npz"])
 
 
@@ -215,42 +228,15 @@ def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):
     assert dataset[1]["img_filename"][-1] == str(tmp_path / "samples" / "0.png")
 
 
-def test_classes_that_differ_in_case_or_form_are_told(dataset_of, infos):
-    for name in ("Car", "DEER ", "ｌｏｒｒｙ"):
-        names = np.array([name, "deer"])
-        with pytest.raises(ValueError, match=rf"gt_names has '{name}', which is no class: '.*' differs"):
-            dataset_of(with_values(infos, gt_names=names))[1]
-    assert dataset_of(with_values(infos, gt_names=np.array(["tram", "deer"])))[1]["gt_labels_3d"][0] == -1
-    with pytest.raises(ValueError, match="classes must be a list of different names, got 'car'"):
-        dataset_of(infos, classes="car")
-
-
-def test_map_classes_that_are_not_named_are_told(dataset_of, infos):
-    with pytest.raises(
-        ValueError, match=r"train-drive-0-0001 of .*: map_annos has the classes \[3\], but map_cl"
-    ):
-        dataset_of(with_values(infos, map_annos={3: [np.eye(2)]}))[1]
-
-
-@pytest.mark.parametrize("line", [np.zeros((2, 4)), np.full((2, 2), np.nan), np.zeros((0, 2)), [[0, 1], [2]]])
-def test_lines_that_are_none_are_told(dataset_of, infos, line):
-    with pytest.raises(ValueError, match=r"train-drive-0-0001 of .*: line 0 of map class 1 in map_annos"):
-        dataset_of(with_values(infos, map_annos={1: [line]}))[1]
-
-
-def test_boxes_without_a_size_are_told(dataset_of, infos):
-    boxes = infos[1]["gt_boxes"].copy()
-    boxes[1, 4] = 0
-    with pytest.raises(ValueError, match=r"boxes that have no positive size: \[1\] \(gt_boxes\)"):
-        dataset_of(with_values(infos, gt_boxes=boxes))[1]
+def test_a_class_that_is_not_named_has_no_label(dataset_of, infos):
+    names = np.array(["tram", "deer"])
+    assert dataset_of(with_values(infos, gt_names=names))[1]["gt_labels_3d"].tolist() == [-1, 1]
 
 
 def test_a_frame_without_any_box_may_have_arrays_of_any_shape(dataset_of, infos):
     for empty in (np.zeros(0), np.zeros((0, 9)), []):
         record = dataset_of(with_values(infos, gt_boxes=empty, gt_names=[], instance_inds=[]))[1]
         assert record["gt_bboxes_3d"].shape == (0, 9)
-    with pytest.raises(ValueError, match=r"gt_names must be text \[n\] for n = 0 boxes, got \[2\]"):
-        dataset_of(with_values(infos, gt_boxes=np.zeros((0, 7))))[1]
 
 
 def test_the_first_frame_is_checked_at_once(dataset_of, infos):
@@ -258,17 +244,6 @@ def test_the_first_frame_is_checked_at_once(dataset_of, infos):
         dataset_of(infos, num_cameras=6)
     with pytest.raises(ValueError, match="gt_names is missing"):
         dataset_of(with_values(infos, 0, gt_names=None))
-
-
-def test_steps_and_masks_have_one_length(dataset_of, infos):
-    futures = dict(gt_agent_fut_trajs=np.zeros((2, 12, 2)), gt_agent_fut_masks=np.ones((2, 6)))
-    with pytest.raises(ValueError, match=r"gt_agent_fut_masks must be \[2, 12\] for .*, got \[2, 6\]"):
-        dataset_of(with_values(infos, **futures))[1]
-
-
-def test_an_infinite_velocity_is_told(dataset_of, infos):
-    with pytest.raises(ValueError, match=r"0001 of .*infos.npz has infinite gt_velocity"):
-        dataset_of(with_values(infos, gt_velocity=np.full((2, 2), np.inf)))[1]
 
 
 def test_arrays_of_other_types_are_saved(dataset_of, infos):

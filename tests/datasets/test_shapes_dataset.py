@@ -205,9 +205,7 @@ def test_rejections(tmp_path):
         make_shapes(tmp_path / "x", num_val=0)
     with pytest.raises(ValueError, match="image_size must be at least 32 pixels, got 16"):
         make_shapes(tmp_path / "x", image_size=16)
-    with pytest.raises(
-        ValueError, match="make_shapes: seed must be a whole number from 0 to 4294967295, got -1"
-    ):
+    with pytest.raises(ValueError, match="make_shapes: seed must be"):
         make_shapes(tmp_path / "x", seed=-1)
     with pytest.raises(TypeError, match="num_images"):
         ShapesDataset(data_root=str(tmp_path / "x"), generator=dict(num_images=3))

@@ -1,11 +1,23 @@
 """Arguments of transforms as people write them give the right result, or a message that names the transform."""
 
+from functools import partial
+
 import pytest
 import torch
 from torchvision import tv_tensors
 
-from visdet.datasets.transforms import LoadMultiViewImageFromFiles, multi_view
+from visdet.datasets import NuScenes3DDetTrackDataset
+from visdet.datasets.transforms import (
+    InstanceNameFilter,
+    LoadMultiViewImageFromFiles,
+    PackDetInputs,
+    PackDrivingInputs,
+    multi_view,
+)
+from visdet.engine.detections import detections_of
+from visdet.evaluation import CocoMetric, MotionMetric, NuScenesMetric, TrackingMetric, VectorMapMetric
 from visdet.registry import TRANSFORMS
+from visdet.structures import DetDataSample
 
 
 @pytest.mark.parametrize(
@@ -85,6 +97,28 @@ def test_arguments_that_cannot_be_meant(config, message):
     with pytest.raises(ValueError, match=message):
         image = tv_tensors.Image(torch.zeros(3, 40, 60, dtype=torch.uint8))
         TRANSFORMS.build(config)(dict(img=image, img_shape=(40, 60), img_path="x"))
+
+
+@pytest.mark.parametrize(
+    "make, argument",
+    [
+        (PackDetInputs, "meta_keys"),
+        (PackDrivingInputs, "keys"),
+        (PackDrivingInputs, "meta_keys"),
+        (InstanceNameFilter, "classes"),
+        (CocoMetric, "metric_items"),
+        (NuScenesMetric, "classes"),
+        (TrackingMetric, "classes"),
+        (MotionMetric, "classes"),
+        (VectorMapMetric, "classes"),
+        (partial(detections_of, DetDataSample()), "classes"),
+        (partial(NuScenes3DDetTrackDataset, "none.npz"), "map_classes"),
+    ],
+    ids=str,
+)
+def test_a_text_is_not_read_letter_by_letter(make, argument):
+    with pytest.raises(ValueError, match=rf"{argument} must be a tuple of names, got 'mAP'; .*\('mAP',\)"):
+        make(**{argument: "mAP"})
 
 
 def test_more_pixels_than_opencv_reads(tmp_path, monkeypatch):

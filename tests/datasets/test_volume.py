@@ -132,5 +132,5 @@ def test_synthetic_volume():
     volume = make_volume((8, 12, 10), num_blobs=3, seed=1)
     assert volume.shape == (8, 12, 10) and volume.dtype == np.float32 and np.ptp(volume) > 0.3
     assert np.array_equal(volume, make_volume((8, 12, 10), num_blobs=3, seed=1))
-    with pytest.raises(ValueError, match="size must be one or three positive numbers"):
+    with pytest.raises(ValueError, match="size must be"):
         make_volume((8, 12))

@@ -409,7 +409,7 @@ def test_strict_load_false_loads_what_fits(tmp_path):
         strict_load=False,
         model__num_classes=3,
     )
-    runner.load_or_resume()
+    runner.load_checkpoint(runner.load_from)
     saved = read_checkpoint(tmp_path / "two" / "iter_5.pth")["state_dict"]
     assert torch.equal(runner.model.conv.weight, saved["conv.weight"])
     assert runner.model.bbox_head.cls.weight.shape == (3, 8)
@@ -435,7 +435,7 @@ def test_weights_of_a_wrapped_model_and_of_other_layouts_load(tmp_path):
     }.items():
         torch.save(content, tmp_path / f"{name}.pth")
         runner = toy_runner(tmp_path / name, load_from=str(tmp_path / f"{name}.pth"))
-        runner.load_or_resume()
+        runner.load_checkpoint(runner.load_from)
         assert torch.equal(runner.model.conv.weight, state["conv.weight"]), name
 
 
@@ -530,7 +530,7 @@ def test_weights_that_are_not_finite_are_named_and_refused(tmp_path):
             with pytest.raises(CheckpointError, match="allow_nonfinite_weights=True"):
                 toy_runner(tmp_path / "c", load_from=str(tmp_path / "nan.pth")).test()
             allowed = {"load_from": str(tmp_path / "nan.pth"), "allow_nonfinite_weights": True}
-            toy_runner(tmp_path / "d", **allowed).load_or_resume()
+            toy_runner(tmp_path / "d", **allowed).test()
         tensor.copy_(before)
     assert runner.iter == 5
 

@@ -139,6 +139,20 @@ def test_an_option_is_set_or_says_where_it_does_not_fit(tmp_path, text, options,
             load_config(path, options)
 
 
+@pytest.mark.parametrize("by_option", [True, False])
+def test_vis_backends_are_those_of_the_visualizer(tmp_path, by_option):
+    base = written(
+        tmp_path, "vis_backends = [dict(type='A')]\nvisualizer = dict(type='V', vis_backends=vis_backends)"
+    )
+    name = Path(base).name
+    (tmp_path / "sub").mkdir()
+    child = written(tmp_path / "sub", f"_base_ = '../{name}'\nvis_backends = [dict(type='B')]")
+    cfg, remarks = load_config(base, {"vis_backends.0.type": "B"}) if by_option else load_config(child)
+    assert cfg.visualizer == dict(type="V", vis_backends=[dict(type="B")]) and not remarks
+    both = written(tmp_path / "sub", f"_base_ = '../{name}'\nvis_backends = 1\nvisualizer = dict(type='W')")
+    assert load_config(both)[0].visualizer == dict(type="W", vis_backends=[dict(type="A")])
+
+
 def test_changing_a_helper_variable_is_remarked_on(tmp_path):
     path = written(tmp_path, "data_root = 'a/'\nmodel = dict(root=data_root)")
     cfg, remarks = load_config(path, {"data_root": "b/"})

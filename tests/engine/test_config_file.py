@@ -228,6 +228,14 @@ def test_placeholders_of_json_and_yaml(tmp_path, monkeypatch):
         assert value_of(tmp_path, text, name) == ['C:\\new "x"', 80, {"m": 2}, {"k": "a b"}]
 
 
+def test_the_yaml_that_mmengine_writes_of_a_config(tmp_path):
+    path = written(tmp_path, "r = dict(scale=(3, 4), steps=[(1, [2]), None, 'a'])")
+    load_config(path)[0].dump(tmp_path / "dump.yaml")
+    assert load_config(tmp_path / "dump.yaml")[0].r == load_config(path)[0].r
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(written(tmp_path, "r: !!python/object/apply:os.getcwd []", "code.yaml"))
+
+
 def test_placeholders_of_a_config_that_reads_its_bases_by_import(tmp_path, monkeypatch):
     monkeypatch.setenv("V_SET", "v")
     written(tmp_path, "x = 1", "base.py")

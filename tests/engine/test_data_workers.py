@@ -100,7 +100,7 @@ def test_shared_memory_is_compared_with_what_workers_need(tmp_path, monkeypatch,
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     runner = toy_runner(tmp_path, train_dataloader__num_workers=8)
     before = torch.get_rng_state()
-    runner.build_dataloader(runner._train_dataloader)
+    runner.build_dataloader(runner.cfg.train_dataloader)
     assert torch.equal(before, torch.get_rng_state()), "the sample that is measured draws from the generator"
     out = capsys.readouterr().out
     assert ("8 data workers of ToyBoxes prepare up to 16 batches of about" in out) == warns

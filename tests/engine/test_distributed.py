@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from visdet.engine import UserError, checked_launcher
-from visdet.engine.distributed import wrapper_on_the_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +36,3 @@ def test_more_processes_than_gpus(monkeypatch):
         checked_launcher("pytorch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert checked_launcher("pytorch") == "pytorch"
-
-
-@pytest.mark.parametrize(
-    "given", [None, {"find_unused_parameters": True}, {"type": "MMDistributedDataParallel"}]
-)
-def test_a_wrapper_on_the_cpu_has_no_device(given):
-    wrapper = wrapper_on_the_cpu(given, find_unused_parameters=False)
-    assert wrapper["type"] == "MMDistributedDataParallel" and wrapper["device_ids"] is None
-    assert wrapper.get("find_unused_parameters", False) == bool(given and given.get("find_unused_parameters"))
-    assert given is None or "device_ids" not in given, "the config stays as it is"

@@ -20,6 +20,7 @@ from visdet.engine import ConfigError, NonFiniteLossError
 from visdet.engine import console as console_module
 from visdet.engine.hooks import check_invalid_loss_hook, progress_hook, run_report_hook
 from visdet.engine.hooks.check_invalid_loss_hook import CheckInvalidLossHook
+from visdet.errors import MissingPackageError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).resolve().parent
@@ -148,6 +149,31 @@ def test_a_real_terminal_in_a_process_of_its_own(tmp_path):
     text = screen.decode()
     assert "\x1b[?25l" in text and "\x1b[?25h" in text, "the cursor was hidden and shown again"
     assert re.search(r"val  iter 20/20  toy/accuracy", text)
+
+
+@pytest.mark.parametrize(
+    "stop, why",
+    [
+        (dict(patience=1, min_delta=2.0), r"has not improved by 2\.0 in 1 validations \(best 0\.\d+\)"),
+        (dict(stopping_threshold=0.01), r"is 0\.\d+"),
+    ],
+    ids=["patience", "threshold"],
+)
+def test_an_early_stop_says_when_and_why(tmp_path, capsys, stop, why):
+    hook = dict(type="EarlyStoppingHook", monitor="toy/accuracy", rule="greater", **stop)
+    train(tmp_path, custom_hooks=[hook], train_cfg__val_interval=5)
+    found = re.search(
+        rf"stopped after (5|10) of 20 iterations: EarlyStoppingHook: toy/accuracy {why}",
+        capsys.readouterr().out,
+    )
+    assert found and (tmp_path / f"iter_{found[1]}.pth").is_file()
+
+
+def test_a_logger_whose_package_is_missing_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    drawing = dict(type="DetLocalVisualizer", vis_backends=[dict(type="WandbVisBackend")])
+    with pytest.raises(MissingPackageError, match=r"visualizer\.vis_backends .*pip install wandb"):
+        train(tmp_path, visualizer=drawing)
 
 
 def test_ap_per_class_is_printed_at_the_end(tmp_path, capsys):

@@ -111,6 +111,8 @@ def test_files_folders_and_patterns(folder):
         str(folder / name) for name in ("a.png", "b.jpg", "sub/c.png", "[d].png")
     )
     assert find_images([(folder / "[d].png").as_uri()], "out")[0] == [str(folder / "[d].png")]
+    for one in (str(folder), folder, iter([folder])):
+        assert len(find_images(one)[0]) == 4
     for nothing in ("*.bmp", "nowhere"):
         with pytest.raises(UserError, match=f"{re.escape(nothing)} does not exist"):
             find_images([nothing], "out")

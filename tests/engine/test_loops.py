@@ -1,28 +1,24 @@
 """Training loops and the batches of indices they iterate."""
 
 import itertools
-import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
-from mmengine.runner import IterBasedTrainLoop as MMEngineLoop
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import (
     ConfigError,
-    EpochBasedTrainLoop,
-    IterBasedTrainLoop,
     UserError,
     enable_auto_scale_lr,
-    loops,
+    loaders,
 )
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
-from visdet.engine.loops import check_metrics_are_apart
+from visdet.engine.monitored_metrics import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.registry import METRICS
 
@@ -95,19 +91,28 @@ def test_an_iterable_data_set_is_refused():
         ({"by_epoch": True, "max_epochs": 1}, EpochBasedTrainLoop),
     ],
 )
-def test_by_epoch_chooses_our_loops(tmp_path, train_cfg, loop):
+def test_by_epoch_chooses_what_hooks_take_for_a_loop_of_mmengine(tmp_path, train_cfg, loop):
     runner = build_runner(toy_config(tmp_path, train_cfg={"_delete_": True, **train_cfg}))
-    assert type(runner.build_train_loop(runner._train_loop)) is loop
+    assert isinstance(runner.train_loop, loop)
 
 
-def test_mmengines_own_runner_runs_our_loops_and_hooks(tmp_path):
-    from mmengine.runner import Runner
-
-    cfg = toy_config(tmp_path, train_cfg__max_iters=6, default_hooks__checkpoint__by_epoch=False)
-    cfg.default_hooks.checkpoint.interval = 2
-    runner = Runner.from_cfg(cfg)
+def test_mmengines_own_runner_runs_the_same_config(tmp_path):
+    """It is the way out for who has a loop of one's own."""
+    options = {"runner_type": "mmengine.Runner", "default_hooks__checkpoint__by_epoch": False}
+    options["default_hooks__checkpoint__interval"] = 2
+    runner = build_runner(toy_config(tmp_path, train_cfg__max_iters=6, **options))
     runner.train()
-    assert type(runner.train_loop) is IterBasedTrainLoop and (tmp_path / "iter_6.pth").exists()
+    assert type(runner) is Runner and (tmp_path / "iter_6.pth").exists()
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_a_loop_of_ones_own_is_refused(tmp_path, stage):
+    class Own(IterBasedTrainLoop):
+        pass
+
+    options = {"max_iters": 2} if stage == "train" else {}
+    with pytest.raises(ConfigError, match=rf"{stage}_cfg\.type must be .*runner_type='mmengine\.Runner'"):
+        train(tmp_path, **{f"{stage}_cfg": {"_delete_": True, "type": Own, **options}})
 
 
 def test_the_backward_runs_in_the_training_thread(tmp_path):
@@ -128,9 +133,7 @@ def test_the_backward_runs_in_the_training_thread(tmp_path):
 @pytest.mark.parametrize("name", ["max_iters", "max_epochs"])
 def test_an_odd_length_is_refused(tmp_path, name, value):
     loop = {"_delete_": True, "by_epoch": name == "max_epochs", name: value}
-    with pytest.raises(
-        UserError, match=rf"{name} must be a whole number, 0 or more, got {re.escape(repr(value))}"
-    ):
+    with pytest.raises(UserError, match=f"{name} must be int of 0 or more, got"):
         train(tmp_path, train_cfg=loop)
 
 
@@ -138,7 +141,7 @@ def test_an_odd_length_is_refused(tmp_path, name, value):
 @pytest.mark.parametrize("loop", [{"max_epochs": 1}, {"by_epoch": False, "max_iters": 2}])
 def test_an_odd_interval_of_validations_is_refused(tmp_path, loop, value):
     train_cfg = {"_delete_": True, **loop, "val_interval": value}
-    with pytest.raises(UserError, match=f"val_interval must be a whole number, 1 or more, got {value!r}"):
+    with pytest.raises(UserError, match="interval must be int"):
         train(tmp_path, train_cfg=train_cfg, param_scheduler=[])
 
 
@@ -278,19 +281,8 @@ def test_a_batch_larger_than_the_data_set_is_refused_where_nothing_is_left(tmp_p
 
 def test_processes_with_unequal_epochs_are_refused(tmp_path, monkeypatch):
     """A stand-in for the second of two processes, whose sampler does not round up."""
-    monkeypatch.setattr(loops, "all_gather_object", lambda length: [length, length - 1])
+    monkeypatch.setattr(loaders, "all_gather_object", lambda length: [length, length - 1])
     with pytest.raises(
         ConfigError, match=r"an epoch has 6, 5 batches in the processes.*sampler\.round_up=True"
     ):
         train(tmp_path, train_cfg={"_delete_": True, "max_epochs": 2}, param_scheduler=[])
-
-
-def test_the_loop_by_iterations_has_every_attribute_of_mmengines():
-    runner = SimpleNamespace(visualizer=SimpleNamespace(dataset_meta=None))
-    _, loader = batches(endless=True)
-    ours, theirs = (kind(runner, loader, max_iters=3) for kind in (IterBasedTrainLoop, MMEngineLoop))
-    # run() makes the iterator, which starts the workers.
-    assert vars(theirs).keys() - vars(ours).keys() == {"dataloader_iterator"}
-    assert all(
-        vars(ours)[name] == value for name, value in vars(theirs).items() if type(value) in (int, bool, list)
-    )

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from mmengine.structures import InstanceData
+from PIL import Image
 
+from visdet.datasets import CocoDataset
 from visdet.evaluation import coco_metric
 from visdet.registry import METRICS
 from visdet.structures import DetDataSample
@@ -207,6 +209,92 @@ def test_ground_truth_from_the_samples():
     assert [row["num_boxes"] for row in metric.classwise_results] == [0, 1]
     with pytest.raises(ValueError, match="without an ann_file the data samples must hold gt_instances"):
         metric.process({}, [sample(6, [])])
+
+
+_ONE = dict(image_id=1, category_id=1, area=900, iscrowd=0, bbox=[10, 10, 30, 30])
+
+
+@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (dict(iscrowd=1), 1.0),
+        (dict(ignore=1), 1.0),
+        (dict(ignore=True, iscrowd=None, area=None), 1.0),
+        # The detection [60, 10, 100, 40] covers all that the image shows of a box that overhangs.
+        (dict(bbox=[60, 10, 60, 30], area=1800), 0.7),  # IoU 2/3: 4 thresholds of 1, 6 of 51 / 101
+        (dict(bbox=[60.0, 10, 40.5, 30], area=None), 1.0),
+        (dict(bbox=[60, 10, 40, 30], area=1023.99), 1.0),  # small, although its box is not
+        (dict(bbox=[200, 10, 40, 30]), 51 / 101),
+        (dict(bbox=[60, 10, 0, 0], area=0), 51 / 101),
+        (dict(bbox=[60, 10, -5, 30], area=None), 1.0),  # COCO ignores areas below 0
+        (dict(category_id=2), 1.0),
+        (dict(category_id=2.0, id=7.0), 1.0),
+        (dict(image_id=99), 1.0),
+        (dict(segmentation=[[60, 10, 90, 10, 60, 40]], bbox=[60, 10, 40, 30], area=450), 1.0),
+    ],
+    ids=str,
+)
+def test_file_and_samples_give_one_value(tmp_path, backend, change, expected, resized):
+    """Both ways agree in all values, and also with COCO's own code, except that this looks for boxes with ignore."""
+    annotations = [dict(_ONE, id=1), dict(_ONE, **{"id": 2, "bbox": [60, 10, 30, 30]} | change)]
+    image = dict(id=1, file_name="0.jpg", width=100, height=80)
+    content = dict(images=[image], categories=[dict(id=1, name="cat"), dict(id=2, name="cow")])
+    ann_file = tmp_path / "a.json"
+    ann_file.write_text(json.dumps(content | {"annotations": annotations}))
+    Image.new("RGB", (100, 80)).save(tmp_path / "0.jpg")
+    steps = ["LoadImageFromFile", *["Resize"] * resized, "LoadAnnotations", "PackDetInputs"]
+    pipeline = [{"type": step, **({"scale": (50, 40)} if step == "Resize" else {})} for step in steps]
+    data = dict(
+        ann_file="a.json", data_root=str(tmp_path), metainfo=dict(classes=("cat",)), pipeline=pipeline
+    )
+    packed = CocoDataset(**data, test_mode=True)[0]["data_samples"]
+    hits = [annotations[0]["bbox"], annotations[1]["bbox"]]
+    boxes = [[x, y, min(x + max(w, 1), 100), y + max(h, 1)] for x, y, w, h in hits]
+    packed.pred_instances = InstanceData(
+        bboxes=torch.tensor(boxes).clamp(max=100).float(),
+        scores=torch.tensor([0.8, 0.7]),
+        labels=torch.zeros(2),
+    )
+    values = []
+    for given in (str(ann_file), None):
+        metric = METRICS.build(
+            dict(
+                type="CocoMetric",
+                ann_file=given,
+                backend=backend,
+                metric_items=["mAP", "mAP_s", "mAP_m", "AR@100"],
+            )
+        )
+        metric.dataset_meta = dict(classes=("cat",))
+        metric.process({}, [packed.to_dict()])
+        values.append(metric.evaluate(1))
+    assert values[0] == pytest.approx(values[1], abs=1e-6)
+    if not change.get("ignore"):
+        assert values[0]["coco/bbox_mAP"] == pytest.approx(by_pycocotools(ann_file, packed), abs=1e-6)
+    assert values[0]["coco/bbox_mAP"] == pytest.approx(expected, abs=0.02)
+
+
+def by_pycocotools(ann_file, packed):
+    """Return COCO's AP of class 1 by its own code alone."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    content = json.loads(ann_file.read_text())
+    for row in content["annotations"]:  # COCO's code needs the areas.
+        row["area"] = row["bbox"][2] * row["bbox"][3] if row["area"] is None else row["area"]
+    ann_file.write_text(json.dumps(content))
+    truth, found = COCO(str(ann_file)), packed.pred_instances
+    rows = [
+        dict(image_id=1, category_id=1, bbox=[*b[:2], b[2] - b[0], b[3] - b[1]], score=s)
+        for b, s in zip(found.bboxes.tolist(), found.scores.tolist(), strict=True)
+    ]
+    evaluation = COCOeval(truth, truth.loadRes(rows), "bbox")
+    evaluation.params.catIds = [1]
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats[0]
 
 
 def test_data_sets_that_use_the_same_ids():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from golden import golden, under
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from visdet.models.layers import (
     FFN,
@@ -220,45 +219,3 @@ def test_multihead_attention_is_that_of_torch(kind, batch_first):
         query, key, value, need_weights=False, attn_mask=masks.get("attn_mask"), key_padding_mask=padding
     )[0]
     torch.testing.assert_close(attention(query, key, value, **masks) - query, expected)
-
-
-class _AttentionDtypes(TorchDispatchMode):
-    """Collects the dtypes in which attention is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "scaled_dot_product" in str(func):
-            self.found.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.float32])
-@pytest.mark.parametrize("is_cast", [False, True], ids=["autocast", "bfloat16-module"])
-def test_multihead_attention_in_bfloat16_trains_in_float32_on_a_cpu(is_cast, mask_dtype):
-    torch.manual_seed(0)
-    attention = MultiheadAttention(16, 2, batch_first=True)
-    query, key = torch.randn(2, 6, 16), torch.randn(2, 9, 16)
-    mask = None
-    if mask_dtype is not None:
-        mask = torch.rand(6, 9) > 0.7 if mask_dtype == torch.bool else torch.randn(6, 9)
-    expected = attention(query, key, key, attn_mask=mask)
-    expected.sum().backward()
-    grads = [parameter.grad.clone() for parameter in attention.parameters()]
-    attention.zero_grad()
-    if is_cast:
-        attention, query, key = attention.bfloat16(), query.bfloat16(), key.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=not is_cast), _AttentionDtypes() as training:
-        out = attention(query, key, key, attn_mask=mask)
-        out.sum().backward()
-    assert set(training.found) == {torch.float32}
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
-    for parameter, grad in zip(attention.parameters(), grads, strict=True):
-        error = (parameter.grad.float() - grad).norm()
-        assert error < 0.03 * grad.norm() + 1e-3
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=not is_cast)
-    with autocast, torch.no_grad(), _AttentionDtypes() as prediction:
-        attention(query, key, key, attn_mask=mask)
-    assert set(prediction.found) == {torch.bfloat16}

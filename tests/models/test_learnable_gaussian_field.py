@@ -129,18 +129,36 @@ def test_rejects():
     for size in (0.0, float("nan"), (1.0, 2.0)):
         with pytest.raises(ValueError, match="volume_size"):
             LearnableGaussianField(3, size)
-    with pytest.raises(ValueError, match=r"points must be \[..., 3\] or \[3\], got \[5, 2\]"):
-        field(torch.zeros(5, 2))
-    with pytest.raises(ValueError, match=r"must have one value per point, \[5\], got \[4\]"):
-        field(torch.zeros(5, 3), [FieldDataSample(gt_field=torch.zeros(4))], mode="loss")
-    with pytest.raises(TypeError, match=r"inputs must be a \[M, 3\] tensor, got \(2, 5, 3\)"):
-        field(torch.zeros(2, 5, 3), mode="predict")
-    with pytest.raises(ValueError, match="mode must be 'tensor', 'predict' or 'loss', got 'train'"):
-        field(torch.zeros(5, 3), mode="train")
-    with pytest.raises(ValueError, match="method must be 'kmeans' or 'random', got 'grid'"):
-        field.initialize(torch.zeros(5, 3), torch.ones(5), "grid")
-    with pytest.raises(ValueError, match=r"points must be \[M, 3\] and values \[M\], got \[5, 3\] and \[4\]"):
-        field.initialize(torch.zeros(5, 3), torch.ones(4))
+    for call, error, message in (
+        (lambda: field(torch.zeros(5, 2)), ValueError, r"points must be \[..., 3\] or \[3\], got \[5, 2\]"),
+        (
+            lambda: field(torch.zeros(5, 3), [FieldDataSample(gt_field=torch.zeros(4))], mode="loss"),
+            ValueError,
+            r"must have one value per point, \[5\], got \[4\]",
+        ),
+        (
+            lambda: field(torch.zeros(2, 5, 3), mode="predict"),
+            TypeError,
+            r"inputs must be a \[M, 3\] tensor, got \(2, 5, 3\)",
+        ),
+        (
+            lambda: field(torch.zeros(5, 3), mode="train"),
+            ValueError,
+            "mode must be 'tensor', 'predict' or 'loss', got 'train'",
+        ),
+        (
+            lambda: field.initialize(torch.zeros(5, 3), torch.ones(5), "grid"),
+            ValueError,
+            "method must be 'kmeans' or 'random', got 'grid'",
+        ),
+        (
+            lambda: field.initialize(torch.zeros(5, 3), torch.ones(4)),
+            ValueError,
+            r"points must be \[M, 3\] and values \[M\], got \[5, 3\] and \[4\]",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     for values in (torch.zeros(5), torch.full((5,), math.nan), torch.zeros(0)):
         with pytest.raises(ValueError, match="values must be finite and not all zero"):
             field.initialize(torch.zeros(len(values), 3), values)

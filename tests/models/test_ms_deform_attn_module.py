@@ -170,50 +170,6 @@ def test_identity_and_default_value():
     torch.testing.assert_close(difference, identity - query)
 
 
-@pytest.mark.parametrize("reference_size", [2, 4])
-def test_autocast_rounds_the_linear_layers_and_nothing_else(reference_size, monkeypatch):
-    from visdet.models.layers import ms_deform_attn as page
-
-    attention, given, seen = module(), inputs(reference_size), []
-
-    def watched(value, shapes, starts, references, offsets, logits, num_points):
-        seen.extend((value.dtype, references.dtype, offsets.dtype, logits.dtype))
-        return op(value, shapes, starts, references, offsets, logits, num_points)
-
-    op = page.ms_deform_attn_fused
-    monkeypatch.setattr(page, "ms_deform_attn_fused", watched)
-    with torch.no_grad():  # as separate calls
-        exact = attention(**given)
-        with torch.autocast("cpu", torch.bfloat16):
-            rounded = attention(**given)
-    # 16-bit offsets and logits are the linear layers' results; adding them to the references is the operator's.
-    assert seen == [torch.float32] * 4 + [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
-    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "converted"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)]
-)
-def test_autocast_converts_the_query_once(dtype, converted):
-    attention, given, read = module().to(dtype), inputs(), []
-    for layer in (attention.sampling_offsets, attention.attention_weights):
-        layer.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0]))
-    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
-    with torch.autocast("cpu", torch.bfloat16):
-        attention(**given)
-    assert [t.dtype for t in read] == [converted] * 2
-    assert read[0] is read[1]
-
-
-def test_shapes_without_numbers():
-    given = {
-        name: tensor.to("meta") if name != "spatial_shapes" else tensor for name, tensor in inputs().items()
-    }
-    out = module().to("meta")(**given)
-    assert out.shape == (2, 6, 12) and out.is_meta
-    out.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -241,51 +197,17 @@ def replace_by_subclass(attention):
     attention.output_proj.__class__ = Doubled
 
 
-def replace_forward(attention):
-    attention.output_proj.forward = lambda x: 2 * torch.nn.Linear.forward(attention.output_proj, x)
-
-
 def watch_output(attention):
     attention.output_proj.register_forward_hook(lambda _, __, out: 2 * out)
 
 
-def watch_input(attention):
-    attention.output_proj.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
-
-
-def replace_weight(attention):
-    class Doubling(torch.nn.Parameter):
-        """A parameter that a linear layer takes for twice its numbers."""
-
-        @classmethod
-        def __torch_function__(cls, function, types, arguments=(), options=None):
-            with torch._C.DisableTorchFunctionSubclass():
-                out = function(*arguments, **(options or {}))
-                return 2 * out if function is torch.nn.functional.linear else out
-
-    attention.output_proj.weight = Doubling(attention.output_proj.weight.detach())
-
-
-@pytest.mark.parametrize(
-    "change", [replace_by_subclass, replace_forward, replace_weight, watch_output, watch_input]
-)
+@pytest.mark.parametrize("change", [replace_by_subclass, watch_output])
 def test_changed_layers_are_called(change):
     attention, given = module(), inputs()
     attention.output_proj.bias.data.zero_()
     before = attention(**given) - given["query"]
     change(attention)
     torch.testing.assert_close(attention(**given) - given["query"], 2 * before)
-
-
-def test_a_layer_without_bias_and_one_of_another_type():
-    attention, given = module(), inputs()
-    expected = attention(**given) - attention.output_proj.bias
-    attention.output_proj.bias = None
-    torch.testing.assert_close(attention(**given), expected)
-    attention.value_proj.double()
-    given["value"] = given["value"].double()
-    with pytest.raises(RuntimeError, match=r"the same dtype"):
-        attention(**given)
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
@@ -311,13 +233,6 @@ def test_bad_inputs_are_named(with_gradients, name, change, message):
     given[name] = change(given.get(name))
     with torch.set_grad_enabled(with_gradients), pytest.raises((RuntimeError, ValueError), match=message):
         module()(**{**given, "query_pos": None})
-
-
-def test_layers_of_another_width_are_refused():
-    attention, given = module(), inputs()
-    attention.sampling_offsets = torch.nn.Linear(12, 30)
-    with pytest.raises(RuntimeError, match=r"shape '\[2, 6, 3, 4, 2\]' is invalid"):
-        attention(**given)
 
 
 def test_a_compiled_module_has_the_same_gradients():

@@ -1,7 +1,5 @@
 """The residual sum of a layer and its normalisation: the same numbers in one call and in separate ones."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from visdet.models.layers.feed_forward import FFN
 from visdet.models.layers.ms_deform_attn import MultiScaleDeformableAttention
 from visdet.models.layers.multihead_attention import MultiheadAttention
 from visdet.models.layers.normalization import LayerNorm, build_norm_layer
-from visdet.models.layers.residual import add_and_norm, is_plain
+from visdet.models.layers.residual import add_and_norm
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 LEVELS = torch.tensor([[4, 6], [2, 3]])
@@ -78,32 +76,3 @@ def test_the_layer_norm_of_configs_has_the_state_of_torchs():
     norm = build_norm_layer({"type": "LN"}, 16)
     assert isinstance(norm, nn.LayerNorm)
     assert norm.state_dict().keys() == nn.LayerNorm(16).state_dict().keys()
-
-
-def test_torch_has_no_public_way_to_list_the_hooks_of_a_module():
-    """``is_plain`` reads private attributes. If this fails, torch may have a public way, which should be used."""
-    about_hooks = [name for name in dir(nn.Module) if "hook" in name and not name.startswith("_")]
-    assert about_hooks and all(name.startswith("register_") for name in about_hooks), about_hooks
-
-
-def test_what_is_plain():
-    class Dropout(nn.Dropout):
-        pass
-
-    plain, other = nn.Dropout(), nn.Dropout()
-    assert is_plain(plain, nn.Dropout)
-    assert not is_plain(Dropout(), nn.Dropout)
-    for forward in (other.forward, lambda x: x, functools.partial(nn.Dropout.forward, plain)):
-        plain.forward = forward
-        assert not is_plain(plain, nn.Dropout)
-    del plain.forward
-    for register in (
-        plain.register_forward_hook,
-        plain.register_forward_pre_hook,
-        plain.register_full_backward_hook,
-        plain.register_full_backward_pre_hook,
-    ):
-        handle = register(lambda *_: None)
-        assert not is_plain(plain, nn.Dropout)
-        handle.remove()
-        assert is_plain(plain, nn.Dropout)

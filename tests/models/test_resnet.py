@@ -108,37 +108,9 @@ def test_folded_norms_change_neither_features_nor_gradients(device, tolerance, o
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
-@pytest.mark.parametrize(("train", "amp", "is_last"), [(0, 0, 1), (0, 1, 1), (1, 1, 1), (1, 0, 0)])
-def test_channels_are_last_on_the_cpu_where_that_is_faster(train, amp, is_last, monkeypatch):
-    backbone = tiny(norm_cfg={"type": "BN", "requires_grad": True}, norm_eval=False).train(bool(train))
-    x = torch.randn(2, 3, 64, 96)
-
-    def maps():
-        with torch.set_grad_enabled(bool(train)), torch.autocast("cpu", torch.bfloat16, enabled=bool(amp)):
-            return backbone(x)
-
-    found = maps()
-    monkeypatch.setattr("visdet.models.backbones.resnet._is_faster_with_channels_last", lambda *_: False)
-    for a, b in zip(found, maps(), strict=True):
-        assert a.is_contiguous(memory_format=torch.channels_last) == bool(is_last)
-        assert b.is_contiguous()
-        tolerance = 0.05 if amp else 1e-5
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
-
-
 def _gradients(backbone, outs):
     sum(out.square().mean() for out in outs).backward()
     return [parameter.grad for parameter in backbone.parameters() if parameter.requires_grad]
-
-
-@pytest.mark.parametrize("width", [3, 4, 8])
-def test_folded_biases_begin_where_a_vector_load_may(width):
-    norms = [nn.BatchNorm2d(width).requires_grad_(False).eval() for _ in range(4)]
-    layers = [(nn.Conv2d(2, width, 1, bias=False), norm) for norm in norms]
-    with torch.autocast("cpu", torch.bfloat16):
-        folded = fold_frozen_norms(layers).values()
-    assert len(folded) == 4
-    assert all(conv.bias.dtype == torch.bfloat16 and conv.bias.data_ptr() % 16 == 0 for conv in folded)
 
 
 @pytest.mark.cuda
@@ -178,25 +150,6 @@ def test_weights_that_a_hook_makes_are_not_folded():
     for _ in range(2):
         backbone.train()(x)[-1].sum().backward()
     assert conv.weight_orig.grad.abs().sum() > 0
-
-
-def test_a_shift_that_a_hook_makes_is_not_folded():
-    backbone = tiny().eval()
-    prune.identity(backbone.layer1[0].bn1, "bias")
-    with torch.no_grad():
-        assert backbone.layer1[0].conv1 not in fold_frozen_norms(backbone.layer1[0].layers)
-
-
-def test_weights_of_another_class_are_not_folded():
-    class Shard(torch.Tensor):
-        pass
-
-    layers = tiny().eval().layer1[0].layers
-    conv, _ = layers[0]
-    conv.weight = nn.Parameter(conv.weight.detach().as_subclass(Shard), requires_grad=True)
-    assert isinstance(conv.weight, Shard)
-    with torch.no_grad():
-        assert set(fold_frozen_norms(layers)) == {other for other, _ in layers[1:]}
 
 
 def test_norm_without_gradient_and_group_norm_names():

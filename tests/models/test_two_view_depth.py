@@ -84,19 +84,6 @@ def test_modes():
     assert not unused
 
 
-def test_losses_vanish_at_the_truth():
-    network = model(num_depths=3, depth_range=(1.0, 2.0))  # candidates at inverse depths 0.5, 0.75, 1
-    gt_depth = torch.tensor([[[2.0, 1 / 0.875]]])
-    position = torch.tensor([[[0.0, 0.75]]])
-    weights = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]]])
-    losses = network._loss(position, weights, gt_depth)
-    assert losses["loss_depth"].item() == pytest.approx(0.0, abs=1e-5)
-    assert losses["loss_match"].item() == pytest.approx(0.5 * torch.tensor(2.0).log().item(), abs=1e-4)
-    losses = network._loss(position + 0.1, weights.flip(-1), gt_depth)
-    assert losses["loss_depth"].item() == pytest.approx(1.0, abs=1e-5)
-    assert losses["loss_match"].item() > 3
-
-
 def test_fused_and_plain_attention_train_alike():
     inputs, samples = batch()
     results = []

@@ -1,7 +1,8 @@
-"""What every operator promises: sound registration, no copies for the backward pass, autocast, threads."""
+"""What every operator promises: sound registration, no copies for the backward pass, autocast, graphs, threads."""
 
 import pytest
 import torch
+from calls import captured
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,6 +137,46 @@ def large_problems(name, count=3):
 
 def bits(tensor):
     return tensor.nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.cuda
+@sized
+def test_a_graph_repeats_a_step(name, number):
+    """A graph of forward and backward on a stream of its own reads what its arguments hold when it is replayed."""
+    problem = problem_of(name, number, 5, "cuda")
+    first = next(value for value in problem.arguments.values() if isinstance(value, Tensor))
+    expected, numbers = results(name, problem), first.clone()
+    graph, found = captured(lambda: results(name, problem))
+    first.zero_()
+    graph.replay()
+    first.copy_(numbers)
+    graph.replay()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda(devices=2)
+@sized
+def test_a_second_gpu_serves_while_the_first_is_current(name, number):
+    found = results(name, problem_of(name, number, 5, "cuda:1"))
+    assert torch.cuda.current_device() == 0 and all(one.device.index == 1 for one in found)
+    expected = results(name, problem_of(name, number, 5, "cpu"))
+    torch.testing.assert_close([one.cpu() for one in found], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@sized
+def test_deterministic_algorithms_repeat_every_bit(name, number):
+    problem = problem_of(name, number, 2000, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Recorded() as recorded:
+            found = [results(name, problem) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if not recorded.calls:
+        pytest.skip("plain torch or torchvision serves it")
+    for others in found[1:]:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

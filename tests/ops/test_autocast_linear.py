@@ -104,20 +104,6 @@ def test_it_is_no_further_from_float64_than_torch(shape, columns, given, dtype, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_input_and_gradients(device):
-    input, weight, bias = problem((6, 10, 16), 8, device)
-    input = input.transpose(0, 1)[::2]
-    found = results(
-        lambda *given: autocast_linear(*given).transpose(0, 1), input, weight, bias, torch.bfloat16
-    )
-    expected = results(
-        lambda *given: under_autocast(*given).transpose(0, 1), input, weight, bias, torch.bfloat16
-    )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_output_may_be_changed_in_place(device):
     input, weight, bias = problem((2, 5, 16), 4, device)
 
@@ -157,14 +143,6 @@ def test_a_backward_under_autocast_is_the_same(device, dtype):
             torch.testing.assert_close(one, outside, rtol=0, atol=0)
 
 
-def test_it_is_differentiable_once():
-    input, weight, bias = problem((5, 16), 4, "cpu")
-    output = autocast_linear(input.requires_grad_(), weight.requires_grad_(), bias, torch.bfloat16)
-    (grad,) = torch.autograd.grad(output.square().sum(), input, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_shapes_that_do_not_fit_are_refused():
     input, weight, bias = problem((5, 16), 4, "cpu")
     for given in (
@@ -177,47 +155,33 @@ def test_shapes_that_do_not_fit_are_refused():
             autocast_linear(*given, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("change", "suits"),
-    [
-        ("none", True),
-        ("a row less", False),
-        ("given in halves", True),
-        ("no gradients", False),
-        ("no autocast", False),
-        ("no bias", False),
-        ("frozen bias", False),
-        ("weight in halves", False),
-        ("weight of another width", False),
-        ("a subclass", False),
-        ("on the CPU", False),
-        ("a vector", False),
-    ],
-)
+def half(tensor):
+    return torch.nn.Parameter(tensor.detach().bfloat16())
+
+
+def own(tensor):
+    return tensor.detach().as_subclass(type("Own", (torch.Tensor,), {})).requires_grad_()
+
+
+UNSUITED = {
+    "a row less": lambda x, weight, bias: (x[1:], weight, bias),
+    "no bias": lambda x, weight, bias: (x, weight, None),
+    "frozen bias": lambda x, weight, bias: (x, weight, bias.requires_grad_(False)),
+    "weight in halves": lambda x, weight, bias: (x, half(weight), bias),
+    "weight of another width": lambda x, weight, bias: (x, weight[:, 1:], bias),
+    "a subclass": lambda x, weight, bias: (x, own(weight), bias),
+    "on the CPU": lambda x, weight, bias: (x.cpu(), weight, bias),
+    "a vector": lambda x, weight, bias: (x[0], weight, bias),
+}
+
+
 @pytest.mark.cuda
-def test_what_suits(change, suits):
-    layer = torch.nn.Linear(16, 8, device="cuda")
-    weight, bias, input = layer.weight, layer.bias, torch.ones(8192, 16, device="cuda")
-    if change == "a row less":
-        input = input[1:]
-    elif change == "given in halves":
-        input = input.bfloat16()
-    elif change == "no bias":
-        bias = None
-    elif change == "frozen bias":
-        bias.requires_grad_(False)
-    elif change == "weight in halves":
-        weight = torch.nn.Parameter(weight.detach().bfloat16())
-    elif change == "weight of another width":
-        weight = torch.nn.Parameter(weight.detach()[:, 1:])
-    elif change == "a subclass":
-        weight = weight.detach().as_subclass(type("Own", (torch.Tensor,), {})).requires_grad_()
-    elif change == "on the CPU":
-        input = input.cpu()
-    elif change == "a vector":
-        input = input[0]
-    with (
-        torch.set_grad_enabled(change != "no gradients"),
-        torch.autocast("cuda", torch.bfloat16, enabled=change != "no autocast"),
-    ):
-        assert suits_autocast_linear(input, weight, bias) == suits
+@pytest.mark.parametrize("change", UNSUITED)
+def test_what_suits(change):
+    layer, x = torch.nn.Linear(16, 8, device="cuda"), torch.ones(8192, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert all(suits_autocast_linear(given, layer.weight, layer.bias) for given in (x, x.bfloat16()))
+        assert not suits_autocast_linear(*UNSUITED[change](x, layer.weight, layer.bias))
+        with torch.no_grad():
+            assert not suits_autocast_linear(x, layer.weight, layer.bias)
+    assert not suits_autocast_linear(x, layer.weight, layer.bias)

@@ -1,12 +1,21 @@
 """Overlaps and suppression of rotated boxes, quadrilaterals and 3-D boxes, and the names in mmcv._ext."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from detection_cases import DEVICES
+from hypothesis import strategies as st
+from test_nms import launches_of_nms, random_scores, same_kept
+from test_point_neighbours import nothing
+from test_point_sets import FLAT, _shared, boxes_in_space
+from torch import Tensor
 from torch.library import opcheck
 
+from tests.fuzz import sizes
+from tests.fuzz.polygons import IS_NAN
+from tests.fuzz.problem import Draw, Operator, Problem
 from visdet.compat import mmcv_ext
 from visdet.ops import (
     _library,
@@ -20,6 +29,235 @@ from visdet.ops import (
     nms_rotated,
 )
 from visdet.ops.box_iou_rotated import MODES, box_iou_rotated_reference
+
+
+def _draw_table(draw: Draw) -> Problem:
+    dtype = draw.dtype()
+    given = {
+        name: draw.place(
+            draw.with_bad_numbers(boxes_in_space(draw, draw.size(9)), 0.3), draw.dtype(dtype, torch.float32)
+        )
+        for name in ("boxes_a", "boxes_b")
+    }
+    return Problem(given, positions=tuple(given), wide=torch.float64, epsilon=1e-9)
+
+
+def _table(kind: str) -> Callable[..., Tensor]:
+    def table(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
+        rows = [[_shared(one, other, kind) for other in boxes_b.tolist()] for one in boxes_a.tolist()]
+        return boxes_a.new_tensor(rows).view(len(boxes_a), len(boxes_b))
+
+    return table
+
+
+def _table_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bounds["output"] = 1000.0
+
+
+def _draw_suppression(is_normal: bool) -> Callable[[Draw], Problem]:
+    def draw_problem(draw: Draw) -> Problem:
+        N = 70 if draw.is_big else draw.size(25)
+        dtype = draw.dtype()
+        boxes = draw.place(draw.with_bad_numbers(boxes_in_space(draw, N), 0.5), dtype, can_expand=False)
+        scores = draw.place(
+            draw.with_bad_numbers(random_scores(draw, N), 0.3),
+            draw.dtype(dtype, torch.float64),
+            can_expand=False,
+        )
+        flat = boxes[:, FLAT].double()
+        if is_normal:
+            flat[:, 4] = 0
+        overlaps = _table("flat")(flat, flat)
+        given = {"boxes": boxes, "scores": scores, "iou_threshold": draw.random.uniform(0.05, 0.95)}
+        is_near = ((overlaps - given["iou_threshold"]).abs() < 1e-4) | overlaps.isnan()
+        near = (overlaps > given["iou_threshold"]) & (overlaps != IS_NAN)
+        return Problem(given, skip={"output": bool(is_near.any())}, reference_arguments={"boxes": near})
+
+    return draw_problem
+
+
+def _same_kept(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
+    near, kept = problem.reference_arguments["boxes"].tolist(), []
+    for i in problem.arguments["scores"].sort(descending=True, stable=True).indices.tolist():
+        if not any(near[k][i] for k in kept):
+            kept.append(i)
+    is_wrong = got[0].dtype != torch.int64 or (not problem.skip["output"] and got[0].tolist() != kept)
+    return f"kept {got[0].tolist()}, expected {kept}" if is_wrong else ""
+
+
+def _boxes(draw: Draw, N: int, columns: int) -> Tensor:
+    """Return rotated boxes, or convex quadrilaterals. In some problems they are crowded, and many are equal."""
+    center, sides = draw.uniform(0, draw.pick(5.0, 30.0, 100.0), N, 2), draw.uniform(0.1, 30, N, 2)
+    angle = draw.uniform(-7, 7, N, 1)
+    if draw.chance(0.3):
+        center, sides, angle = center.round(), sides.ceil(), (angle * 2).round() * math.pi / 4
+    if columns == 5:
+        return torch.cat([center, sides, angle], 1)
+    turns = angle + torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float64) * math.pi
+    around = torch.stack([turns.cos(), turns.sin()], 2) * sides[:, :1, None]
+    around[:, ::2] *= draw.uniform(0.2, 2, 1).item()
+    return (center[:, None] + around).flatten(1)
+
+
+def _draw_overlaps(columns: int) -> Callable[[Draw], Problem]:
+    def draw_problem(draw: Draw) -> Problem:
+        M = draw.size(300) if draw.chance(0.1) else draw.size(20)
+        aligned, dtype = draw.chance(0.3), draw.dtype()
+        N = M if aligned else draw.size(150)
+        arguments = {
+            "bboxes1": draw.place(draw.with_bad_numbers(_boxes(draw, M, columns), 0.3), dtype),
+            "bboxes2": draw.place(draw.with_bad_numbers(_boxes(draw, N, columns), 0.3), dtype),
+            "mode": draw.pick("iou", "iof"),
+            "aligned": aligned,
+        }
+        if columns == 5:
+            arguments["clockwise"] = draw.chance(0.7)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return Problem(arguments, wide=wide, error_factor=4000.0, skip={"output": draw.has_bad_numbers})
+
+    return draw_problem
+
+
+def _overlaps(bboxes1: Tensor, bboxes2: Tensor, mode: str, aligned: bool, clockwise: bool = True) -> Tensor:
+    if not clockwise:
+        bboxes1, bboxes2 = (torch.cat([boxes[:, :4], -boxes[:, 4:]], 1) for boxes in (bboxes1, bboxes2))
+    return box_iou_rotated_reference(bboxes1, bboxes2, MODES.index(mode), aligned)
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bounds["output"] = 1.0
+
+
+def _draw_suppression_of_rotated_boxes(columns: int) -> Callable[[Draw], Problem]:
+    def draw_problem(draw: Draw) -> Problem:
+        N = draw.pick(65, 300) if draw.is_big else draw.size(40)
+        dtype = draw.dtype(torch.float32, torch.float64)
+        boxes, scores = _boxes(draw, N, columns).to(dtype).double(), random_scores(draw, N).to(dtype).double()
+        overlaps = box_iou_rotated_reference(boxes, boxes, 0, False)
+        threshold = draw.random.uniform(0.05, 0.95)
+        arguments: dict[str, Any] = {
+            "dets": draw.place(draw.with_bad_numbers(boxes, 0.3), dtype, can_expand=False),
+            "scores": draw.place(scores, dtype, can_expand=False),
+            "iou_threshold": threshold,
+        }
+        if draw.chance(0.5):
+            arguments["labels"] = draw.place(draw.whole(0, draw.pick(1, 3, 80), N), can_expand=False)
+        is_near = bool(((overlaps - threshold).abs() < 1e-5).any())
+        return Problem(
+            arguments,
+            positions=("dets", "scores"),
+            wide=dtype,
+            skip={"output": is_near or draw.has_bad_numbers},
+        )
+
+    return draw_problem
+
+
+def _kept(
+    dets: Tensor, scores: Tensor, iou_threshold: float, labels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    near = box_iou_rotated_reference(dets, dets, 0, False) > iou_threshold
+    if labels is not None:
+        near &= labels[:, None] == labels
+    kept: list[int] = []
+    for i in scores.sort(descending=True, stable=True).indices.tolist():
+        if not bool(near[kept, i].any()):
+            kept.append(i)
+    keep = torch.tensor(kept, dtype=torch.int64, device=dets.device)
+    return torch.cat([dets[keep], scores[keep, None]], 1), keep
+
+
+def _same(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]) -> str:
+    boxes = {"boxes": problem.arguments["dets"]}
+    return same_kept(Problem(boxes, skip=problem.skip), got, expected)
+
+
+@st.composite
+def _launches_of_nms_quadri(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(launches_of_nms())
+    N, dtype = len(drawn["scores"]), drawn["scores"].dtype
+    dets = sizes.empty(N, 8, dtype=dtype)
+    return {"dets": dets, "scores": drawn["scores"], "iou_threshold": 0.5, "labels": drawn["classes"]}
+
+
+@st.composite
+def _launches_of_nms_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_nms_quadri())
+    return drawn | {"dets": drawn["dets"][:, :5], "clockwise": draw(st.booleans())}
+
+
+@st.composite
+def _launches_of_box_iou_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    M, N, dtype = (
+        draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))),
+        draw(sizes.count),
+        draw(sizes.value_types),
+    )
+    aligned = draw(st.booleans())
+    return {
+        "bboxes1": sizes.empty(M, 5, dtype=dtype),
+        "bboxes2": sizes.empty(M if aligned else N, 5, dtype=dtype),
+        "mode": draw(st.sampled_from(["iou", "iof"])),
+        "aligned": aligned,
+    }
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+OPERATORS = (
+    *(
+        Operator(
+            call.__name__,
+            lambda call=call, **given: call(**given).nan_to_num(IS_NAN),
+            _draw_table,
+            _table(kind),
+            _table_bounds,
+            spoiled={"boxes_a": ("rank", 1), "boxes_b": ("rank", 1)},
+        )
+        for call, kind in ((boxes_overlap_bev, "area"), (boxes_iou3d, "iou"))
+    ),
+    *(
+        Operator(
+            call.__name__,
+            call,
+            _draw_suppression(call is nms3d_normal),
+            nothing,
+            compare=_same_kept,
+            spoiled={"boxes": ("rank", 0, 1), "scores": ("rank", 0)},
+        )
+        for call in (nms3d, nms3d_normal)
+    ),
+    *(
+        Operator(
+            call.__name__,
+            call,
+            _draw_overlaps(columns),
+            _overlaps,
+            _bounds,
+            spoiled={"bboxes1": ("rank", 1), "bboxes2": ("rank", 1)},
+            launches=launches,
+        )
+        for call, columns, launches in (
+            (box_iou_rotated, 5, _launches_of_box_iou_rotated),
+            (box_iou_quadri, 8, None),
+        )
+    ),
+    *(
+        Operator(
+            call.__name__,
+            call,
+            _draw_suppression_of_rotated_boxes(columns),
+            _kept,
+            compare=_same,
+            spoiled={"dets": ("rank", 0, 1), "scores": ("rank", 0)},
+            launches=launches,
+        )
+        for call, columns, launches in (
+            (nms_rotated, 5, _launches_of_nms_rotated),
+            (nms_quadri, 8, _launches_of_nms_quadri),
+        )
+    ),
+)
+
 
 needs_library = pytest.mark.skipif(not _library.is_loaded("cpu"), reason="the library is not built")
 PI = math.pi
@@ -131,30 +369,6 @@ def test_shapely_agrees(backend):
         )
 
 
-@needs_library
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("M, N", [(0, 3), (3, 0), (1, 1), (37, 150), (130, 5)])
-def test_the_kernels_are_the_reference(M, N, dtype, device):
-    for columns, function in ((5, box_iou_rotated), (8, box_iou_quadri)):
-        first, second = rotated_boxes(M, 1).to(dtype), rotated_boxes(N, 2).to(dtype)
-        if columns == 8:
-            first, second = corners_of(first).to(dtype), corners_of(second).to(dtype)
-        for number, mode in enumerate(MODES):
-            found = function(first.to(device), second.to(device), mode)
-            expected = box_iou_rotated_reference(first.double(), second.double(), number, False)
-            assert found.dtype == dtype and found.shape == (M, N)
-            torch.testing.assert_close(
-                found.cpu().double(),
-                expected.to(dtype).double(),
-                rtol=1e-2 if dtype.itemsize == 2 else 1e-6,
-                atol=1e-7,
-            )
-        rows = min(M, N)
-        aligned = function(first[:rows].to(device), second[:rows].to(device), aligned=True)
-        assert torch.equal(aligned, function(first[:rows].to(device), second[:rows].to(device)).diagonal())
-
-
 def test_what_is_no_number_overlaps_nothing(backend):
     boxes = torch.tensor([[0.0, 0, 2, 2, 0]]).repeat(7, 1)
     for i, value in enumerate((math.nan, -math.inf, math.inf, math.nan, math.inf)):
@@ -182,32 +396,6 @@ def test_angles_turn_either_way(backend):
         for clockwise in (True, False)
     }
     assert sorted(lengths.values()) == [1, 2]
-
-
-def kept_by_definition(overlaps, scores, threshold, labels):
-    kept = []
-    for i in scores.sort(descending=True, stable=True).indices.tolist():
-        if all(labels[k] != labels[i] or not overlaps[k, i] > threshold for k in kept):
-            kept.append(i)
-    return kept
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_suppression_is_its_definition(device):
-    boxes, labels = rotated_boxes(150, side=15).float().to(device), torch.arange(150, device=device) % 3
-    scores = (torch.rand(150, generator=torch.Generator().manual_seed(0)) * 20).round().to(device)
-    none = torch.zeros_like(labels)
-    corners = corners_of(boxes.cpu()).float().to(device)
-    for given_labels, compared in ((None, none), (labels, labels)):
-        for suppress, given, overlaps in (
-            (nms_rotated, boxes, box_iou_rotated(boxes, boxes)),
-            (nms_quadri, corners, box_iou_quadri(corners, corners)),
-        ):
-            dets, keep = suppress(given, scores, 0.2, given_labels)
-            assert keep.tolist() == kept_by_definition(overlaps, scores, 0.2, compared)
-            assert torch.equal(dets, torch.cat([given, scores[:, None]], 1)[keep])
-    no_boxes, no_keep = nms_rotated(boxes[:0], scores[:0], 0.2)
-    assert no_boxes.shape == (0, 6) and no_keep.shape == (0,) and no_keep.dtype == torch.int64
 
 
 def test_an_overlap_equal_to_the_threshold_is_not_more(backend):
@@ -330,14 +518,3 @@ R5, R8, R7, S = torch.zeros(3, 5), torch.zeros(3, 8), torch.zeros(3, 7), torch.z
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@needs_library
-def test_rejections_of_the_operator():
-    operator = torch.ops.visdet.box_iou_rotated
-    with pytest.raises(RuntimeError, match="box_iou_rotated: boxes1 must have 5 or 8 columns, got 7"):
-        operator(R7, R7, 0, False)
-    with pytest.raises(RuntimeError, match="box_iou_rotated: mode must be 0, 1 or 2, got 3"):
-        operator(R5, R5, 3, False)
-    with pytest.raises(RuntimeError, match="boxes2 must be Float, the type of boxes1, got Double"):
-        operator(R5, R5.double(), 0, False)

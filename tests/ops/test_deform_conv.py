@@ -2,13 +2,21 @@
 
 import contextlib
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
+from test_ms_deform_attn import NEAR
+from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     DeformConv2d,
     DeformConv2dPack,
@@ -21,6 +29,250 @@ from visdet.ops import (
 )
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 from visdet.ops.mmcv.deform_conv_layers import rename_offset_layers_on_load
+
+# Of the greatest number: operands and result of the products are rounded to the type, by half an eps each, and so are
+# the gradients of the columns; torch's float32 products sum thousands of terms.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.bfloat16: 1.5 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 1.5 * torch.finfo(torch.float16).eps,
+}
+
+
+class Case(NamedTuple):
+    B: int = 2
+    C: int = 16
+    M: int = 8
+    H: int = 6
+    W: int = 7
+    kernel: tuple = (3, 3)
+    stride: tuple = (1, 1)
+    padding: tuple = (1, 1)
+    dilation: tuple = (1, 1)
+    groups: int = 1
+    G: int = 1
+    step: int = 32
+    masked: bool = True
+    reach: float = 2.0  # pixels, of offsets
+
+    @property
+    def settings(self):
+        return self.stride, self.padding, self.dilation, self.G
+
+    def tensors(self, dtype, device):
+        """Return input, offset, mask and weight."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        KH, KW = self.kernel
+        height, width = (
+            (size + 2 * pad - dil * (k - 1) - 1) // step + 1
+            for size, k, step, pad, dil in zip(
+                (self.H, self.W), self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        tensors = (
+            draw(self.B, self.C, self.H, self.W),
+            draw(self.B, self.G * 2 * KH * KW, height, width) * self.reach,
+            draw(self.B, self.G * KH * KW, height, width).sigmoid() if self.masked else None,
+            draw(self.M, self.C // self.groups, KH, KW),
+        )
+        return [None if t is None else t.to(device, dtype) for t in tensors]
+
+
+CASES = {
+    "usual": Case(),
+    "no-mask": Case(masked=False),
+    "no-offset": Case(reach=0.0),  # every tap of the padding at exactly -1
+    "far": Case(reach=9.0),
+    "settings": Case(C=4, M=6, kernel=(3, 2), stride=(2, 1), padding=(2, 1), dilation=(2, 1), groups=2, G=2),
+    "groups": Case(B=3, C=24, M=6, groups=3, G=2, step=2),
+    "narrow-groups": Case(B=3, C=32, M=8, groups=4, step=2),
+    "group-of-each-channel": Case(C=6, M=6, groups=6, G=2),
+    "deform-groups": Case(C=64, G=4),
+    "in-turns": Case(B=5, step=2),
+    "odd-channels": Case(C=13, M=5),
+    "three-channels": Case(B=1, C=3, M=5, H=9, W=9, kernel=(5, 7), stride=(2, 2), padding=(3, 2), G=3),
+    "wide": Case(B=1, C=264, H=3, W=3, groups=2),
+    "one-tap": Case(kernel=(1, 1), padding=(0, 0)),
+    "one-place": Case(H=3, W=3, padding=(0, 0)),
+    "one-pixel": Case(H=1, W=1),
+    "two-tiles": Case(H=17, W=23),
+}
+
+
+def run(case, tensors, grad_output=None):
+    """Return output and gradients of the operator."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    output = torch.ops.visdet.deform_conv2d(*leaves, *case.settings, case.step)
+    if grad_output is None:
+        grad_output = gradient_of(output)
+    return output.detach(), torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output)
+
+
+def gradient_of(output):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+
+
+def expect(case, tensors, grad_output):
+    """Return the same in float64 on the CPU."""
+    leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in tensors]
+    x, offset, mask, weight = leaves
+    output = deform_conv2d_reference(x, offset, mask, weight, None, *case.settings)
+    leaves = [t for t in leaves if t is not None]
+    return output.detach(), torch.autograd.grad(output, leaves, grad_output.cpu().double())
+
+
+def assert_near(found, wanted, dtype):
+    assert found.shape == wanted.shape and found.dtype == dtype and found.is_contiguous()
+    scale = max(wanted.abs().max().item(), 1e-30)
+    torch.testing.assert_close(found.cpu().double() / scale, wanted / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+def _deformed(draw: Draw, modulated: bool) -> Problem:
+    groups = draw.pick(1, 1, 1, 2, 3)
+    deform_groups = draw.pick(1, 1, 2, 4)
+    per = draw.pick(1, 2, 3, 5, 8)
+    C, out_channels = groups * deform_groups * per, groups * draw.pick(1, 2, 3, 8, 17)
+    B, H, W = draw.size(3), draw.size(14, 0), draw.size(14, 0)
+    if draw.is_big:
+        C, out_channels, H, W = 64 * groups * deform_groups // draw.pick(1, 2), 32 * groups, 17, 23
+        C = C // (groups * deform_groups) * groups * deform_groups
+    kernel = (draw.pick(1, 2, 3, 3), draw.pick(1, 3, 3, 5))
+    stride, dilation, padding = ((draw.pick(1, 1, 2), draw.pick(1, 1, 3)) for _ in range(3))
+    padding = (draw.pick(0, 1, 2), draw.pick(0, 1, 2))
+    spans = [d * (k - 1) + 1 - 2 * p for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    H, W = max(H, spans[0], 1), max(W, spans[1], 1)
+    size = [(s - span) // step + 1 for s, span, step in zip((H, W), spans, stride, strict=True)]
+    taps = kernel[0] * kernel[1]
+    dtype = draw.dtype()
+    offset = draw.numbers(B, deform_groups * 2 * taps, *size) * draw.pick(1.0, 3.0)
+    offset = offset.round() if draw.chance(0.15) else offset
+    tensors = {
+        "input": draw.with_bad_numbers(draw.numbers(B, C, H, W)),
+        "offset": draw.with_bad_numbers(offset),
+        "weight": draw.with_bad_numbers(draw.numbers(out_channels, C // groups, *kernel)),
+    }
+    if modulated:
+        tensors["mask"] = draw.with_bad_numbers(draw.uniform(-0.2, 1.0, B, deform_groups * taps, *size))
+        tensors["bias"] = draw.numbers(out_channels)
+    arguments: dict[str, Any] = {
+        name: draw.place(tensor, dtype, name != "offset" or not draw.has_bad_numbers)
+        for name, tensor in tensors.items()
+    }
+    if modulated and draw.chance(0.3):
+        arguments["bias"] = None
+    settings = dict(
+        stride=stride, padding=padding, dilation=dilation, groups=groups, deform_groups=deform_groups
+    )
+    near = _near_whole(arguments["offset"])
+    draw.leave_out(arguments["offset"], near)
+    terms = C // groups * taps
+    is_narrow = dtype in HALVES
+    return Problem(
+        {**arguments, **settings},
+        differentiable=tuple(tensors),
+        positions=("offset",),
+        wide=wide_of(dtype),
+        epsilon=torch.finfo(dtype).eps if is_narrow else None,  # columns are kept in the type of the tensors
+        error_factor=8.0 if is_narrow else 64.0 + 16 * max(H, W) + terms + B * size[0] * size[1],
+        skip={"offset": near},
+    )
+
+
+def _near_whole(offset: Tensor) -> Tensor:
+    """Return a mask, True where an offset is so near to a whole number that its gradient may be either side's."""
+    whole_parts = offset.detach().double()  # The taps of the kernel are at whole numbers.
+    return (whole_parts - whole_parts.round()).abs() < NEAR
+
+
+def _deformed_reference(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    deform_groups: int,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return deform_conv2d_reference(
+        input, offset, mask, weight, bias, stride, padding, dilation, deform_groups
+    )
+
+
+def _deformed_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given = problem.arguments
+    input, weight = given["input"], given["weight"]
+    factor = largest(given["mask"]) if given.get("mask") is not None else 1.0
+    bias = largest(given["bias"]) if given.get("bias") is not None else 0.0
+    per_output = weight[0].numel() if len(weight) else 0
+    bounds["output"] = largest(input) * largest(weight) * per_output * factor + bias
+    back = bounds.get("grad_peak", 0.0) * largest(weight) * len(weight)  # the gradient of a column
+    channels = input.shape[1] // given["deform_groups"]
+    for name, bound in (
+        ("input", max(bounds.get("input", 0.0), back * factor)),
+        ("offset", 4 * back * largest(input) * channels * factor),
+        ("mask", back * largest(input) * channels),
+        ("weight", bounds.get("grad_total", 0.0) * largest(input) * factor),
+        ("bias", bounds.get("grad_total", 0.0)),
+    ):
+        if name in bounds:
+            bounds[name] = bound
+
+
+@st.composite
+def _launches_of_deform_conv2d(draw: st.DrawFn) -> dict[str, Any]:
+    B, H, W = draw(st.integers(0, 3)), draw(sizes.side) + 3, draw(sizes.side) + 3
+    groups, deform_groups = draw(st.sampled_from([1, 2, 32])), draw(st.sampled_from([1, 2, 4]))
+    C, out = 4 * groups * draw(st.integers(1, 8)), groups * draw(st.integers(1, 8))
+    dtype, k = draw(sizes.value_types), draw(st.sampled_from([1, 3]))
+    return {
+        "input": sizes.empty(B, C, H, W, dtype=dtype),
+        "offset": sizes.empty(B, deform_groups * 2 * k * k, H, W, dtype=dtype),
+        "weight": sizes.empty(out, C // groups, k, k, dtype=dtype),
+        "padding": k // 2,
+        "groups": groups,
+        "deform_groups": deform_groups,
+    }
+
+
+OPERATORS = (
+    Operator(
+        "deform_conv2d",
+        deform_conv2d,
+        lambda draw: _deformed(draw, False),
+        _deformed_reference,
+        _deformed_bounds,
+        spoiled={"input": ("rank", 0, 1), "offset": ("rank", 0, 1, 2, 3), "weight": (1, 2)},
+        of_size=(
+            lambda n: Problem(
+                {
+                    "input": rand(n, 4, 6, 7),
+                    "offset": rand(n, 18, 6, 7),
+                    "weight": rand(2, 4, 3, 3),
+                    "padding": 1,
+                },
+                ("input", "offset", "weight"),
+            ),
+        ),
+        launches=_launches_of_deform_conv2d,
+    ),
+    Operator(
+        "modulated_deform_conv2d",
+        modulated_deform_conv2d,
+        lambda draw: _deformed(draw, True),
+        _deformed_reference,
+        _deformed_bounds,
+        spoiled={"input": ("rank", 0, 1), "offset": ("rank", 0, 1, 2, 3), "mask": ("rank", 0, 1, 2, 3)},
+    ),
+)
 
 
 def let_serve(backend, monkeypatch):
@@ -79,26 +331,6 @@ def test_plain_torch_agrees(backend):
         torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_plain_torch_places_samples_in_float32(dtype):
-    """16 bits hold neither the places of a map of 9 x 500 pixels nor their indices."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(1, 2, 9, 500, generator=generator), torch.randn(3, 2, 3, 3, generator=generator)
-    offset, mask = (
-        torch.randn(1, 18, 9, 500, generator=generator),
-        torch.rand(1, 9, 9, 500, generator=generator),
-    )
-    leaves = [t.to(dtype).requires_grad_() for t in (x, offset, mask, weight)]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    settings = ((1, 1), (1, 1), (1, 1), 1)
-    out, expected = (deform_conv2d_reference(*t, None, *settings) for t in (leaves, exact))
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out, expected.to(dtype), rtol=eps, atol=2e-4)  # float32 places: to 3e-5 pixels
-    grads = [torch.autograd.grad(o.sum(), t) for o, t in ((out, leaves), (expected, exact))]
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted.to(dtype), rtol=2e-2, atol=2e-2)
-
-
 def test_plain_torch_counts_pixels_beyond_float32():
     x = torch.zeros(1, 1, 4100, 4100)
     x[0, 0, -1, -1] = 5  # the pixel 16809999, which float32 cannot count
@@ -115,14 +347,6 @@ def test_the_offset_decides_the_type(dtype, backend):
     assert out.dtype == dtype
     expected = modulated_deform_conv2d(x, offset.to(dtype).float(), mask, weight, bias, *settings, 2, 2)
     torch.testing.assert_close(out, expected.to(dtype))
-
-
-def test_empty_batch(backend):
-    x = torch.zeros(0, 4, 5, 5, requires_grad=True)
-    layer = DeformConv2dPack(4, 6, 3, padding=1)
-    out = layer(x)
-    assert out.shape == (0, 6, 5, 5)
-    out.sum().backward()
 
 
 def test_packs_start_as_plain_convolutions():
@@ -255,45 +479,6 @@ def test_taps_of_the_padding_have_no_gradient(modulated, backend):
     assert grad[4, 0].tolist() == [[3, 3, 3], [3, 3, 3], [-7, -8, -9]]  # the centre: down a row
 
 
-def test_offsets_between_whole_pixels_keep_torchvisions_gradient():
-    if not _torchvision.serves("cpu"):
-        pytest.skip("torchvision's operators do not load")
-    from torchvision.ops import deform_conv2d as theirs
-
-    (x, offset, _, weight, _), settings = arguments()
-    leaf = offset.requires_grad_()
-    grads = [
-        torch.autograd.grad(out.square().sum(), leaf)[0]
-        for out in (
-            deform_conv2d(x, leaf, weight, *settings, 2, 2),
-            theirs(x, leaf, weight, None, *settings),
-        )
-    ]
-    torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("modulated", [False, True])
-@pytest.mark.parametrize("server", ["visdet", "torchvision"])
-def test_export_and_compile(server, modulated, monkeypatch):
-    let_serve(server, monkeypatch)
-    torch._dynamo.reset()
-    layer = (ModulatedDeformConv2dPack if modulated else DeformConv2dPack)(
-        4, 6, 3, padding=1, deform_groups=2
-    )
-    torch.nn.init.normal_(layer.conv_offset.weight, std=0.1)
-    x = torch.randn(2, 4, 6, 7)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-    torch.testing.assert_close(program.module()(x), layer(x))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for size in (6, 9):
-        x = torch.randn(1, 4, size, 7, requires_grad=True)
-        expected, found = layer(x), compiled(x)
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected)]
-        torch.testing.assert_close(*grads)
-
-
 def on(device, is_ordered, function, tensors, settings):
     """Return output and gradients on a device, with deterministic algorithms where ``is_ordered``, on the CPU."""
     leaves = [t.detach().to(device).requires_grad_() for t in tensors]
@@ -304,60 +489,6 @@ def on(device, is_ordered, function, tensors, settings):
     finally:
         torch.use_deterministic_algorithms(False)
     return [t.detach().cpu() for t in (out, *grads)]
-
-
-@pytest.mark.cuda
-def test_cuda_agrees_with_the_cpu_and_is_deterministic_on_demand():
-    tensors, settings = arguments()
-    results = [
-        on(device, is_ordered, modulated_deform_conv2d, tensors, (*settings, 2, 2))
-        for device, is_ordered in (("cpu", False), ("cuda", False), ("cuda", True), ("cuda", True))
-    ]
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
-            torch.testing.assert_close(found, wanted)
-    assert all(map(torch.equal, results[2], results[3]))
-
-
-@pytest.fixture(params=["visdet", "torchvision", "plain"])
-def cuda_backend(request, monkeypatch):
-    """Who serves CUDA."""
-    if request.param != "visdet":
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    if request.param == "plain":
-        monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("is_ordered", [False, True])
-@pytest.mark.parametrize("modulated", [False, True])
-def test_zero_offsets_on_cuda_follow_the_cpu(modulated, is_ordered, cuda_backend):
-    """Where packs start every tap of the padding is at exactly -1; deterministic gradients come from plain torch."""
-    (x, _, _, weight, bias), _ = arguments()
-    zeros, mask = x.new_zeros(2, 24, 6, 8), torch.rand(2, 12, 6, 8).to(x)
-    function, tensors = (
-        (modulated_deform_conv2d, (x, zeros, mask, weight, bias))
-        if modulated
-        else (deform_conv2d, (x, zeros, weight))
-    )
-    results = [
-        on(device, is_ordered and device == "cuda", function, tensors, (1, 1, 1, 2, 2))
-        for device in ("cpu", "cuda", "cuda")
-    ]
-    for result in results[1:]:
-        for found, wanted in zip(result, results[0], strict=True):
-            torch.testing.assert_close(found, wanted)
-    assert not is_ordered or all(map(torch.equal, *results[1:]))
-    grad = results[1][2].view(2, 2, 3, 2, 2, 6, 8)  # [B, G, KH, KW, (y, x), H', W']
-    assert not grad[:, :, 0, :, :, 0].any() and not grad[:, :, :, 0, :, :, 0].any()  # row -1 and column -1
-    assert grad[:, :, 1, 1].ne(0).any()
-
-
-def test_maps_smaller_than_the_kernel():
-    layer = DeformConv2d(1, 1, 3, padding=1)
-    x = torch.randn(1, 1, 2, 2)
-    out = layer(x, torch.zeros(1, 18, 2, 2))
-    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
 
 
 @pytest.mark.parametrize("use_deform", [False, True])
@@ -428,3 +559,239 @@ def test_rejections():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+@devices
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_definition(device, name, dtype):
+    case = CASES[name]
+    tensors = case.tensors(dtype, device)
+    output, grads = run(case, tensors)
+    expected, expected_grads = expect(case, tensors, gradient_of(output))
+    assert_near(output, expected, dtype)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        assert_near(grad, wanted, dtype)
+
+
+@devices
+def test_gradients_numerically(device):
+    case = CASES["settings"]
+    x, offset, mask, weight = case.tensors(torch.float64, device)
+    offset = (
+        offset.floor() + 0.2 + 0.6 * torch.rand_like(offset)
+    )  # off the whole pixels, where there is no slope
+    leaves = [t.requires_grad_() for t in (x, offset, mask, weight)]
+    assert torch.autograd.gradcheck(
+        lambda *t: torch.ops.visdet.deform_conv2d(*t, *case.settings, case.step), leaves, nondet_tol=1e-10
+    )
+
+
+@devices
+def test_half_precision_places_are_not_rounded(device):
+    """At column 1000 float16 counts in halves of a pixel; a quarter must stay one."""
+    x = (torch.arange(1024, device=device) % 2).half().view(1, 1, 1, 1024)
+    offset = torch.zeros(1, 2, 1, 1024, dtype=torch.float16, device=device)
+    offset[:, 1] = 0.25
+    out = deform_conv2d(x, offset, torch.ones(1, 1, 1, 1, dtype=torch.float16, device=device))
+    assert out.flatten().tolist() == [0.25, 0.75] * 512
+
+
+@devices
+def test_gradients_of_columns_may_pass_the_range_of_float16(device):
+    """The product of weight and gradient is 16 * 100 * 100 = 160000; what becomes of it fits into float16."""
+    ones = {"dtype": torch.float16, "device": device}
+    x, mask = torch.full((1, 8, 6, 6), 0.01, **ones), torch.full((1, 9, 6, 6), 0.01, **ones)
+    offset, weight = torch.full((1, 18, 6, 6), 0.25, **ones), torch.full((16, 8, 3, 3), 100.0, **ones)
+    grad_output = torch.full((1, 16, 6, 6), 100.0, **ones)
+    results = {}
+    for dtype in (torch.float16, torch.float64):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, offset, mask, weight)]
+        modulated_deform_conv2d(*leaves, bias=None, padding=1).backward(grad_output.to(dtype))
+        results[dtype] = [leaf.grad.double() for leaf in leaves]
+    for grad, wanted in zip(results[torch.float16], results[torch.float64], strict=True):
+        assert wanted.abs().max() < 65504
+        torch.testing.assert_close(grad, wanted, rtol=5e-3, atol=5e-3 * wanted.abs().max().item())
+
+
+@devices
+@pytest.mark.parametrize(
+    ("position", "change", "message"),
+    [
+        (0, lambda t: t[0], r"input must be \[B, C, H, W\], got \[16, 6, 7\]"),
+        (0, lambda t: t.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
+        (0, lambda t: t[:, 1:], "input must have a multiple of 16 channels, got 15"),
+        (0, lambda t: t[:, :, :0, :0], r"is too small for the kernel|offset must be"),
+        (1, lambda t: t[:, 1:], r"offset must be \[2, 18, 6, 7\], got \[2, 17, 6, 7\]"),
+        (1, lambda t: t.double(), "offset must be Float, the type of input, got Double"),
+        (2, lambda t: t[:, 1:], r"mask must be \[2, 9, 6, 7\], got \[2, 8, 6, 7\]"),
+        (3, lambda t: t[0], r"weight must be \[M, C / groups, KH, KW\] with positive sizes, got \[16, 3, 3\]"),
+        (3, lambda t: t[:7, :8], "weight must have a multiple of 2 output channels, got 7"),
+        (3, lambda t: t.half(), "weight must be Float, the type of input, got Half"),
+        (4, lambda _: [1], "stride, padding and dilation must be pairs"),
+        (4, lambda _: [0, 1], "stride and dilation must be positive, padding must not be negative, got 0, 1, 1"),
+        (5, lambda _: [-1, 1], "padding must not be negative, got 1, 1, -1"),
+        (6, lambda _: [4, 1], r"input \[6, 7\] is too small for the kernel"),
+        (7, lambda _: 3, "deform_groups must divide the 16 channels of input, got 3"),
+        (8, lambda _: 0, "im2col_step must be at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_rejections_of_kernels(device, position, change, message):
+    arguments = [*Case().tensors(torch.float32, device), [1, 1], [1, 1], [1, 1], 1, 32]
+    arguments[position] = change(arguments[position])
+    with pytest.raises(RuntimeError, match=f"deform_conv2d: .*({message})"):
+        torch.ops.visdet.deform_conv2d(*arguments)
+
+
+HERE = Path(__file__).resolve().parent
+
+
+LARGE = {
+    "panels-in-parts": Case(B=1, C=40, M=140, H=9, W=11),
+    "groups-across-lines": Case(B=1, C=60, M=84, H=9, W=5, groups=3, G=5),
+    "chunks": Case(B=2, C=64, M=10, H=52, W=81),  # 2 x 4212 places, of which a backward takes 7272 at a time
+}
+
+
+def in_a_process(script, **environment):
+    """Run Python text in a process of its own, from the folder of the repository; a crash fails the test."""
+    root = HERE.parents[1]
+    paths = os.pathsep.join([str(root), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", script],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_problems_match_the_definition(name, dtype):
+    case = LARGE[name]
+    tensors = case.tensors(dtype, "cpu")
+    output, grads = run(case, tensors)
+    expected, expected_grads = expect(case, tensors, gradient_of(output))
+    for found, wanted in zip((output, *grads), (expected, *expected_grads), strict=True):
+        assert_near(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_instruction_sets(isa):
+    """All cases with kernels of at most this set, read once a process. The best set runs in the other tests."""
+    script = f"""
+import torch
+from test_deform_conv import CASES, TOLERANCE, assert_near, expect, gradient_of, run
+import visdet.ops
+assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2").index({isa!r})
+for name, case in CASES.items():
+    for dtype in TOLERANCE:
+        tensors = case.tensors(dtype, "cpu")
+        output, grads = run(case, tensors)
+        expected, expected_grads = expect(case, tensors, gradient_of(output))
+        for found, wanted in zip((output, *grads), (expected, *expected_grads), strict=True):
+            assert_near(found, wanted, dtype)
+print(torch.ops.visdet.cpu_isa())
+"""
+    in_a_process(script, VISDET_CPU_ISA=isa)
+
+
+def test_memory_is_bounded_and_inputs_are_saved():
+    """Columns of this problem take 655 MB; a process holds copies of the images and a few tens of megabytes of them."""
+    script = """
+import resource
+import torch
+from visdet.ops import deform_conv2d
+x, offset = torch.randn(4, 64, 160, 160), torch.randn(4, 50, 160, 160)
+weight = torch.randn(8, 64, 5, 5)
+leaves = [t.requires_grad_() for t in (x, offset, weight)]
+deform_conv2d(x[:1, :, :8, :8], offset[:1, :, :8, :8], weight, padding=2).sum().backward()  # libraries are loaded
+saved = []
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    out = deform_conv2d(*leaves, padding=2)
+assert set(saved) == {t.data_ptr() for t in leaves}
+out.sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    columns = 4 * 160 * 160 * 25 * 64 * 4 >> 20
+    assert int(in_a_process(script).split()[-1]) < columns / 3
+
+
+@pytest.mark.parametrize("channels", [1, 16, 17])
+def test_infinite_pixels_stay_where_they_are(channels):
+    """Corners outside of the map are not read, so that they cannot turn 0 times infinity into NaN."""
+    x = torch.full((1, channels, 3, 3), float("inf"))
+    offset = torch.full((1, 2, 3, 3), -0.5)
+    out = deform_conv2d(x, offset, torch.ones(1, channels, 1, 1))
+    assert out.eq(float("inf")).all()
+
+
+cuda = pytest.mark.cuda
+
+
+@cuda
+def test_more_elements_than_32_bits_count():
+    x = torch.zeros(1, 1024, 1456, 1460, dtype=torch.float16, device="cuda")
+    x[0, :, -1, -1] = torch.arange(1024) % 4 / 4  # sums of which float16 has exactly
+    assert x.numel() > 1 << 31
+    offset = torch.zeros(1, 2, *x.shape[2:], dtype=torch.float16, device="cuda")
+    weight = torch.ones(1, 1024, 1, 1, dtype=torch.float16, device="cuda")
+    settings = ([1, 1], [0, 0], [1, 1], 1, 32)
+    out = torch.ops.visdet.deform_conv2d(x, offset, None, weight, *settings)
+    assert out[0, 0, -1, -1] == 384 and out.count_nonzero() == 1
+    grad = torch.zeros_like(out)
+    grad[0, 0, -1, -1] = 2
+    grad_x, _, _, grad_weight = torch.ops.visdet.deform_conv2d_backward(
+        grad, x, offset, None, weight, *settings, True, True, True
+    )
+    assert grad_x[0, :, -1, -1].eq(2).all() and grad_x[0, :, -1].count_nonzero() == 1024
+    assert torch.equal(grad_weight.flatten().cpu(), (torch.arange(1024) % 4 / 2).half())
+
+
+@cuda
+def test_memory_is_bounded_and_inputs_are_saved_on_cuda():
+    x, offset, _, weight = Case(B=48, C=64, M=64, H=128, W=128, masked=False).tensors(torch.float32, "cuda")
+    leaves = [t.requires_grad_() for t in (x, offset, weight)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = deform_conv2d(*leaves, padding=1)
+    assert set(saved) == {t.data_ptr() for t in leaves}
+    columns = 48 * 128 * 128 * 64 * 9 * 4
+    assert torch.cuda.max_memory_allocated() - before < columns / 3
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < columns / 2
+
+
+@cuda
+def test_all_but_the_gradient_of_input_is_ordered():
+    case = Case(C=64, M=16, H=20, W=21)
+    tensors = case.tensors(torch.float32, "cuda")
+    (output, grads), (again, grads_again) = run(case, tensors), run(case, tensors)
+    assert torch.equal(output, again)
+    assert all(map(torch.equal, grads[1:], grads_again[1:]))
+
+
+@cuda
+def test_deterministic_algorithms_are_asked_for_before_the_forward():
+    x, offset, mask, weight = Case().tensors(torch.float32, "cuda")
+    out = modulated_deform_conv2d(x.requires_grad_(), offset, mask, weight, padding=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"use_deterministic_algorithms\(True\) must be called before"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,17 +1,220 @@
 """deformable_aggregation: by hand, and against the plain-torch definition."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from aggregation_cases import CASES, DEVICES, TOLERANCE, make_case
 from calls import gradients, relative_error
 from golden import golden, under
+from hypothesis import strategies as st
+from test_ms_deform_attn import gradient_sum, near_whole
+from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
+    deformable_aggregation_fused,
     deformable_aggregation_reference,
+    feature_maps_format,
+    ms_deform_attn_fused,
+)
+from visdet.ops.explain import choose_only
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+# Largest |difference| / largest |value| against the float64 definition on the same (rounded) features.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+SHAPES = [[(7, 5), (3, 4)], [(6, 9), (2, 2)], [(5, 5), (1, 3)]]  # three cameras, two levels
+
+
+def make_case(B, Q, P, G, C, shapes=SHAPES, dtype=torch.float64, device="cpu", seed=0):
+    """Return features, shapes, starts, locations (a part outside), weights; off texel centres and off 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    level_shapes = torch.tensor(shapes, dtype=torch.int64)
+    V, L = level_shapes.shape[:2]
+    areas = level_shapes.prod(-1).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    coordinate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    features = torch.randn(B, int(areas.sum()), C, generator=generator, dtype=torch.float64).to(dtype)
+    locations = torch.rand(B, Q, P, V, 2, generator=generator, dtype=torch.float64) * 1.6 - 0.3
+    weights = torch.randn(B, Q, P, V, L, G, generator=generator, dtype=torch.float64)
+    return (
+        features.to(device),
+        level_shapes,
+        starts,
+        locations.to(coordinate_dtype).to(device),
+        weights.to(coordinate_dtype).to(device),
+    )
+
+
+CASES = {
+    "B2-Q13-P4-G2-C20": (2, 13, 4, 2, 20),
+    "B1-Q5-P3-G1-C30": (1, 5, 3, 1, 30),
+    "B3-Q9-P13-G8-C256": (3, 9, 13, 8, 256),
+    "B2-Q3-P2-G71-C71": (2, 3, 2, 71, 71),
+    "B1-Q2-P30-G5-C1025": (1, 2, 30, 5, 1025),
+}
+
+
+def _tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]:
+    """Return level_shapes [V, L, 2], level_starts [V, L] and the number of rows of features.
+
+    Some of the rows may belong to no map.
+    """
+    shapes = torch.tensor([[max(side >> level, 1), max(draw.size(side, 0), 1)] for level in range(L)])
+    shapes = shapes.reshape(1, L, 2).repeat(V, 1, 1)
+    if draw.chance(0.3):
+        shapes[1::2] += 1  # cameras of another size
+    areas = shapes.prod(-1).flatten()
+    gap = draw.pick(0, 0, 0, 1, 5)
+    starts = (areas + gap).cumsum(0) - areas
+    if draw.chance(0.2) and len(areas):  # maps in another order
+        order = torch.randperm(len(areas), generator=draw.generator)
+        starts = torch.empty_like(areas)
+        starts[order] = areas[order].cumsum(0) - areas[order]
+    rows = int((starts + areas).max()) if len(areas) else draw.size(3)
+    return shapes, starts.view(V, L), rows + gap
+
+
+def _given(draw: Draw, table: Tensor) -> Any:
+    kind = draw.random.random()
+    if kind < 0.25 and table.numel():
+        return table.tolist()
+    table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
+    return draw.place(table, can_expand=False) if kind < 0.6 else table
+
+
+def _sizes(draw: Draw) -> tuple[int, ...]:
+    """Return B, Q, P, V, L, G, the channels per group, and the side of the largest map."""
+    if draw.is_big:
+        heads = draw.pick((900, 13), (100, 300), (57, 300), (301, 7))
+        Q, P = heads if draw.device == "cuda" else (heads[0] // 20, heads[1])
+        side = 32 if draw.device == "cuda" else 12
+        return (
+            draw.pick(1, 2),
+            Q,
+            P,
+            6 if draw.device == "cuda" else 3,
+            draw.pick(1, 4),
+            8,
+            draw.pick(32, 6, 12),
+            side,
+        )
+    G, group = draw.pick(1, 2, 3, 4, 8), draw.pick(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 24, 32, 71)
+    if draw.chance(0.1):
+        G, group = 1, draw.pick(0, 1, 30, 71, 256, 1025)
+    P = 300 if draw.chance(0.01) else draw.size(9)
+    return draw.size(3), draw.size(15), P, draw.size(5), draw.size(4), G, group, draw.size(12, 0)
+
+
+def _draw(draw: Draw) -> Problem:
+    B, Q, P, V, L, G, group, side = _sizes(draw)
+    shapes, starts, rows = _tables(draw, V, L, side)
+    features = draw.place(draw.with_bad_numbers(draw.numbers(B, rows, G * group)), draw.dtype())
+    wide = wide_of(features.dtype)
+    locations = draw.uniform(*draw.pick((-0.2, 1.2), (-1.0, 2.0), (0.0, 1.0)), B, Q, P, V, 2)
+    kind = draw.random.random()
+    if kind < 0.15:  # borders, centres of texels of some level, and zero and one exactly
+        size = shapes[0, 0].flip(0).double() if shapes.numel() else 4.0
+        locations = (locations * 2 * size).round() / (2 * size)
+    elif kind < 0.25:
+        locations = draw.uniform(0.1, 0.9, 1, 1, 1, V, 2) + draw.uniform(0, 1e-3, B, Q, P, V, 2)
+    types = (wide, wide, torch.float64, *HALVES)
+    locations = draw.place(draw.with_bad_numbers(locations), draw.dtype(*types), not draw.has_bad_numbers)
+    weights = draw.place(
+        draw.with_bad_numbers(draw.numbers(B, Q, P, V, L, G)), draw.dtype(wide, features.dtype, *HALVES)
+    )
+    used = locations.detach().to(wide).double().cpu()
+    near = torch.zeros(used.shape, dtype=torch.bool)
+    for level in range(L):
+        near |= near_whole(used, shapes[:, level].flip(-1).double())
+    draw.leave_out(locations, near)
+    return Problem(
+        {
+            "features": features,
+            "level_shapes": _given(draw, shapes),
+            "level_starts": _given(draw, starts),
+            "locations": locations,
+            "weights": weights,
+        },
+        differentiable=("features", "locations", "weights"),
+        positions=("locations",),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=64.0 + 16 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        skip={"locations": near},
+        may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
+    )
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
+    peak, side = largest(given["features"]), float(shapes.max()) if shapes.numel() else 1.0
+    counted = max(1, given["weights"].shape[2] * given["weights"].shape[3] * given["weights"].shape[4])
+    bounds["output"] = peak * largest(given["weights"]) * counted
+    if "weights" in bounds:
+        bounds["weights"] = peak * gradient_sum(bounds)
+    if "locations" in bounds:
+        levels = max(1, shapes.shape[1])
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(given["weights"]) * levels
+
+
+@st.composite
+def _launches_of_deformable_aggregation(draw: st.DrawFn) -> dict[str, Any]:
+    B, V, L = draw(st.integers(0, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    shapes = [[(draw(sizes.side) + 1, draw(sizes.side) + 1) for _ in range(L)] for _ in range(V)]
+    areas = torch.tensor(shapes).prod(2).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    Q, P = draw(sizes.count), draw(st.one_of(sizes.small, st.sampled_from([13, 300])))
+    G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12])), draw(st.sampled_from([1, 2, 3, 6, 8, 12, 32, 40]))
+    dtype = draw(sizes.value_types)
+    return {
+        "features": sizes.empty(B, int(areas.sum()), G * group, dtype=dtype),
+        "level_shapes": torch.tensor(shapes),
+        "level_starts": starts,
+        "locations": sizes.empty(B, Q, P, V, 2, dtype=wide_of(dtype)),
+        "weights": sizes.empty(B, Q, P, V, L, G, dtype=draw(st.sampled_from([dtype, wide_of(dtype)]))),
+    }
+
+
+_TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
+
+
+_SPOILED = {
+    "features": ("rank", "type", 0),
+    "locations": ("rank", "device", 0, 1, 2, 3, 4),
+    "weights": ("rank", "device", 0, 1, 2, 3, 4),
+    "level_shapes": ("rank", 2),
+}
+
+
+def _of_shapes(**shapes: tuple[int, ...]) -> Problem:
+    return Problem({**_TWO_CAMERAS, **{name: rand(*shape) for name, shape in shapes.items()}}, tuple(shapes))
+
+
+OPERATORS = (
+    Operator(
+        "deformable_aggregation",
+        deformable_aggregation,
+        _draw,
+        deformable_aggregation_reference,
+        _bounds,
+        reads_beside=("features",),
+        spoiled=_SPOILED,
+        of_size=(
+            lambda n: _of_shapes(features=(2, 18, 4), locations=(2, n, 3, 2, 2), weights=(2, n, 3, 2, 1, 2)),
+        ),
+        launches=_launches_of_deformable_aggregation,
+    ),
 )
 
 
@@ -87,32 +290,449 @@ def test_gradcheck(device):
     )
 
 
+SHAPES_groups = [
+    [(6, 9), (3, 5)],
+    [(7, 9), (4, 5)],
+    [(6, 9), (3, 5)],
+]  # three cameras, the second with a row more
+
+
+NUM_GROUPS = (1, 2, 4, 9, 35)  # one round of a warp's lanes over the groups, and several
+
+
+def assert_matches_reference(case, tolerance_of_coordinates):
+    dtype = case[0].dtype
+    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
+    B, C, Q = case[0].shape[0], case[0].shape[2], case[3].shape[1]
+    grad_output = torch.randn(B, Q, C, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output, grads = gradients(deformable_aggregation, case, grad_output)
+    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
+    assert relative_error(output, expected) < TOLERANCE[dtype]
+    tolerances = (TOLERANCE[dtype], tolerance_of_coordinates, tolerance_of_coordinates)
+    for name, grad, wanted, tolerance in zip(
+        ("features", "locations", "weights"), grads, expected_grads, tolerances, strict=True
+    ):
+        assert relative_error(grad, wanted) < tolerance, f"the gradient of {name}"
+
+
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("channels", range(1, 41))
+def test_any_number_of_channels_a_group(channels, dtype, device):
+    for G in NUM_GROUPS if device == "cuda" else NUM_GROUPS[:3]:
+        case = make_case(2, 7, 5, G, G * channels, SHAPES_groups, dtype=dtype, device=device)
+        assert_matches_reference(case, 1e-12 if dtype == torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("G, C", [(1, 48), (1, 96), (1, 130), (2, 192), (3, 399), (4, 288), (8, 1032)])
+def test_groups_of_many_channels(G, C, dtype, device):
+    case = make_case(2, 7, 5, G, C, SHAPES_groups, dtype=dtype, device=device)
+    assert_matches_reference(case, 1e-12 if dtype == torch.float64 else 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "sizes", [(0, 5, 3, 2, 4), (2, 0, 3, 2, 4), (2, 5, 0, 2, 4), (2, 5, 3, 2, 0)], ids=str
+    "channels, dtype", [(6, torch.float64), (12, torch.float32), (24, torch.bfloat16)], ids=str
 )
-def test_empty_sizes(sizes, device):
-    case = make_case(*sizes, dtype=torch.float32, device=device)
-    output, grads = gradients(deformable_aggregation, case, torch.ones(sizes[0], sizes[1], sizes[4]))
-    assert output.shape == (sizes[0], sizes[1], sizes[4]) and (output == 0).all()
-    assert [grad.shape for grad in grads] == [case[0].shape, case[3].shape, case[4].shape]
-    assert all((grad == 0).all() for grad in grads)
-
-
-def test_non_contiguous_inputs():
-    features, shapes, starts, locations, weights = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32)
-    strided = (
-        features.transpose(1, 2).contiguous().transpose(1, 2),
-        shapes.transpose(0, 1).contiguous().transpose(0, 1),
-        starts.t().contiguous().t(),
-        locations.transpose(0, 3).contiguous().transpose(0, 3),
-        weights.transpose(0, 5).contiguous().transpose(0, 5),
+def test_bad_channel_stays_in_its_group(channels, dtype, bad, device):
+    features, shapes, starts, locations, weights = make_case(
+        1, 5, 3, 3, 3 * channels, dtype=dtype, device=device
     )
-    assert not any(tensor.is_contiguous() for tensor in strided)
-    grad_output = torch.ones(1).expand(3, 9, 256)
-    output, grads = gradients(deformable_aggregation, strided, grad_output)
+    locations = locations * 0.4 + 0.3  # visible, every one
+    grad_output = torch.ones(1, 5, 3 * channels)
     expected, expected_grads = gradients(
-        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output.contiguous()
+        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output
     )
-    assert torch.equal(output, expected)
-    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+    features[:, :, 0] = bad
+    output, grads = gradients(
+        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output
+    )
+    assert not output[..., 0].isfinite().any() and torch.equal(output[..., 1:], expected[..., 1:])
+    assert not grads[2][..., 0].isfinite().any() and torch.equal(
+        grads[2][..., 1:], expected_grads[2][..., 1:]
+    )
+
+
+def run(case, grad_output, deterministic=False):
+    """Return the output and the gradients of the operators themselves, which copy no argument beforehand."""
+    ops = torch.ops.visdet
+    output = ops.deformable_aggregation.default(*case)
+    return output, *ops.deformable_aggregation_backward.default(grad_output, *case, deterministic)
+
+
+PATHS = {
+    "deformable_aggregation": ("packs", "single_values"),
+    "deformable_aggregation_backward": ("packs", "single_values"),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "op, path, dtype",
+    [
+        (op, path, dtype)
+        for op, paths in PATHS.items()
+        for path in paths
+        for dtype in TOLERANCE
+        if dtype != torch.float64 or path == "single_values"  # the only path of float64
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "G, C", [(4, 96), (16, 256), (5, 120)]
+)  # three packs of 16 bits a group, two packs of float32 a lane, idle lanes
+def test_every_path_gives_the_same(G, C, op, path, dtype):
+    case = make_case(2, 7, 5, G, C, SHAPES_groups, dtype=dtype, device="cuda")
+    grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
+    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
+    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
+    with choose_only(op, path):
+        results = run(case, grad_output)
+    wide = 1e-12 if dtype == torch.float64 else 2e-5
+    tolerances = (TOLERANCE[dtype], TOLERANCE[dtype], wide, wide)
+    for result, wanted, tolerance in zip(results, (expected, *expected_grads), tolerances, strict=True):
+        assert relative_error(result, wanted) < tolerance
+
+
+@pytest.mark.cuda
+def test_so_many_groups_and_levels_are_refused():
+    G = 1 << 21
+    features, zero = torch.zeros(1, device="cuda").expand(1, 4, G), torch.zeros(1, device="cuda")
+    weights = zero.expand(1, 1, 1, 1, 1, G)
+    with pytest.raises(RuntimeError, match=r"L \* G must be under 2.21 on CUDA, got 1 \* 2097152"):
+        deformable_aggregation(features, [[(2, 2)]], [[0]], zero.expand(1, 1, 1, 1, 2), weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", [(0, 2), (3, 0), (0, 0)], ids=lambda sizes: f"V{sizes[0]}-L{sizes[1]}")
+def test_no_cameras_or_no_levels(sizes, device):
+    V, L = sizes
+    case = (
+        torch.ones(2, 6, 8, device=device),
+        torch.ones(V, L, 2, dtype=torch.int64),
+        torch.zeros(V, L, dtype=torch.int64),
+        torch.full((2, 5, 3, V, 2), 0.5, device=device),
+        torch.ones(2, 5, 3, V, L, 4, device=device),
+    )
+    output, grads = gradients(deformable_aggregation, case, torch.ones(2, 5, 8))
+    assert output.shape == (2, 5, 8) and not output.any()
+    assert all(
+        grad.shape == case[i].shape and not grad.any() for i, grad in zip((0, 3, 4), grads, strict=True)
+    )
+
+
+def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
+    """Return a case on the GPU: one camera, one map, and Q * P samples within `spread` of its middle.
+
+    No sample lies between two cells, where the gradient of its location jumps and float32 may take the other side.
+    """
+    features, shapes, starts, locations, weights = make_case(
+        1, Q, P, 2, C, [[size]], dtype=torch.float32, device="cuda"
+    )
+    drawn = torch.rand(locations.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pixels = (drawn * spread + (0.5 - spread / 2)) * torch.tensor(size[::-1]) - 0.5
+    pixels = pixels.floor() + pixels.frac().abs().clamp(0.01, 0.99)
+    locations = ((pixels + 0.5) / torch.tensor(size[::-1])).to(locations)
+    return features, shapes, starts, locations, weights
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("spread", [0.01, 0.99], ids=["one-cell", "all-cells"])
+def test_sum_of_samples_far_apart_is_deterministic(spread):
+    # The samples of a cell have numbers up to 300 000: more than are sorted with a few bitmaps.
+    case = samples_on_a_map(3000, 100, spread)
+    grad_output = torch.randn(1, 3000, 8, generator=torch.Generator().manual_seed(1)).cuda()
+    runs = [run(case, grad_output, deterministic=True) for _ in range(3)]
+    for other in runs[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, runs[0], strict=True))
+    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
+    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
+    assert relative_error(runs[0][0], expected) < 1e-4
+    for grad, wanted in zip(runs[0][1:], expected_grads, strict=True):
+        assert relative_error(grad, wanted) < 1e-4
+
+
+@pytest.mark.cuda
+def test_tables_on_a_gpu_for_features_on_the_cpu_are_refused():
+    case = make_case(2, 5, 3, 2, 4, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="must be on the CPU or on the device of features"):
+        torch.ops.visdet.deformable_aggregation.default(case[0], case[1].cuda(), case[2].cuda(), *case[3:])
+
+
+STRAY_TABLES = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from test_deformable_aggregation import make_case
+import visdet.ops
+case = make_case(2, 5, 3, 2, 8, dtype=torch.float32, device="cuda")
+for shape, start in ((1, 2**63 - 1), (2**62, 0), (2**31, 2**31), (-1, 0), (0, 0), (3, -(2**63))):
+    shapes, starts = torch.full_like(case[1], shape).cuda(), torch.full_like(case[2], start).cuda()
+    output = torch.ops.visdet.deformable_aggregation.default(case[0], shapes, starts, *case[3:])
+    torch.ops.visdet.deformable_aggregation_backward.default(
+        torch.ones_like(output), case[0], shapes, starts, *case[3:], True
+    )
+    torch.cuda.synchronize()
+    assert output.isnan().any(), (shape, start)
+"""
+
+
+@pytest.mark.cuda
+def test_tables_on_the_device_with_any_numbers_lead_to_no_stray_access():
+    tests = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", STRAY_TABLES, str(tests), str(tests.parent), str(tests.parents[1])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+def rejection_case():
+    names = ("features", "level_shapes", "level_starts", "locations", "weights")
+    return dict(zip(names, make_case(2, 5, 3, 2, 4, dtype=torch.float32), strict=True))
+
+
+REJECTIONS = {
+    "features-4d": (
+        dict(features=torch.zeros(2, 1, 112, 4)),
+        r"features must be \[B, S, C\], got \[2, 1, 112, 4\]",
+    ),
+    "features-int": (
+        dict(features=torch.zeros(2, 112, 4, dtype=torch.int32)),
+        "features must be float64, float32",
+    ),
+    "shapes-2d": (
+        dict(level_shapes=torch.ones(3, 2, dtype=torch.int64)),
+        r"level_shapes must be \[V, L, 2\] \(height, width\), got",
+    ),
+    "shapes-zero": (
+        dict(level_shapes=torch.zeros(3, 2, 2, dtype=torch.int64)),
+        r"level_shapes\[0, 0\] must be a positive",
+    ),
+    "shapes-huge": (
+        dict(level_shapes=torch.full((3, 2, 2), 2**40)),
+        r"level_shapes\[0, 0\] must be a positive",
+    ),
+    "starts-shape": (
+        dict(level_starts=torch.zeros(3, dtype=torch.int64)),
+        r"level_starts must be \[V, L\] = \[3, 2\], got \[3\]",
+    ),
+    "starts-overlap": (
+        dict(level_starts=torch.zeros(3, 2, dtype=torch.int64)),
+        "level_starts must not let maps overlap",
+    ),
+    "starts-outside": (
+        dict(level_starts=torch.full((3, 2), 500)),
+        "camera 0, level 0 .35 rows from row 500. must lie",
+    ),
+    "starts-negative": (
+        dict(level_starts=torch.full((3, 2), -1)),
+        "camera 0, level 0 .35 rows from row -1. must lie",
+    ),
+    "locations-cameras": (
+        dict(locations=torch.zeros(2, 5, 3, 4, 2)),
+        r"locations must be \[B, Q, P, V, 2\] = \[2, Q, P, 3, 2\], got \[2, 5, 3, 4, 2\]",
+    ),
+    "weights-levels": (
+        dict(weights=torch.zeros(2, 5, 3, 3, 1, 2)),
+        r"weights must be \[B, Q, P, V, L, G\] = \[2, 5, 3, 3, 2, G\], got \[2, 5, 3, 3, 1, 2\]",
+    ),
+    "weights-groups": (
+        dict(weights=torch.zeros(2, 5, 3, 3, 2, 3)),
+        "must divide the channels C = 4 of features, got G = 3",
+    ),
+    "weights-no-groups": (
+        dict(weights=torch.zeros(2, 5, 3, 3, 2, 0)),
+        "must divide the channels C = 4 of features, got G = 0",
+    ),
+    "weights-device": (
+        dict(weights=torch.zeros(2, 5, 3, 3, 2, 2, device="meta")),
+        "weights must be on features' device cpu, got meta",
+    ),
+    "shapes-text": (dict(level_shapes="abc"), "level_shapes must be an integer tensor or nested"),
+    "shapes-fraction": (dict(level_shapes=[[(3.5, 2), (2, 2)]]), "level_shapes must be an integer"),
+    "starts-fraction": (dict(level_starts=[[0.5, 6.5]]), "level_starts must be an integer"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejects(name):
+    change, message = REJECTIONS[name]
+    with pytest.raises((RuntimeError, TypeError), match=f"^deformable_aggregation: .*{message}"):
+        deformable_aggregation(**(rejection_case() | change))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_between_maps_have_zero_gradients(dtype, device):
+    case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype, device=device)
+    features, shapes, starts, locations, weights = case
+    gap = features.new_full((2, 3, 20), math.nan)
+    apart = torch.cat([gap, features, gap], 1), shapes, starts + 3, locations, weights
+    output, grads = gradients(deformable_aggregation, case, torch.ones(2, 13, 20))
+    output_apart, grads_apart = gradients(deformable_aggregation, apart, torch.ones(2, 13, 20))
+    assert torch.equal(output_apart, output)
+    torch.testing.assert_close(grads_apart[0][:, 3:-3], grads[0])
+    assert (grads_apart[0][:, :3] == 0).all() and (grads_apart[0][:, -3:] == 0).all()
+
+
+def test_feature_maps_format_and_back():
+    maps = [torch.randn(2, 3, 4, H, W) for H, W in ((4, 6), (2, 3))]
+    features, shapes, starts = feature_maps_format(maps)
+    assert features.shape == (2, 3 * 30, 4)
+    assert shapes.tolist() == [[[4, 6], [2, 3]]] * 3
+    assert starts.tolist() == [[0, 24], [30, 54], [60, 84]]
+    assert torch.equal(features[1, 30 + 24 + 4], maps[1][1, 1, :, 1, 1])  # camera 1, level 1, (y, x) = (1, 1)
+    (back,) = feature_maps_format([features, shapes, starts], inverse=True)
+    assert all(torch.equal(*pair) for pair in zip(back, maps, strict=True))
+
+
+def test_feature_maps_format_of_cameras_of_two_sizes():
+    groups = [
+        [torch.randn(2, V, 4, H, W), torch.randn(2, V, 4, H // 2, W // 2)]
+        for V, H, W in ((2, 4, 6), (1, 6, 8))
+    ]
+    flat = feature_maps_format(groups)
+    assert flat[1].tolist() == [[[4, 6], [2, 3]]] * 2 + [[[6, 8], [3, 4]]]
+    back = feature_maps_format(flat, inverse=True)
+    for maps, wanted in zip(back, groups, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(maps, wanted, strict=True))
+
+
+def test_feature_maps_format_rejects():
+    for call, message in (
+        (lambda: feature_maps_format([]), "must hold at least one map, got none"),
+        (
+            lambda: feature_maps_format([torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 1, 4, 2, 3)]),
+            r"each level must be \[B, V, C, H, W\] = \[2, 3, 4, H, W\], got \[2, 1, 4, 2, 3\]",
+        ),
+        (
+            lambda: feature_maps_format([torch.zeros(3, 4)]),
+            r"each level must be \[B, V, C, H, W\], got \[3, 4\]",
+        ),
+        (lambda: feature_maps_format([[]]), r"each level must be \[B, V, C, H, W\], got none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    first, maps = [torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 3, 4, 2, 3)], torch.zeros(2, 1, 4, 5, 5)
+    for other, text in [
+        ([maps], r"got 1 like \[2, 1, 4, 5, 5\]"),
+        ([maps[:1], maps[:1]], r"got 2 like \[1, 1, 4, 5, 5\]"),
+        ([maps[:, :, :3], maps[:, :, :3]], r"got 2 like \[2, 1, 3, 5, 5\]"),
+    ]:
+        with pytest.raises(ValueError, match=rf"must have 2 levels \[2, V, 4, H, W\] as .*, {text}"):
+            feature_maps_format([first, other])
+
+
+def test_feature_maps_format_of_no_cameras():
+    features, shapes, starts = feature_maps_format([torch.zeros(2, 0, 4, 4, 6), torch.zeros(2, 0, 4, 2, 3)])
+    assert features.shape == (2, 0, 4) and shapes.shape == (0, 2, 2) and starts.shape == (0, 2)
+
+
+def test_errors_of_level_tables_name_the_operator_that_was_called():
+    key_points, logits = torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 1, 1, 1)
+    with pytest.raises(TypeError, match=r"^deformable_aggregation_fused: level_shapes must be .* got 'abc'"):
+        deformable_aggregation_fused(
+            torch.zeros(1, 4, 2), "abc", [[0]], key_points, torch.zeros(1, 1, 4, 4), None, logits
+        )
+    offsets, logits = torch.zeros(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1)
+    with pytest.raises(TypeError, match=r"^ms_deform_attn_fused: level_starts must be .* got 'abc'"):
+        ms_deform_attn_fused(
+            torch.zeros(1, 4, 1, 2), [(2, 2)], "abc", torch.zeros(1, 1, 1, 2), offsets, logits, 1
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_pairs_on_few_texels(deterministic, device):
+    # Every sample falls into one of four cells: hundreds of records a texel, 1200 pairs a query.
+    generator = torch.Generator().manual_seed(0)
+    case = list(make_case(1, 30, 400, 2, 16, [[(3, 3)]] * 3, device=device))
+    case[3] = (torch.rand(1, 30, 400, 3, 2, generator=generator, dtype=torch.float64) * 0.2 + 0.4).to(device)
+    grad_output = torch.randn(1, 30, 16, generator=generator, dtype=torch.float64)
+    expected, expected_grads = gradients(deformable_aggregation_reference, case, grad_output)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        output, grads = gradients(deformable_aggregation, case, grad_output)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_maps_than_travel_with_a_launch(device):
+    case = make_case(1, 5, 2, 2, 8, [[(3, 4)] * 5] * 20, device=device)
+    output, grads = gradients(deformable_aggregation, case, torch.ones(1, 5, 8))
+    expected, expected_grads = gradients(deformable_aggregation_reference, case, torch.ones(1, 5, 8))
+    torch.testing.assert_close((output, *grads), (expected, *expected_grads))
+
+
+@pytest.mark.cuda
+def test_tables_on_the_device_that_leave_features_yield_nan():
+    features, shapes, starts, locations, weights = make_case(
+        2, 5, 3, 2, 4, dtype=torch.float32, device="cuda"
+    )
+    locations[:] = 0.4
+    wrong = shapes.clone()
+    wrong[1, 1] = torch.tensor([1 << 40, 1 << 40])
+    case = (features, wrong.cuda(), starts.cuda(), locations, weights)
+    output, grads = gradients(deformable_aggregation, case, torch.ones(2, 5, 4))
+    assert output.isnan().all() and grads[0].isfinite().all()
+    assert grads[2][:, :, :, 1, 1].isnan().all() and grads[2][:, :, :, [0, 2]].isfinite().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((1 << 30, 1, 1, 1, 1), "features must have fewer than 2.30 rows S on CUDA, got 1073741824"),
+        ((4, 1 << 16, 1 << 15, 1, 1), r"Q \* P \* V \* L must be under 2.30 on CUDA"),
+        ((513, 1, 1, 513, 1), r"V \* L must be at most 512 on CUDA, got 513 \* 1"),
+    ],
+)
+def test_limits_on_cuda(sizes, message):
+    S, Q, P, V, L = sizes
+    features = torch.zeros(1, device="cuda").expand(1, S, 1)
+    locations = torch.zeros(1, device="cuda").expand(1, Q, P, V, 2)
+    weights = torch.zeros(1, device="cuda").expand(1, Q, P, V, L, 1)
+    tables = torch.ones(V, L, 2, dtype=torch.int64), torch.arange(V * L).view(V, L)
+    with pytest.raises(RuntimeError, match="deformable_aggregation: " + message):
+        deformable_aggregation(features, *tables, locations, weights)
+
+
+@pytest.mark.cuda
+def test_no_synchronisation():
+    case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device="cuda")
+    features, shapes, starts, locations, weights = case
+    maps = [torch.randn(3, 3, 16, H, W, device="cuda") for H, W in ((4, 6), (2, 3))]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(deformable_aggregation_function, case, torch.ones(3, 9, 256, device="cuda"))
+        on_device = (
+            features,
+            shapes.cuda(non_blocking=True),
+            starts.cuda(non_blocking=True),
+            locations,
+            weights,
+        )
+        gradients(deformable_aggregation_function, on_device, torch.ones(3, 9, 256, device="cuda"))
+        feature_maps_format(feature_maps_format(maps), inverse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements():
+    # features have 2^31 + 2^20 elements in bfloat16 (4.3 GB); the last rows are sampled and get a gradient.
+    C, H, W = 1024, 1024, 2050
+    features = torch.zeros(1, H * W, C, dtype=torch.bfloat16, device="cuda")
+    features[:, -1] = 3
+    centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, 1, 1, 2)
+    weights = torch.ones(1, 2, 1, 1, 1, 8, device="cuda")
+    out = deformable_aggregation(features.requires_grad_(), [[(H, W)]], [[0]], centre, weights)
+    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+    (grad,) = torch.autograd.grad(out.sum(), features)
+    torch.testing.assert_close(grad[0, -1], torch.full_like(grad[0, -1], 2), rtol=1e-2, atol=0)
+    assert not grad[0, :-W].any()

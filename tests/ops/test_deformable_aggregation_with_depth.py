@@ -1,17 +1,104 @@
 """deformable_aggregation_with_depth: by hand, and against the plain-torch definition."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from aggregation_cases import DEVICES, TOLERANCE, make_case
 from calls import gradients, relative_error
+from hypothesis import strategies as st
+from test_deformable_aggregation import (
+    _SPOILED,
+    DEVICES,
+    TOLERANCE,
+    _bounds,
+    _draw,
+    _launches_of_deformable_aggregation,
+    _of_shapes,
+    make_case,
+)
+from test_ms_deform_attn import gradient_sum, near_whole
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, largest
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_with_depth,
     deformable_aggregation_with_depth_reference,
 )
+
+
+def _draw_with_depth(draw: Draw) -> Problem:
+    problem = _draw(draw)
+    given, D = problem.arguments, draw.pick(1 if draw.has_bad_numbers else 0, 1, 2, 3, 8, 64)
+    features, locations = given["features"], given["locations"]
+    depths = draw.uniform(-2, D + 1, *locations.shape[:-1], 1)
+    if draw.chance(0.2):
+        depths = depths.round()
+    depths = depths.to(locations)
+    near = near_whole(depths.to(problem.wide).double().cpu() + 0.5, torch.ones(1))
+    draw.leave_out(depths, near)
+    joined = torch.cat([locations.detach(), depths], -1)
+    order = ("features", "depth_probs", "level_shapes", "level_starts", "locations", "weights")
+    depth_probs = draw.place(draw.uniform(0, 1, *features.shape[:2], D), features.dtype)
+    arguments = {
+        **given,
+        "depth_probs": depth_probs,
+        "locations": draw.place(joined, joined.dtype, can_expand=False),
+    }
+    return replace(
+        problem,
+        arguments={name: arguments[name] for name in order},
+        differentiable=("features", "depth_probs", "locations", "weights"),
+        error_factor=4 * problem.error_factor,
+        skip={"locations": torch.cat([torch.as_tensor(problem.skip["locations"]), near], -1)},
+    )
+
+
+def _depth_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    _bounds(problem, bounds)
+    if "depth_probs" in bounds:
+        given = problem.arguments
+        channels = max(1, given["features"].shape[2])
+        bounds["depth_probs"] = (
+            channels * largest(given["features"]) * largest(given["weights"]) * gradient_sum(bounds)
+        )
+        if "locations" in bounds:
+            bounds["locations"] *= max(1.0, channels)
+
+
+@st.composite
+def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str, Any]:
+    arguments = draw(_launches_of_deformable_aggregation())
+    features, locations = arguments.pop("features"), arguments.pop("locations")
+    depth_probs = sizes.empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
+    arguments["locations"] = sizes.empty(*locations.shape[:-1], 3, dtype=locations.dtype)
+    return {"features": features, "depth_probs": depth_probs, **arguments}
+
+
+OPERATORS = (
+    Operator(
+        "deformable_aggregation_with_depth",
+        deformable_aggregation_with_depth,
+        _draw_with_depth,
+        deformable_aggregation_with_depth_reference,
+        _depth_bounds,
+        reads_beside=("features", "depth_probs"),
+        spoiled={**_SPOILED, "depth_probs": ("rank", "type", 0, 1)},
+        aliases=("deformable_aggregation",),
+        of_size=(
+            lambda n: _of_shapes(
+                features=(n, 18, 4),
+                depth_probs=(n, 18, 3),
+                locations=(n, 5, 3, 2, 3),
+                weights=(n, 5, 3, 2, 1, 2),
+            ),
+        ),
+        launches=_launches_of_deformable_aggregation_with_depth,
+    ),
+)
+
 
 CASES = {  # B, Q, P, G, C, D
     "B2-Q13-P4-G2-C20-D6": (2, 13, 4, 2, 20, 6),
@@ -122,22 +209,6 @@ def test_gradcheck_and_parts_of_one_tensor(device):
     assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12)
     dense = deformable_aggregation_with_depth(features, depth_probs, shapes, starts, locations, weights)
     assert torch.equal(function(*leaves), dense)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("axis", range(6))
-def test_empty_sizes(axis, device):
-    sizes = [2, 5, 3, 2, 4, 3]
-    sizes[axis] = 0
-    if axis == 3:
-        sizes[4] = 0  # no groups of no channels
-    case = make(*sizes, dtype=torch.float32, device=device)
-    output, grads = gradients(
-        deformable_aggregation_with_depth, case, torch.ones(sizes[0], sizes[1], sizes[4])
-    )
-    assert output.shape == (sizes[0], sizes[1], sizes[4]) and not output.any()
-    assert [grad.shape for grad in grads] == [case[i].shape for i in (0, 1, 4, 5)]
-    assert not any(grad.any() for grad in grads)
 
 
 @pytest.mark.parametrize(

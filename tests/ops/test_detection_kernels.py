@@ -1,11 +1,126 @@
 """Kernels of the detection operators: against their plain-torch definitions."""
 
+import functools
+from typing import NamedTuple
+
 import pytest
 import torch
-from detection_cases import CASES, DEVICES, EMPTY, TOLERANCE, assert_near, draw, first_of, run
+from torch.library import opcheck
 
+from visdet.ops import _library, carafe, roi_pool, sigmoid_focal_loss, soft_nms
+from visdet.ops.carafe import carafe_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
+from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class Setup(NamedTuple):
+    """An operator's overload, its reference, arguments, and which of them have gradients."""
+
+    op: object
+    reference: object
+    arguments: tuple
+    differentiable: tuple
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rois_of(N, B, H, W, seed=0):
+    """Return regions, some across the border, one of no image and one without area."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.tensor([W, H], dtype=torch.float64)
+    corner = (torch.rand(N, 2, generator=generator, dtype=torch.float64) * 1.4 - 0.3) * size
+    extent = torch.rand(N, 2, generator=generator, dtype=torch.float64) * size
+    rois = torch.cat([torch.randint(0, B, (N, 1), generator=generator), corner, corner + extent], 1)
+    if N > 3:
+        rois[1, 0], rois[2, 0] = B, -1
+        rois[3, 3:] = rois[3, 1:3] - 2
+    return rois
+
+
+def make_roi_pool(dtype, device, B=2, C=3, H=9, W=11, N=7, PH=3, PW=2, scale=0.7):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    arguments = (
+        draw(B, C, H, W).to(device, dtype),
+        rois_of(N, B, H / scale, W / scale).to(device, wide),
+        PH,
+        PW,
+        scale,
+    )
+    return Setup(torch.ops.visdet.roi_pool.default, roi_pool_reference, arguments, (0,))
+
+
+def make_far_apart(dtype, device):
+    """Two small regions in corners of a map: on the CPU each is laid out by itself."""
+    setup = make_roi_pool(dtype, device, B=1, C=19, H=40, W=50, N=2, PH=3, PW=4, scale=1.0)
+    rois = setup.arguments[1].new_tensor([[0, 1, 2, 6, 5], [0, 44.5, 33, 49, 41]])
+    return setup._replace(arguments=(setup.arguments[0], rois, *setup.arguments[2:]))
+
+
+def make_focal(dtype, device, N=13, C=7, gamma=2.0, weighted=True):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    target = torch.randint(-1, C + 2, (N,), generator=torch.Generator().manual_seed(1))
+    weight = draw(C if weighted else 0, seed=2).abs().to(device, wide)
+    arguments = ((draw(N, C) * 4).to(device, dtype), target.to(device), weight, gamma, 0.3)
+    op = torch.ops.visdet.sigmoid_focal_loss.default
+    return Setup(op, sigmoid_focal_loss_reference, arguments, (0,))
+
+
+def make_carafe(dtype, device, B=2, C=6, H=5, W=7, K=3, G=2, s=2):
+    masks = draw(B, G * K * K, H * s, W * s, seed=1)
+    arguments = (draw(B, C, H, W).to(device, dtype), masks.to(device, dtype), K, G, s)
+    return Setup(torch.ops.visdet.carafe.default, carafe_reference, arguments, (0, 1))
+
+
+CASES = {
+    "roi_pool": make_roi_pool,
+    "roi_pool-large-bins": functools.partial(make_roi_pool, H=40, W=50, PH=1, PW=3, N=4, C=1),
+    "roi_pool-many-bins": functools.partial(make_roi_pool, PH=14, PW=13, N=5, C=17, scale=1.0),
+    "roi_pool-far-apart": make_far_apart,
+    "roi_pool-one-pixel": functools.partial(make_roi_pool, H=1, W=1),
+    "focal": make_focal,
+    "focal-one-class": functools.partial(make_focal, N=333, C=1, weighted=False),
+    "focal-80": functools.partial(make_focal, N=70, C=80, gamma=1.5, weighted=False),
+    "focal-gamma-0": functools.partial(make_focal, N=5, C=33, gamma=0.0),
+    "focal-packed": functools.partial(make_focal, N=9, C=64),
+    "carafe": make_carafe,
+    "carafe-wide": functools.partial(make_carafe, B=1, C=9, H=3, W=37, K=5, G=1),
+    "carafe-one": functools.partial(make_carafe, B=1, C=2, H=1, W=1, K=7, G=2, s=3),
+    "carafe-no-scale": functools.partial(make_carafe, C=20, G=1, K=1, s=1),
+}
+
+
+def first_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def run(function, setup, grad_output=None, exact=False):
+    """Return the output and the gradients, of the arguments in float64 on the CPU if ``exact``."""
+    arguments = [
+        a.double().cpu() if exact and isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a.cpu() if exact and isinstance(a, torch.Tensor) else a
+        for a in setup.arguments
+    ]  # fmt: skip
+    leaves = [arguments[i].detach().clone().requires_grad_() for i in setup.differentiable]
+    for i, leaf in zip(setup.differentiable, leaves, strict=True):
+        arguments[i] = leaf
+    output = first_of(function(*arguments))
+    if grad_output is None:
+        grad_output = draw(*output.shape, seed=5).to(output)
+    return output.detach(), torch.autograd.grad(output, leaves, grad_output.to(output), allow_unused=True)
+
+
+def assert_near(actual, expected, dtype):
+    scale = max(expected.abs().max().item(), 1e-30) if expected.numel() else 1.0
+    assert actual.shape == expected.shape and actual.dtype == dtype
+    torch.testing.assert_close(actual.double().cpu() / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -34,25 +149,6 @@ def test_argmax_is_the_references(device):
         expected = roi_pool_reference(*(a.cpu() if torch.is_tensor(a) else a for a in setup.arguments))
         for found, wanted in zip(setup.op(*setup.arguments), expected, strict=True):
             assert torch.equal(found.cpu(), wanted) and found.dtype == wanted.dtype
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_regions_without_end_have_a_result(device):
-    values = draw(1, 2, 5, 6).float()
-    inf, nan = float("inf"), float("nan")
-    boxes = [
-        (0, 0, inf, 3),
-        (-inf, 0, inf, 3),
-        (nan, 0, 3, 3),
-        (0, 0, nan, nan),
-        (1e30, 0, 2e30, 3),
-        (-1e30, 0, 1e30, 9),
-    ]
-    rois = torch.tensor([(0, *box) for box in boxes] + [(nan, 0, 0, 3, 3), (1e30, 0, 0, 3, 3)])
-    found = roi_pool_with_argmax(values.to(device), rois.to(device), (2, 2), 1.0)
-    for one, wanted in zip(found, roi_pool_reference(values, rois, 2, 2, 1.0), strict=True):
-        assert torch.equal(one.cpu(), wanted)
-    assert (found[1].cpu() >= 0).any() and (found[1].cpu() < 0).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,55 +202,155 @@ def test_gradients_numerically(case):
     assert torch.autograd.gradcheck(function, leaves)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", EMPTY)
-def test_sizes_of_zero(case, dtype, device):
-    setup = EMPTY[case](dtype, device)
-    output, grads = run(setup.op, setup)
-    expected = first_of(setup.reference(*setup.arguments))
-    assert torch.equal(output, expected) and output.dtype == dtype
-    for i, grad in zip(setup.differentiable, grads, strict=True):
-        assert grad.shape == setup.arguments[i].shape and not grad.any()
+@pytest.mark.parametrize(
+    ("case", "position", "replacement", "message"),
+    [
+        ("roi_pool", 0, lambda t: t[0], r"roi_pool: input must be \[B, C, H, W\], got \[3, 9, 11\]"),
+        (
+            "roi_pool",
+            0,
+            lambda t: t.int(),
+            "roi_pool: input must be float64, float32, float16 or bfloat16, got Int",
+        ),
+        ("roi_pool", 1, lambda t: t[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
+        (
+            "roi_pool",
+            1,
+            lambda t: t.double(),
+            "roi_pool: rois must be Float for input of type Float, got Double",
+        ),
+        ("roi_pool", 2, lambda _: 0, "roi_pool: output_size must be positive, got 0 x 2"),
+        ("focal", 0, lambda t: t[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
+        ("focal", 0, lambda t: t.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
+        ("focal", 1, lambda t: t[1:], r"target must be \[13\], got \[12\]"),
+        ("focal", 1, lambda t: t.int(), "target must be int64, got Int"),
+        ("focal", 2, lambda t: t[1:], r"weight must be \[7\] or empty, got \[6\]"),
+        ("focal", 2, lambda t: t.double(), "weight must be Float for input of type Float, got Double"),
+        ("carafe", 0, lambda t: t[0], r"carafe: features must be \[B, C, H, W\], got \[6, 5, 7\]"),
+        ("carafe", 0, lambda t: t.int(), "features must be float64, float32, float16 or bfloat16, got Int"),
+        ("carafe", 1, lambda t: t[:, 1:], r"masks must be \[2, 18, 10, 14\], got \[2, 17, 10, 14\]"),
+        ("carafe", 1, lambda t: t.double(), "masks must be Float, the type of features, got Double"),
+        ("carafe", 2, lambda _: 2, "kernel_size must be odd and below 256, got 2"),
+        ("carafe", 3, lambda _: 4, "features must have a multiple of 4 channels, got 6"),
+        ("carafe", 4, lambda _: 0, "scale_factor must be from 1 to 255, got 0"),
+    ],
+)
+def test_rejections(case, position, replacement, message):
+    setup = CASES[case](torch.float32, "cpu")
+    arguments = list(setup.arguments)
+    arguments[position] = replacement(arguments[position])
+    with pytest.raises(RuntimeError, match=message):
+        setup.op(*arguments)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["roi_pool", "focal", "focal-packed", "carafe"])
-def test_strides_do_not_matter(case, device):
-    setup = CASES[case](torch.float32, device)
-
-    def strided(a):
-        if not torch.is_tensor(a) or a.numel() == 0:
-            return a
-        return (
-            torch.stack([a, a + 1], -1)[..., 0]
-            if a.dim() == 1
-            else a.transpose(0, 1).contiguous().transpose(0, 1)
-        )
-
-    moved = setup._replace(arguments=tuple(map(strided, setup.arguments)))
-    for (out, grads), (wanted, wanted_grads) in [(run(setup.op, moved), run(setup.op, setup))]:
-        assert torch.equal(out, wanted)
-        for grad, wanted in zip(grads, wanted_grads, strict=True):
-            torch.testing.assert_close(grad, wanted)
-    output = first_of(setup.op(*setup.arguments))
-    one = torch.ones((), device=device).expand(output.shape)  # the gradient of a sum
-    for first, second in zip(
-        run(setup.op, setup, one)[1], run(setup.op, setup, one.contiguous())[1], strict=True
-    ):
-        torch.testing.assert_close(first, second)
+def soft_boxes(N, dtype, grid=False):
+    generator = torch.Generator().manual_seed(N)
+    corner = torch.rand(N, 2, generator=generator) * 60
+    extent = torch.rand(N, 2, generator=generator) * 40 + 1
+    scores = torch.rand(N, generator=generator)
+    if grid:  # many equal overlaps and scores
+        corner, extent, scores = corner.round(), torch.full_like(extent, 20), (scores * 8).round() / 8
+    return torch.cat([corner, corner + extent], 1).to(dtype), scores.to(dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["roi_pool-many-bins", "roi_pool-one-pixel", "focal", "carafe"])
-def test_deterministic_backward(case, device):
-    setup = CASES[case](torch.float32, device)
-    expected = run(setup.op, setup)[1]
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = run(setup.op, setup)[1], run(setup.op, setup)[1]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for one, other, wanted in zip(first, second, expected, strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("grid", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 300])
+@pytest.mark.parametrize("method", range(3))
+def test_soft_nms_matches_reference(method, N, dtype, grid):
+    boxes, scores = soft_boxes(N, dtype, grid)
+    for offset, min_score in ((0, 1e-3), (1, 0.2)):
+        settings = (0.3, 0.5, min_score, method, offset)
+        dets, keep = torch.ops.visdet.soft_nms(boxes, scores, None, *settings)
+        expected, expected_keep = soft_nms_reference(boxes, scores, *settings)
+        assert torch.equal(keep, expected_keep)
+        torch.testing.assert_close(dets, expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=0)
+
+
+@pytest.mark.parametrize("method", SOFT_METHODS)
+def test_soft_nms_of_what_is_no_box(method):
+    boxes, scores = soft_boxes(20, torch.float64)
+    boxes[3], boxes[5, 2], boxes[7] = boxes[3, 0], float("nan"), float("inf")  # no area, no number, no end
+    scores[2], scores[9], scores[11] = float("nan"), float("inf"), -float("inf")
+    settings = (0.3, 0.5, 1e-3, SOFT_METHODS.index(method), 0)
+    found, expected = (
+        torch.ops.visdet.soft_nms(boxes, scores, None, *settings),
+        soft_nms_reference(boxes, scores, *settings),
+    )
+    assert torch.equal(found[1], expected[1]) and found[1][-1] == 2
+    torch.testing.assert_close(found[0], expected[0], equal_nan=True)
+
+
+def test_soft_nms_registration():
+    boxes, scores = soft_boxes(9, torch.float32)
+    for classes in (None, torch.arange(9) % 3):
+        opcheck(torch.ops.visdet.soft_nms.default, (boxes, scores, classes, 0.3, 0.5, 1e-3, 1, 0))
+    program = torch.export.export(SoftNms(), (boxes, scores))
+    for found, wanted in zip(program.module()(boxes, scores), soft_nms(boxes, scores), strict=True):
+        assert torch.equal(found, wanted)
+
+
+class SoftNms(torch.nn.Module):
+    def forward(self, boxes, scores):
+        return soft_nms(boxes, scores)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3, 5), torch.zeros(3)), r"soft_nms: boxes must be \[N, 4\], got \[3, 5\]"),
+        ((torch.zeros(3, 4).half(), torch.zeros(3)), "soft_nms: boxes must be float64 or float32, got Half"),
+        ((torch.zeros(3, 4), torch.zeros(2)), r"soft_nms: scores must be \[3\], got \[2\]"),
+        ((torch.zeros(3, 4), torch.zeros(3).double()), "scores must be Float, the type of boxes, got Double"),
+        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(2).long()), r"classes must be \[3\], got \[2\]"),
+        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3)), "classes must be int64, got Float"),
+        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.5, 0.0, 3), "method must be 0, 1 or 2, got 3"),
+        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.0, 0.0, 2), "sigma must be positive, got 0"),
+    ],
+)
+def test_soft_nms_rejections(arguments, message):
+    settings = (None, 0.3, 0.5, 0.0, 1, 0)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.visdet.soft_nms(*arguments, *settings[len(arguments) - 2 :])
+    with pytest.raises(ValueError, match="soft_nms: sigma must be positive, got 0"):
+        soft_nms(torch.zeros(3, 4), torch.zeros(3), sigma=0, method="gaussian")
+
+
+def test_without_the_library_the_reference_runs(monkeypatch):
+    boxes, scores = soft_boxes(30, torch.float32)
+    x, logits = draw(1, 4, 3, 3).float(), draw(5, 3).float()
+    masks, target, rois = (
+        draw(1, 9, 6, 6).float(),
+        torch.tensor([0, 3, 1, 2, 0]),
+        torch.tensor([[0.0, 0, 0, 2, 2]]),
+    )
+
+    def everything():
+        return [
+            *soft_nms(boxes, scores),
+            roi_pool(x, rois, 2),
+            carafe(x, masks, 3, 1, 2),
+            sigmoid_focal_loss(logits, target),
+        ]
+
+    served = everything()
+    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    for one, other in zip(served, everything(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.cuda
+def test_more_elements_than_32_bits_count():
+    rows = (1 << 31) // 1024 + 3
+    logits = torch.zeros(rows, 1024, dtype=torch.bfloat16, device="cuda")
+    target = torch.full((rows,), 1024, device="cuda")
+    target[-1] = 1023
+    logits[-1, 1023] = 3
+    loss = torch.ops.visdet.sigmoid_focal_loss(logits, target, torch.empty(0, device="cuda"), 2.0, 0.25)
+    expected = sigmoid_focal_loss(logits[-1:].float().cpu(), torch.tensor([1023]), reduction="none")
+    torch.testing.assert_close(loss[-1:].float().cpu(), expected, rtol=1e-2, atol=1e-3)
+    del loss, logits
+    maps = torch.zeros(1, 1, 70, 70, device="cuda", dtype=torch.bfloat16)
+    maps[0, 0, 69, 69] = 2
+    regions = torch.tensor([[0.0, 69, 69, 69, 69]], device="cuda").expand((1 << 31) // 4900 + 5, 5)
+    assert roi_pool(maps, regions, 70)[-1].eq(2).all()

@@ -1,9 +1,22 @@
 """The kernels of features of chosen points against their definition, forward and backward, and their refusals."""
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import strategies as st
+from torch import Tensor
 
-from visdet.ops import _library
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
+from visdet.ops import (
+    _library,
+    assign_score_withk,
+    gather_points,
+    group_points,
+    stack_group_points,
+    three_interpolate,
+)
 from visdet.ops.gather_points import (
     gather_gradient,
     gather_points_reference,
@@ -11,7 +24,186 @@ from visdet.ops.gather_points import (
     stacked_indices,
     stacked_indices_reference,
 )
-from visdet.ops.mmcv.point_gathering import gather_points, group_points, three_interpolate
+
+
+def draw_features(draw: Draw, *shape: int) -> Tensor:
+    return draw.place(draw.with_bad_numbers(draw.numbers(*shape)), draw.dtype())
+
+
+def draw_index(draw: Draw, low: int, high: int, *shape: int) -> Tensor:
+    kind = draw.pick(torch.int32, torch.int64)
+    return draw.place(draw.whole(low, max(high, low + 1), *shape), kind, can_expand=False)
+
+
+def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
+    return Problem(
+        arguments,
+        differentiable=(features, *others),
+        wide=wide_of(arguments[features].dtype),
+        error_factor=2000.0,
+    )
+
+
+def _draw_groups(draw: Draw) -> Problem:
+    B, C, N = draw.size(3), draw.size(5), draw.size(30)
+    M, K = (draw.size(12), draw.size(6)) if N else (0, draw.size(6))
+    given = {"features": draw_features(draw, B, C, N), "indices": draw_index(draw, 0, N, B, M, K)}
+    return linear_problem("features", given)
+
+
+def _groups(features: Tensor, indices: Tensor) -> Tensor:
+    image = torch.arange(len(features), device=features.device)[:, None, None]
+    return features.transpose(1, 2)[image, indices.long()].permute(0, 3, 1, 2)
+
+
+def _draw_gathers(draw: Draw) -> Problem:
+    problem = _draw_groups(draw)
+    K = problem.arguments["indices"].shape[2]
+    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else draw_index(draw, 0, 1, 0, 0)
+    problem.arguments["features"] = problem.arguments["features"][: len(problem.arguments["indices"])]
+    return problem
+
+
+def _groups_of_size(n: int) -> Problem:
+    index = torch.arange(2 * n * 3).reshape(2, n, 3) % 5
+    return Problem({"features": rand(2, 3, 5), "indices": index.int()}, ("features",))
+
+
+def _interpolation_of_size(n: int) -> Problem:
+    arguments = _groups_of_size(n).arguments | {"weight": rand(2, n, 3)}
+    return Problem(arguments, ("features", "weight"))
+
+
+@st.composite
+def _launches_of_groups(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    B, C, N, M = draw(sizes.small), draw(sizes.channels), draw(sizes.count), draw(sizes.count)
+    K = 3 if name == "three_interpolate" else draw(sizes.channels)
+    dtype, index_dtype = draw(sizes.value_types), draw(st.sampled_from([torch.int32, torch.int64]))
+    indices = sizes.empty(B, M, *([] if name == "gather_points" else [K]), dtype=index_dtype)
+    given = {"features": sizes.empty(B, C, N, dtype=dtype), "indices": indices}
+    return given | ({"weight": sizes.empty(B, M, K, dtype=dtype)} if name == "three_interpolate" else {})
+
+
+def _draw_interpolation(draw: Draw) -> Problem:
+    B, C, M = draw.size(3), draw.size(5), draw.size(30, 0)
+    N = draw.size(12)
+    features = draw_features(draw, B, C, M)
+    weight = draw.place(draw.with_bad_numbers(draw.numbers(B, N, 3)), features.dtype)
+    given = {"features": features, "indices": draw_index(draw, 0, M, B, N, 3), "weight": weight}
+    return linear_problem("features", given, "weight")
+
+
+def _interpolated(features: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
+    return (_groups(features, indices) * weight[:, None]).sum(3)
+
+
+def _draw_stacked_groups(draw: Draw) -> Problem:
+    clouds, C, K = draw.size(4), draw.size(5), draw.size(6)
+    counts, groups = ([draw.size(12, 0.1) for _ in range(clouds)] for _ in range(2))
+    given = {
+        "features": draw_features(draw, sum(counts), C),
+        "features_batch_cnt": torch.tensor(counts, dtype=torch.int32).to(draw.device),
+        "indices": draw_index(draw, -2, 14, sum(groups), K),
+        "indices_batch_cnt": torch.tensor(groups, dtype=torch.int32).to(draw.device),
+    }
+    return linear_problem("features", given)
+
+
+def _stacked_groups(
+    features: Tensor, features_batch_cnt: Tensor, indices: Tensor, indices_batch_cnt: Tensor
+) -> Tensor:
+    parts = [features.new_zeros(0, features.shape[1], indices.shape[1]) + features.sum() * 0]
+    for cloud, index in zip(
+        features.split(features_batch_cnt.tolist()), indices.split(indices_batch_cnt.tolist()), strict=True
+    ):
+        is_inside = (index >= 0) & (index < len(cloud))
+        padded = torch.cat([cloud, cloud.new_zeros(1, cloud.shape[1])])
+        parts.append(padded[torch.where(is_inside, index.long(), len(cloud))].transpose(1, 2))
+    return torch.cat(parts)
+
+
+def _draw_scores(draw: Draw) -> Problem:
+    B, N, M, C, P, K = (draw.size(limit) for limit in (3, 20, 4, 5, 12, 6))
+    features = draw_features(draw, B, N, M, C)
+    given = {
+        "scores": draw_features(draw, B, P, K, M),
+        "point_features": features,
+        "center_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, M, C)), features.dtype),
+        "knn_idx": draw_index(draw, *draw.pick((0, N), (-1, N + 1)), B, P, K),
+    }
+    return linear_problem("point_features", given, "scores", "center_features")
+
+
+def _assigned(scores: Tensor, point_features: Tensor, center_features: Tensor, knn_idx: Tensor) -> Tensor:
+    """Return the sums for centers of the other sign, whose magnitudes are a bound."""
+    B, N = point_features.shape[:2]
+    cloud = torch.arange(B, device=knn_idx.device)[:, None, None]
+    center = knn_idx[..., :1].expand(knn_idx.shape)
+    is_inside = (knn_idx >= 0) & (knn_idx < N) & (center >= 0) & (center < N)
+
+    def rows(features: Tensor, index: Tensor) -> Tensor:  # The row N is 0.
+        padded = torch.cat([features, features.new_zeros(B, 1, *features.shape[2:])], 1)
+        return padded[cloud, torch.where(is_inside, index.long(), N)]
+
+    summed = rows(point_features, knn_idx) + rows(center_features, center)
+    scores = torch.where(is_inside[..., None], scores, 0)
+    return torch.einsum("bpkm,bpkmc->bcpk", scores, summed)
+
+
+OPERATORS = (
+    Operator(
+        "group_points",
+        group_points,
+        _draw_groups,
+        _groups,
+        spoiled={"features": ("rank",), "indices": ("rank", 0)},
+        aliases=("gather_points",),
+        of_size=(_groups_of_size,),
+        launches=lambda: _launches_of_groups("group_points"),
+    ),
+    Operator(
+        "gather_points",
+        gather_points,
+        _draw_gathers,
+        lambda features, indices: _groups(features, indices[..., None]).squeeze(3),
+        spoiled={"features": ("rank",), "indices": ("rank", 0)},
+        launches=lambda: _launches_of_groups("gather_points"),
+    ),
+    Operator(
+        "stack_group_points",
+        stack_group_points,
+        _draw_stacked_groups,
+        _stacked_groups,
+        spoiled={"features": ("rank", 0), "indices": ("rank", 0)},
+    ),
+    Operator(
+        "three_interpolate",
+        three_interpolate,
+        _draw_interpolation,
+        _interpolated,
+        spoiled={
+            "features": ("rank", "type"),
+            "indices": ("rank", 0, 1, 2),
+            "weight": ("rank", "type", 1, 2),
+        },
+        aliases=("gather_points",),
+        of_size=(_interpolation_of_size,),
+        launches=lambda: _launches_of_groups("three_interpolate"),
+    ),
+    Operator(
+        "assign_score_withk",
+        lambda center_features, **given: assign_score_withk(center_features=-center_features, **given),
+        _draw_scores,
+        _assigned,
+        spoiled={
+            "scores": ("rank", "type", 0, 3),
+            "point_features": ("rank", "type", 0, 1, 2, 3),
+            "center_features": ("rank", 0, 1, 2, 3),
+            "knn_idx": ("rank", 0, 1, 2),
+        },
+    ),
+)
+
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LAYOUTS = {"of each image": (3, 20, 9), "shared": (9, 20)}
@@ -53,24 +245,6 @@ def test_kernels_are_the_definition(M, layout, dtype, index_dtype, has_weight, z
     close = dict(rtol=0, atol=2e-3 if dtype == torch.float32 else 1e-11)  # of sums of up to 5000 numbers
     torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), wanted, **close)
     torch.testing.assert_close(gather_gradient(grad, features.shape, *others), wanted[0], **close)
-
-
-@pytest.mark.parametrize("has_weight", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_deterministic_gradients(layout, has_weight, device):
-    features, *others = inputs(layout, torch.float32, torch.int32, has_weight, False, device, 5000)
-    features.requires_grad_()
-    grads = []
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(3):
-            output = gathered(features, *others)
-            grads += [*torch.autograd.grad(output.square().sum(), features)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-    expected = torch.autograd.grad(gather_points_reference(features, *others).square().sum(), features)[0]
-    torch.testing.assert_close(grads[0], expected, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -121,16 +295,3 @@ def test_messages(arguments, message):
         torch.ops.visdet.gather_points(*arguments, False)
     with pytest.raises(RuntimeError, match=f"gather_points_backward: {message}"):
         torch.ops.visdet.gather_points_backward(F, *arguments, False, True, True)
-
-
-def test_messages_of_stacked_indices():
-    _library.require_cpu()
-    run, index, count = torch.ops.visdet.stacked_indices, I[0], torch.zeros(1, dtype=torch.int32)
-    for arguments, message in (
-        ((I, count, count), r"indices must be \[M, K\]"),
-        ((index, count.long(), count), "sizes must be int32, got Long"),
-        ((index, count, count[:0]), r"groups must be \[clouds\] = \[1\], got \[0\]"),
-        ((index, count[:0], count[:0]), "sizes must have a cloud"),
-    ):
-        with pytest.raises(RuntimeError, match=f"stacked_indices: {message}"):
-            run(*arguments)

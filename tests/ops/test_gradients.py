@@ -184,18 +184,6 @@ def test_tensors_without_data_beside_others_are_refused(name):
                 function(first, **{key: argument.to("meta")})
 
 
-def test_eager_calls_and_torch_ops_agree():
-    torch.manual_seed(0)
-    value, levels, _, *rest = attention_arguments()
-    leaves = [t.requires_grad_() for t in (value, *rest)]
-    overload = torch.ops.visdet.ms_deform_attn(leaves[0], SHAPES, STARTS, *leaves[1:])
-    eager = ms_deform_attn(leaves[0], levels, None, *leaves[1:])
-    assert torch.equal(eager, overload)
-    grad = rand(*eager.shape)
-    found, expected = (torch.autograd.grad(output, leaves, grad) for output in (eager, overload))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 def test_a_trace_holds_the_operator(tmp_path):
     torch.manual_seed(0)

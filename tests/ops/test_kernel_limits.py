@@ -1,37 +1,16 @@
 """Kernels at the ends of their limits, and each path of an operator that has several, against one another."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
 from test_sample_ops import OPS, SIZES, gradients, make_case, relative_error
 
 from visdet.ops import carafe, ms_deform_attn, roi_pool, sample_dot, sample_dot_reference
+from visdet.ops.explain import choose_only
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
-
-@contextmanager
-def only(**paths):
-    """Let calls of each operator named take only this path."""
-    for op, path in paths.items():
-        torch.ops.visdet_plan.choose_only(op, path)
-    try:
-        yield
-    finally:
-        for op in paths:
-            torch.ops.visdet_plan.choose_only(op, "")
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -58,9 +37,9 @@ def test_sample_dot_with_every_number_of_octaves(dtype, octaves, device):
 @pytest.mark.parametrize("name", OPS)
 def test_sample_ops_give_the_same_by_every_path(name, sizes):
     tensors, rest = make_case(name, *SIZES[sizes], dtype=torch.float32, device="cuda")
-    with only(**{f"sample_{name}": "copy_first"}):
+    with choose_only(f"sample_{name}", "copy_first"):
         expected = OPS[name][0](*tensors, *rest)
-    with only(**{f"sample_{name}": "in_place"}):
+    with choose_only(f"sample_{name}", "in_place"):
         tensors[0] = tensors[0].to(memory_format=torch.channels_last)
         assert torch.equal(OPS[name][0](*tensors, *rest), expected)
 
@@ -78,8 +57,11 @@ def test_all_samples_in_one_cell(Q, D):
     grad_output = torch.ones(1, dtype=torch.float64)
     _, expected = gradients(OPS["sum"][1], exact, grad_output)
     tensors = [tensor.float().cuda() for tensor in exact]
-    with deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
         runs = [gradients(OPS["sum"][0], tensors, grad_output)[1] for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
     for grads in runs:
         assert all(torch.equal(*pair) for pair in zip(grads, runs[0], strict=True))
         assert relative_error(grads[0], expected[0]) < 1e-3
@@ -133,7 +115,7 @@ def test_deform_conv2d_gives_the_same_by_every_path(dtype):
     grad_output = draw(B, M, H, W)
     results = {}
     for path in ("packs", "values"):
-        with only(deform_conv2d=path, deform_conv2d_backward=path):
+        with choose_only("deform_conv2d", path), choose_only("deform_conv2d_backward", path):
             results[path] = [
                 torch.ops.visdet.deform_conv2d(*given, *rest),
                 *torch.ops.visdet.deform_conv2d_backward(grad_output, *given, *rest, True, True, True),

@@ -213,62 +213,6 @@ def test_the_kernel_agrees_with_scipy(case, kind):
     assert torch.equal(linear_sum_assignment(turned, rows.cuda()), found)
 
 
-@pytest.mark.cuda
-def test_random_problems_on_cuda():
-    random = np.random.default_rng(3)
-    for seed in range(150):
-        N, Q, B = (int(random.integers(1, most)) for most in (60, 400, 5))
-        counts = random.integers(0, N + 1, B).tolist()
-        costs, rows = draw(
-            int(random.integers(1, 4)), counts, N, Q, ("random", "equal", "near")[seed % 3], seed
-        )
-        found = linear_sum_assignment(costs.cuda(), rows.cuda()).cpu()
-        assert torch.equal(found, solved_by_scipy(costs, rows)), (seed, costs.shape, counts)
-
-
-@pytest.mark.cuda
-def test_bad_numbers_on_cuda():
-    """Counts beyond the rows are those of all rows, and costs that are not finite give some assignment."""
-    costs, rows = draw(2, [9, 4, 12], 12, 1000, "random", 0)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        costs[torch.rand(costs.shape) < 0.3] = bad
-    assert_one_to_one(linear_sum_assignment(costs.cuda(), rows.cuda()).cpu(), rows, 12)
-    costs, _ = draw(2, [12, 12, 0], 12, 100, "random", 0)
-    found = linear_sum_assignment(costs.cuda(), torch.tensor([1 << 40, 12, -3]).cuda()).cpu()
-    assert torch.equal(found, solved_by_scipy(costs, torch.tensor([12, 12, 0])))
-
-
-@pytest.mark.cuda
-def test_empty_problems_on_cuda():
-    for shape in [(0, 4, 5), (2, 0, 5), (2, 4, 0), (0, 2, 4, 5)]:
-        costs = torch.zeros(*shape, dtype=torch.float64, device="cuda")
-        counts = torch.full((shape[-3],), shape[-2], device="cuda")
-        index = linear_sum_assignment(costs, counts)
-        assert index.shape == (*shape[:-2], shape[-1])
-        assert bool((index == shape[-2]).all())
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("costs", "counts", "message"),
-    [
-        (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(1).long(), r"costs must be \[..., B, N, Q\]"),
-        (torch.zeros(1, 4, 5), torch.zeros(1).long(), "costs must be float64"),
-        (torch.zeros(1, 4, 5, dtype=torch.float64), torch.zeros(2).long(), r"counts must be \[B\] = \[1\]"),
-        (torch.zeros(1, 4, 5, dtype=torch.float64), torch.zeros(1), "counts must be int64"),
-    ],
-)
-def test_arguments_that_do_not_fit(costs, counts, message):
-    with pytest.raises(RuntimeError, match=message):
-        linear_sum_assignment(costs.cuda(), counts.cuda())
-
-
-@pytest.mark.cuda
-def test_counts_on_another_device():
-    with pytest.raises(RuntimeError, match="counts must be on the device of costs"):
-        linear_sum_assignment(torch.zeros(1, 4, 5, dtype=torch.float64).cuda(), torch.zeros(1).long())
-
-
 def test_there_is_no_kernel_for_the_cpu():
     costs = torch.zeros(1, 4, 5, dtype=torch.float64)
     assert not solves_assignments_on(costs)

@@ -2,14 +2,259 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, DEVICES, TOLERANCE, make_case, output_of
 from calls import gradients, relative_error
 from golden import golden, under
+from torch import Tensor
 
-from visdet.ops import ms_deform_attn, ms_deform_attn_reference
+from tests.fuzz.problem import EXTREME, HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
+from visdet.ops.ms_deform_attn import level_starts_of
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+# Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded)
+# values. The 16-bit outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of
+# value likewise.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+def make_case(B, Q, G, C, P, shapes, dtype=torch.float64, device="cpu", seed=0, spread=0.15):
+    """Return value, shapes, starts, locations (some outside), weights; positions keep off texel centres."""
+    generator = torch.Generator().manual_seed(seed)
+    level_shapes = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
+    S, L = int(level_shapes.prod(1).sum()), len(shapes)
+    coordinate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    value = torch.randn(B, S, G, C, generator=generator, dtype=torch.float64).to(dtype)
+    locations = (
+        torch.rand(B, Q, G, L, P, 2, generator=generator, dtype=torch.float64) * (1 + 2 * spread) - spread
+    )
+    size = level_shapes.flip(1)[None, None, None, :, None].double()
+    pixels = locations * size - 0.5
+    fraction = pixels - pixels.floor()
+    locations = (pixels.floor() + fraction.clamp(0.05, 0.95) + 0.5) / size
+    weights = torch.randn(B, Q, G, L, P, generator=generator, dtype=torch.float64)
+    return (
+        value.to(device),
+        level_shapes,
+        level_starts_of(level_shapes),
+        locations.to(coordinate_dtype).to(device),
+        weights.to(coordinate_dtype).to(device),
+    )
+
+
+CASES = {
+    "B2-Q13-G3-C20-P4-L2": (2, 13, 3, 20, 4, [(7, 5), (3, 4)]),
+    "B1-Q5-G1-C30-P3-L1": (1, 5, 1, 30, 3, [(6, 9)]),
+    "B3-Q17-G8-C32-P4-L4": (3, 17, 8, 32, 4, [(12, 15), (6, 8), (3, 4), (2, 2)]),
+    "B2-Q9-G2-C71-P5-L3": (2, 9, 2, 71, 5, [(5, 4), (1, 7), (3, 1)]),
+    "B1-Q33-G2-C64-P8-L3": (1, 33, 2, 64, 8, [(8, 8), (4, 5), (2, 3)]),
+    "B1-Q3-G1-C1025-P1-L2": (1, 3, 1, 1025, 1, [(4, 4), (2, 2)]),
+    "B2-Q3-G3-C20-P2-L2": (2, 3, 3, 20, 2, [(7, 5), (3, 4)]),  # fewer samples than texels
+    "B65-Q2-G1-C4-P1-L1": (65, 2, 1, 4, 1, [(3, 3)]),
+    "B1-Q4-G2-C8-P30-L3": (1, 4, 2, 8, 30, [(9, 4), (4, 4), (2, 2)]),
+}
+
+
+def output_of(case):
+    with torch.no_grad():
+        return ms_deform_attn(*case)
+
+
+HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
+
+
+NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
+
+
+def pyramid(draw: Draw, big: bool) -> Tensor:
+    """Return level_shapes [L, 2]."""
+    if not big:
+        L = draw.size(5)
+        return torch.tensor([[draw.size(12, 0), draw.size(12, 0)] for _ in range(L)]).reshape(L, 2)
+    side = draw.pick(20, 33, 48, 64, 80) if draw.device == "cuda" else draw.pick(12, 20, 24)
+    H, W = side, side + draw.size(20, 0)
+    levels = [[max(H >> level, 1), max(W >> level, 1)] for level in range(draw.pick(4, 4, 4, 3, 1))]
+    return torch.tensor(levels)
+
+
+def level_tables(draw: Draw, shapes: Tensor, gap: bool = False) -> tuple[Any, Any, Tensor]:
+    """Return level_shapes and level_starts in one of the forms that a caller may give, and the starts."""
+    areas = shapes.prod(-1).flatten()
+    starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
+
+    def form(table: Tensor) -> Any:
+        kind = draw.random.random()
+        if kind < 0.25 and table.numel():
+            return table.tolist()
+        table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
+        return draw.place(table, can_expand=False) if kind < 0.6 else table
+
+    given_starts = None if not gap and draw.chance(0.2) else form(starts)
+    return form(shapes), given_starts, starts
+
+
+def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int) -> Tensor:
+    """Return locations [B, Q, G, L, P, 2] (x, y) in 0..1.
+
+    They are spread, around a position, in one cell, on borders or centres of texels, or random numbers.
+    """
+    L = len(shapes)
+    size = shapes.flip(-1).double()[:, None]  # [L, 1, 2]
+    kind = draw.random.random()
+    if kind < 0.5:
+        locations = draw.uniform(-0.2, 1.2, B, Q, G, L, P, 2)
+    elif kind < 0.65:  # around a place of the query's own, some pixels away
+        centers = torch.rand((1, Q, 1, 1, 1, 2), generator=draw.generator, dtype=torch.float64)
+        centers = centers.sort(1).values if draw.chance(0.5) else centers
+        moves = torch.randn((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64)
+        locations = centers + moves * draw.pick(0.3, 3.0) / size
+    elif kind < 0.75:  # all in one cell
+        locations = draw.uniform(0, 1, 1, 1, 1, L, 1, 2) + draw.uniform(0, 1e-3, B, Q, G, L, P, 2) / size
+    elif kind < 0.9:  # texel centres and borders
+        half_texels = torch.rand((B, Q, G, L, P, 2), generator=draw.generator, dtype=torch.float64) * (
+            2 * size + 6
+        )
+        locations = (half_texels.floor() - 3) / (2 * size)
+    else:
+        locations = draw.numbers(B, Q, G, L, P, 2)
+    return draw.with_bad_numbers(locations)
+
+
+def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
+    """Return a mask, True where a coordinate of a position in pixels is near a whole number."""
+    pixels = locations.double() * sizes - 0.5
+    return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)
+
+
+def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
+    """Return level_shapes, B, Q, G, C and P, small and odd or as in a decoder or an encoder."""
+    if draw.is_big:
+        shapes = pyramid(draw, True)
+        rows = int(shapes.prod(1).sum())
+        G, C, P = draw.pick(8, 8, 4, 1), draw.pick(32, 32, 16, 64, 8), draw.pick(4, 4, 4, 3, 8)
+        Q = draw.pick(rows, rows, 300, 900, 301) if rows <= 4000 or draw.device == "cuda" else 300
+        return shapes, draw.pick(1, 2), Q, G, C, P
+    shapes = pyramid(draw, False)
+    G = draw.size(9)
+    C = draw.pick(*HEAD_CHANNELS) if draw.chance(0.9) else draw.pick(0, 256, 257, 1025)
+    if G * C > 600:
+        G = 1
+    rows = int(shapes.prod(1).sum())
+    Q = rows if draw.chance(0.1) else draw.size(24)
+    return shapes, draw.size(3), Q, G, C, draw.size(6)
+
+
+def _value(draw: Draw, *shape: int) -> Tensor:
+    return draw.place(draw.with_bad_numbers(draw.numbers(*shape)), draw.dtype())
+
+
+def _factor(shapes: Tensor, samples: int) -> float:
+    side = int(shapes.max()) if shapes.numel() else 1
+    return 64.0 + 16 * side + 0.5 * samples
+
+
+def _draw(draw: Draw) -> Problem:
+    shapes, B, Q, G, C, P = _sizes(draw)
+    L = len(shapes)
+    value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
+    wide = wide_of(value.dtype)
+    locations = locations_around(draw, shapes, B, Q, G, P)
+    types = (wide, wide, torch.float64, torch.float32)
+    locations = draw.place(locations, draw.dtype(*types), not draw.has_bad_numbers)
+    weights = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, G, L, P)), draw.dtype(wide, wide, *HALVES))
+    given_shapes, given_starts, starts = level_tables(draw, shapes)
+    arguments = {
+        "value": value,
+        "level_shapes": given_shapes,
+        "level_starts": given_starts,
+        "locations": locations,
+        "weights": weights,
+    }
+    near = near_whole(locations.to(wide), shapes.flip(-1)[:, None].to(locations.device))
+    draw.leave_out(locations, near)
+    return Problem(
+        arguments,
+        differentiable=("value", "locations", "weights"),
+        positions=("locations",),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=_factor(shapes, Q * P),
+        skip={"locations": near},
+        may_refuse="level_shapes is empty or has no rows" if L == 0 else "",
+    )
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    """Bound sums by the largest value, because errors of positions count in full near a corner of small weight."""
+    shapes = problem.reference_arguments["level_shapes"]
+    side = float(shapes.max()) if shapes.numel() else 1.0
+    peak = largest(problem.arguments["value"])
+    bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
+    if "value" in bounds:
+        per_texel = largest(problem.arguments["weights"]) * bounds.get("grad_peak", 0.0)
+        bounds["value"] = max(bounds["value"], per_texel)
+    if "weights" in bounds:
+        bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
+    if "locations" in bounds:
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(problem.arguments["weights"])
+
+
+def gradient_sum(bounds: dict[str, float]) -> float:
+    """Return a bound of the sum of the magnitudes of grad_output over the channels of a head."""
+    return bounds.get("grad_output", 0.0)
+
+
+def row_sum(tensor: Tensor, dims: int) -> float:
+    """Return the largest sum of magnitudes over the last dimensions."""
+    tensor = tensor.detach().double().abs()
+    tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+OPERATORS = (
+    Operator(
+        "ms_deform_attn",
+        ms_deform_attn,
+        _draw,
+        ms_deform_attn_reference,
+        _bounds,
+        reads_beside=("value",),
+        scatters_beside=("weights",),
+        spoiled={
+            "value": ("rank", "type", 0, 1, 2),
+            "locations": ("rank", "device", 0, 1, 2, 3, 4, 5),
+            "weights": ("rank", "device", 0, 1, 2, 3, 4),
+            "level_shapes": ("rank", 1),
+        },
+        of_size=(
+            lambda n: Problem(
+                {
+                    "value": rand(2, 12, 2, 4),
+                    "level_shapes": [(3, 4)],
+                    "level_starts": None,
+                    "locations": rand(2, n, 2, 1, 2, 2),
+                    "weights": rand(2, n, 2, 1, 2),
+                },
+                ("value", "locations", "weights"),
+            ),
+            lambda n: Problem(
+                {
+                    "value": rand(n, 12, 2, 4),
+                    "level_shapes": [(3, 4)],
+                    "level_starts": None,
+                    "locations": rand(n, 3, 2, 1, 2, 2),
+                    "weights": rand(n, 3, 2, 1, 2),
+                },
+                ("value", "locations", "weights"),
+            ),
+        ),
+    ),
+)
 
 
 def test_one_sample_by_hand():
@@ -138,19 +383,6 @@ def test_border_positions(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "sizes", [(0, 5, 2, 4, 3), (2, 0, 2, 4, 3), (2, 5, 0, 4, 3), (2, 5, 2, 0, 3), (2, 5, 2, 4, 0)], ids=str
-)
-def test_empty_sizes(sizes, device, deterministic):
-    B, Q, G, C, P = sizes
-    case = make_case(B, Q, G, C, P, [(3, 2), (2, 2)], dtype=torch.float32, device=device)
-    output, grads = gradients(ms_deform_attn, case, torch.ones(B, Q, G * C, device=device))
-    assert output.shape == (B, Q, G * C) and (output == 0).all()
-    assert [grad.shape for grad in grads] == [case[0].shape, case[3].shape, case[4].shape]
-    assert all((grad == 0).all() for grad in grads)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_no_levels(device):
     value = torch.ones(1, 0, 2, 4, device=device)
     locations, weights = torch.ones(1, 3, 2, 0, 4, 2, device=device), torch.ones(1, 3, 2, 0, 4, device=device)
@@ -172,25 +404,503 @@ def test_no_levels_on_the_device_but_rows():
     assert (ms_deform_attn(value, shapes, starts, locations, weights) == 0).all()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=["in-order", "levels-in-another-order"])
+@pytest.mark.parametrize("is_encoder", [False, True], ids=["decoder", "encoder"])
+def test_level_tables_of_both_devices_mix_without_a_synchronisation(is_encoder, order):
+    sizes = [(12, 15), (6, 8), (3, 4), (2, 2)]
+    Q = sum(height * width for height, width in sizes) if is_encoder else 17
+    value, shapes, _, locations, weights = make_case(2, Q, 8, 32, 4, sizes, dtype=torch.float32)
+    starts = torch.zeros(4, dtype=torch.int64)
+    row = 0
+    for level in order:
+        starts[level] = row
+        row += int(shapes[level].prod())
+    grad_output = torch.randn(2, Q, 256, generator=torch.Generator().manual_seed(3))
+    expected = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), grad_output)
+    given = [tensor.cuda() for tensor in (value, locations, weights)]
+    on_gpu = shapes.cuda(), starts.cuda()
+    grad_output = grad_output.cuda()
+    torch.cuda.synchronize()
+    for level_shapes, level_starts in (
+        (shapes.tolist(), on_gpu[1]),
+        (shapes, on_gpu[1]),
+        (on_gpu[0], starts.tolist()),
+        (on_gpu[0], starts),
+    ):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = gradients(ms_deform_attn, (given[0], level_shapes, level_starts, *given[1:]), grad_output)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for one, other in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_level_starts_on_the_device_that_leave_value_yield_nan():
+    value, shapes, starts, locations, weights = make_case(
+        *CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device="cuda"
+    )
+    wrong = starts.cuda() + 1
+    output = ms_deform_attn(value, shapes.tolist(), wrong, locations, weights)
+    assert output.isnan().all()
+
+
+@pytest.mark.cuda
+def test_levels_on_the_device_that_leave_value_yield_nan():
+    value, shapes, starts, locations, weights = make_case(
+        *CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device="cuda"
+    )
+    wrong = shapes.clone()
+    wrong[1] = torch.tensor([1 << 40, 1 << 40])
+    output, grads = gradients(
+        ms_deform_attn,
+        (value, wrong.cuda(), starts.cuda(), locations, weights),
+        torch.ones(2, 13, 60, device="cuda"),
+    )
+    assert (
+        output.isnan().all() and grads[2][:, :, :, 1].isnan().all() and grads[2][:, :, :, 0].isfinite().all()
+    )
+
+
+@pytest.mark.cuda
+def test_more_levels_than_travel_with_a_launch():
+    case = make_case(1, 5, 2, 8, 2, [(3, 4)] * 20, dtype=torch.float32, device="cuda")
+    expected = ms_deform_attn_reference(*case)
+    torch.testing.assert_close(ms_deform_attn(*case), expected, rtol=1e-5, atol=1e-5)
+
+
+def rejection_case():
+    value, shapes, starts, locations, weights = make_case(
+        2, 5, 2, 4, 3, [(3, 2), (2, 2)], dtype=torch.float32
+    )
+    return dict(value=value, level_shapes=shapes, level_starts=starts, locations=locations, weights=weights)
+
+
+REJECTIONS = {
+    "value-3d": (dict(value=torch.zeros(2, 10, 8)), r"value must be \[B, S, G, C\], got \[2, 10, 8\]"),
+    "value-int": (
+        dict(value=torch.zeros(2, 10, 2, 4, dtype=torch.int32)),
+        "value must be float64, float32, float16 or bfloat16",
+    ),
+    "shapes-1d": (
+        dict(level_shapes=torch.tensor([3, 2])),
+        r"level_shapes must be \[L, 2\] \(height, width\), got \[2\]",
+    ),
+    "shapes-sum": (
+        dict(level_shapes=torch.tensor([[3, 2], [1, 3]])),
+        "sum of height . width over level_shapes must be S = 10, got 9",
+    ),
+    "shapes-zero": (
+        dict(level_shapes=torch.tensor([[3, 2], [0, 2]])),
+        r"level_shapes\[1\] must be a positive",
+    ),
+    "shapes-huge": (
+        dict(level_shapes=torch.tensor([[3, 2], [2**40, 2**40]])),
+        r"level_shapes\[1\] must be a positive",
+    ),
+    "starts-outside": (
+        dict(level_starts=torch.tensor([0, 7])),
+        "level 1 .rows 7 to 11. must lie within the S = 10 rows",
+    ),
+    "starts-negative": (dict(level_starts=torch.tensor([-1, 6])), "level 0 .rows -1 to 5. must lie within"),
+    "starts-length": (dict(level_starts=torch.tensor([0])), r"level_starts must be \[L\] = \[2\], got \[1\]"),
+    "locations-5d": (
+        dict(locations=torch.zeros(2, 5, 2, 2, 3)),
+        r"locations must be \[B, Q, G, L, P, 2\] = \[2, Q, 2, 2, P, 2\]",
+    ),
+    "locations-3-coordinates": (
+        dict(locations=torch.zeros(2, 5, 2, 2, 3, 3)),
+        r"locations must be .*got \[2, 5, 2, 2, 3, 3\]",
+    ),
+    "locations-batch": (
+        dict(locations=torch.zeros(1, 5, 2, 2, 3, 2)),
+        r"locations must be .*got \[1, 5, 2, 2, 3, 2\]",
+    ),
+    "weights-points": (
+        dict(weights=torch.zeros(2, 5, 2, 2, 4)),
+        r"weights must be \[B, Q, G, L, P\] = \[2, 5, 2, 2, 3\], got",
+    ),
+    "weights-device": (
+        dict(weights=torch.zeros(2, 5, 2, 2, 3, device="meta")),
+        "weights must be on value's device cpu, got meta",
+    ),
+    "shapes-text": (dict(level_shapes="abc"), "level_shapes must be an integer tensor .*'abc'"),
+    "shapes-fraction": (dict(level_shapes=[(3, 2), (2, 2.5)]), "level_shapes must be an integer"),
+    "shapes-ragged": (dict(level_shapes=[(3, 2), (2,)]), "level_shapes must be an integer"),
+    "shapes-float": (dict(level_shapes=torch.ones(2, 2)), "level_shapes must be an integer"),
+    "shapes-none": (dict(level_shapes=[], level_starts=None), r"level_shapes must be \[L, 2\].*got \[0\]"),
+    "shapes-number": (dict(level_shapes=3), r"level_shapes must be \[L, 2\].*got \[\]"),
+    "starts-fraction": (dict(level_starts=[0.0, 6.0]), "level_starts must be an integer"),
+    "starts-float": (dict(level_starts=torch.zeros(2)), "level_starts must be an integer"),
+}
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejects(name):
+    change, message = REJECTIONS[name]
+    with pytest.raises((RuntimeError, TypeError), match=f"ms_deform_attn: .*{message}"):
+        ms_deform_attn(**(rejection_case() | change))
+
+
+def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():
+    value, locations, weights = (
+        torch.rand(1, 12, 1, 2),
+        torch.rand(1, 3, 1, 1, 2, 2),
+        torch.rand(1, 3, 1, 1, 2),
+    )
+    expected = ms_deform_attn(value, [(3, 4)], None, locations, weights)
+    with torch.device("meta"):
+        assert torch.equal(ms_deform_attn(value, [(3, 4)], None, locations, weights), expected)
+        assert all(
+            table.device.type == "cpu" for table in feature_maps_format([[torch.rand(1, 2, 4, 3, 5)]])[1:]
+        )
+
+
+# These calls have so many rows that a CUDA launch gives each row one group of threads at most. Some have the queries of
+# an encoder: more regions and heads than a block owns, and a map narrower than a region. In others, a group does not
+# divide the points and channels, or does not take a whole row at once.
+MANY_ROWS = {
+    "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "pyramid-known-columns-twelve": (17, 268, 8, 32, 4, [(17, 15), (1, 7), (3, 2)]),
+    "pyramid-known-columns-twelve-on-one": (17, 255, 8, 32, 12, [(17, 15)]),
+    "pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
+    "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
+    "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
+    "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
+    # In which a warp on CUDA has more turns than it works out the queries of at once, in 16 bit, too.
+    "pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [(40, 34), (20, 17), (4, 3), (2, 2)]),
+    "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
+    "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
+    "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
+    "one-head": (70, 260, 1, 32, 8, [(6, 5), (1, 2), (2, 3)]),
+    # Rows that several groups share, in bfloat16 four, two and one.
+    "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    "two-hundred-queries": (17, 200, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    # Few rows again, with more samples than are prepared at a time, of wider and of narrower heads.
+    "five-levels": (3, 150, 4, 32, 4, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
+    "five-levels-wide": (3, 30, 4, 128, 8, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
+    "narrow": (3, 300, 4, 12, 4, [(6, 5), (2, 3)]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_many_rows_match_reference(name, dtype, device):
+    B, *sizes = MANY_ROWS[name]
+    B = B if device == "cuda" else 2  # On the CPU every image is treated alike.
+    case = make_case(B, *sizes, dtype=dtype, device=device)
+    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
+    assert relative_error(output_of(case), ms_deform_attn_reference(*exact)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_encoders_queries_without_samples(device):
+    case = make_case(17, 265, 8, 32, 0, [(17, 15), (1, 7), (3, 1)], dtype=torch.float32, device=device)
+    assert (output_of(case) == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_encoders_queries_with_other_levels(device):
+    """The levels on the device, and levels that share rows, so that the queries are no texels of theirs."""
+    value, shapes, starts, locations, weights = make_case(
+        *MANY_ROWS["pyramid"], dtype=torch.float32, device=device
+    )
+    expected = ms_deform_attn(value, shapes, starts, locations, weights)
+    assert torch.equal(
+        ms_deform_attn(value, shapes.to(device), starts.to(device), locations, weights), expected
+    )
+    shared = torch.tensor([0, 3, 200])
+    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
+    reference = ms_deform_attn_reference(exact[0], shapes, shared, *exact[1:])
+    for level_shapes, level_starts in ((shapes, shared), (shapes.to(device), shared.to(device))):
+        output = ms_deform_attn(value, level_shapes, level_starts, locations, weights)
+        assert relative_error(output, reference) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoders_levels_known_to_the_host_or_not(dtype):
+    """Levels of two columns or more: the host then chooses a kernel that it cannot choose for levels on the device."""
+    value, shapes, starts, *others = make_case(
+        *MANY_ROWS["pyramid-known-columns"], dtype=dtype, device="cuda"
+    )
+    on_device = ms_deform_attn(value, shapes.cuda(), starts.cuda(), *others)
+    # The two kernels add a row's samples in another order.
+    torch.testing.assert_close(ms_deform_attn(value, shapes, starts, *others), on_device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["pyramid", "pyramid-known-columns", "pyramid-known-columns-twelve", "one-head"]
+)
+def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, bad, device):
+    value, shapes, starts, locations, weights = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
+    without = weights.clone()
+    without[:, ::3, :, 0, 1] = 0
+    locations[:, ::3, :, 0, 1, 1] = bad
+    weights[:, ::3, :, 0, 1] = math.nan
+    assert torch.equal(
+        ms_deform_attn(value, shapes, starts, locations, weights),
+        ms_deform_attn(value, shapes, starts, locations.nan_to_num(0.5, 0.5), without),
+    )
+
+
+# An encoder's backward works on chunks of queries: rows of one to 32 packs of channels, points that are no multiple of
+# what it takes at once, samples so far apart that they share a bucket, more heads than a chunk has queries.
+ENCODERS = {
+    "pyramid": (3, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "thirty-samples": (2, 265, 2, 30, 10, [(17, 15), (1, 7), (3, 1)]),
+    "one-pack-of-channels": (2, 265, 3, 4, 3, [(17, 15), (1, 7), (3, 1)]),
+    "sixteen-packs": (2, 265, 2, 64, 2, [(17, 15), (1, 7), (3, 1)]),
+    "most-channels": (2, 265, 2, 128, 3, [(17, 15), (1, 7), (3, 1)]),
+    "too-many-channels": (2, 54, 2, 300, 4, [(6, 8), (2, 3)]),
+    "wide-map": (1, 6000, 2, 8, 5, [(40, 150)]),
+    "small-maps": (70, 6, 4, 16, 4, [(2, 2), (1, 1), (1, 1)]),
+}
+
+
+def check_gradients(case, coordinate_tolerance=2e-5):
+    value, shapes, starts, locations, weights = case
+    grad_output = torch.randn(
+        value.shape[0],
+        locations.shape[1],
+        value.shape[2] * value.shape[3],
+        generator=torch.Generator().manual_seed(1),
+    ).to(value.dtype)
+    _, grads = gradients(ms_deform_attn, case, grad_output.to(value.device))
+    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
+    _, expected = gradients(
+        ms_deform_attn_reference,
+        (exact[0], shapes.cpu(), starts.cpu(), *exact[1:]),
+        grad_output.double(),
+    )
+    # float32 rounds a position on 150 columns by 1e-5 texels.
+    tolerances = max(TOLERANCE[value.dtype], 1e-5), coordinate_tolerance, coordinate_tolerance
+    for grad, wanted, tolerance in zip(grads, expected, tolerances, strict=True):
+        assert relative_error(grad, wanted) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_gradients_of_an_encoder(name, dtype, device, deterministic):
+    check_gradients(make_case(*ENCODERS[name], dtype=dtype, device=device), 5e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_gradients_of_an_encoders_queries_with_other_levels(device):
+    """The levels on the device, and levels that share rows and leave some out."""
+    value, shapes, starts, locations, weights = make_case(
+        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+    )
+    check_gradients((value, shapes.to(device), starts.to(device), locations, weights))
+    shared = torch.tensor([0, 3, 200])
+    check_gradients((value, shapes, shared, locations, weights))
+    check_gradients((value, shapes.to(device), shared.to(device), locations, weights))
+    # A level that does not lie within S: its own samples' gradients say so, those of the other levels are right.
+    outside = torch.tensor([0, 264, 262])
+    grad_output = torch.ones(3, 265, 256, device=device)
+    _, grads = gradients(
+        ms_deform_attn, (value, shapes.to(device), outside.to(device), locations, weights), grad_output
+    )
+    for grad in grads[1:]:
+        assert grad[:, :, :, 1].isnan().all() and grad[:, :, :, ::2].isfinite().all()
+    assert grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e30])
+def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
+    value, shapes, starts, locations, weights = make_case(
+        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+    )
+    without = weights.clone()
+    without[:, ::3, :, 0, 1] = 0
+    expected = gradients(ms_deform_attn, (value, shapes, starts, locations, without), value.flatten(2))[1]
+    locations[:, ::3, :, 0, 1, 1] = bad
+    weights[:, ::3, :, 0, 1] = math.nan
+    grads = gradients(ms_deform_attn, (value, shapes, starts, locations, weights), value.flatten(2))[1]
+    assert (grads[1][:, ::3, :, 0, 1] == 0).all() and (grads[2][:, ::3, :, 0, 1] == 0).all()
+    torch.testing.assert_close(grads[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_gradients_of_a_large_map_with_few_samples_a_cell(device, deterministic):
+    case = make_case(1, 16000, 1, 4, 16, [(250, 240)], dtype=torch.float32, device=device)
+    grad_output = torch.randn(1, 16000, 4, generator=torch.Generator().manual_seed(1))
+    _, grads = gradients(ms_deform_attn, case, grad_output.to(device))
+    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
+    _, expected = gradients(ms_deform_attn_reference, exact, grad_output.double())
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert relative_error(grad, wanted) < 1e-4  # of a position on 250 texels; float32 rounds it
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("extent", [0.0, 0.01, 0.3])
+def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
+    # 12000 samples a level in one cell, in a few and in a hundred: more than a block sorts at once.
+    case = list(make_case(1, 3000, 1, 4, 4, [(20, 30), (5, 6)], dtype=dtype, spread=0.0))
+    size = case[1].flip(1)[None, None, None, :, None]
+    pixels = (case[3] * extent + 0.37).double() * size - 0.5
+    case[3] = ((pixels.floor() + (pixels - pixels.floor()).clamp(0.05, 0.95) + 0.5) / size).to(dtype)
+    grad_output = torch.randn(1, 3000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    _, expected = gradients(
+        ms_deform_attn_reference, [t.double() if t.is_floating_point() else t for t in case], grad_output
+    )
+    there = [case[0].to(device), case[1], case[2], case[3].to(device), case[4].to(device)]
+    _, grads = gradients(ms_deform_attn, there, grad_output.to(device))
+    _, again = gradients(ms_deform_attn, there, grad_output.to(device))
+    for grad, same, wanted in zip(grads, again, expected, strict=True):
+        assert relative_error(grad, wanted) < (1e-11 if dtype == torch.float64 else 1e-4)
+        if torch.are_deterministic_algorithms_enabled():
+            assert torch.equal(grad, same)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_non_contiguous_inputs(dtype, device, deterministic):
+def test_infinite_gradient_reaches_its_own_samples_only(dtype, device, deterministic):
+    # Query 0 lies on the left half of the map, all others, of which there are enough for sorting, on the right one.
+    case = list(make_case(1, 60, 2, 32, 4, [(6, 8)], dtype=dtype, device=device, spread=0.0))
+    case[3] = case[3] * torch.tensor([0.3, 1.0], device=device) + torch.tensor([0.65, 0.0], device=device)
+    case[3][:, 0, ..., 0] -= 0.65
+    grad_output = torch.ones(1, 60, 64, device=device)
+    grad_output[:, 0] = torch.inf
+    _, (of_value, of_locations, of_weights) = gradients(ms_deform_attn, case, grad_output)
+    columns = of_value.reshape(6, 8, 64)
+    assert columns[:, 4:].isfinite().all() and not columns[:, :4].isfinite().all()
+    assert of_locations[:, 1:].isfinite().all() and of_weights[:, 1:].isfinite().all()
+
+
+@pytest.mark.cuda
+def test_gradients_of_a_map_too_large_for_counters_in_shared_memory():
+    case = make_case(1, 500, 1, 2, 4, [(4200, 4100)], dtype=torch.float32, device="cuda")
+    grad_output = torch.randn(1, 500, 2, generator=torch.Generator().manual_seed(1)).to("cuda")
+    _, added = gradients(ms_deform_attn, case, grad_output)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, sorted_first = gradients(ms_deform_attn, case, grad_output)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for grad, other in zip(sorted_first, added, strict=True):
+        assert relative_error(grad, other) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["B3-Q17-G8-C32-P4-L4", "pyramid", "eight-points"])
+def test_tensors_at_odd_addresses(name, dtype, device):
+    # A slice that begins one element into its storage cannot be read 16 bytes at a time.
     value, shapes, starts, locations, weights = make_case(
-        *CASES["B3-Q17-G8-C32-P4-L4"], dtype=dtype, device=device
+        *{**CASES, **MANY_ROWS}[name], dtype=dtype, device=device
     )
-    strided = (
-        value.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-        shapes.t().contiguous().t(),
-        torch.stack([starts, starts], 1)[:, 0],
-        locations.transpose(0, 3).contiguous().transpose(0, 3),
-        torch.cat([weights, weights], -1)[..., : weights.shape[-1]],
-    )
-    assert not any(tensor.is_contiguous() for tensor in strided)
-    assert torch.equal(ms_deform_attn(*strided), ms_deform_attn(value, shapes, starts, locations, weights))
-    grad_output = torch.ones(1, device=device, dtype=dtype).expand(3, 17, 8 * 32)
-    for actual, expected in zip(
-        gradients(ms_deform_attn, strided, grad_output)[1],
-        gradients(ms_deform_attn, (value, shapes, starts, locations, weights), grad_output.contiguous())[1],
-        strict=True,
-    ):
-        torch.testing.assert_close(actual, expected)
+
+    def shifted(tensor):
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    expected = ms_deform_attn(value, shapes, starts, locations, weights)
+    arguments = (shifted(locations), shifted(weights))
+    assert torch.equal(ms_deform_attn(value, shapes, starts, *arguments), expected)
+    torch.testing.assert_close(ms_deform_attn(shifted(value), shapes, starts, *arguments), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_runs_in_an_aot_inductor_package(fused, tmp_path):
+    value, _, _, locations, weights = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32)
+
+    class Plain(torch.nn.Module):
+        def forward(self, value, locations, weights):
+            return ms_deform_attn(value * 2, [(7, 5), (3, 4)], [0, 35], locations, weights).relu()
+
+    class Fused(torch.nn.Module):
+        def forward(self, value, points, offsets, logits):
+            return ms_deform_attn_fused(
+                value * 2, [(7, 5), (3, 4)], [0, 35], points, offsets, logits, [3, 1]
+            ).relu()
+
+    generator = torch.Generator().manual_seed(2)
+    arguments = (value, locations, weights)
+    if fused:
+        sizes = ((2, 13, 2, 4), (2, 13, 3, 4, 2), (2, 13, 3, 4))
+        arguments = (value, *[torch.rand(size, generator=generator) for size in sizes])
+    module = Fused() if fused else Plain()
+    program = torch.export.export(module, arguments, strict=False)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "op.pt2"))
+    packaged = torch._inductor.aoti_load_package(path)
+    for scale in (1.0, 0.5):
+        inputs = (arguments[0] * scale, *arguments[1:])
+        torch.testing.assert_close(packaged(*inputs), module(*inputs))
+
+
+def wide(*shape, dtype=torch.float32):
+    """Return zeros of any size that take no memory."""
+    return torch.zeros((), dtype=dtype, device="cuda").expand(shape)
+
+
+CUDA_LIMITS = {
+    "rows": (
+        dict(value=(1, 2**31, 1, 0), locations=(1, 1, 1, 1, 1, 2), weights=(1, 1, 1, 1, 1)),
+        "value must have fewer than 2.31 rows S, got 2147483648",
+    ),
+    "samples": (
+        dict(value=(1, 4, 1, 1), locations=(1, 2**20, 1, 1, 2**11, 2), weights=(1, 2**20, 1, 1, 2**11)),
+        r"Q \* G \* L \* P must be under 2.31, got 1048576 \* 1 \* 2048",
+    ),
+    "channels": (
+        dict(value=(1, 4, 2, 2**27), locations=(1, 1, 2, 1, 1, 2), weights=(1, 1, 2, 1, 1)),
+        r"G \* C must be under 2.28, got 2 \* 134217728",
+    ),
+    "heads": (
+        dict(value=(2**30, 4, 2, 1), locations=(2**30, 0, 2, 1, 1, 2), weights=(2**30, 0, 2, 1, 1)),
+        r"B \* G must be under 2.31, got 1073741824 \* 2",
+    ),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CUDA_LIMITS)
+def test_cuda_size_limits(name):
+    shapes, message = CUDA_LIMITS[name]
+    arguments = {key: wide(*shape) for key, shape in shapes.items()}
+    with pytest.raises(RuntimeError, match="ms_deform_attn: " + message):
+        ms_deform_attn(arguments["value"], [(2, 2)], [0], arguments["locations"], arguments["weights"])
+
+
+@pytest.mark.cuda
+def test_cuda_size_limit_of_the_backward():
+    # 2^30 queries of 3 points: a record numbers its query and point in 31 bits.
+    with pytest.raises(RuntimeError, match=r"Q \* P must be under 2.31 .*got 715827882 \* 3"):
+        torch.ops.visdet.ms_deform_attn_backward(
+            wide(1, 715827882, 1),
+            wide(1, 4, 1, 1),
+            torch.tensor([[2, 2]]),
+            torch.tensor([0]),
+            wide(1, 715827882, 1, 1, 3, 2),
+            wide(1, 715827882, 1, 1, 3),
+            False,
+        )
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements():
+    # value has 2^31 + 2^20 elements in bfloat16 (4.3 GB); the last rows are sampled.
+    G, C, H, W = 8, 128, 1024, 2050
+    value = torch.zeros(1, H * W, G, C, dtype=torch.bfloat16, device="cuda")
+    value[:, -1] = 3
+    centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, G, 1, 1, 2)
+    out = ms_deform_attn(value, [(H, W)], [0], centre, torch.ones(1, 2, G, 1, 1, device="cuda"))
+    torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)

@@ -160,21 +160,3 @@ def test_launches_of_deformable_aggregation_fit_every_device(sizes, device, dete
         assert refusal(error), error
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-count = st.one_of(st.integers(0, 300), st.integers(0, 3_000_000), st.sampled_from([127, 128, 129, 67_584]))
-
-
-@needs_library
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    B=count,
-    N=count,
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    tolerance=st.sampled_from([0.0, 1e-3]),
-    device=devices,
-)
-def test_launches_of_gaussians_fit_every_device(B, N, dtype, tolerance, device):
-    tensors = gaussians(B, N, dtype)
-    explain("gaussian_field", *tensors, tolerance, device=device)
-    explain("mahalanobis_distance", *tensors[:3], device=device)

@@ -1,8 +1,15 @@
 """Ball query, nearest neighbours, furthest point sampling and gathering, against loops."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import strategies as st
+from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
 from visdet.ops import (
     _library,
     ball_query,
@@ -16,6 +23,7 @@ from visdet.ops import (
     stack_ball_query,
     three_nn,
 )
+from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.mmcv.point_gathering import (
     assign_score_withk,
     gather_points,
@@ -23,6 +31,245 @@ from visdet.ops.mmcv.point_gathering import (
     stack_group_points,
     three_interpolate,
 )
+from visdet.ops.point_neighbours import ball_query_reference, knn_reference
+
+
+def draw_cloud(draw: Draw, *shape: int) -> Tensor:
+    """Return points. In some problems many lie on a grid, so that points and distances are equal."""
+    points = draw.numbers(*shape)
+    return draw.with_bad_numbers((points * 2).round() / 2 if draw.chance(0.4) else points)
+
+
+def _sizes(draw: Draw) -> tuple[int, int, int]:
+    """Return the numbers of clouds, points and centers."""
+    return draw.size(3), draw.pick(3000, 9000) if draw.is_big else draw.size(130), draw.size(40)
+
+
+def same_bits(reference: Callable[..., Any], rtol: float = 0) -> Callable[[Problem, Any, Any], str]:
+    """Return a comparison with what the reference gives for the very arguments of the call, except for ``rtol``."""
+
+    def compare(problem: Problem, got: Any, expected: Any) -> str:
+        given = problem.arguments
+        wanted = reference(
+            **{name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+        )
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for number, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            if one.dtype != other.dtype or one.shape != other.shape:
+                return f"result {number} is {one.dtype} {list(one.shape)}, expected {other.dtype} {list(other.shape)}"
+            if not torch.allclose(one, other, rtol=rtol, atol=0, equal_nan=True):
+                return f"result {number}: {one.tolist()}, expected {other.tolist()}"
+        return ""
+
+    return compare
+
+
+def nothing(**arguments: Any) -> Tensor:
+    """Stand for the reference in float64, which such comparisons do not use."""
+    return torch.zeros(0)
+
+
+def _draw_balls(draw: Draw) -> Problem:
+    (B, N, M), dtype = _sizes(draw), draw.dtype()
+    arguments = {
+        "min_radius": draw.pick(0.0, 0.0, 0.5),
+        "max_radius": draw.pick(0.0, 0.5, 1.5, 100.0),
+        "sample_num": draw.size(40),
+        "xyz": draw.place(draw_cloud(draw, B, N, 3), dtype),
+        "center_xyz": draw.place(draw_cloud(draw, B, M, 3), dtype),
+    }
+    return Problem(arguments)
+
+
+def _balls(min_radius: float, max_radius: float, sample_num: int, xyz: Tensor, center_xyz: Tensor) -> Tensor:
+    wide = wide_of(xyz.dtype)
+    return ball_query_reference(
+        xyz.to(wide), center_xyz.to(wide), min_radius**2, max_radius**2, sample_num, False
+    )
+
+
+def _draw_stacked_balls(draw: Draw) -> Problem:
+    clouds, dtype = draw.size(4), draw.dtype()
+    counts, center_counts = ([draw.size(60, 0.1) for _ in range(clouds)] for _ in range(2))
+    arguments = {
+        "max_radius": draw.pick(0.0, 0.5, 1.5, 100.0),
+        "sample_num": draw.size(40),
+        "xyz": draw.place(draw_cloud(draw, sum(counts), 3), dtype),
+        "xyz_batch_cnt": draw.place(torch.tensor(counts, dtype=torch.int32), can_expand=False),
+        "center_xyz": draw.place(draw_cloud(draw, sum(center_counts), 3), dtype),
+        "center_xyz_batch_cnt": draw.place(torch.tensor(center_counts, dtype=torch.int32), can_expand=False),
+    }
+    return Problem(arguments)
+
+
+def _stacked_balls(
+    max_radius: float,
+    sample_num: int,
+    xyz: Tensor,
+    xyz_batch_cnt: Tensor,
+    center_xyz: Tensor,
+    center_xyz_batch_cnt: Tensor,
+) -> Tensor:
+    clouds = xyz.to(wide_of(xyz.dtype)).split(xyz_batch_cnt.tolist())
+    centers = center_xyz.to(wide_of(xyz.dtype)).split(center_xyz_batch_cnt.tolist())
+    options = 0.0, max_radius**2, sample_num, True
+    parts = [
+        ball_query_reference(one[None], its[None], *options)[0]
+        for one, its in zip(clouds, centers, strict=True)
+    ]
+    return torch.cat([torch.zeros(0, sample_num, dtype=torch.int32, device=xyz.device), *parts])
+
+
+def _draw_knn(draw: Draw) -> Problem:
+    (B, N, M), dtype = _sizes(draw), draw.dtype()
+    arguments = {
+        "k": draw.pick(1, 3, draw.size(20, 0), 100, 130),
+        "xyz": draw.place(draw_cloud(draw, B, N, 3), dtype),
+        "center_xyz": draw.place(draw_cloud(draw, B, M, 3), dtype),
+    }
+    return Problem(arguments)
+
+
+def _nearest(k: int, xyz: Tensor, center_xyz: Tensor) -> tuple[Tensor, Tensor]:
+    return knn_reference(xyz.to(wide_of(xyz.dtype)), center_xyz.to(wide_of(xyz.dtype)), k)
+
+
+def _draw_three(draw: Draw) -> Problem:
+    given = _draw_knn(draw).arguments
+    return Problem({"target": given["center_xyz"], "source": given["xyz"]})
+
+
+def _three(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    index, distances = _nearest(3, source, target)
+    return distances.sqrt().to(target.dtype), index
+
+
+def _draw_samples(draw: Draw) -> Problem:
+    B, N, _ = _sizes(draw)
+    points = draw.place(draw_cloud(draw, B, N, 3), draw.dtype())
+    return Problem({"points_xyz": points, "num_points": draw.size(50) if N else 0})
+
+
+def _draw_samples_of_table(draw: Draw) -> Problem:
+    B, N = draw.size(3), draw.size(90)
+    table = draw.place(draw_cloud(draw, B, N, N), draw.dtype())
+    return Problem({"points_dist": table, "num_points": draw.size(50) if N else 0})
+
+
+def _samples(points_xyz: Tensor, num_points: int) -> Tensor:
+    return furthest_point_sample_reference(points_xyz.to(wide_of(points_xyz.dtype)), num_points, False)
+
+
+def _samples_of_table(points_dist: Tensor, num_points: int) -> Tensor:
+    return furthest_point_sample_reference(points_dist.to(wide_of(points_dist.dtype)), num_points, True)
+
+
+@st.composite
+def _clouds(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    B, N, M, dtype = draw(st.integers(0, 3)), draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
+    return sizes.empty(B, N, 3, dtype=dtype), sizes.empty(B, M, 3, dtype=dtype)
+
+
+def _of_centers(**settings: Any) -> Callable[[int], Problem]:
+    """Return a function of a number of centers, which looks for their neighbours in small clouds."""
+    return lambda n: Problem(dict(settings, xyz=rand(2, 7, 3), center_xyz=rand(2, n, 3)))
+
+
+def _launches_of_balls() -> Any:
+    return st.builds(
+        lambda clouds, count: dict(
+            min_radius=0, max_radius=1, sample_num=count, xyz=clouds[0], center_xyz=clouds[1]
+        ),
+        _clouds(),
+        sizes.small,
+    )
+
+
+def _launches_of_knn() -> Any:
+    return st.builds(
+        lambda clouds, k: dict(k=k, xyz=clouds[0], center_xyz=clouds[1]), _clouds(), st.integers(1, 130)
+    )
+
+
+def _launches_of_samples() -> Any:
+    return st.builds(
+        lambda clouds, count: dict(points_xyz=clouds[0], num_points=count), _clouds(), sizes.small
+    )
+
+
+SPOILED: dict[str, Sequence[str | int]] = {"xyz": ("rank", 0, 2), "center_xyz": ("rank", "device", 0, 2)}
+
+
+OPERATORS = (
+    Operator(
+        "ball_query",
+        ball_query,
+        _draw_balls,
+        nothing,
+        compare=same_bits(_balls),
+        spoiled=SPOILED,
+        of_size=(
+            _of_centers(min_radius=0, max_radius=0.5, sample_num=4),
+            lambda n: Problem(
+                dict(min_radius=0, max_radius=0.5, sample_num=4, xyz=rand(2, n, 3), center_xyz=rand(2, 5, 3))
+            ),
+        ),
+        launches=_launches_of_balls,
+    ),
+    Operator(
+        "stack_ball_query",
+        stack_ball_query,
+        _draw_stacked_balls,
+        nothing,
+        compare=same_bits(_stacked_balls),
+        spoiled={"xyz": ("rank", 0, 1), "center_xyz": ("rank", 0, 1), "xyz_batch_cnt": ("rank",)},
+        aliases=("ball_query",),
+    ),
+    Operator(
+        "knn",
+        knn,
+        _draw_knn,
+        nothing,
+        compare=same_bits(_nearest),
+        spoiled=SPOILED,
+        of_size=(
+            _of_centers(k=4),
+            lambda n: Problem(dict(k=4, xyz=rand(n, 7, 3), center_xyz=rand(n, 5, 3))),
+        ),
+        launches=_launches_of_knn,
+    ),
+    Operator(
+        "three_nn",
+        three_nn,
+        _draw_three,
+        nothing,
+        compare=same_bits(_three, rtol=2e-7),  # torch rounds roots differently on the CPU and on CUDA
+        spoiled={"target": ("rank", "type", "device", 0, 2), "source": ("rank", "type", 0, 2)},
+        aliases=("knn",),
+        of_size=(lambda n: Problem(dict(target=rand(2, n, 3), source=rand(2, 7, 3))),),
+    ),
+    Operator(
+        "furthest_point_sample",
+        furthest_point_sample,
+        _draw_samples,
+        nothing,
+        compare=same_bits(_samples),
+        spoiled={"points_xyz": ("rank", 2)},
+        of_size=(lambda n: Problem(dict(points_xyz=rand(n, 9, 3), num_points=5)),),
+        launches=_launches_of_samples,
+    ),
+    Operator(
+        "furthest_point_sample_with_dist",
+        furthest_point_sample_with_dist,
+        _draw_samples_of_table,
+        nothing,
+        compare=same_bits(_samples_of_table),
+        spoiled={"points_dist": ("rank", 1, 2)},
+        aliases=("furthest_point_sample",),
+        of_size=(lambda n: Problem(dict(points_dist=rand(n, 9, 9), num_points=5)),),
+    ),
+)
+
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -59,26 +306,6 @@ def test_ball_query_is_the_loop(dtype, low, device):
     assert index.tolist() == expected
 
 
-def test_ball_query_in_chunks_gives_the_same(monkeypatch):
-    points, centers = cloud(2, 30, 3), cloud(2, 11, 3, seed=1)
-    whole = ball_query(0, 1, 4, points, centers), knn(4, points, centers)[0]
-    monkeypatch.setattr(point_neighbours, "_PAIRS", 70)
-    assert torch.equal(point_neighbours.ball_query_reference(points, centers, 0, 1, 4, False), whole[0])
-    assert torch.equal(point_neighbours.knn_reference(points, centers, 4)[0], whole[1])
-
-
-def test_no_points_and_no_centers(device):
-    none, some = torch.zeros(2, 0, 3, device=device), torch.rand(2, 4, 3, device=device)
-    assert ball_query(0, 1, 3, none, some).tolist() == [[[0] * 3] * 4] * 2
-    assert ball_query(0, 1, 3, some, none).shape == (2, 0, 3)
-    assert ball_query(0, 1, 3, some[:0], some[:0]).shape == (0, 4, 3)
-    index, distances = knn(2, none, some)
-    assert index.tolist() == [[[0] * 2] * 4] * 2 and distances.isinf().all()
-    assert three_nn(none, some)[1].shape == (2, 0, 3)
-    assert furthest_point_sample(some, 0).shape == (2, 0)
-    assert furthest_point_sample(some[:0], 2).shape == (0, 2)
-
-
 def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     points = torch.tensor([[[torch.nan, 0, 0], [0.1, 0, 0], [0.2, 0, 0]]], device=device)
     center = torch.zeros(1, 1, 3, device=device)
@@ -89,20 +316,6 @@ def test_points_that_are_nan_are_in_no_ball_and_nobodys_neighbours(device):
     center[0, 0, 0] = -torch.inf  # inf - inf is a NaN whose sign bit is set on some processors
     index, distances = point_neighbours.knn_reference(points, center, 2)
     assert index.tolist() == [[[0, 0]]] and distances.isinf().all()
-
-
-def test_stack_ball_query_is_the_loop_over_each_cloud(device):
-    sizes, center_sizes = [9, 0, 20], [3, 2, 4]
-    points, centers = cloud(29, 3), cloud(9, 3, seed=1)
-    expected = []
-    for p, cs in zip(points.split(sizes), centers.split(center_sizes), strict=True):
-        for c in cs:
-            index, found = ball_loop(0, 0.8, 3, p, c)
-            expected.append(index if found else [-1, 0, 0])
-    counts = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (sizes, center_sizes))
-    at, centers_at = counts
-    index = stack_ball_query(0.8, 3, points.to(device), at, centers.to(device), centers_at)
-    assert index.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -116,14 +329,6 @@ def test_knn_is_a_stable_sort_of_distances(dtype, k, device):
     assert index[:, :, :few].tolist() == expected.indices[:, :, :few].tolist()
     assert squared[:, :, :few].cpu().double().equal(expected.values[:, :, :few])
     assert (index[:, :, few:] == 0).all() and squared[:, :, few:].isinf().all()
-
-
-def test_three_nn_gives_distances_of_three_neighbours(device):
-    source, target = cloud(2, 9, 3).to(device), cloud(2, 5, 3, seed=1).to(device)
-    distances, index = three_nn(target, source)
-    near = source[torch.arange(2, device=device)[:, None, None], index.long()]
-    torch.testing.assert_close(distances, (near - target[:, :, None]).norm(dim=3))
-    assert (distances.diff(dim=2) >= 0).all()
 
 
 def furthest_loop(points, count):
@@ -146,16 +351,6 @@ def test_furthest_point_sample_is_the_loop(dtype, device):
     assert furthest_point_sample_with_dist(pairs, 15).tolist() == index.tolist()
     # More samples than points repeat points.
     assert furthest_point_sample(points.to(device), 30).shape == (3, 30)
-
-
-def test_grouping_is_indexing(device):
-    features = torch.rand(2, 4, 9, device=device)
-    index = torch.randint(0, 9, (2, 5, 3), dtype=torch.int32, device=device)
-    grouped, gathered = group_points(features, index), gather_points(features, index[..., 0])
-    for b in range(2):
-        for m in range(5):
-            assert torch.equal(grouped[b, :, m], features[b][:, index[b, m].long()])
-            assert torch.equal(gathered[b, :, m], features[b][:, index[b, m, 0]])
 
 
 def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
@@ -218,20 +413,6 @@ def test_gradients_of_many_equal_points_are_summed_in_float32(spread, device):
     assert result.numel() == 300
     result.backward(torch.ones_like(result))
     assert features.grad.item() == 300  # In bfloat16, 256 + 1 is 256.
-
-
-def test_assign_score_withk_is_the_loop(device):
-    B, P, K, M, N, C = 2, 3, 4, 2, 6, 5
-    scores, points, centers = torch.rand(B, P, K, M), torch.rand(B, N, M, C), torch.rand(B, N, M, C)
-    index = torch.randint(0, N, (B, P, K))
-    index[0, 0, 2], index[1, 1, 3] = N, -1
-    expected = torch.zeros(B, C, P, K)
-    for b, p, k in torch.cartesian_prod(*map(torch.arange, (B, P, K))).tolist():
-        if 0 <= index[b, p, k] < N:
-            difference = points[b, index[b, p, k]] - centers[b, index[b, p, 0]]
-            expected[b, :, p, k] = (scores[b, p, k, :, None] * difference).sum(0)
-    result = assign_score_withk(*(t.to(device) for t in (scores, points, centers, index)))
-    torch.testing.assert_close(result.cpu(), expected)
 
 
 def test_what_is_not_a_neighbour_of_assign_score_withk_contributes_nothing(device):

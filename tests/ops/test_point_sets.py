@@ -2,11 +2,31 @@
 differentiable overlap of rotated boxes, beside slow computations in plain Python."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from test_point_neighbours import nothing
+from torch import Tensor
 
-from tests.fuzz.polygons import area, cross, hull, points_of, shared
+from tests.fuzz import sizes
+from tests.fuzz.polygons import (
+    IS_NAN,
+    Points,
+    area,
+    by_differences,
+    cross,
+    crosses_itself,
+    derivatives,
+    hull,
+    points_of,
+    rectangle,
+    shared,
+    touches,
+)
+from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     _library,
     box_iou_rotated,
@@ -20,6 +40,365 @@ from visdet.ops import (
 )
 from visdet.ops.mmcv import point_sets as in_torch
 from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
+
+FLAT = (0, 1, 3, 4, 6)
+
+
+def boxes_in_space(draw: Draw, *shape: int, is_flat: bool = False) -> Tensor:
+    """Return boxes (x, y, z, dx, dy, dz, heading). In some problems many are equal, or some sides are not positive."""
+    center, sides = draw.uniform(0, draw.pick(5.0, 20.0, 60.0), *shape, 3), draw.uniform(0.1, 15, *shape, 3)
+    angle = draw.uniform(-7, 7, *shape, 1)
+    if draw.chance(0.3):
+        center, sides, angle = center.round(), sides.ceil(), (angle * 2).round() * math.pi / 4
+    if draw.chance(0.2):
+        sides = torch.where(draw.uniform(0, 1, *shape, 3) < 0.2, -draw.whole(0, 3, *shape, 3), sides)
+    boxes = torch.cat([center, sides, angle], -1)
+    return boxes[..., FLAT] if is_flat else boxes
+
+
+def _parts(box: list[float]) -> tuple[list[float], list[float]]:
+    """Return a box seen from above, and its height z and side dz, which are 0 and 1 for (x, y, w, h, angle)."""
+    return (box, [0.0, 1.0]) if len(box) == 5 else ([box[i] for i in FLAT], [box[2], box[5]])
+
+
+def _shared(one: list[float], other: list[float], kind: str) -> float:
+    """Return the IoU of two boxes, or the area that they share seen from above. NaN stands for what is not compared."""
+    (flat, (z, dz)), (flat2, (z2, dz2)) = _parts(one), _parts(other)
+    given = flat + flat2 if kind == "area" else one + other
+    if kind == "area" and -math.inf in flat[2:4] + flat2[2:4]:
+        return math.nan  # A negative side may count as 0 or as infinite.
+    if not all(map(math.isfinite, given)):
+        return IS_NAN
+    if max(map(abs, given)) > EXTREME:
+        return math.nan
+    p, q = rectangle(*flat), rectangle(*flat2)
+    common, areas = shared(p, q), (area(p), area(q))
+    if kind == "area":
+        return common
+    common *= max(min(z + dz / 2, z2 + dz2 / 2) - max(z - dz / 2, z2 - dz2 / 2), 0.0)
+    union = areas[0] * max(dz, 0.0) + areas[1] * max(dz2, 0.0) - common
+    return common / union if union > 0 else IS_NAN if kind == "pair" else 0.0
+
+
+def _draw_pairs(is_flat: bool, names: tuple[str, str]) -> Callable[[Draw], Problem]:
+    def draw_problem(draw: Draw) -> Problem:
+        shape, dtype = (draw.size(3), draw.size(6)), draw.dtype()
+        boxes = [boxes_in_space(draw, *shape, is_flat=is_flat) for _ in names]
+        if draw.chance(0.2):
+            boxes[1][:, ::2] = boxes[0][:, ::2]
+        given = {
+            name: draw.place(draw.with_bad_numbers(one, 0.3), dtype)
+            for name, one in zip(names, boxes, strict=True)
+        }
+        return Problem(given, names, names, wide=torch.float64, epsilon=1e-9)
+
+    return draw_problem
+
+
+def _pairs(**given: Tensor) -> Tensor:
+    return by_differences(lambda one, other: _shared(one, other, "pair"), *given.values())
+
+
+def _pair_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bounds["output"] = 1.0
+    for name in problem.differentiable:
+        bounds[name] = 1e4 * bounds.get("grad_total", 0.0)
+
+
+def _point_sets(draw: Draw, N: int) -> Tensor:  # [N, 18]
+    """Return nine points each. In some problems many are equal or lie on a line."""
+    center, spread = draw.uniform(-20, 20, N, 1, 2), draw.uniform(0.5, draw.pick(2.0, 20.0), N, 1, 1)
+    points = center + spread * draw.uniform(-1, 1, N, 9, 2)
+    kind = draw.random.random()
+    if kind < 0.3:
+        points = points.round()
+    elif kind < 0.4:  # on lines, or all in one place
+        points = center.round() + draw.whole(-4, 5, N, 9, 1) * draw.whole(-1, 2, N, 1, 2)
+    return points.flatten(1).double()
+
+
+def _quadrilaterals(draw: Draw, N: int, like: Tensor | None = None) -> Tensor:  # [N, 8]
+    """Return quadrilaterals either way round, some concave and some without area."""
+    center, sides, angle = draw.uniform(-20, 20, N, 2), draw.uniform(0.2, 20, N, 2), draw.uniform(-4, 4, N, 1)
+    if like is not None:
+        center = like[:, :2] + draw.uniform(-4, 4, N, 2)
+    if draw.chance(0.3):
+        center, sides, angle = center.round(), sides.round(), (angle * 2 / math.pi).round() * math.pi / 2
+    rows = [rectangle(*numbers) for numbers in torch.cat([center, sides, angle], 1).tolist()]
+    corners = torch.tensor(rows, dtype=torch.float64).view(N, 4, 2)
+    if draw.chance(0.2):
+        corners[:, 2] = center + (corners[:, 0] - center) * draw.random.uniform(0, 0.8)
+    if draw.chance(0.5):
+        corners = corners.flip(1)
+    return corners.flatten(1)
+
+
+def _draw_sets(draw: Draw, is_paired: bool) -> Problem:
+    N, dtype = draw.size(8), draw.dtype()
+    points = _point_sets(draw, N)
+    polygons = _quadrilaterals(draw, N, points) if is_paired else _quadrilaterals(draw, draw.size(6))
+    scale = draw.pick(1.0, 1.0, 1.0, 1e-4)  # The differences of the reference suit pixels.
+    given = {
+        "pointsets": draw.place(draw.with_bad_numbers(points * scale), dtype),
+        "polygons": draw.place(draw.with_bad_numbers(polygons * scale), draw.dtype(dtype, torch.float32)),
+    }
+    skip: dict[str, Tensor | bool] = {"output 1": scale != 1}
+    return Problem(given, positions=tuple(given), wide=torch.float64, epsilon=1e-9, skip=skip)
+
+
+def _iou(numbers: list[float], corners: list[float], is_generalised: bool = False) -> float:
+    """Return the IoU or GIoU of a set's hull and a quadrilateral. NaN stands for what is not compared."""
+    if not all(map(math.isfinite, numbers + corners)):
+        return IS_NAN
+    one, other = hull(points_of(numbers)), points_of(corners)
+    if max(map(abs, numbers + corners)) > EXTREME or crosses_itself(other):
+        return math.nan
+    common = shared(other, one) if len(one) > 2 else 0.0
+    union = area(one) + abs(area(other)) - common
+    iou = common / union if union > 0 else 0.0
+    around = area(hull(one + other)) if is_generalised else 0.0
+    return iou - (around - union) / around if around > 0 else iou
+
+
+def _iou_table(pointsets: Tensor, polygons: Tensor) -> Tensor:
+    table = [[_iou(one, other) for other in polygons.tolist()] for one in pointsets.tolist()]
+    return pointsets.new_tensor(table).view(len(pointsets), len(polygons))
+
+
+def _giou_rows(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
+    def giou(one: list[float], other: list[float]) -> float:
+        return _iou(one, other, True)
+
+    rows = list(zip(pointsets.tolist(), polygons.tolist(), strict=True))
+    gradient = derivatives(giou, pointsets, polygons)[0]
+    for n, (one, other) in enumerate(rows):  # mmcv's derivatives are between those of both sides
+        if not all(map(math.isfinite, one + other)) or touches(points_of(one), points_of(other)):
+            gradient[n] = math.nan
+    return pointsets.new_tensor([giou(*row) for row in rows]), gradient
+
+
+def _marked_giou(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
+    giou, gradient = convex_giou(pointsets, polygons)
+    return giou.nan_to_num(IS_NAN), gradient
+
+
+def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bounds.update(dict.fromkeys(bounds, 1.0))
+
+
+def _giou_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    _bounds(problem, bounds)
+    problem.absolute["output 1"] = 2e-4
+
+
+def _draw_least(draw: Draw) -> Problem:
+    points = draw.place(draw.with_bad_numbers(_point_sets(draw, draw.size(20))), draw.dtype())
+    return Problem({"pointsets": points}, positions=("pointsets",), wide=torch.float64, epsilon=1e-9)
+
+
+def _least_box(points: Points) -> list[float]:
+    """Return the corners by trying all edges of the hull. NaN stands for a choice that depends on rounding."""
+    corners = hull(points)
+    first = corners.index(min(corners, key=lambda point: (point[1], point[0])))
+    corners = corners[first:] + corners[:first]
+    found = []
+    for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
+        angle = math.atan2(b[1] - a[1], b[0] - a[0]) % (math.pi / 2)
+        cos, sin = math.cos(angle), math.sin(angle)
+        along = [x * cos + y * sin for x, y in corners]
+        across = [y * cos - x * sin for x, y in corners]
+        ends = max(along), min(along), min(across), max(across)
+        box = [(ends[i], ends[j]) for i, j in ((0, 2), (1, 2), (1, 3), (0, 3))]
+        turned = [number for u, v in box for number in (u * cos - v * sin, u * sin + v * cos)]
+        found.append(((ends[0] - ends[1]) * (ends[3] - ends[2]), turned))
+    least = min(size for size, _ in found)
+    if any(least * (1 + 1e-7) < size < least * (1 + 1e-5) for size, _ in found):
+        return [math.nan] * 8
+    return next(box for size, box in found if size <= least * (1 + 1e-6))
+
+
+def _least_boxes(pointsets: Tensor) -> Tensor:
+    rows = []
+    for numbers in pointsets.tolist():
+        if not all(map(math.isfinite, numbers)):
+            rows.append([IS_NAN] * 8)
+        elif max(map(abs, numbers)) > EXTREME:
+            rows.append([math.nan] * 8)
+        else:
+            rows.append(_least_box(points_of(numbers)))
+    return pointsets.new_tensor(rows).view(len(rows), 8)
+
+
+def _draw_inside(draw: Draw) -> Problem:
+    N, M, dtype = draw.size(60), draw.size(8), draw.dtype()
+    points = draw.uniform(-25, 25, N, 2)
+    given = {
+        "points": draw.place(draw.with_bad_numbers(points.round() if draw.chance(0.3) else points), dtype),
+        "polygons": draw.place(draw.with_bad_numbers(_quadrilaterals(draw, M)), dtype),
+    }
+    return Problem(given)
+
+
+def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
+    """Compare with the sum of the angles at which a point sees the sides, unless it is next to one."""
+    points, polygons = (problem.arguments[name].double() for name in ("points", "polygons"))
+    corners = polygons.view(-1, 4, 2) - points[:, None, None]  # [N, M, 4, 2]
+    after = corners.roll(-1, 2)
+    side = after - corners
+    product = corners[..., 0] * after[..., 1] - corners[..., 1] * after[..., 0]
+    turns = torch.atan2(product, (corners * after).sum(3)).sum(2) / (2 * math.pi)
+    part = (-(corners * side).sum(3) / side.square().sum(3)).nan_to_num(0.0).clamp(0, 1)
+    apart = (corners + part[..., None] * side).norm(dim=3).amin(2)
+    is_sound = (points.abs() < EXTREME).all(1)[:, None] & (polygons.abs() < EXTREME).all(1)
+    is_outside = ~points.isfinite().all(1)[:, None] & (polygons.abs() < EXTREME).all(1)
+    wanted = torch.where(is_outside, 0.0, turns.round().abs())
+    is_wrong = (got[0] != wanted) & (is_outside | is_sound & (apart > 1e-3))
+    return f"point and polygon {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+
+
+def _draw_chamfer(draw: Draw) -> Problem:
+    B, N, M, dtype = draw.size(3), draw.size(20), draw.size(20), draw.dtype()
+    scale, is_whole = draw.pick(1.0, 1.0, 300.0), draw.chance(0.4)
+    sets = [draw.uniform(-9, 9, B, count, 2) * scale for count in (N, M)]
+    sets = [draw.with_bad_numbers(one.round() if is_whole else one, 0.3) for one in sets]
+    given = {name: draw.place(one, dtype) for name, one in zip(("xyz1", "xyz2"), sets, strict=True)}
+    apart = _table(**{name: one.double() for name, one in given.items()})
+    unsure = []  # rows in which rounding may choose another point
+    for table in (apart, apart.transpose(1, 2)):
+        slack = 4 * torch.finfo(dtype).eps * table.amin(2, keepdim=True) if table.shape[2] else 0.0
+        is_near = (table <= table.amin(2, keepdim=True) + slack) if table.shape[2] else table > 0
+        exact = is_whole and scale == 1.0
+        unsure.append(
+            (is_near.sum(2) > 1) & (not exact) | ~table.isfinite().all(2) | (table > EXTREME**2).any(2)
+        )
+    skip: dict[str, Any] = {"output 2": unsure[0], "output 3": unsure[1]}
+    skip |= dict.fromkeys(given, any(bool(rows.any()) for rows in unsure))
+    wide = wide_of(dtype)
+    rounding = 4 * torch.finfo(wide).eps * largest(apart, EXTREME**2)
+    absolute = {"output": rounding, "output 1": rounding}
+    return Problem(given, tuple(given), tuple(given), wide=wide, absolute=absolute, skip=skip)
+
+
+def _table(xyz1: Tensor, xyz2: Tensor) -> Tensor:  # [B, N, M]
+    return (xyz1[:, :, None] - xyz2[:, None]).square().sum(3)
+
+
+def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, ...]:
+    apart = _table(xyz1, xyz2)
+    if 0 in apart.shape[1:]:
+        none = [points.sum(2) * 0 for points in (xyz1, xyz2)]
+        return *none, *(one.detach() for one in none)
+    (one, first), (other, second) = apart.min(2), apart.min(1)
+    return one, other, first.double(), second.double()
+
+
+def _with_float_indices(**given: Tensor) -> tuple[Tensor, ...]:
+    one, other, *indices = chamfer_distance(**given)
+    assert all(index.dtype == torch.int32 for index in indices)
+    return one, other, *(index.double() for index in indices)
+
+
+def _chamfer_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    bounds.update({name: 0.0 for name in bounds if name.startswith("output")})
+
+
+@st.composite
+def _launches(draw: st.DrawFn, is_paired: bool) -> dict[str, Tensor]:
+    N, dtype = draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))), draw(sizes.value_types)
+    K = N if is_paired else draw(sizes.count)
+    return {"pointsets": sizes.empty(N, 18, dtype=dtype), "polygons": sizes.empty(K, 8, dtype=dtype)}
+
+
+def _launches_of_least() -> Any:
+    return _launches(True).map(lambda drawn: {"pointsets": drawn["pointsets"]})
+
+
+@st.composite
+def _launches_of_insides(draw: st.DrawFn) -> dict[str, Tensor]:
+    N, M, dtype = draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
+    return {"points": sizes.empty(N, 2, dtype=dtype), "polygons": sizes.empty(M, 8, dtype=dtype)}
+
+
+@st.composite
+def _launches_of_chamfer(draw: st.DrawFn) -> dict[str, Tensor]:
+    B, dtype = draw(sizes.small), draw(sizes.wide_types)
+    return {name: sizes.empty(B, draw(sizes.count), 2, dtype=dtype) for name in ("xyz1", "xyz2")}
+
+
+def _points_and_polygons(N: int, M: int) -> Problem:
+    return Problem({"points": rand(N, 2), "polygons": rand(M, 8)})
+
+
+def _sets(N: int, K: int) -> Problem:
+    return Problem({"pointsets": rand(N, 18), "polygons": rand(K, 8)})
+
+
+OPERATORS = (
+    *(
+        Operator(
+            call.__name__,
+            lambda call=call, **given: call(**given).nan_to_num(IS_NAN),
+            _draw_pairs(is_flat, names),
+            _pairs,
+            _pair_bounds,
+            spoiled={names[0]: ("rank", "type", 0, 1, 2), names[1]: ("rank", "type", "device", 0, 1, 2)},
+        )
+        for call, is_flat, names in (
+            (diff_iou_rotated_2d, True, ("box1", "box2")),
+            (diff_iou_rotated_3d, False, ("box3d1", "box3d2")),
+        )
+    ),
+    Operator(
+        "convex_iou",
+        lambda **given: convex_iou(**given).nan_to_num(IS_NAN),
+        lambda draw: _draw_sets(draw, False),
+        _iou_table,
+        _bounds,
+        spoiled={"pointsets": ("rank", "type", "device", 1), "polygons": ("rank", "type", 1)},
+        of_size=(lambda n: _sets(n, 3), lambda n: _sets(4, n)),
+        launches=lambda: _launches(False),
+    ),
+    Operator(
+        "convex_giou",
+        _marked_giou,
+        lambda draw: _draw_sets(draw, True),
+        _giou_rows,
+        _giou_bounds,
+        spoiled={"pointsets": ("rank", "type", "device", 0, 1), "polygons": ("rank", "type", 0, 1)},
+        of_size=(lambda n: _sets(n, n),),
+        launches=lambda: _launches(True),
+    ),
+    Operator(
+        "min_area_polygons",
+        lambda **given: min_area_polygons(**given).nan_to_num(IS_NAN),
+        _draw_least,
+        _least_boxes,
+        lambda problem, bounds: bounds.update(output=100.0),
+        spoiled={"pointsets": ("rank", "type", 1)},
+        of_size=(lambda n: Problem({"pointsets": rand(n, 18)}),),
+        launches=_launches_of_least,
+    ),
+    Operator(
+        "points_in_polygons",
+        points_in_polygons,
+        _draw_inside,
+        nothing,
+        compare=_same_insides,
+        spoiled={"points": ("rank", "device", 1), "polygons": ("rank", 1)},
+        of_size=(lambda n: _points_and_polygons(n, 3), lambda n: _points_and_polygons(4, n)),
+        launches=_launches_of_insides,
+    ),
+    Operator(
+        "chamfer_distance",
+        _with_float_indices,
+        _draw_chamfer,
+        _chamfer,
+        _chamfer_bounds,
+        launches=_launches_of_chamfer,
+        spoiled={"xyz1": ("rank", "type", "device", 0, 2), "xyz2": ("rank", "type", 0, 2)},
+    ),
+)
+
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 needs_library = pytest.mark.skipif(not _library.is_loaded("cpu"), reason="the library is not built")
@@ -42,64 +421,6 @@ def quadrilaterals(N):
     corners = center + corners @ turn
     corners[::2] = corners[::2].flip(1)
     return corners.flatten(1)
-
-
-def point_sets(N):
-    points = uniform(N, 18)
-    points[: N // 3] = points[: N // 3].round()  # with equal points and points on a line
-    return points
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_convex_iou(device):
-    points, polygons = point_sets(30), quadrilaterals(7)
-    found = convex_iou(points.to(device), polygons.to(device))
-    for n, numbers in enumerate(points.tolist()):
-        for k, corners in enumerate(polygons.tolist()):
-            one, other = hull(points_of(numbers)), points_of(corners)
-            common = shared(one, other)
-            expected = common / (area(one) + abs(area(other)) - common)
-            assert found[n, k].item() == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_convex_giou_and_its_gradient(device):
-    points, polygons = uniform(12, 18), quadrilaterals(12)
-    polygons[6:] += 4
-
-    def giou(numbers, corners):
-        one, other = hull(points_of(numbers)), points_of(corners)
-        around, common = abs(area(hull(one + other))), shared(one, other)
-        union = area(one) + abs(area(other)) - common
-        return common / union - (around - union) / around
-
-    found, gradient = convex_giou(points.to(device), polygons.to(device))
-    for n in range(12):
-        numbers, corners = points[n].tolist(), polygons[n].tolist()
-        assert found[n].item() == pytest.approx(giou(numbers, corners), abs=1e-9)
-        for i in range(18):
-            ends = [
-                giou([*numbers[:i], numbers[i] + step, *numbers[i + 1 :]], corners) for step in (1e-6, -1e-6)
-            ]
-            assert gradient[n, i].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_min_area_polygons(device):
-    points = point_sets(40)
-    found = min_area_polygons(points.to(device)).cpu()
-    for numbers, box in zip(points.tolist(), found.tolist(), strict=True):
-        corners, least = hull(points_of(numbers)), math.inf
-        for a, b in zip(corners, corners[1:] + corners[:1], strict=True):
-            angle = math.atan2(b[1] - a[1], b[0] - a[0])
-            along = [x * math.cos(angle) + y * math.sin(angle) for x, y in corners]
-            across = [y * math.cos(angle) - x * math.sin(angle) for x, y in corners]
-            least = min(least, (max(along) - min(along)) * (max(across) - min(across)))
-        box = points_of(box)
-        assert abs(area(box)) == pytest.approx(least, rel=2e-6)
-        orientation = math.copysign(1, area(box))
-        for a, b in zip(box, box[1:] + box[:1], strict=True):
-            assert all(orientation * cross(a, b, p) > -1e-9 for p in corners)
 
 
 def test_min_area_polygons_by_hand():
@@ -224,20 +545,6 @@ def test_chamfer_distance(device):
     assert torch.autograd.gradcheck(lambda a, b: chamfer_distance(a, b)[:2], leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_chamfer_distances_of_narrow_types_are_rounded_once(dtype):
-    one, other = uniform(1, 30, 2).to(dtype).requires_grad_(), uniform(1, 3, 2, seed=1).to(dtype)
-    wide = one.detach().float().requires_grad_()
-    found, exact = chamfer_distance(one, other), chamfer_distance(wide, other.float())
-    for got, expected in zip(found[:2], exact[:2], strict=True):
-        torch.testing.assert_close(got, expected.to(dtype), rtol=0, atol=0)
-    gradients = [
-        torch.autograd.grad(pair[0].sum() + pair[1].sum(), points)[0]
-        for pair, points in ((found, one), (exact, wide))
-    ]
-    torch.testing.assert_close(gradients[0], gradients[1].to(dtype), rtol=0, atol=0)
-
-
 def boxes(N, seed):
     return torch.cat(
         [
@@ -299,40 +606,6 @@ def test_vertices_in_order():
     assert turning.sum() / 2 == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_narrow_types_and_bad_numbers(dtype):
-    points, polygons = point_sets(6).to(dtype), quadrilaterals(6).to(dtype)
-    close = dict(rtol=1e-2, atol=1e-2)
-    exact = convex_giou(points.double(), polygons.double())
-    for found, expected in zip(convex_giou(points, polygons), exact, strict=True):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, **close)
-    assert convex_iou(points, polygons).dtype == min_area_polygons(points).dtype == dtype
-    points[0, 3], points[1, 2], polygons[2, 0] = math.nan, math.inf, math.nan
-    giou, iou = convex_giou(points, polygons)[0], convex_iou(points, polygons)
-    assert giou[:3].isnan().all() and giou[3:].isfinite().all()
-    assert iou[:2].isnan().all() and iou[2:, 2].isnan().all() and iou[3:, 3:].isfinite().all()
-    assert (
-        points_in_polygons(points[:, :2], polygons).isfinite().all()
-        and min_area_polygons(points)[2:].isfinite().all()
-    )
-
-
-def test_empties():
-    points, polygons = torch.zeros(0, 18), torch.zeros(0, 8)
-    assert convex_iou(points, torch.zeros(3, 8)).shape == (0, 3)
-    assert convex_iou(torch.zeros(3, 18), polygons).shape == (3, 0)
-    assert [t.shape for t in convex_giou(points, polygons)] == [(0,), (0, 18)]
-    assert min_area_polygons(points).shape == (0, 8)
-    assert points_in_polygons(torch.zeros(0, 2), torch.zeros(2, 8)).shape == (0, 2)
-    distances = chamfer_distance(torch.ones(2, 3, 2), torch.ones(2, 0, 2))
-    assert [tuple(t.shape) for t in distances] == [(2, 3), (2, 0), (2, 3), (2, 0)] and not distances[0].any()
-    assert diff_iou_rotated_2d(torch.zeros(1, 0, 5), torch.zeros(1, 0, 5)).shape == (1, 0)
-    assert sorted_vertices(
-        torch.zeros(1, 0, 24, 2), torch.zeros(1, 0, 24).bool(), torch.zeros(1, 0)
-    ).shape == (1, 0, 9)
-
-
 X = torch.zeros(3, 4)
 
 
@@ -373,23 +646,3 @@ X = torch.zeros(3, 4)
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@needs_library
-def test_rejections_of_the_operators():
-    operators, points, polygons = torch.ops.visdet, torch.zeros(2, 18), torch.zeros(2, 8)
-    for call, message in (
-        (
-            lambda: operators.min_area_polygons(X),
-            r"min_area_polygons: pointsets must be \[N, 18\], got \[3, 4\]",
-        ),
-        (
-            lambda: operators.min_area_polygons(points.half()),
-            "min_area_polygons: pointsets must be .*, got Half",
-        ),
-        (lambda: operators.convex_iou(points, X), r"convex_iou: polygons must be \[K, 8\], got \[3, 4\]"),
-        (lambda: operators.convex_iou(points, polygons.double()), "polygons must be Float, .*, got Double"),
-        (lambda: operators.convex_giou(points, polygons[:1]), r"polygons must be \[2, 8\], got \[1, 8\]"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()

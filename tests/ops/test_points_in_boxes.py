@@ -1,17 +1,205 @@
-"""Points in 3-D boxes and their pooling, against loops."""
+"""Points in 3-D boxes and their pooling."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from test_gather_points import linear_problem
+from test_point_neighbours import nothing
+from torch import Tensor
 
-from visdet.ops import point_neighbours
-from visdet.ops.mmcv.points_in_boxes import (
-    points_in_boxes_all,
-    points_in_boxes_part,
-    roiaware_pool3d,
-    roipoint_pool3d,
+from tests.fuzz import sizes
+from tests.fuzz.problem import Draw, Operator, Problem, rand
+from visdet.ops import points_in_boxes_all, points_in_boxes_part, roiaware_pool3d, roipoint_pool3d
+
+# Rounding may move a point that is so near to a side of a box or a voxel. Such points are moved far away.
+NEAR, FAR = 1e-4, 100.0
+
+
+def _boxes(draw: Draw, *shape: int) -> Tensor:
+    parts = draw.uniform(-2, 2, *shape, 3), draw.uniform(0.2, 3, *shape, 3), draw.uniform(-4, 4, *shape, 1)
+    return torch.cat(parts, -1)
+
+
+def _draw_boxes(draw: Draw) -> Problem:
+    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
+    points = draw.with_bad_numbers(draw.uniform(-3, 3, B, N, 3))
+    return Problem(
+        {
+            "points": draw.place(points, dtype),
+            "boxes": draw.place(draw.with_bad_numbers(_boxes(draw, B, M)), dtype),
+        }
+    )
+
+
+def _margins(points: Tensor, boxes: Tensor) -> Tensor:  # [B, N, 3], [B, M, 7] -> [B, N, M]
+    """Return how far each point is inside each box; negative outside, NaN where a number is not finite."""
+    apart, (cos, sin) = (
+        points.double()[:, :, None] - boxes.double()[:, None, :, :3],
+        (
+            boxes[..., 6].double().cos()[:, None],
+            boxes[..., 6].double().sin()[:, None],
+        ),
+    )
+    half = boxes.double()[:, None, :, 3:6] / 2
+    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
+    along = torch.stack([x, y, apart[..., 2] - half[..., 2]], 3)
+    margin = (half - along.abs()).amin(3)
+    is_sound = points.isfinite().all(2)[:, :, None] & boxes.isfinite().all(2)[:, None]
+    return torch.where(is_sound, margin, torch.nan)
+
+
+def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
+    margin = _margins(**problem.arguments)
+    # A number of 1e30 leaves no digits for the distance from a side.
+    is_clear = (margin.abs() > NEAR) & (margin.abs() < 1e4)
+    found = got[0]
+    if found.dim() == 3:
+        is_wrong = is_clear & ((found == 1) != (margin > 0))
+        return f"point and box {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+    if margin.shape[2] == 0:
+        return "" if bool((found == -1).all()) else "a point is in a box, and there are none"
+    is_inside = margin > 0
+    wanted = torch.where(is_inside.any(2), is_inside.int().argmax(2), -1)
+    is_wrong = is_clear.all(2) & (found != wanted)
+    return f"points {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+
+
+def _draw_pooled(draw: Draw) -> Problem:
+    B, N, M, dtype = draw.size(3), draw.size(60), draw.size(8), draw.dtype()
+    points = draw.place(draw.uniform(-3, 3, B, N, 3), dtype, can_expand=False)
+    boxes = draw.place(_boxes(draw, B, M), dtype, can_expand=False)
+    points[(_margins(points, boxes).abs() < NEAR).any(2)] = FAR
+    given = {
+        "points": points,
+        "point_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, draw.size(4))), draw.dtype()),
+        "boxes3d": boxes,
+        "num_sampled_points": draw.size(20, 0),
+    }
+    return linear_problem("point_features", given, "points")
+
+
+def _pooled(**given: Any) -> tuple[Tensor, Tensor]:
+    points, is_empty = roipoint_pool3d(**given)
+    return points, is_empty.to(points.dtype)
+
+
+def _sampled(
+    points: Tensor, point_features: Tensor, boxes3d: Tensor, num_sampled_points: int
+) -> tuple[Tensor, Tensor]:
+    values = torch.cat([points, point_features], 2)
+    is_inside = _margins(points.detach(), boxes3d).movedim(2, 1) > 0  # [B, M, N]
+    pooled = values.new_zeros(*is_inside.shape[:2], num_sampled_points, values.shape[2]) + values[:0].sum()
+    for b, m in is_inside.any(2).nonzero().tolist():
+        inside = is_inside[b, m].nonzero()[:, 0]
+        slots = torch.arange(num_sampled_points, device=inside.device)
+        pooled[b, m] = values[b, inside[slots % len(inside)]]
+    return pooled, (~is_inside.any(2)).to(values)
+
+
+def _draw_voxels_of_boxes(draw: Draw) -> Problem:
+    N, M, dtype = draw.size(60), draw.size(6), draw.dtype()
+    size, mode = draw.pick(draw.size(4, 0), [draw.size(4, 0) for _ in range(3)]), draw.pick("max", "avg")
+    pts = draw.place(draw.with_bad_numbers(draw.uniform(-3, 3, N, 3)), dtype, can_expand=False)
+    rois = draw.place(draw.with_bad_numbers(_boxes(draw, M)), dtype)
+    places, _ = _places_in_boxes(rois.double(), pts.double(), size)
+    is_near = ((places - places.round()).abs() < NEAR * (1 + places.abs())) & (places.abs() < 1e4)
+    pts[is_near.any(2).any(0)] = FAR
+    given = {
+        "rois": rois,
+        "pts": pts,
+        "pts_feature": draw.place(draw.with_bad_numbers(draw.numbers(N, draw.size(4))), draw.dtype()),
+        "out_size": size,
+        "max_pts_per_voxel": draw.pick(1, 2, 5, 128),
+        "mode": mode,
+    }
+    problem = linear_problem("pts_feature", given)
+    problem.positions = ("rois", "pts", *(["pts_feature"] if mode == "max" else []))
+    return problem
+
+
+def _places_in_boxes(rois: Tensor, pts: Tensor, size: Any) -> tuple[Tensor, Tensor]:  # [M, N, 3], [3]
+    """Return the places of points in units of the voxels of each box, from its corner, and the numbers of voxels."""
+    counts = torch.tensor([size] * 3 if isinstance(size, int) else size, device=rois.device)
+    apart, cos, sin = pts - rois[:, None, :3], rois[:, None, 6].cos(), rois[:, None, 6].sin()
+    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
+    sides = rois[:, None, 3:6]
+    return torch.stack(
+        [x + sides[..., 0] / 2, y + sides[..., 1] / 2, apart[..., 2]], 2
+    ) / sides * counts, counts
+
+
+def _pooled_in_boxes(
+    rois: Tensor, pts: Tensor, pts_feature: Tensor, out_size: Any, max_pts_per_voxel: int, mode: str
+) -> Tensor:
+    places, counts = _places_in_boxes(rois, pts, out_size)
+    pooled = pts_feature.new_zeros(len(rois), *counts.tolist(), pts_feature.shape[1]) + pts_feature.sum() * 0
+    is_inside = ((places > 0) & (places < counts) & (rois[:, None, 3:6] > 0)).all(2)
+    for m in range(len(rois)):
+        members: dict[tuple[int, ...], list[int]] = {}
+        for n in is_inside[m].nonzero()[:, 0].tolist():
+            members.setdefault(tuple(places[m, n].long().tolist()), []).append(n)
+        for voxel, points in members.items():
+            values = pts_feature[points[: max_pts_per_voxel - 1]]
+            if len(values):
+                pooled[(m, *voxel)] = values.mean(0) if mode == "avg" else _first_maximum(values)
+    return pooled
+
+
+def _first_maximum(values: Tensor) -> Tensor:  # [K, C] -> [C]
+    """Return the largest numbers, of equal ones the first, and 0 where all are NaN or minus infinity."""
+    known = torch.where(values.isnan(), -torch.inf, values).detach()
+    is_first = (known == known.amax(0)) & (known > -torch.inf)
+    is_first &= is_first.cumsum(0) == 1
+    return torch.where(is_first, values, 0).sum(0)
+
+
+@st.composite
+def _launches(draw: st.DrawFn) -> dict[str, Tensor]:
+    B, N, M, dtype = draw(sizes.small), draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
+    return {"points": sizes.empty(B, N, 3, dtype=dtype), "boxes": sizes.empty(B, M, 7, dtype=dtype)}
+
+
+def _sized(B: int, N: int, M: int) -> Problem:
+    return Problem({"points": rand(B, N, 3), "boxes": rand(B, M, 7)})
+
+
+OPERATORS = (
+    *(
+        Operator(
+            call.__name__,
+            call,
+            _draw_boxes,
+            nothing,
+            compare=_same_insides,
+            spoiled={"points": ("rank", 0, 2), "boxes": ("rank", 0, 2)},
+            of_size=(lambda n: _sized(n, 3, 4), lambda n: _sized(2, n, 4), lambda n: _sized(2, 3, n)),
+            launches=_launches,
+        )
+        for call in (points_in_boxes_part, points_in_boxes_all)
+    ),
+    Operator(
+        "roipoint_pool3d",
+        _pooled,
+        _draw_pooled,
+        _sampled,
+        spoiled={
+            "points": ("rank", 0, 1, 2),
+            "point_features": ("rank", "type", 0, 1),
+            "boxes3d": ("rank", 0, 2),
+        },
+    ),
+    Operator(
+        "roiaware_pool3d",
+        roiaware_pool3d,
+        _draw_voxels_of_boxes,
+        _pooled_in_boxes,
+        spoiled={"rois": ("rank", 1), "pts": ("rank", 0, 1), "pts_feature": ("rank", 0)},
+    ),
 )
+
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -39,16 +227,21 @@ def place(point, box):
     return (x, y, z) if abs(x) < dx / 2 and abs(y) < dy / 2 and 0 <= z <= dz else None
 
 
-@pytest.mark.parametrize("pairs", [1 << 24, 50])
-def test_points_in_boxes_are_the_loop(pairs, device, monkeypatch):
-    monkeypatch.setattr(point_neighbours, "_PAIRS", pairs)
-    points, boxes = scene()
-    inside = [[place(point, box) is not None for box in boxes] for point in points]
-    every = points_in_boxes_all(points[None].to(device), boxes[None].to(device))
-    assert every.dtype == torch.int32 and every[0].tolist() == inside
-    first = points_in_boxes_part(points[None].to(device), boxes[None].to(device))
-    assert first[0].tolist() == [row.index(True) if any(row) else -1 for row in inside]
-    assert 0 < sum(map(any, inside)) < len(points)
+def test_pooling_by_hand(device):
+    """Of three points, the first two are in the lower half of the first box, and the second box is empty."""
+    points = torch.tensor([[-0.5, 0, 0.5], [0.5, 0, 0.5], [9, 9, 9]], device=device)
+    boxes = torch.tensor([[0.0, 0, 0, 2, 2, 2, 0], [50, 50, 50, 1, 1, 1, 0]], device=device)
+    features = torch.tensor([[1.0], [3.0], [7.0]], device=device)
+    assert points_in_boxes_all(points[None], boxes[None])[0].tolist() == [[1, 0], [1, 0], [0, 0]]
+    for mode, value in (("max", 3), ("avg", 2)):
+        pooled = roiaware_pool3d(boxes, points, features, (1, 1, 2), 128, mode)
+        assert pooled.flatten().tolist() == [value, 0, 0, 0]
+    assert (
+        roiaware_pool3d(boxes, points, features, (1, 1, 2), 2, "max").flatten()[0] == 1
+    )  # room for one point
+    pooled, is_empty = roipoint_pool3d(points[None], features[None], boxes[None], 3)
+    assert pooled[0, 0, :, 3].tolist() == [1, 3, 1] and is_empty.tolist() == [[0, 1]]
+    assert torch.equal(pooled[0, 0, 1, :3], points[1]) and not pooled[0, 1].any()
 
 
 def test_sides_and_bottoms(device):
@@ -58,63 +251,6 @@ def test_sides_and_bottoms(device):
     turned = torch.tensor([[[0.0, 0, 0, 4, 1, 2, math.pi / 2]]], device=device)
     along = torch.tensor([[[0.0, 1.8, 1], [1.8, 0, 1]]], device=device)
     assert points_in_boxes_part(along, turned).tolist() == [[0, -1]]
-
-
-@pytest.mark.parametrize("mode", ["max", "avg"])
-@pytest.mark.parametrize("most", [128, 3, 1])
-def test_roiaware_pool3d_is_the_loop(mode, most, device):
-    points, boxes = scene(120)
-    features = torch.randn(120, 4, generator=torch.Generator().manual_seed(1))
-    features[3, 0] = torch.nan if mode == "max" else 1
-    size = (2, 3, 4)
-    expected = torch.zeros(len(boxes), *size, 4)
-    for m, box in enumerate(boxes):
-        members = {}
-        for n, point in enumerate(points):
-            if (at := place(point, box)) is not None:
-                shifted = (at[0] + float(box[3]) / 2, at[1] + float(box[4]) / 2, at[2])
-                cell = (int(a / float(side) * n) for a, side, n in zip(shifted, box[3:6], size, strict=True))
-                voxel = tuple(min(c, n - 1) for c, n in zip(cell, size, strict=True))
-                members.setdefault(voxel, []).append(n)
-        for voxel, chosen in members.items():
-            if chosen := chosen[: most - 1]:
-                values = features[chosen]
-                known = values.nan_to_num(nan=-torch.inf).amax(0)
-                largest = torch.where(known.isinf(), 0, known)
-                expected[m][voxel] = largest if mode == "max" else values.mean(0)
-    pooled = roiaware_pool3d(*(t.to(device) for t in (boxes, points, features)), size, most, mode)
-    torch.testing.assert_close(pooled.cpu(), expected)
-
-
-def test_roipoint_pool3d_repeats_the_points_of_a_box(device):
-    points, boxes = scene(40)
-    features = torch.rand(2, 40, 3)
-    pooled, is_empty = roipoint_pool3d(
-        points.expand(2, -1, -1).to(device), features.to(device), boxes.expand(2, -1, -1).to(device), 9
-    )
-    for b in range(2):
-        for m, box in enumerate(boxes):
-            inside = [n for n, point in enumerate(points) if place(point, box) is not None]
-            assert is_empty[b, m] == (not inside)
-            if not inside:
-                assert (pooled[b, m] == 0).all()
-                continue
-            chosen = [inside[i % len(inside)] for i in range(9)]
-            expected = torch.cat([points[chosen], features[b, chosen]], 1)
-            assert torch.equal(pooled[b, m].cpu(), expected)
-    assert is_empty[0, -1] == 1
-
-
-def test_nothing(device):
-    none, box = torch.zeros(1, 0, 3, device=device), torch.zeros(1, 0, 7, device=device)
-    some = torch.rand(1, 4, 3, device=device)
-    assert points_in_boxes_part(some, box).tolist() == [[-1] * 4]
-    assert points_in_boxes_all(none, box).shape == (1, 0, 0)
-    assert roipoint_pool3d(none, none, torch.ones(1, 2, 7, device=device), 5)[1].tolist() == [[1, 1]]
-    assert roipoint_pool3d(some, some, box, 5)[0].shape == (1, 0, 5, 6)
-    for mode in ("max", "avg"):
-        assert roiaware_pool3d(box[0], some[0], some[0], 2, 4, mode).shape == (0, 2, 2, 2, 3)
-        assert (roiaware_pool3d(torch.ones(2, 7, device=device), none[0], none[0], 2, 4, mode) == 0).all()
 
 
 def test_voxels_of_an_infinite_box_are_empty(device):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from visdet.ops import _library, roi_align
 from visdet.ops.roi_align import roi_align_reference
@@ -91,23 +90,6 @@ print("done")
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "name", ["B2-C3-H9-W11-N7-adaptive", "B1-C37-H40-W50-N60-one-window", "B3-C17-H40-W50-N2-own-windows"]
-)
-def test_threads_do_not_change_a_bit(name, dtype):
-    """Of seven threads some share the regions of one image."""
-    problem, before, results = make(name, dtype), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            results.append(run(*problem)[:2])
-    finally:
-        torch.set_num_threads(before)
-    for others in results[1:]:
-        assert all(map(torch.equal, results[0], others))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("ratio", [0, 2])
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,29 +136,6 @@ def test_gradients_numerically():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("ratio", [0, 2])
-def test_registration(ratio):
-    x, rois, (size, scale, _, aligned) = make("B2-C3-H9-W11-N7-adaptive", torch.float32)
-    arguments = (x.requires_grad_(), rois, *size, scale, ratio, aligned)
-    opcheck(torch.ops.visdet.roi_align.default, arguments)
-    gradient = torch.ones(len(rois), 3, *size)
-    opcheck(
-        torch.ops.visdet.roi_align_backward.default,
-        (gradient, rois, 2, 9, 11, scale, ratio, aligned, False),
-    )
-
-
-def test_layouts():
-    x, rois, settings = make("B2-C20-H13-W8-N9-many-bins", torch.float32)
-    expected = run(x, rois, settings)
-    strided = torch.zeros(9, 10)[:, 2:7].copy_(rois)
-    for same in (
-        x.contiguous(memory_format=torch.channels_last),
-        x.transpose(2, 3).contiguous().transpose(2, 3),
-    ):
-        assert all(map(torch.equal, run(same, strided, settings), expected))
-
-
 def test_torchvision_serves_where_the_library_is_missing(monkeypatch):
     pytest.importorskip("torchvision")
     x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.bfloat16)
@@ -209,17 +168,3 @@ X, ROIS = torch.zeros(2, 3, 4, 5), torch.zeros(6, 5)
 def test_refusals_of_the_operator(arguments, message):
     with pytest.raises(RuntimeError, match=message):
         torch.ops.visdet.roi_align(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((ROIS, 2, 4, 5), r"grad_output must be \[6, C, PH, PW\], got \[7, 3, 2, 2\]"),
-        ((ROIS[:, 1:], 2, 4, 5), r"rois must be \[N, 5\], got \[6, 4\]"),
-        ((torch.zeros(7, 5), -2, 4, 5), "input's sizes must not be negative, got -2, 4, 5"),
-        ((torch.zeros(7, 5), 2, 1 << 20, 1 << 20), r"fewer than 2\^31 pixels, got 1048576 x 1048576"),
-    ],
-)
-def test_refusals_of_the_gradient(arguments, message):
-    with pytest.raises(RuntimeError, match=f"roi_align_backward: .*{message}"):
-        torch.ops.visdet.roi_align_backward(torch.zeros(7, 3, 2, 2), *arguments, 1.0, 0, True, False)

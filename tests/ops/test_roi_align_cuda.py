@@ -105,23 +105,6 @@ def test_gradients_in_order_of_any_size(scale, in_order):
     assert found.isnan().flatten(2).any(2).sum() == 1
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("ratio", [0, 2])
-@pytest.mark.parametrize("size", [7, 14])
-def test_torchvision_gives_the_same(size, ratio, aligned):
-    ops = pytest.importorskip("torchvision.ops")
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 70, 100, 152, generator=generator).cuda()
-    corner = torch.rand(300, 2, generator=generator) * torch.tensor([1200, 790])
-    extent = 4 + torch.rand(300, 2, generator=generator) ** 3 * 700
-    index = torch.randint(2, (300, 1), generator=generator)
-    rois = torch.cat([index, corner, corner + extent], 1).cuda()
-    output, grad, gradient = both(upright(roi_align), x, rois, (size, 1 / 8, ratio, aligned))
-    wanted = both(ops.roi_align, x, rois, (size, 1 / 8, ratio, aligned), gradient)
-    torch.testing.assert_close(output, wanted[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grad, wanted[1], rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
 def test_regions_that_count_for_nothing(turned):
     x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, turned)
@@ -148,16 +131,6 @@ def test_gradients_numerically():
         )
 
 
-def test_layouts():
-    x, rois, settings = make("B2-C20-H13-W8-N9-many-bins", torch.float32, False)
-    expected = upright(roi_align)(x, rois, *settings)
-    for same in (
-        x.contiguous(memory_format=torch.channels_last),
-        x.transpose(2, 3).contiguous().transpose(2, 3),
-    ):
-        assert torch.equal(upright(roi_align)(same, rois, *settings), expected)
-
-
 @pytest.mark.slow
 def test_an_output_of_more_than_2_31_numbers():
     N = 172_000
@@ -169,19 +142,3 @@ def test_an_output_of_more_than_2_31_numbers():
     assert output.numel() > 1 << 31
     one = roi_align(x, rois[:1], 7)[0]
     assert one.any() and torch.equal(output[-1], one) and torch.equal(output[N // 2], one)
-
-
-def test_no_synchronisation_and_a_graph():
-    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, False)
-    expected = upright(roi_align)(x, rois, *settings)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        upright(roi_align)(x, rois, *settings)
-        roi_align_rotated(x, torch.cat([rois, rois[:, :1]], 1), 2, 0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = upright(roi_align)(x, rois, *settings)
-    graph.replay()
-    assert torch.equal(captured, expected)

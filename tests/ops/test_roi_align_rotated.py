@@ -1,10 +1,17 @@
 """roi_align_rotated, riroi_align_rotated, rotated_feature_align and active_rotated_filter beside slow loops."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from test_roi_ops import _bounds, _launches_of_roi_align, draw_regions, positions_in_bins
+from torch import Tensor
 
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.sampling import is_unclear, sampled
 from visdet.ops import (
     RiRoIAlignRotated,
     RoIAlignRotated,
@@ -14,6 +21,167 @@ from visdet.ops import (
     roi_align_rotated,
     rotated_feature_align,
 )
+from visdet.ops.roi_align_rotated import roi_align_rotated_reference
+
+
+@st.composite
+def _launches_of_roi_align_rotated(draw: st.DrawFn) -> dict[str, Any]:
+    drawn = draw(_launches_of_roi_align())
+    return drawn | {"rois": sizes.empty(len(drawn["rois"]), 6), "spatial_scale": 0.25}
+
+
+NAMES = {"input": "features", "output_size": "out_size", "sampling_ratio": "num_samples"}
+
+
+def _in_two_roundings(problem: Problem, name: str) -> Problem:
+    """Return the problem, whose results of 16 bits may be rounded twice."""
+    dtype = problem.arguments[name].dtype
+    if dtype in HALVES:
+        problem.epsilon, problem.error_factor = torch.finfo(dtype).eps, 4.0
+    return problem
+
+
+def _draw_pooled(draw: Draw) -> Problem:
+    problem = draw_regions(draw, "riroi_align_rotated")
+    given = {NAMES.get(name, name): value for name, value in problem.arguments.items() if name != "aligned"}
+    C = given["features"].shape[1]
+    given["num_orientations"] = draw.pick(*(G for G in range(1, C + 1) if C % G == 0))
+    problem.arguments, problem.differentiable = given, ("features",)
+    problem.skip["features"] = problem.skip.pop("input")
+    return _in_two_roundings(problem, "features")
+
+
+def _pooled(
+    features: Tensor,
+    rois: Tensor,
+    out_size: tuple[int, int],
+    spatial_scale: float,
+    num_samples: int,
+    num_orientations: int,
+    clockwise: bool,
+) -> Tensor:
+    (PH, PW), G = out_size, num_orientations
+    rows = [features.new_zeros(0, features.shape[1], PH, PW) + features[:0].sum()]
+    for image, *box, angle in rois.tolist():
+        x, y, w, h = (number * spatial_scale for number in box)
+        down, across = (
+            rois.new_tensor(positions_in_bins(-max(side, 1) / 2, max(side, 1) / 2, bins, num_samples))
+            for side, bins in ((h, PH), (w, PW))
+        )
+        turn = angle if clockwise else -angle
+        right = (across * math.cos(turn) - down[:, None] * math.sin(turn) + x).flatten()
+        below = (across * math.sin(turn) + down[:, None] * math.cos(turn) + y).flatten()
+        values = sampled(features[int(image)], below, right).view(
+            -1, PH, len(down) // PH, PW, len(across) // PW
+        )
+        bins = values.mean((2, 4)).unflatten(0, (-1, G))
+        first = math.floor(angle * G / (2 * math.pi))
+        part = angle * G / (2 * math.pi) - first
+        turned = [
+            (1 - part) * bins[:, (o - first) % G] + part * bins[:, (o - first + 1) % G] for o in range(G)
+        ]
+        rows.append(torch.stack(turned, 1).flatten(0, 1)[None])
+    return torch.cat(rows)
+
+
+def _points(best_rbboxes: Tensor, spatial_scale: float, points: int) -> tuple[Tensor, Tensor]:
+    """Return y and x [B, H, W, points] of the samples of each box."""
+    y, x, w, h, angle = (best_rbboxes * best_rbboxes.new_tensor([spatial_scale] * 4 + [1])).unbind(3)
+    signs = [(0, 0), (1, 1), (1, -1), (-1, -1), (-1, 1)][:points]
+    below = [y + i * w / 2 * angle.sin() + j * h / 2 * angle.cos() if i else y for i, j in signs]
+    right = [x + i * w / 2 * angle.cos() - j * h / 2 * angle.sin() if i else x for i, j in signs]
+    return torch.stack(below, 3), torch.stack(right, 3)
+
+
+def _draw_aligned(draw: Draw) -> Problem:
+    B, C, H, W = draw.size(3), draw.size(6), draw.size(12), draw.size(12)
+    features = draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), draw.dtype())
+    settings = {"spatial_scale": draw.pick(1.0, 0.5, 0.125), "points": draw.pick(1, 5)}
+    numbers = [draw.uniform(-4, H + 3, B, H, W, 1), draw.uniform(-4, W + 3, B, H, W, 1)]
+    numbers.append(draw.uniform(-1, 12, B, H, W, 2))
+    eighths = (torch.cat(numbers, 3) * 8).round() / 8 / settings["spatial_scale"]
+    boxes = torch.cat([eighths, (draw.uniform(-7, 7, B, H, W, 1) * 8).round() / 8], 3)
+    boxes = draw.place(draw.with_bad_numbers(boxes), wide_of(features.dtype), can_expand=False)
+    y, x = _points(boxes.double(), **settings)
+    is_near = is_unclear(y, x, H, W, False)
+    if draw.has_bad_numbers:  # Samples are clamped before they are scaled to -1..1, which rounds.
+        is_near |= is_unclear(y.clamp(0, max(H - 1, 0)), x.clamp(0, max(W - 1, 0)), H, W, True)
+    boxes[is_near.any(3)] = math.nan
+    given = {"features": features, "best_rbboxes": boxes, **settings}
+    problem = Problem(
+        given, ("features",), ("best_rbboxes",), wide=wide_of(features.dtype), error_factor=2000.0
+    )
+    return _in_two_roundings(problem, "features")
+
+
+def _aligned(features: Tensor, best_rbboxes: Tensor, spatial_scale: float, points: int) -> Tensor:
+    y, x = (places.flatten(1) for places in _points(best_rbboxes, spatial_scale, points))
+    if features.numel() == 0:
+        return features + 0
+    rows = [
+        sampled(*one).view(*features.shape[1:], points).sum(3) for one in zip(features, y, x, strict=True)
+    ]
+    return features + torch.stack(rows)
+
+
+def _draw_filters(draw: Draw) -> Problem:
+    M, C, G, H, W, R = (draw.size(limit) for limit in (4, 4, 8, 3, 3, 8))
+    rotations = [torch.randperm(G * H * W, generator=draw.generator) + 1 for _ in range(R)]
+    indices = torch.stack(rotations, 1) if R else torch.zeros(G * H * W, 0, dtype=torch.int64)
+    kind = draw.pick(torch.int32, torch.int64, torch.uint8)
+    given = {
+        "input": draw.place(draw.with_bad_numbers(draw.numbers(M, C, G, H, W)), draw.dtype()),
+        "indices": draw.place(indices.view(G, H, W, R), kind, can_expand=False),
+    }
+    return Problem(given, ("input",), wide=wide_of(given["input"].dtype))
+
+
+def _filters(input: Tensor, indices: Tensor) -> Tensor:
+    M, C, G, H, W = input.shape
+    R = indices.shape[3]
+    rotated = input.new_zeros(M, R, C, G * H * W) + 0 * input.sum()
+    for r in range(R):
+        for number, place in enumerate(indices[..., r].flatten().tolist()):
+            rotated[:, r, :, place - 1] = input.flatten(2)[:, :, number]
+    return rotated.view(M * R, C * G, H, W)
+
+
+OPERATORS = (
+    Operator(
+        "roi_align_rotated",
+        roi_align_rotated,
+        lambda draw: draw_regions(draw, "roi_align_rotated"),
+        roi_align_rotated_reference,
+        _bounds,
+        spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
+        launches=_launches_of_roi_align_rotated,
+    ),
+    Operator(
+        "riroi_align_rotated",
+        riroi_align_rotated,
+        _draw_pooled,
+        _pooled,
+        spoiled={"features": ("rank", "type"), "rois": ("rank", "device", 1)},
+    ),
+    Operator(
+        "rotated_feature_align",
+        rotated_feature_align,
+        _draw_aligned,
+        _aligned,
+        spoiled={
+            "features": ("rank", "type", 0, 2, 3),
+            "best_rbboxes": ("rank", "type", "device", 0, 1, 2, 3),
+        },
+    ),
+    Operator(
+        "active_rotated_filter",
+        active_rotated_filter,
+        _draw_filters,
+        _filters,
+        spoiled={"input": ("rank", "type", 2, 3, 4), "indices": ("rank", "device", 0, 1, 2)},
+    ),
+)
+
 
 ROIS = [
     [0, 4.2, 3.1, 6.3, 2.2, 0.7],
@@ -156,22 +324,7 @@ def test_active_rotated_filter_is_its_definition():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_narrow_types(dtype):
-    x, boxes = maps(2, 8, 4, 5, dtype=dtype).requires_grad_(), (maps(2, 4, 5, 5) * 8 + 10).float()
-    for function in (
-        lambda x: roi_align_rotated(x, rois(torch.float32), 2, 0.8),
-        lambda x: riroi_align_rotated(x, rois(torch.float32), 2, 0.8),
-        lambda x: rotated_feature_align(x, boxes, 1 / 4, 5),
-    ):
-        out = function(x)
-        assert out.dtype == dtype
-        close = dict(rtol=2e-2, atol=2e-2) if dtype != torch.float32 else dict(rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out.double(), function(x.detach().double()), **close)
-        out.sum().backward()
-
-
-def test_regions_that_count_for_nothing_and_empties():
+def test_regions_that_count_for_nothing():
     x = maps(2, 8, 7, 9).requires_grad_()
     bad = rois()[[0] * 6].clone()
     bad[0, 0], bad[1, 0], bad[2, 0] = -1, 2, 0.5
@@ -181,13 +334,6 @@ def test_regions_that_count_for_nothing_and_empties():
     huge = rois()[[0] * 3].clone()
     huge[0, 3], huge[1, 1:5], huge[2, 1:3] = 1e30, math.inf, -1e9
     assert roi_align_rotated(x, huge, 2, 1.0).isfinite().all()
-    for function in (roi_align_rotated, riroi_align_rotated):
-        assert function(x, rois()[:0], 2, 1.0).shape == (0, 8, 2, 2)
-        assert function(x[:, :, :0], rois(), 2, 1.0).shape == (4, 8, 2, 2)
-    assert rotated_feature_align(x[:0], maps(0, 7, 9, 5)).shape == (0, 8, 7, 9)
-    assert active_rotated_filter(maps(0, 2, 1, 1, 1), torch.ones(1, 1, 1, 3)).shape == (0, 2, 1, 1)
-    assert active_rotated_filter(maps(2, 2, 1, 1, 1), torch.ones(1, 1, 1, 0)).shape == (0, 2, 1, 1)
-    assert active_rotated_filter(maps(2, 2, 0, 1, 1), torch.ones(0, 1, 1, 3)).shape == (6, 0, 1, 1)
 
 
 def test_a_point_outside_the_map_reads_no_pixel():

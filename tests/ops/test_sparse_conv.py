@@ -1,22 +1,167 @@
 """Sparse convolution, against the dense one."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from test_gather_points import linear_problem
+from torch import Tensor
 from torch.nn import functional
 
-from visdet.ops.mmcv.sparse_conv import (
-    get_indice_pairs,
-    indice_conv,
-    indice_conv_gradients,
-    indice_maxpool,
-    indice_maxpool_gradient,
+from tests.fuzz.problem import Draw, Operator, Problem
+from visdet.ops import get_indice_pairs, indice_conv, indice_maxpool
+from visdet.ops.mmcv.sparse_conv import indice_conv_gradients, indice_maxpool_gradient
+
+
+def _draw_sparse(draw: Draw) -> Problem:
+    B, shape = draw.size(2, 0), [draw.size(6, 0) for _ in range(3)]
+    every = torch.cartesian_prod(*(torch.arange(size) for size in (B, *shape)))
+    indices = every[torch.randperm(len(every), generator=draw.generator)[: draw.size(40)]].int()
+    ksize, C = [draw.pick(1, 2, 3) for _ in range(3)], draw.size(4, 0)
+    subm = draw.chance(0.4)
+    features = draw.place(draw.with_bad_numbers(draw.numbers(len(indices), C)), draw.dtype())
+    given = {
+        "features": features,
+        "filters": draw.place(draw.numbers(*ksize, C, draw.size(4, 0)), features.dtype),
+        "indices": indices.to(draw.device),
+        "batch_size": B,
+        "shape": shape,
+        "stride": [1] * 3 if subm else [draw.pick(1, 2) for _ in range(3)],
+        "padding": [size // 2 for size in ksize] if subm else [draw.pick(0, 1) for _ in range(3)],
+        "subm": subm and all(size % 2 for size in ksize),
+    }
+    problem = linear_problem("features", given, "filters")
+    problem.epsilon, problem.error_factor = (
+        torch.finfo(features.dtype).eps,
+        64.0,
+    )  # The product of a tap is rounded.
+    return problem
+
+
+def _out_shape(shape: list[int], ksize: list[int], stride: list[int], padding: list[int]) -> list[int]:
+    return [
+        max((n + 2 * p - k) // s + 1, 0) for n, k, s, p in zip(shape, ksize, stride, padding, strict=True)
+    ]
+
+
+def _sparse(
+    features: Tensor,
+    filters: Tensor,
+    indices: Tensor,
+    batch_size: int,
+    shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    subm: bool,
+) -> Tensor:
+    """Return the convolution as a dense map."""
+    ksize = list(filters.shape[:3])
+    out = _out_shape(shape, ksize, stride, padding)
+    places, pairs, counts = get_indice_pairs(
+        indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm
+    )
+    values = indice_conv(features, filters, pairs, counts, len(places))
+    grid = values.new_zeros(batch_size, *(shape if subm else out), filters.shape[-1])
+    return grid.index_put(tuple(places.long().T), values)
+
+
+def _dense(
+    features: Tensor, filters: Tensor, indices: Tensor, batch_size: int, shape: list[int], **settings: Any
+) -> Tensor:
+    grid = features.new_zeros(batch_size, *shape, features.shape[1])
+    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    out = _out_shape(shape, list(filters.shape[:3]), settings["stride"], settings["padding"])
+    if 0 in out:
+        empty = features.new_zeros(batch_size, *out, filters.shape[-1])
+        return empty + features.sum() * 0 + filters.sum() * 0
+    weight = filters.movedim((-1, -2), (0, 1))
+    dense = functional.conv3d(grid, weight, stride=settings["stride"], padding=settings["padding"])
+    if not settings["subm"]:
+        return dense.movedim(1, -1)
+    is_place = grid.new_zeros(batch_size, *shape, 1)
+    is_place = is_place.index_put(tuple(indices.long().T), is_place.new_ones(1))
+    return dense.movedim(1, -1) * is_place
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, pairs: Tensor, counts: Tensor, outputs: int) -> Tensor:
+        pooled = indice_maxpool(features, pairs, counts, outputs)
+        ctx.save_for_backward(features, pooled, pairs, counts)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        features, pooled, *pairs = ctx.saved_tensors
+        return indice_maxpool_gradient(features, pooled, grad, *pairs), None, None, None
+
+
+def _draw_maxima(draw: Draw) -> Problem:
+    given = _draw_sparse(draw).arguments
+    given["ksize"] = list(given.pop("filters").shape[:3])
+    problem = linear_problem("features", given)
+    problem.positions = ("features",)
+    return problem
+
+
+def _maxima(
+    features: Tensor, indices: Tensor, batch_size: int, shape: list[int], ksize: list[int], **settings: Any
+) -> Tensor:
+    """Return the pooled features as a dense map."""
+    stride, padding, subm = (settings[name] for name in ("stride", "padding", "subm"))
+    out = shape if subm else _out_shape(shape, ksize, stride, padding)
+    places, *pairs = get_indice_pairs(indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm)
+    values = _MaxPool.apply(features, *pairs, len(places))
+    grid = values.new_zeros(batch_size, *out, features.shape[1])
+    return grid.index_put(tuple(places.long().T), values)
+
+
+def _dense_maxima(
+    features: Tensor, indices: Tensor, batch_size: int, shape: list[int], ksize: list[int], **settings: Any
+) -> Tensor:
+    """Return the maxima of windows. Every input that equals the maximum has the whole gradient."""
+    grid = features.new_zeros(batch_size, *shape, features.shape[1])
+    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    windows = functional.pad(grid, [size for size in reversed(settings["padding"]) for _ in range(2)])
+    out = _out_shape(shape, ksize, settings["stride"], settings["padding"])
+    if 0 in out:
+        return features.new_zeros(batch_size, *out, features.shape[1]) + features.sum() * 0
+    for dim, (size, stride) in enumerate(zip(ksize, settings["stride"], strict=True)):
+        windows = windows.unfold(2 + dim, size, stride)
+    windows = windows.flatten(5)
+    largest = windows.detach().amax(5).clamp(min=0)
+    is_largest = windows == largest[..., None]
+    change = torch.where(is_largest, windows - windows.detach(), 0).sum(5)
+    pooled = (largest + change).movedim(1, -1)
+    if not settings["subm"]:
+        return pooled
+    is_place = grid.new_zeros(batch_size, *shape, 1, dtype=torch.bool)
+    return torch.where(is_place.index_put(tuple(indices.long().T), is_place.new_ones(1)), pooled, 0)
+
+
+OPERATORS = (
+    Operator(
+        "indice_maxpool",
+        _maxima,
+        _draw_maxima,
+        _dense_maxima,
+        spoiled={"features": ("rank",), "indices": ("rank", 1)},
+        aliases=("get_indice_pairs",),
+    ),
+    Operator(
+        "indice_conv",
+        _sparse,
+        _draw_sparse,
+        _dense,
+        spoiled={"features": ("rank", "type", 1), "indices": ("rank", 1)},
+        aliases=("get_indice_pairs",),
+    ),
 )
+
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DENSE = {2: functional.conv2d, 3: functional.conv3d}
-DENSE_TRANSPOSED = {2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 
 
 @pytest.fixture(params=DEVICES)
@@ -70,24 +215,6 @@ def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, d
     # After the last pair of each tap there are -1.
     for pair, count in zip(pairs, counts.tolist(), strict=True):
         assert (pair[:, :count] >= 0).all() and (pair[:, count:] == -1).all()
-
-
-@pytest.mark.parametrize(
-    "shape, ksize, dilation",
-    [((7, 8), (3, 3), (1, 1)), ((9, 9), (3, 5), (2, 1)), ((4, 5, 6), (3, 3, 3), (1, 1, 1))],
-)
-def test_submanifold_convolution_is_the_dense_one_at_the_inputs(shape, ksize, dilation, device):
-    indices, features = places(shape), torch.randn(25, 4, dtype=torch.float64)
-    filters = torch.randn(*ksize, 4, 3, dtype=torch.float64)
-    padding = [size // 2 * d for size, d in zip(ksize, dilation, strict=True)]
-    maps = dense(indices, features, shape)
-    full = DENSE[len(shape)](maps, filters.movedim((-1, -2), (0, 1)), padding=padding, dilation=dilation)
-    ones = (1,) * len(shape)
-    settings = list(shape), list(shape), ksize, ones, ones, dilation, True
-    outids, pairs, counts = get_indice_pairs(indices.to(device), 2, *settings)
-    assert torch.equal(outids.cpu(), indices)
-    result = indice_conv(features.to(device), filters.to(device), pairs, counts, len(outids))
-    torch.testing.assert_close(result.cpu(), values_at(full, indices))
 
 
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2)])

@@ -11,7 +11,6 @@ from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.palette import class_palette
 from visdet.visualization import DetLocalVisualizer, contact_sheet, draw_boxes, side_by_side
-from visdet.visualization.drawing import enlarge
 
 META = dict(classes=("cat", "dog"), palette=[(255, 0, 0), (0, 0, 255)])
 GREY = np.full((60, 80, 3), 128, dtype=np.uint8)
@@ -79,12 +78,6 @@ def test_labels_stay_on_the_image_and_apart():
     for colour in colours:
         added = ((drawn == colour).all(2) & ~(bare == colour).all(2)).sum()
         assert added > 300  # each label's plate can be seen
-
-
-def test_enlarging():
-    assert enlarge(GREY, 480)[1] == 6 and enlarge(GREY, 480)[0].shape == (360, 480, 3)
-    assert enlarge(GREY, 80) == (GREY, 1)
-    assert enlarge(np.zeros((4, 4, 3), np.uint8), 480)[1] == 8
 
 
 def test_truth_and_predictions():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from visdet import ops
-from visdet.ops import _library
+from visdet.ops.devices import is_loaded
 
 from ._bridge import CompatWarning
 
@@ -30,7 +30,7 @@ def takes(value: Any) -> bool:
     """
     if type(value) is not Tensor or value.dtype not in _DTYPES or is_recorded():
         return False
-    if value.device.type == "cuda" and not _library.is_loaded("cuda"):
+    if value.device.type == "cuda" and not is_loaded("cuda"):
         _warn_of_missing_cuda()
         return False
     return value.device.type in ("cpu", "cuda")

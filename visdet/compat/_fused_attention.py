@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from visdet import ops
-from visdet.ops.fused import autocast_linear, suits_autocast_linear
 
 from ._attention import level_tables, takes
 from ._requests import is_asked, is_read
@@ -151,30 +150,14 @@ def attend_fused(
         is_projected: whether the module projects the memory and the output.
         wants_logits: whether to return the logits. Otherwise, the second result is None.
     """
-    value = _project(module.value_proj, memory) if is_projected else memory
+    value = module.value_proj(memory) if is_projected else memory
     if mask is not None:
         value = torch.where(mask[..., None], 0.0, value)  # masked_fill would copy the values first
-    offsets = _project(module.sampling_offsets, query).unflatten(-1, (module.n_heads, -1, 2))
-    logits = _project(module.attention_weights, query).unflatten(-1, (module.n_heads, -1))
+    offsets = module.sampling_offsets(query).unflatten(-1, (module.n_heads, -1, 2))
+    logits = module.attention_weights(query).unflatten(-1, (module.n_heads, -1))
     value = value.unflatten(-1, (module.n_heads, -1))
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
-    return _project(module.output_proj, output) if is_projected else output, logits if wants_logits else None
-
-
-def _project(layer: Any, rows: Tensor) -> Tensor:
-    """Return the output of a layer. A plain linear layer that is trained on many rows gets gradients in float32.
-
-    Under autocast, torch takes longer for the gradients than for the outputs: it rounds those of ``rows`` and of the
-    weight to 16 bits, converts them again, and is slow at adding up the bias's.
-    """
-    if (
-        type(layer) is nn.Linear
-        and suits_autocast_linear(rows, layer.weight, layer.bias)
-        and _is_untouched(layer)
-        and not _has_any_global_hook()
-    ):
-        return autocast_linear(rows, layer.weight, layer.bias, torch.get_autocast_dtype(rows.device.type))
-    return layer(rows)
+    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
 
 
 def _fits(

@@ -5,178 +5,101 @@ and ``voxel_pooling_inference_ext`` (BEVDepth), and ``voxel.voxel_layer`` (BEVFu
 ``visdet.compat.extensions`` makes this module importable under these names, within any package.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from visdet.ops.mmcv import voxels as voxel_ops
+from visdet import ops
 
-from ._ext_voxels import (
-    dynamic_point_to_voxel_backward,
-    dynamic_point_to_voxel_forward,
-    hard_voxelize_forward,
-)
-from ._gradients import add_gradients, write
-
-__all__ = [
-    "bev_pool_backward",
-    "bev_pool_forward",
-    "bev_pool_v2_backward",
-    "bev_pool_v2_forward",
-    "dynamic_point_to_voxel_backward",
-    "dynamic_point_to_voxel_forward",
-    "dynamic_voxelize",
-    "hard_voxelize",
-    "voxel_pooling_forward_wrapper",
-    "voxel_pooling_inference_forward_wrapper",
-    "voxel_pooling_train_forward_wrapper",
-]
+from . import _mmcv_functions as mmcv_functions
+from ._entries import functions_of
+from .mmcv_ext import dynamic_point_to_voxel_backward, dynamic_point_to_voxel_forward
 
 
-def bev_pool_forward(
-    x: Tensor,
-    geom_feats: Tensor,
-    interval_lengths: Tensor,
-    interval_starts: Tensor,
-    b: int,
-    d: int,
-    h: int,
-    w: int,
-) -> Tensor:
-    return voxel_ops.bev_pool(x, geom_feats, b, d, h, w)
+def _bev_pool_gradient(out_grad: Tensor, geom_feats: Tensor) -> Tensor:
+    """Return the gradient of the features of the points, which is that of their cells [B, C, D, H, W]."""
+    H, W, D, B = geom_feats.long().unbind(1)
+    return out_grad[B, :, D, H, W]
 
 
-def bev_pool_backward(
-    out_grad: Tensor,
-    geom_feats: Tensor,
-    interval_lengths: Tensor,
-    interval_starts: Tensor,
-    b: int,
-    d: int,
-    h: int,
-    w: int,
-) -> Tensor:
-    def pool(x: Tensor) -> Tensor:
-        return voxel_ops.bev_pool(x, geom_feats, b, d, h, w)
-
-    grad = out_grad.new_zeros(len(geom_feats), out_grad.shape[-1])
-    add_gradients("bev_pool_ext.bev_pool_backward", pool, [torch.zeros_like(grad)], out_grad, [grad])
-    return grad
-
-
-def bev_pool_v2_forward(
+def _bev_pool_v2(
     depth: Tensor,
     feat: Tensor,
     out: Tensor,
     ranks_depth: Tensor,
     ranks_feat: Tensor,
     ranks_bev: Tensor,
-    interval_lengths: Tensor,
-    interval_starts: Tensor,
-) -> None:
-    cells = out.shape[:-1].numel()
-    pooled = voxel_ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells)
-    write("bev_pool_v2_ext.bev_pool_v2_forward", "out", out, pooled.view(*out.shape[:-1], feat.shape[-1]))
+) -> Tensor:
+    cells = out.shape[:-1]
+    pooled = ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells.numel())
+    return pooled.view(*cells, feat.shape[-1])
 
 
-def bev_pool_v2_backward(
-    out_grad: Tensor,
-    depth_grad: Tensor,
-    feat_grad: Tensor,
-    depth: Tensor,
-    feat: Tensor,
-    ranks_depth: Tensor,
-    ranks_feat: Tensor,
-    ranks_bev: Tensor,
-    interval_lengths: Tensor,
-    interval_starts: Tensor,
-) -> None:
-    cells = out_grad.shape[:-1].numel()
-
-    def pool(depth: Tensor, feat: Tensor) -> Tensor:
-        return voxel_ops.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, cells)
-
-    grad = out_grad.reshape(cells, -1)
-    add_gradients("bev_pool_v2_ext.bev_pool_v2_backward", pool, [depth, feat], grad, [depth_grad, feat_grad])
-
-
-def voxel_pooling_forward_wrapper(
-    batch_size: int,
-    num_points: int,
-    num_channels: int,
-    num_voxel_x: int,
-    num_voxel_y: int,
-    num_voxel_z: int,
-    geom_xyz: Tensor,
-    input_features: Tensor,
-    output_features: Tensor,
-    pos_memo: Tensor,
-) -> None:
-    """Write the sums, and the image, the row and the column of each point that is inside the grid."""
-    size = (int(num_voxel_x), int(num_voxel_y), int(num_voxel_z))
-    pooled = voxel_ops.voxel_pooling(geom_xyz, input_features, size)
-    write("voxel_pooling_ext.voxel_pooling_forward_wrapper", "output_features", output_features, pooled)
+def _voxel_pooling(
+    geom_xyz: Tensor, input_features: Tensor, size: tuple[int, int, int], pos_memo: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sums, and the image, the row and the column of each point that is inside the grid."""
+    pooled = ops.voxel_pooling(geom_xyz, input_features, size)
     is_inside = ((geom_xyz >= 0) & (geom_xyz < geom_xyz.new_tensor(size))).all(2, keepdim=True)
-    image = torch.arange(batch_size, device=geom_xyz.device)[:, None].expand(batch_size, num_points)
+    image = torch.arange(len(geom_xyz), device=geom_xyz.device)[:, None].expand(geom_xyz.shape[:2])
     place = torch.stack([image, geom_xyz[..., 1], geom_xyz[..., 0]], 2)
-    pos_memo.copy_(torch.where(is_inside, place, pos_memo))
+    return pooled, torch.where(is_inside, place.to(pos_memo.dtype), pos_memo)
 
 
-voxel_pooling_train_forward_wrapper = voxel_pooling_forward_wrapper
-
-
-def voxel_pooling_inference_forward_wrapper(
-    batch_size: int,
-    num_cams: int,
-    num_depth: int,
-    num_height: int,
-    num_width: int,
+def _voxel_pooling_of_products(
+    shape: tuple[int, ...],  # images, cameras, depths, height, width
     num_channels: int,
-    num_voxel_x: int,
-    num_voxel_y: int,
-    num_voxel_z: int,
+    size: tuple[int, int, int],
     geom_xyz: Tensor,
     depth_features: Tensor,
     context_features: Tensor,
     output_features: Tensor,
-) -> None:
-    """Write the sums of the products of each pixel's features and depth, without a tensor of the products' size."""
-    shape = (batch_size, num_cams, num_depth, num_height, num_width)
-    places = geom_xyz.reshape(*shape, 3)
-    depths = depth_features.reshape(shape)
-    contexts = context_features.reshape(batch_size, num_cams, num_channels, num_height, num_width)
-    size = (int(num_voxel_x), int(num_voxel_y), int(num_voxel_z))
-    wide = torch.promote_types(depths.dtype, torch.float32)
+) -> Tensor:
+    """Return the sums of the products of each pixel's features and depth, without a tensor of the products' size."""
+    B, cameras, depths, H, W = shape
+    places, weights = geom_xyz.reshape(*shape, 3), depth_features.reshape(shape)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    pixels = context_features.reshape(B, cameras, num_channels, H, W).permute(0, 1, 3, 4, 2).to(wide)
     total = output_features.new_zeros(output_features.shape, dtype=wide)
-    pixels = contexts.permute(0, 1, 3, 4, 2).to(wide)
-    for d in range(num_depth):
-        products = pixels * depths[:, :, d, :, :, None]
-        total += voxel_ops.voxel_pooling(places[:, :, d].flatten(1, 3), products.flatten(1, 3), size)
-    output_features.copy_(total)
+    for d in range(depths):
+        products = pixels * weights[:, :, d, :, :, None]
+        total += ops.voxel_pooling(places[:, :, d].flatten(1, 3), products.flatten(1, 3), size)
+    return total
 
 
-def hard_voxelize(
-    points: Tensor,
-    voxels: Tensor,
-    coors: Tensor,
-    num_points_per_voxel: Tensor,
-    voxel_size: Sequence[float],
-    coors_range: Sequence[float],
-    max_points: int,
-    max_voxels: int,
-    NDim: int = 3,
-    deterministic: bool = True,
-) -> int:
-    """Write the voxels to the first rows of the tensors, and return their number."""
-    count = torch.zeros((), dtype=torch.int64)
-    outputs = voxels, coors, num_points_per_voxel, count
-    hard_voxelize_forward(points, voxel_size, coors_range, *outputs, max_points, max_voxels, NDim)
-    return int(count)
-
-
-def dynamic_voxelize(
-    points: Tensor, coors: Tensor, voxel_size: Sequence[float], coors_range: Sequence[float], NDim: int = 3
-) -> None:
-    found = voxel_ops.dynamic_voxelize(points, voxel_size, coors_range, NDim)
-    write("voxel_layer.dynamic_voxelize", "coors", coors, found)
+_SIZES = "interval_lengths interval_starts b:B d:D h:H w:W"
+_RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
+_GRID = "num_voxel_x,num_voxel_y,num_voxel_z:size"
+_POOLING = (
+    _voxel_pooling,
+    f"batch_size num_points num_channels {_GRID} geom_xyz input_features >output_features >pos_memo",
+)
+_FUNCTIONS = functions_of(
+    "bev_ext",
+    {
+        "bev_pool_backward": (_bev_pool_gradient, f"out_grad geom_feats {_SIZES}"),
+        "bev_pool_forward": (ops.bev_pool, f"x:feats geom_feats:coords {_SIZES}"),
+        "bev_pool_v2_backward": (
+            _bev_pool_v2,
+            f"<out_grad:out depth>depth_grad feat>feat_grad depth feat {_RANKS}",
+        ),
+        "bev_pool_v2_forward": (_bev_pool_v2, f"depth feat >out {_RANKS}"),
+        "dynamic_voxelize": (ops.dynamic_voxelize, "points >coors voxel_size coors_range NDim?:ndim"),
+        "hard_voxelize": (
+            mmcv_functions.hard_voxelize,
+            "points ~voxels ~coors ~num_points_per_voxel voxel_size coors_range max_points max_voxels NDim? "
+            "deterministic?",
+        ),
+        "voxel_pooling_forward_wrapper": _POOLING,
+        "voxel_pooling_inference_forward_wrapper": (
+            _voxel_pooling_of_products,
+            f"batch_size,num_cams,num_depth,num_height,num_width:shape num_channels {_GRID} geom_xyz "
+            "depth_features context_features >output_features",
+        ),
+        "voxel_pooling_train_forward_wrapper": _POOLING,
+    },
+) | {
+    "dynamic_point_to_voxel_backward": dynamic_point_to_voxel_backward,
+    "dynamic_point_to_voxel_forward": dynamic_point_to_voxel_forward,
+}
+globals().update(_FUNCTIONS)
+__all__ = list(_FUNCTIONS)

@@ -4,14 +4,12 @@
 with one level: each group is a head, and the mask holds the weights.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from visdet import ops
 
-from ._gradients import gradients_of
+from ._entries import functions_of
 
 __all__ = ["dcnv3_backward", "dcnv3_forward"]
 
@@ -72,15 +70,8 @@ def dcnv3_forward(
     return out.view(B, Hout, Wout, -1)
 
 
-def dcnv3_backward(input: Tensor, offset: Tensor, mask: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return the gradients of ``input``, ``offset`` and ``mask``.
-
-    The arguments are those of :func:`dcnv3_forward`, with the gradient of its result before ``im2col_step``.
-    """
-    options, grad_output, others = arguments[:11], arguments[11], arguments[12:]
-    return gradients_of(
-        "DCNv3.dcnv3_backward",
-        lambda *tensors: dcnv3_forward(*tensors, *options, *others),
-        [input, offset, mask],
-        grad_output,
-    )
+_BACKWARD = (
+    "input offset mask kernel_h kernel_w stride_h stride_w pad_h pad_w dilation_h dilation_w group group_channels "
+    "offset_scale <grad_output im2col_step? remove_center? -> input offset mask"
+)
+dcnv3_backward = functions_of("DCNv3", {"dcnv3_backward": (dcnv3_forward, _BACKWARD)})["dcnv3_backward"]

@@ -82,9 +82,9 @@ def install() -> None:
     Raises:
         visdet.ops.NotBuiltError: visdet's own libraries are missing.
     """
-    from visdet.ops import _library
+    from visdet.ops.devices import require_cpu
 
-    _library.require_cpu()
+    require_cpu()
     bridge.watch()
 
 

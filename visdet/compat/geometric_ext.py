@@ -3,13 +3,11 @@
 ``visdet.compat.extensions`` makes this module importable under that name.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ._gradients import gradients_of
+from ._entries import functions_of
 
 __all__ = ["geometric_kernel_attn_cuda_backward", "geometric_kernel_attn_cuda_forward"]
 
@@ -41,15 +39,13 @@ def geometric_kernel_attn_cuda_forward(
     return out.view(B, Q, G * C)
 
 
-def geometric_kernel_attn_cuda_backward(value: Tensor, *others: Any) -> list[Tensor]:
-    """Return the gradients of ``value`` and ``attn_weight``.
-
-    The arguments are those of the forward function with ``grad_output`` [B, Q, G * C] before ``im2col_step``.
-    """
-    shapes, starts, locations, attn_weight, grad_output = others[:5]
-
-    def attend(value: Tensor, attn_weight: Tensor) -> Tensor:
-        return geometric_kernel_attn_cuda_forward(value, shapes, starts, locations, attn_weight)
-
-    entry = "GeometricKernelAttention.geometric_kernel_attn_cuda_backward"
-    return gradients_of(entry, attend, [value, attn_weight], grad_output)
+geometric_kernel_attn_cuda_backward = functions_of(
+    "GeometricKernelAttention",
+    {
+        "geometric_kernel_attn_cuda_backward": (
+            geometric_kernel_attn_cuda_forward,
+            "value spatial_shapes level_start_index sampling_loc attn_weight <grad_output im2col_step? -> value "
+            "attn_weight",
+        )
+    },
+)["geometric_kernel_attn_cuda_backward"]

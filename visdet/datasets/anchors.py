@@ -8,6 +8,7 @@ import numpy as np
 from scipy.cluster.vq import kmeans2
 
 from visdet.errors import InvalidInputError
+from visdet.structures.polylines import cut_to_region
 
 from .frame_records import value_of
 
@@ -90,19 +91,21 @@ def detection_anchors(
 def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, seed: int = 0) -> np.ndarray:
     """Return polyline anchors [num_anchors, num_points, 2] in metres.
 
-    Each is a line of 8 m that points straight ahead. The centres of the lines are those of clustered map lines.
+    Each is a line of 8 m that points straight ahead. The centres of the lines are those of clustered map lines, cut to
+    the region of 30 x 60 m.
 
     Raises:
         ValueError: a frame has no ``map_annos``, or no frame has a line.
     """
     means = [
-        line[:, :2].mean(axis=0)
+        part[:, :2].mean(axis=0)
         for annotated in _values(infos, "map_annos")
-        for lines in annotated.values()
+        for label, lines in annotated.items()
         for line in lines
+        for part in cut_to_region(line, label == 0)
     ]
     if not means:
-        raise InvalidInputError(f"none of {len(infos)} frames has a line in map_annos")
+        raise InvalidInputError(f"none of {len(infos)} frames has a line in map_annos within the region")
     ahead = np.linspace(-_MAP_ANCHOR_LENGTH_M / 2, _MAP_ANCHOR_LENGTH_M / 2, num_points)
     offsets = np.stack([np.zeros(num_points), ahead], axis=-1)
     return cluster(np.array(means).reshape(-1, 2), num_anchors, seed)[:, None] + offsets

@@ -15,7 +15,13 @@ from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.class_names import checked_classes
-from visdet.structures.coco_json import listed, load_coco_json, match_categories
+from visdet.structures.coco_json import (
+    box_area,
+    is_ignored,
+    listed,
+    load_coco_json,
+    match_categories,
+)
 
 # The 80 categories of COCO 2017, in the order of its JSON files.
 _COCO_NAMES = """
@@ -49,8 +55,10 @@ class CocoDataset(BaseDataset):
     ``ignore_flag`` is 1 for crowd regions. Labels are positions in ``metainfo['classes']``, which are matched by name.
 
     When the file is loaded, before any training, its keys, its categories and every box are checked, and all image
-    files must exist. Boxes are clipped to the image. Boxes that lie outside the image, or are less than one pixel wide
-    or high, are dropped. One warning reports their numbers.
+    files must exist. Boxes are clipped to the image. Boxes with ``ignore``, outside the image, or less than one pixel
+    wide or high, are dropped. One warning reports their numbers. In ``test_mode`` all boxes stay as the file gives
+    them, because that is how COCO counts them. Those with ``ignore`` have the ``ignore_flag``, and an instance has its
+    ``area``, too.
 
     Args:
         ann_file: the JSON file, relative to ``data_root``.
@@ -251,16 +259,18 @@ class CocoDataset(BaseDataset):
         instances = []
         for annotation in annotations:
             label = label_of_category.get(annotation["category_id"])
-            if label is None or annotation.get("ignore", False):
+            if label is None or (annotation.get("ignore") and not self.test_mode):
                 continue
             tally["boxes"] += 1
             bbox, problem = _clip_box(annotation, width, height)
             if problem is not None:
                 tally[problem] += 1
-            if bbox is None:
-                continue
-            ignore_flag = int(bool(annotation.get("iscrowd", 0)))
-            instances.append({"bbox": bbox, "bbox_label": label, "ignore_flag": ignore_flag})
+            instance = {"bbox": bbox, "bbox_label": label, "ignore_flag": int(is_ignored(annotation))}
+            if self.test_mode:
+                x, y, w, h = annotation["bbox"]
+                instance.update(bbox=[x, y, x + w, y + h], area=box_area(annotation))
+            if instance["bbox"] is not None:
+                instances.append(instance)
         return {
             "img_id": image["id"],
             "height": height,
@@ -276,9 +286,10 @@ class CocoDataset(BaseDataset):
             return
         reasons = ", ".join(f"{count} {problem}" for problem, count in dropped.items())
         reasons = f" ({reasons})" if reasons else ""
+        done = "would be" if self.test_mode else "are"
         message = (
-            f"of {total} boxes {num_dropped} are dropped{reasons} and {clipped} are "
-            "clipped to their image; a COCO bbox is [x, y, width, height] in pixels"
+            f"of {total} boxes {num_dropped} {done} dropped{reasons} and {clipped} {done} clipped to their image"
+            f"{' in training' * self.test_mode}; a COCO bbox is [x, y, width, height] in pixels"
         )
         if total and num_dropped >= total:
             raise InvalidInputError(f"annotation file {self.ann_file}: {message}. No box is left.")

@@ -1,16 +1,28 @@
 """The keys of a frame's record in an info file, in one table, and the check of records against it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from visdet.checks.finite import check_finite
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.poses import pose_matrix
 
 _AGENT_STEPS = 12  # in published files
-_MAX_TIMESTAMP_US = 10**17  # the year 5138; larger numbers are nanoseconds
+# The words and the type of each kind of value. Rotations are also checked to be some.
+_KINDS: dict[str, tuple[str, Any]] = {
+    "text": ("text", str),
+    "number": ("numbers", np.float64),
+    "integer": ("integers", np.int64),
+    "time": ("a whole number of microseconds", np.int64),
+    "flag": ("bools", bool),
+    "rotation": ("a quaternion (w, x, y, z) or matrix", np.float64),
+    "cameras": ("a dict of cameras by name", Mapping),
+    "lines": ("a dict of lists of lines [m, 2] by the number of the map class", Mapping),
+    "list": ("a list", (list, tuple, np.ndarray)),
+}
 
 
 @dataclass(frozen=True)
@@ -36,20 +48,71 @@ class Key:
         """Return the kind and the shape in words, for messages."""
         shapes = " or ".join(_shown(shape) for shape in (self.shape, *self.other_shapes) if shape)
         boxes = f" for n = {num_boxes} boxes" if num_boxes is not None and "n" in self.shape else ""
-        return f"{_WORDS[self.kind]} {shapes}".rstrip() + boxes
+        return f"{_KINDS[self.kind][0]} {shapes}".rstrip() + boxes
+
+    def read(self, record: Mapping[str, Any], where: str, num_boxes: int | None = None, of: str = "") -> Any:
+        """Return the value in a record with its type and shape, or None if it is optional and not there.
+
+        Raises:
+            InvalidInputError: it is missing, or has another type or shape.
+        """
+        value, name = record.get(self.name), f"{where}: {self.name}{of}"
+        if value is None or (isinstance(value, str) and not value):
+            if self.beside is None or record.get(self.beside) is not None:
+                raise InvalidInputError(f"{name} is missing; it must be {self.expected()}")
+            return None
+        fitting = self._fitting(value, num_boxes)
+        if fitting is None:
+            raise InvalidInputError(f"{name} must be {self.expected(num_boxes)}, got {_described(value)}")
+        if self.kind == "rotation":
+            _check_rotation(name, fitting)
+        return fitting
+
+    def _fitting(self, value: Any, num_boxes: int | None) -> Any:
+        """Return the value as an array or a scalar, or None if its type or shape is another one."""
+        kind = _KINDS[self.kind][1]
+        if kind is Mapping or isinstance(kind, tuple):
+            return value if isinstance(value, kind) else None
+        try:
+            array = np.asarray(value)
+            array = np.asarray(array.tolist()) if array.dtype == object else array
+        except ValueError:  # lists of unequal lengths
+            return None
+        if array.size and array.dtype.kind not in ("U" if kind is str else "biuf"):
+            return None
+        with np.errstate(invalid="ignore"):
+            converted = array.astype(kind)
+        if array.size and not np.array_equal(converted, array, equal_nan=array.dtype.kind == "f"):
+            return None
+        for shape in (self.shape, *self.other_shapes):
+            if "n" in shape and not array.size and not num_boxes:  # An array of no boxes may have any shape.
+                return converted.reshape([{"n": 0, "t": _AGENT_STEPS}.get(size, size) for size in shape])  # type: ignore
+            wanted = tuple(num_boxes if size == "n" else size for size in shape)
+            if len(shape) == array.ndim and all(
+                size == found or not isinstance(size, int)
+                for size, found in zip(wanted, array.shape, strict=True)
+            ):
+                return converted if array.ndim else converted.item()
+        return None
 
 
-_WORDS = {
-    "text": "text",
-    "number": "numbers",
-    "integer": "integers",
-    "time": "a whole number of microseconds",
-    "flag": "bools",
-    "rotation": "a quaternion (w, x, y, z) or matrix",
-    "cameras": "a dict of cameras by name",
-    "lines": "a dict of lists of lines [m, 2] by the number of the map class",
-    "list": "a list",
-}
+def _shown(shape: tuple[int | str, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _described(value: Any) -> str:
+    is_array = isinstance(value, np.ndarray)
+    return f"{_shown(value.shape)} of {value.dtype}" if is_array else f"{value!r:.60}"
+
+
+def _check_rotation(name: str, given: np.ndarray) -> None:
+    try:
+        matrix = pose_matrix(np.zeros(3), given)[:3, :3]
+    except UserError as error:  # of a quaternion that is zero or not finite
+        raise InvalidInputError(f"{name}: {error}") from error
+    if not (np.abs(matrix @ matrix.T - np.eye(3)).max() <= 0.02 and np.linalg.det(matrix) > 0):
+        raise InvalidInputError(f"{name} must be a rotation (orthogonal, right-handed), got {given.tolist()}")
+
 
 CAMERA_KEYS = (
     Key("data_path", "text", beside=None),
@@ -138,178 +201,41 @@ def value_of(info: Mapping[str, Any], name: str, where: str, num_boxes: int | No
         where: the words for the record in messages, such as 'frame a of infos.npz'.
         num_boxes: the number of boxes of the record, or None if it has none.
     """
-    value = _checked(_KEYS[name], info, where, num_boxes)
-    is_of_no_boxes = "n" in _KEYS[name].shape and num_boxes is None and name != "gt_boxes"
-    return None if is_of_no_boxes else value
-
-
-def _checked(
-    key: Key, info: Mapping[str, Any], where: str, num_boxes: int | None = None, camera: str = ""
-) -> Any:
-    value = info.get(key.name)
-    name = f"{key.name} of {camera}" if camera else key.name
-    if value is None:
-        if key.beside is None or info.get(key.beside) is not None:
-            raise InvalidInputError(f"{where}: {name} is missing; it must be {key.expected()}")
+    key = _KEYS[name]
+    value = key.read(info, where, num_boxes)
+    if value is None or ("n" in key.shape and num_boxes is None and name != "gt_boxes"):
         return None
-    if key.kind in _READERS:
-        return _READERS[key.kind](key, value, where)
-    if key.kind == "text" and not key.shape:
-        if not isinstance(value, str) or (not value and key.beside is None):
-            raise InvalidInputError(f"{where}: {name} must be text, got {_described(value)}")
-        return str(value) or None
-    array = _array(key, value)
-    shape = None if array is None else _fitting_shape(key, array, num_boxes)
-    if array is None or shape is None:
-        raise InvalidInputError(f"{where}: {name} must be {key.expected(num_boxes)}, got {_described(value)}")
-    array = array.reshape(shape)
-    if key.kind == "rotation":
-        return _checked_rotation(name, array, where)
-    if key.name.endswith("translation") and not np.isfinite(array).all():
-        raise InvalidInputError(f"{where} has a pose that is NaN or infinite: {name} is {array}")
-    if key.name == "cam_intrinsic":
-        _check_invertible(name, array[:3, :3], where)
-    return array
-
-
-def _array(key: Key, value: Any) -> np.ndarray | None:
-    """Return the value as an array of the type of its key, or None if that is not possible."""
-    try:
-        array = np.asarray(value)
-    except ValueError:  # lists of unequal lengths
-        return None
-    if key.kind == "text":
-        if array.dtype == object and all(isinstance(item, str) for item in array.flat):
-            array = array.astype(str)
-        return array.astype(str) if array.dtype.kind in "US" or not array.size else None
-    if array.dtype == object and all(isinstance(item, (int, float, np.number)) for item in array.flat):
-        array = np.array(array.tolist())
-    if array.dtype.kind not in "biuf" and array.size:
-        return None
-    if key.kind in ("number", "rotation"):
-        return array.astype(np.float64)
-    if array.dtype.kind in "uf" and (np.abs(array) < 2**63).all() and (array == np.round(array)).all():
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "bi" and array.size:
-        return None
-    if key.kind == "flag":
-        return array.astype(bool) if np.isin(array, (0, 1)).all() else None
-    return array.astype(np.int64)
-
-
-def _fitting_shape(key: Key, array: np.ndarray, num_boxes: int | None) -> tuple[int, ...] | None:
-    """Return the shape that an array of this key has, or None if it has another one.
-
-    An array without boxes may have any shape.
-    """
-    for shape in (key.shape, *key.other_shapes):
-        if "n" in shape and not array.size and num_boxes in (None, 0):
-            return tuple({"n": 0, "t": _AGENT_STEPS}.get(size, size) for size in shape)  # type: ignore
-        if len(shape) != array.ndim:
-            continue
-        wanted = tuple(num_boxes if size == "n" else size for size in shape)
-        if all(
-            size == found or not isinstance(size, int)
-            for size, found in zip(wanted, array.shape, strict=True)
-        ):
-            return array.shape
-    return None
-
-
-def _checked_rotation(name: str, array: np.ndarray, where: str) -> np.ndarray:
-    """Return a quaternion [4] or a matrix [3, 3] if it is a rotation."""
-    try:
-        matrix = pose_matrix(np.zeros(3), array)[:3, :3]
-    except UserError as error:  # of a quaternion that is zero or not finite
-        raise InvalidInputError(f"{where}: {name}: {error}") from error
-    _check_invertible(name, matrix, where)
-    if np.abs(matrix @ matrix.T - np.eye(3)).max() > 0.02 or np.linalg.det(matrix) < 0:
-        raise InvalidInputError(
-            f"{where}: {name} must be a rotation (orthogonal, right-handed), got\n{array}"
-        )
-    return array
-
-
-def _check_invertible(name: str, matrix: np.ndarray, where: str) -> None:
-    if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-9:
-        raise InvalidInputError(f"{where}: {name} must be invertible, got\n{matrix}")
-
-
-def _time(key: Key, value: Any, where: str) -> int:
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    is_whole = isinstance(value, (int, np.integer)) or (is_number and float(value).is_integer())
-    if not is_number or not is_whole or value > _MAX_TIMESTAMP_US:
-        unit = "; are these nanoseconds?" if is_whole else "; are these seconds?" if is_number else ""
-        raise InvalidInputError(
-            f"{where}: {key.name} must be {key.expected()}, got {_described(value)}{unit}"
-        )
-    return int(value)
-
-
-def _cameras(key: Key, value: Any, where: str) -> dict[str, dict]:
-    if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
-        raise InvalidInputError(f"{where}: cams must be {key.expected()}, got {_described(value)}")
-    cameras = {}
-    for name, camera in value.items():
-        if not isinstance(camera, Mapping):
-            raise InvalidInputError(f"{where}: camera {name} must be a dict, got {_described(camera)}")
-        values = {key.name: _checked(key, camera, where, camera=name) for key in CAMERA_KEYS}
-        cameras[name] = {**camera, **values}
-    return cameras
-
-
-def _lines(key: Key, value: Any, where: str) -> dict[int, list[np.ndarray]]:
-    if not isinstance(value, Mapping) or not all(
-        isinstance(label, (int, np.integer))
-        and label is not True
-        and isinstance(lines, (list, tuple, np.ndarray))
-        for label, lines in value.items()
-    ):
-        raise InvalidInputError(f"{where}: map_annos must be {key.expected()}, got {_described(value)}")
-    checked: dict[int, list[np.ndarray]] = {}
-    for label, lines in value.items():
-        checked[int(label)] = []
-        for number, line in enumerate(lines):
-            points = _array(_POINTS, line)
-            if points is None or points.ndim != 2 or points.shape[1] not in (2, 3) or not len(points):
-                problem = f"must be points [m, 2], got {_described(line)}"
-            elif not np.isfinite(points).all():
-                problem = "is NaN or infinite"
-            else:
-                checked[int(label)].append(points)
-                continue
-            raise InvalidInputError(f"{where}: line {number} of map class {label} in map_annos {problem}")
-    return checked
-
-
-def _list(key: Key, value: Any, where: str) -> Any:
-    if not isinstance(value, (list, tuple, np.ndarray)):
-        raise InvalidInputError(f"{where}: {key.name} must be a list, got {_described(value)}")
+    if key.kind == "cameras":
+        return {camera: _camera(values, where, camera) for camera, values in value.items()}
+    if key.kind == "lines":
+        return {label: _lines(lines, where, label) for label, lines in value.items()}
+    if name.endswith("translation"):
+        check_finite(where, **{name: value})
     return value
 
 
-_POINTS = Key("points", "number", ("m", 2))
-_READERS: dict[str, Callable[[Key, Any, str], Any]] = {
-    "time": _time,
-    "cameras": _cameras,
-    "lines": _lines,
-    "list": _list,
-}
+def _camera(given: Any, where: str, name: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(f"{where}: camera {name} must be a dict, got {_described(given)}")
+    values = {key.name: key.read(given, where, of=f" of {name}") for key in CAMERA_KEYS}
+    check_finite(f"{where}: camera {name}", sensor2lidar_translation=values["sensor2lidar_translation"])
+    matrix = values["cam_intrinsic"][:3, :3]
+    if not np.isfinite(matrix).all() or abs(np.linalg.det(matrix)) < 1e-9:
+        raise InvalidInputError(f"{where}: cam_intrinsic of {name} must be invertible, got {matrix.tolist()}")
+    return {**given, **values}
 
 
-def _shown(shape: tuple[int | str, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _described(value: Any) -> str:
-    """Return a value in a few words."""
-    if isinstance(value, np.ndarray):
-        return f"{_shown(value.shape)} of {value.dtype}"
-    if isinstance(value, (list, tuple)) and value:
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            return "lists of unequal lengths"
-        return f"{_shown(array.shape)} of {array.dtype}"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+def _lines(given: Any, where: str, label: Any) -> list[np.ndarray]:
+    if not isinstance(label, int | np.integer) or not isinstance(given, list | tuple | np.ndarray):
+        raise InvalidInputError(
+            f"{where}: map_annos must be {_KEYS['map_annos'].expected()}, got {_described(label)}"
+        )
+    lines = []
+    for number, line in enumerate(given):
+        name = f"line {number} of map class {label} in map_annos"
+        points = Key(name, "number", ("m", 2), (("m", 3),), beside=None).read({name: line}, where)
+        if not len(points):
+            raise InvalidInputError(f"{where}: {name} has no points")
+        check_finite(where, **{name: points})
+        lines.append(points)
+    return lines

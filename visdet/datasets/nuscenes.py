@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
+from visdet.structures.class_names import checked_names
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
 from .augmentation import drawn_augmentation
@@ -106,10 +107,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         num_cameras: int = 6,
         metainfo: dict | None = None,
     ) -> None:
-        if not isinstance(ann_file, (str, Path)):
-            raise InvalidInputError(
-                f"ann_file must be the path of one info file, which may hold several recordings, got {ann_file!r}"
-            )
         if load_interval < 1:
             raise InvalidInputError(f"load_interval must be at least 1, got {load_interval}")
         self.data_root = data_root
@@ -389,9 +386,10 @@ _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
 def _class_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or len(set(names)) != len(names):
-        raise InvalidInputError(f"{argument} must be a list of different names, got {names!r}")
-    return tuple(names)
+    checked = checked_names(argument, names)
+    if len(set(checked)) != len(checked):
+        raise InvalidInputError(f"{argument} must be different names, got {names!r}")
+    return checked
 
 
 def _lidar_to_global(info: dict) -> np.ndarray:

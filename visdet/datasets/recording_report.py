@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from visdet.errors import InvalidInputError, MissingFileError
+from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
 from .info_files import load_infos
@@ -39,11 +40,15 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
     )
     boxes: Counter[str] = Counter()
     used: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
     size: tuple[int, int] | None = None
     for index in range(len(dataset)):
         info, record = dataset.get_info(index), dataset.get_data_info(index)
         boxes.update(info.get("gt_names", np.zeros(0, str)).tolist())
         used.update(record.get("gt_names", np.zeros(0, str)).tolist())
+        lines.update(
+            what for label, line in _map_lines(info) for what in ("all", _left_of(line, is_area=label == 0))
+        )
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}"
             here = _image_size(name, where)
@@ -56,7 +61,16 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
             raise MissingFileError(
                 f"frame {info['token']} of {path}: lidar_path {record['pts_filename']} does not exist"
             )
-    return _lines(dataset, boxes, used, size or (0, 0), _absent(dataset))
+    return _lines(dataset, boxes, used, lines, size or (0, 0), _absent(dataset))
+
+
+def _map_lines(info: dict) -> list[tuple[int, np.ndarray]]:
+    return [(label, line) for label, part in info.get("map_annos", {}).items() for line in part]
+
+
+def _left_of(line: np.ndarray, is_area: bool) -> str:
+    parts = cut_to_region(line, is_area) if len(line) > 1 else []
+    return "left out" if not parts else "whole" if parts[0] is line else "cut"
 
 
 def _image_size(name: str, where: str) -> tuple[int, int]:
@@ -79,6 +93,7 @@ def _lines(
     dataset: NuScenes3DDetTrackDataset,
     boxes: Counter[str],
     used: Counter[str],
+    lines: Counter[str],
     size: tuple[int, int],
     absent: list[str],
 ) -> list[str]:
@@ -91,6 +106,8 @@ def _lines(
         f"{len(dataset)} frames in {len(dataset.scene_starts)} scenes{rate}",
         f"cameras: {', '.join(dataset.get_info(0)['cams'])}",
         f"boxes: {counts or 'none'}",
+        f"map lines: {lines['all']}, of which {lines['cut']} are cut and {lines['left out']} left out, as they are "
+        f"beyond the region of {REGION_M[0]:g} x {REGION_M[1]:g} m (VectorizeMap's roi_size)",
         f"keys that not every frame has: {', '.join(absent) or 'none'}",
         "for the config:",
         f"class_names = {sorted(boxes)}",

@@ -1,4 +1,4 @@
-"""Running a config: additions to mmengine's Runner, and the functions behind the command-line tools."""
+"""Running a config: the trainer, and the functions behind the command-line tools."""
 
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .image_files import find_images
     from .inference import Detector, detect_files, init_detector
     from .log_curves import draw_curves, read_scalars
-    from .loops import EpochBasedTrainLoop, IterBasedTrainLoop
     from .muon import MuonWithAuxAdam
     from .optim_wrapper import AmpOptimWrapper, OptimWrapper
     from .places import check_out_file, check_work_dir
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
         write_detections,
     )
     from .run import TrainingResult, evaluate, train
-    from .runner import DetRunner
+    from .trainer import DetRunner
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -79,7 +78,6 @@ else:
             "image_files": ["find_images"],
             "inference": ["Detector", "detect_files", "init_detector"],
             "log_curves": ["draw_curves", "read_scalars"],
-            "loops": ["EpochBasedTrainLoop", "IterBasedTrainLoop"],
             "muon": ["MuonWithAuxAdam"],
             "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
             "places": ["check_out_file", "check_work_dir"],
@@ -93,6 +91,6 @@ else:
             ],
             "checkpoints.resume": ["newest_readable_checkpoint"],
             "run": ["TrainingResult", "evaluate", "train"],
-            "runner": ["DetRunner"],
+            "trainer": ["DetRunner"],
         },
     )

@@ -42,8 +42,7 @@ def advice_for_training(runner: Any) -> Iterator[None]:
 
 def _newest_checkpoint(runner: Any) -> str | None:
     """Return the checkpoint that the run has written last, or else the one that it was resumed from."""
-    resumed = runner._load_from if runner._resume else None
-    for path in (runner.message_hub.get_info("last_ckpt"), resumed):
+    for path in (runner.message_hub.get_info("last_ckpt"), runner.resumed_from):
         if path and os.path.isfile(path):
             return short_path(path)
     return None

@@ -47,7 +47,7 @@ _REFUSALS = (
 
 
 @contextmanager
-def building(cfg: Config, *sections: str, defaults: Any = None) -> Iterator[None]:
+def building(cfg: Config, *sections: str) -> Iterator[None]:
     """Add a hint to an error of the block that names the part of the config it comes from.
 
     Args:
@@ -109,13 +109,13 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
     return built
 
 
-def check_arguments(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> None:
+def check_arguments(cfg: Config, *sections: str, classes: dict[str, Callable] | None = None) -> None:
     """Compare what sections of a config give with the annotations of the classes that are built from it.
 
     Args:
         cfg: the whole config.
         sections: its top-level keys.
-        defaults: the class that is built if a section has no ``type``, by the path of the section.
+        classes: the class that is built from a section whatever its ``type`` is, by the path of the section.
 
     Raises:
         InvalidInputError: a value does not fit, such as ``lr='1e-3'``. The message names its path.
@@ -124,13 +124,10 @@ def check_arguments(cfg: Config, *sections: str, defaults: dict[str, Callable] |
         for path, node in _nodes({section: cfg.get(section)}):
             found = [
                 misfits(target, node)
-                for target in _targets(node.get("type", (defaults or {}).get(path)), section)
+                for target in _targets((classes or {}).get(path) or node.get("type"), section)
             ]
             if found and all(found):  # Several registries may have a name.
                 raise InvalidInputError(f"{path}.{found[0][0]}")
-
-
-check_texts = check_arguments
 
 
 def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:

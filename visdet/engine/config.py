@@ -59,6 +59,8 @@ def load_config(
     for option, value in (options or {}).items():
         if not isinstance(option, str):
             raise InvalidTypeError(f"options must have texts as keys, got {option!r}")
+        if option.split(".")[0] == "vis_backends" and isinstance(cfg.get("visualizer"), dict):
+            _set_option(cfg, f"visualizer.{option}", value)
         _set_option(cfg, option, value)
     _import_custom_modules(cfg, path)
     remarks = _check_options(options or {}, known_before, path)
@@ -138,7 +140,7 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
     remarks = []
     for option in options:
         key = option.split(".")[0]
-        if key in SECTIONS:
+        if key in SECTIONS or key == "vis_backends":
             continue
         if key not in known_before:
             near = nearest_names(key, SECTIONS.keys() | known_before)

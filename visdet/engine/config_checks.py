@@ -71,11 +71,6 @@ def check_sections(cfg: Any) -> None:
             checked_value(path, given[key], kind)
 
 
-def check_parts(cfg: Any) -> None:
-    """Check the sections of a complete config."""
-    check_sections(cfg)
-
-
 def check_counting(cfg: Any) -> None:
     """Check that schedules and checkpoints do not count epochs where training counts iterations and has no epochs.
 

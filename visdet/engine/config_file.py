@@ -94,6 +94,9 @@ def _read(path: str, text: str, readers: tuple[str, ...]) -> tuple[_Value, dict[
         if str(error).startswith("config "):
             raise
         raise ConfigError(f"config {_shown(path)}: {error}") from error.__cause__
+    # The base has made its visualizer of its own ``vis_backends``.
+    if "vis_backends" in values and "visualizer" not in values and isinstance(bases.get("visualizer"), dict):
+        values["visualizer"] = {"vis_backends": values["vis_backends"]}
     Config._parse_scope(values)
     _warn_of_deprecation(values.pop(_DEPRECATION, None), path)
     try:
@@ -133,12 +136,17 @@ def _parsed(text: str, path: str) -> ast.Module:
 
 
 def _loaded(text: str, path: str) -> _Value:
-    """Return the values of a JSON or YAML file."""
+    """Return the values of a JSON or YAML file, also of a YAML file in which mmengine has written tuples."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def tuple_of(self, node: Any) -> tuple:
+            return tuple(self.construct_sequence(node, deep=True))
+
+    Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.tuple_of)
     text = Placeholders.as_texts(text)
     try:
-        content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"config {_shown(path)} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

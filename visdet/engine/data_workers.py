@@ -22,6 +22,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from visdet.errors import InvalidInputError, UserError
+from visdet.structures.planned_batch import say_size
 
 from .checkpoints.random_state import preserved_random_state
 
@@ -60,13 +61,15 @@ def report_lost_batches(loader: DataLoader) -> None:
 
 
 def explain_collation(loader: DataLoader) -> None:
-    """Make a loader say in one message that its samples cannot be joined to a batch."""
+    """Make a loader say in one message that its samples cannot be joined, and give planned batches their size."""
     loader.collate_fn = functools.partial(_collated, loader.collate_fn)
 
 
 def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
     try:
-        return collate(samples)
+        batch = collate(samples)
+        say_size(batch)
+        return batch
     except RuntimeError as error:
         if "equal size" not in str(error):
             raise

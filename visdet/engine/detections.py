@@ -16,6 +16,7 @@ from visdet.checks.arguments import checked
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, MissingPackageError, UserError
 from visdet.structures import DetDataSample
+from visdet.structures.class_names import checked_names
 
 from .sample_images import image_file_of
 
@@ -56,6 +57,7 @@ class Detections:
         draw: Callable[[np.ndarray, DetDataSample], np.ndarray] | None = None,
         frame: int | None = None,
     ) -> None:
+        self.classes = checked_names("Detections: classes", classes)
         found = sample.pred_instances
         self.path: str | None = sample.get("img_path")
         self.frame = frame
@@ -71,7 +73,6 @@ class Detections:
         self.boxes: Tensor = found.bboxes[kept].float()
         self.scores: Tensor = scores[kept]
         self.labels: Tensor = found.labels[kept]
-        self.classes = tuple(classes)
         self.shape = tuple(int(size) for size in sample.ori_shape[:2])
         self.sample = sample.new()
         self.sample.pred_instances = InstanceData(bboxes=self.boxes, scores=self.scores, labels=self.labels)

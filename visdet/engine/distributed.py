@@ -2,13 +2,10 @@
 
 import datetime
 import os
-from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from visdet.errors import check_choice
-from visdet.registry import MODEL_WRAPPERS
 
 from .errors import UserError
 
@@ -55,17 +52,3 @@ def start_process_group(launcher: str, timeout: float | None = None) -> None:
         return
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     torch.distributed.init_process_group("gloo", timeout=limit)
-
-
-def wrapper_on_the_cpu(given: dict[str, Any] | None, find_unused_parameters: bool) -> dict[str, Any]:
-    """Return the ``model_wrapper_cfg`` for processes without GPUs.
-
-    Args:
-        given: the config's ``model_wrapper_cfg``, or None for mmengine's default, MMDistributedDataParallel.
-        find_unused_parameters: the config's value, which is used only if ``given`` is None.
-    """
-    default = {"broadcast_buffers": False, "find_unused_parameters": find_unused_parameters}
-    wrapper = {"type": "MMDistributedDataParallel", **(given or default)}
-    if issubclass(MODEL_WRAPPERS.get(wrapper["type"]), DistributedDataParallel):
-        wrapper.setdefault("device_ids", None)  # mmengine's default is the index of a GPU.
-    return wrapper

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 from visdet.errors import InvalidInputError, UserError
 
-__all__ = ["find_images", "is_video", "local_path", "pictures_folder"]
+__all__ = ["find_images", "is_video", "local_path", "one_or_several", "pictures_folder"]
 
 # Files with these names are meant to be images. If one cannot be read, that is an error.
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
@@ -67,7 +67,14 @@ def local_path(given: str | os.PathLike) -> str:
     return unquote(address.path)
 
 
-def find_images(paths: Sequence[str], out_dir: str | None = None) -> tuple[list[str], list[str]]:
+def one_or_several(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str | os.PathLike]:
+    """Return the paths as a list, in which one path is an item."""
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+
+
+def find_images(
+    paths: str | os.PathLike | Iterable[str | os.PathLike], out_dir: str | os.PathLike | None = None
+) -> tuple[list[str], list[str]]:
     """Return the sorted paths of all images and videos, and a remark on each kind of file that is left out.
 
     A folder is searched with its subfolders, links to folders included. A file in it is a video if its suffix is that
@@ -75,14 +82,15 @@ def find_images(paths: Sequence[str], out_dir: str | None = None) -> tuple[list[
     :func:`pictures_folder`, are left out.
 
     Args:
-        paths: files, folders, patterns such as ``images/*.jpg``, and ``file://`` addresses.
+        paths: one or several files, folders, patterns such as ``images/*.jpg``, and ``file://`` addresses.
         out_dir: the folder that is going to be written, if there is one.
 
     Raises:
         UserError: a path does not exist, or is neither a file nor a folder, or is to be overwritten; or there is
             nothing to read.
     """
-    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(out_dir)))
+    paths = one_or_several(paths)
+    pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(os.fspath(out_dir))))
     images: dict[str, None] = {}
     left_out: dict[str, list[str]] = {}
     for path in (match for given in paths for match in _matches(local_path(given))):

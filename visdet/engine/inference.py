@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from numbers import Real
@@ -28,7 +28,7 @@ from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
-from .build_errors import build_model
+from .build_errors import build_model, building
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config, dataset_config, load_config
@@ -38,7 +38,7 @@ from .errors import ConfigError, UserError
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
 from .graphs.methods import graphs_for
 from .hooks.num_class_check_hook import classes_of_heads
-from .image_files import is_video, pictures_folder
+from .image_files import is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .places import check_work_dir
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
@@ -101,7 +101,8 @@ class Detector:
         self.score_thresholds = [
             measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
         ]
-        self._pipeline = Compose(_test_pipeline(cfg))
+        with building(cfg, "test_dataloader"):
+            self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
     @checked
@@ -266,7 +267,10 @@ def _check_takes_images(cfg: Config) -> None:
 
 
 def detect_files(
-    detector: Detector, files: list[str], out_dir: str, score_thr: float | None
+    detector: Detector,
+    files: str | os.PathLike | Iterable[str | os.PathLike],
+    out_dir: str,
+    score_thr: float | None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect objects in images and videos, and write ``predictions.json`` and a picture of each file below ``out_dir``.
 
@@ -275,7 +279,7 @@ def detect_files(
 
     Args:
         detector: the detector.
-        files: the paths of the images and the videos.
+        files: the paths of the images and the videos, or one path.
         out_dir: the folder to write to.
         score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
 
@@ -284,13 +288,14 @@ def detect_files(
         cannot be read.
     """
     checked_value("--score-thr", score_thr, Share | None)
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in files])
+    paths = [os.fspath(path) for path in one_or_several(files)]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
     failures: list[str] = []
     try:
-        for path in files:
+        for path in paths:
             video = is_video(path)
             picture = pictures.path_of(os.path.relpath(path, root), suffix=".mp4" if video else ".png")
             check_work_dir(picture.parent, "--out-dir")

@@ -1,6 +1,7 @@
-"""The check that hooks and schedules wait for metrics that the evaluator returns."""
+"""Checks of the metrics of a run: hooks and schedules wait for those that there are, and they stay apart."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,8 +22,7 @@ def check_monitored(runner: Any) -> None:
     Raises:
         ConfigError: a metric is missing. The message names the place in the config and the metrics that there are.
     """
-    evaluator = runner._val_evaluator
-    metrics = getattr(evaluator, "metrics", [])
+    metrics = getattr(runner.evaluators.get("val"), "metrics", [])
     if any(not hasattr(metric, "metric_names") for metric in metrics):
         return
     known = [
@@ -46,6 +46,29 @@ def _monitored(runner: Any) -> Iterator[tuple[str, str]]:
                     yield "save_best of the checkpoint hook", name
         elif isinstance(hook, EarlyStoppingHook):
             yield "monitor of EarlyStoppingHook", hook.monitor
-    for schedule in schedules_of(runner.param_schedulers):
+    for schedule in schedules_of(runner.cfg.get("param_scheduler")):
         if "ReduceOnPlateau" in str(schedule.get("type")):
             yield f"param_scheduler: monitor of {schedule['type']}", schedule.get("monitor", "loss")
+
+
+def check_metrics_are_apart(metrics: Sequence[Any], section: str) -> None:
+    """Refuse metrics of an evaluator that write to one file, or whose values have the same names.
+
+    Raises:
+        ConfigError: two metrics have the same ``outfile_prefix`` or ``out_file``, or are of one class with the same
+            ``prefix`` and ``metric_items``.
+    """
+    seen: set[tuple] = set()
+    for metric in metrics:
+        paths = {key: getattr(metric, key, None) for key in ("outfile_prefix", "out_file")}
+        claims: set[tuple] = {(key, os.path.abspath(path), "") for key, path in paths.items() if path}
+        if not (getattr(metric, "format_only", False) or paths["out_file"]):
+            items = getattr(metric, "metric_items", [""])
+            claims |= {("prefix", metric.prefix, f"{type(metric).__name__} {item}") for item in items}
+        if clash := seen & claims:
+            key, value, _ = min(clash)
+            raise ConfigError(
+                f"{section}: two metrics, of which one is a {type(metric).__name__}, have {key}={value!r}, so that "
+                f"the results of one would replace those of the other. Give each a {key} of its own"
+            )
+        seen |= claims

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import Runner
 
 from visdet.registry import RUNNERS
 
@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .places import check_out_file, check_work_dir
 
 
-def build_runner(cfg: Config) -> Runner:
+def build_runner(cfg: Config) -> Any:
     """Build the runner that ``runner_type`` of the config names. The default is :class:`DetRunner`.
 
     Raises:

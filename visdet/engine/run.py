@@ -39,7 +39,7 @@ def train(
     /,
     *,
     work_dir: str | os.PathLike | None = None,
-    resume: str | os.PathLike | None = None,
+    resume: str | os.PathLike | bool | None = None,
     amp: bool = False,
     graph: bool | None = None,
     auto_scale_lr: bool = False,
@@ -52,7 +52,7 @@ def train(
         config: a config file, the name of one of the package's configs, or a loaded config, which is not changed.
         options: values of the config to change by their dotted keys, such as ``{"train_cfg.max_iters": 100}``.
         work_dir: the folder to write. The default is ``work_dirs/<name of the config>``.
-        resume: 'auto' to continue from the newest checkpoint of the folder if there is one, or a checkpoint.
+        resume: 'auto' or True to continue from the newest checkpoint of the folder if there is one, or a checkpoint.
         amp: train under bfloat16 autocast.
         graph: replay steps as CUDA graphs on a GPU. The default is the config's choice.
         auto_scale_lr: scale the learning rate by the total batch size over ``auto_scale_lr.base_batch_size``.
@@ -62,6 +62,8 @@ def train(
     Raises:
         UserError: the config, an option or the data cannot be used. The message says why.
     """
+    if isinstance(resume, bool):
+        resume = "auto" if resume else None
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
     # These import torch, and a mistake in the config is told before.
     from .checkpoints.checkpoint import LAST_CHECKPOINT

@@ -15,8 +15,11 @@ from mmengine.logging import print_log
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
+    box_area,
     id_order,
+    is_ignored,
     listed,
     load_coco_json,
     match_categories,
@@ -44,7 +47,8 @@ class CocoMetric(BaseMetric):
 
     AP counts at most 100 detections per image. Small, medium and large are areas under 32², under 96² and from 96²
     pixels. A value without ground truth is -1, as in COCO's own code. Values are not rounded. Only images that were
-    evaluated count, and a warning is logged if the file has more.
+    evaluated count, and a warning is logged if the file has more. Boxes count as the file gives them, as in COCO's own
+    code, also beyond the image. Those with ``ignore`` count as crowds, whereas COCO's own code looks for them.
 
     After an evaluation, ``classwise_results`` holds one dict per class on the main process, with ``name``,
     ``num_boxes`` (without crowds), ``mAP``, ``mAP_50``, ``mAP_75``, ``mAP_s``, ``mAP_m`` and ``mAP_l``.
@@ -52,7 +56,7 @@ class CocoMetric(BaseMetric):
 
     Args:
         ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
-            samples, where the area of a box is its width times its height.
+            samples. That of a CocoDataset in ``test_mode`` gives the same values.
         metric: must be ``'bbox'``.
         classwise: log a table of the AP of each class, and also return ``coco/bbox_mAP/<class>``.
         format_only: write the detections without evaluating them.
@@ -114,7 +118,7 @@ class CocoMetric(BaseMetric):
             raise InvalidInputError(f"CocoMetric: proposal_nums must be positive, got {proposal_nums}")
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
-        self.metric_items = list(metric_items or _PRECISIONS)
+        self.metric_items = list(checked_names("CocoMetric: metric_items", metric_items or list(_PRECISIONS)))
         unknown = [item for item in self.metric_items if item not in [*_PRECISIONS, *recalls]]
         if unknown:
             raise InvalidInputError(
@@ -156,7 +160,8 @@ class CocoMetric(BaseMetric):
             data_batch: not used.
             data_samples: dicts with ``img_id`` and ``pred_instances``, which are ``bboxes`` [N, 4] (x1, y1, x2, y2) in
                 pixels of the original image, ``scores`` [N] and ``labels`` [N]. Without an ``ann_file`` they must also
-                have ``gt_instances`` and, if the images were resized, ``scale_factor``.
+                have ``gt_instances`` (``bboxes``, ``labels`` and, in pixels of the original image, ``areas``, which
+                are those of the boxes by default) and, if the images were resized, ``scale_factor``.
         """
         for sample in data_samples:
             predicted = sample["pred_instances"]
@@ -235,12 +240,9 @@ class CocoMetric(BaseMetric):
         for annotation in self._content["annotations"]:
             label = self._label_of_category.get(annotation["category_id"])
             if label is not None:
-                _, _, width, height = annotation["bbox"]
-                area = annotation.get("area")
-                area = width * height if area is None else area
-                iscrowd = annotation.get("iscrowd") or 0
+                area, ignored = box_area(annotation), is_ignored(annotation)
                 annotations.append(
-                    _annotation(annotation["image_id"], label, annotation["bbox"], area, iscrowd)
+                    _annotation(annotation["image_id"], label, annotation["bbox"], area, ignored)
                 )
         return annotations
 
@@ -327,9 +329,10 @@ def _truth_of_sample(sample: dict) -> list[dict]:
             if iscrowd:
                 continue
             raise InvalidInputError("CocoMetric: without an ann_file the data samples must hold gt_instances")
-        for bbox, label in zip(_numpy(instances["bboxes"]) / scale, instances["labels"], strict=True):
-            xywh = _xywh(bbox)
-            annotations.append(_annotation(sample["img_id"], int(label), xywh, xywh[2] * xywh[3], iscrowd))
+        boxes = [_xywh(bbox) for bbox in _numpy(instances["bboxes"]) / scale]
+        areas = instances.get("areas", [width * height for _, _, width, height in boxes])
+        for xywh, area, label in zip(boxes, areas, instances["labels"], strict=True):
+            annotations.append(_annotation(sample["img_id"], int(label), xywh, float(area), iscrowd))
     return annotations
 
 

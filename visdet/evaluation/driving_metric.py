@@ -14,6 +14,7 @@ from mmengine.logging import print_log
 from visdet.checks.array_files import load_array
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
+from visdet.structures.class_names import checked_names
 
 from .precision_recall import CurveReport
 
@@ -111,7 +112,7 @@ class DrivingBoxMetric(DrivingMetric):
         collect_device: str,
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = tuple(classes) if classes is not None else None
+        self.classes = None if classes is None else checked_names(f"{type(self).__name__}: classes", classes)
         self.class_range = class_range
 
     def range_of(self, name: str) -> float:

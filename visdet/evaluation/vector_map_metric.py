@@ -8,6 +8,7 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.class_names import checked_names
 from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import resample
 
@@ -58,7 +59,7 @@ class VectorMapMetric(DrivingMetric):
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        self.classes = tuple(classes) if classes is not None else None
+        self.classes = None if classes is None else checked_names("VectorMapMetric: classes", classes)
         self.thresholds = tuple(thresholds)
         self.num_points = num_points
         self.anchors = anchors

@@ -18,9 +18,10 @@ from visdet.structures import DetDataSample
 class DetDataPreprocessor(ImgDataPreprocessor):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
-    The metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
-    size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if the pipeline has
-    not set it.
+    In training, images are padded to the ``batch_input_shape`` that the samples have, if the batch was planned (see
+    docs/batches.md). The metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and
+    ``pad_shape``, the size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if
+    the pipeline has not set it.
 
     Args:
         mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
@@ -31,7 +32,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         pad_seg: pad ``gt_sem_seg.sem_seg`` to the size of the batch in training. seg_pad_value: the padding value.
         bgr_to_rgb, rgb_to_bgr: reverse the channels. At most one of them may be True.
         boxtype2tensor: replace box containers in the samples by their plain tensors.
-        non_blocking: copy to the device without waiting.
+        non_blocking: copy to the device without waiting for the work that it has (mmdet's default is False).
         batch_augments: configs of modules that are called as (inputs, data_samples) -> (inputs, data_samples) in
             training.
 
@@ -55,7 +56,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
         boxtype2tensor: bool = True,
-        non_blocking: bool | None = False,
+        non_blocking: bool | None = True,
         batch_augments: list[dict[str, Any]] | None = None,
     ) -> None:
         if bgr_to_rgb and rgb_to_bgr:
@@ -91,6 +92,12 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         data = super().forward(data, training)
         inputs, data_samples = data["inputs"], data["data_samples"]
         if data_samples is not None:
+            planned = data_samples[0].metainfo.get("batch_input_shape") if training and data_samples else None
+            if planned is not None:
+                divisor = self.pad_size_divisor
+                sides = zip(planned, inputs.shape[-2:], strict=True)
+                size = [max(-(-side // divisor) * divisor, given) for side, given in sides]
+                inputs = _pad_to(inputs, size, self.pad_value)
             batch_size = tuple(inputs.shape[-2:])
             for sample, size in zip(data_samples, image_sizes, strict=True):
                 self._complete(sample, size, batch_size, training)
@@ -134,7 +141,7 @@ def check_packed(batch: Any) -> None:
         )
 
 
-def _pad_to(maps: Any, size: tuple[int, int], value: float) -> Any:
+def _pad_to(maps: Any, size: Sequence[int], value: float) -> Any:
     """Return maps [..., h, w] padded at the bottom and on the right to ``size``. Mask containers pad themselves."""
     if not isinstance(maps, torch.Tensor):
         return maps.pad(size, pad_val=value)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "as_tensor",
     "check_device",
     "check_floating",
     "check_integers",
@@ -62,6 +63,17 @@ def check_integers(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{op}: {name} must hold integers, got {tensor.dtype}")
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor as it is, and a NumPy array of any strides and byte order, also a read-only one, as a tensor."""
+    if isinstance(values, Tensor):
+        return values
+    if hasattr(
+        values, "astype"
+    ):  # torch takes arrays of the machine's own byte order without negative strides.
+        values = values.astype(values.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(values)
 
 
 def check_real(op: str, **tensors: Tensor) -> None:

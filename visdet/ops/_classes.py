@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import as_tensor
 from .tracing import is_traced
 
 __all__ = ["check_classes", "class_by_class", "highest_first"]
@@ -19,7 +20,7 @@ def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
     Raises:
         ValueError: the argument ``name`` does not have one number for each box.
     """
-    classes = classes if isinstance(classes, Tensor) else torch.as_tensor(classes)
+    classes = as_tensor(classes) if hasattr(classes, "shape") else torch.as_tensor(classes)
     if not is_traced() and classes.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
         raise ValueError(f"{op}: {name} must be [{boxes.shape[0]}], got {list(classes.shape)}")
     classes = classes.detach().to(boxes.device)

@@ -1,9 +1,11 @@
 """Loads the two operator libraries, and raises errors that say how to build a missing one."""
 
 import ctypes
+import functools
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +18,7 @@ __all__ = [
     "NotBuiltError",
     "build_info",
     "declares",
-    "explain_missing_cuda",
+    "explain_failures",
     "is_loaded",
     "kernel_device",
     "planning",
@@ -27,6 +29,7 @@ __all__ = [
 
 _FOLDER = Path(__file__).resolve().parent
 _ISA_NAMES = ("baseline", "AVX2", "AVX-512")
+_NEEDED_MEMORY = re.compile(r"it needs (\d+) bytes on ([a-z:0-9]+)\)")
 _HOW_TO_BUILD = (
     "build it with `pip install --no-build-isolation -e .` (in a clone) or install the visdet-ops wheel"
 )
@@ -149,10 +152,12 @@ def require_cuda() -> None:
         )
 
 
-def explain_missing_cuda(*operators: str) -> None:
-    """Make each of ``operators`` raise NotBuiltError for a CUDA tensor if the CUDA library is not loaded."""
-    if is_loaded("cuda"):
-        return
+def explain_failures(*operators: str) -> None:
+    """Make ``operators`` raise the errors that tell a user what failed, whoever calls them.
+
+    These are NotBuiltError for a CUDA tensor if the CUDA library is not loaded, and where memory does not suffice the
+    error that torch's own operators raise (torch.OutOfMemoryError on a GPU).
+    """
 
     def not_built(*_: Any) -> NoReturn:
         raise NotBuiltError(
@@ -160,7 +165,36 @@ def explain_missing_cuda(*operators: str) -> None:
         )
 
     for operator in operators:
-        torch.library.impl(f"visdet::{operator}", "cuda", not_built)
+        overload = getattr(torch.ops.visdet, operator).default
+        overload._op = _with_errors_of_memory(overload._op)
+        if not is_loaded("cuda"):
+            torch.library.impl(f"visdet::{operator}", "cuda", not_built)
+
+
+def _with_errors_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` such that it raises torch's own error if torch had no memory for it.
+
+    torch's errors lose their type on their way through the functions of its stable C interface. The error that comes
+    instead names the memory that was needed (csrc/common/aten.h), and asking for it again raises torch's.
+    """
+
+    @functools.wraps(function)
+    def run(*inputs: Any, **options: Any) -> Any:
+        try:
+            return function(*inputs, **options)
+        except RuntimeError as error:
+            _ask_again_for_memory(str(error))
+            raise
+
+    return run
+
+
+def _ask_again_for_memory(text: str) -> None:
+    needed = _NEEDED_MEMORY.search(text)
+    if needed is not None:
+        torch.empty(int(needed[1]), dtype=torch.uint8, device=needed[2])
+        if "out of memory" in text:
+            raise torch.OutOfMemoryError(text)
 
 
 def build_info() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._library import declares, explain_missing_cuda, kernel_device, require_cpu
+from ._library import declares, explain_failures, kernel_device, require_cpu
 from .tracing import gradients_of, is_traced
 
 __all__ = ["Gradient", "differentiable", "differentiable_once", "needs_order", "without_gradient"]
@@ -47,7 +47,7 @@ def differentiable(
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
     torch.library.register_fake(f"visdet::{name}_backward", rule.fake)
     torch.library.register_autograd(f"visdet::{name}", rule.backward, setup_context=rule.save)
-    explain_missing_cuda(name, f"{name}_backward")
+    explain_failures(name, f"{name}_backward")
     operator = getattr(torch.ops.visdet, name).default
 
     class Eager(torch.autograd.Function):
@@ -92,7 +92,7 @@ def without_gradient(name: str, shape: Callable[[Any], Any], **layouts: str) -> 
     """
     if declares(name):
         torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
-        explain_missing_cuda(name)
+        explain_failures(name)
 
 
 class Gradient:

@@ -95,7 +95,9 @@ def overlaps(
     first, second = (boxes.detach().to(wide) for boxes in (bboxes1, bboxes2))
     if not clockwise:
         first, second = turned_back(first), turned_back(second)
-    run: Any = torch.ops.visdet.box_iou_rotated if _library.serves(first) else box_iou_rotated_reference
+    run: Any = (
+        torch.ops.visdet.box_iou_rotated.default if _library.serves(first) else box_iou_rotated_reference
+    )
     return run(first, second, MODES.index(mode), aligned).to(given)
 
 

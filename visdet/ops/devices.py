@@ -1,12 +1,13 @@
-"""The few numbers of a GPU on which the choice between kernels depends, for real and for imaginary devices."""
+"""Which devices operators run on, and the few numbers of a real or an imaginary GPU that choose between kernels."""
 
 from dataclasses import astuple, dataclass
 
 import torch
 
-from . import _library
+from ._library import is_loaded, require_cpu, require_cuda
+from ._torchvision import problem as torchvision_problem
 
-__all__ = ["DEVICES", "Device", "present_device"]
+__all__ = ["DEVICES", "Device", "is_loaded", "present_device", "require_cpu", "torchvision_problem"]
 
 
 @dataclass(frozen=True)
@@ -68,5 +69,5 @@ def present_device(index: int = 0) -> Device:
         NotBuiltError: the CUDA library is not loaded.
         RuntimeError: there is no such device.
     """
-    _library.require_cuda()
+    require_cuda()
     return Device(*torch.ops.visdet_plan.numbers_of_device(index))

@@ -72,7 +72,9 @@ def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor
     check_real(op, **{"points_dist" if is_table else "points_xyz": points})
     points = points.detach().to(computation_dtype(points))
     has_kernel = _library.serves(points)
-    run: Any = torch.ops.visdet.furthest_point_sample if has_kernel else furthest_point_sample_reference
+    run: Any = (
+        torch.ops.visdet.furthest_point_sample.default if has_kernel else furthest_point_sample_reference
+    )
     return run(points, num_points, is_table)
 
 

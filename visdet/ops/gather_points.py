@@ -77,7 +77,9 @@ def stacked_indices(
 
     An index that is not one of a point of the cloud becomes -1.
     """
-    run: Any = torch.ops.visdet.stacked_indices if _library.serves(indices) else stacked_indices_reference
+    run: Any = (
+        torch.ops.visdet.stacked_indices.default if _library.serves(indices) else stacked_indices_reference
+    )
     return run(_of_kernels(indices), sizes, groups)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration, _torchvision
-from ._arguments import check_real
+from ._arguments import as_tensor, check_real
 from ._classes import check_classes, class_by_class
 from ._renamed import renamed_arguments
 from .box_iou_rotated import box_iou_rotated_reference
@@ -86,7 +86,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     Source: mmcv; prime sample attention (PISA), arXiv 1904.04821, uses it.
     """
     is_numpy = not isinstance(dets, Tensor)
-    table = torch.from_numpy(dets) if is_numpy else dets.detach()
+    table = as_tensor(dets).detach()
     check_real("nms_match", dets=table)
     if table.dim() and table.shape[0] == 0:
         return []
@@ -119,7 +119,7 @@ def kept_indices(
     boxes = boxes.detach().to(widened(boxes))
     scores = _comparable(scores.detach(), boxes.dtype)
     if _library.serves(boxes):
-        return torch.ops.visdet.nms(boxes, scores, classes, is_candidate, float(iou_threshold))
+        return torch.ops.visdet.nms.default(boxes, scores, classes, is_candidate, float(iou_threshold))
     if is_candidate is not None:
         chosen = is_candidate.nonzero().squeeze(1)
         classes = None if classes is None else classes[chosen]
@@ -168,8 +168,7 @@ def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> 
 def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
     """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
     is_numpy = not isinstance(boxes, Tensor)
-    boxes = boxes if isinstance(boxes, Tensor) else torch.from_numpy(boxes)
-    scores = scores if isinstance(scores, Tensor) else torch.from_numpy(scores)
+    boxes, scores = as_tensor(boxes), as_tensor(scores)
     if boxes.dim() != 2 or boxes.shape[1] != 4:
         raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
     if scores.shape != boxes.shape[:1]:

@@ -106,7 +106,7 @@ def _in_balls(
     check_real(op, xyz=xyz, center_xyz=center_xyz)
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
-    run: Any = torch.ops.visdet.ball_query if _library.serves(points) else ball_query_reference
+    run: Any = torch.ops.visdet.ball_query.default if _library.serves(points) else ball_query_reference
     return run(points, centers, float(low), float(high), count, is_stacked)
 
 
@@ -227,7 +227,7 @@ def knn(
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
     has_kernel = _library.serves(points) and D == 3 and k <= _library.CONSTANTS["max_neighbours"]
-    run: Any = torch.ops.visdet.knn if has_kernel else knn_reference
+    run: Any = torch.ops.visdet.knn.default if has_kernel else knn_reference
     return run(points, centers, k)
 
 

@@ -73,7 +73,7 @@ def soft_nms(
         return soft_nms_reference(boxes, scores, *settings)
 
     if _library.is_loaded("cpu"):
-        detections, keep = torch.ops.visdet.soft_nms(on_host, host_scores, classes, *settings)
+        detections, keep = torch.ops.visdet.soft_nms.default(on_host, host_scores, classes, *settings)
         if classes is not None:
             keep, detections, _ = highest_first(keep, detections, detections[:, -1])
     elif classes is None:
@@ -140,3 +140,4 @@ def _fake_soft_nms(
 
 if _library.declares("soft_nms"):
     torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)
+    _library.explain_failures("soft_nms")

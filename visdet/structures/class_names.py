@@ -1,12 +1,27 @@
 """The names and the colours of classes in the meta information of data sets and checkpoints."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from visdet.errors import InvalidInputError
 
 from .palette import class_palette
 
-__all__ = ["checked_classes"]
+__all__ = ["checked_classes", "checked_names"]
+
+
+def checked_names(what: str, names: Any) -> tuple[str, ...]:
+    """Return names as a tuple. A single text, whose letters would be taken for names, is refused.
+
+    Raises:
+        InvalidInputError: a name is no text, or ``names`` is one. The message begins with ``what``.
+    """
+    is_listed = isinstance(names, Iterable) and not isinstance(names, str | bytes | dict | set)
+    if not is_listed or not all(isinstance(name, str) for name in names):
+        kind = "class" if "classes" in what else "name"
+        hint = f"; for one {kind} write ({names!r},)" if isinstance(names, str) else ""
+        raise InvalidInputError(f"{what} must be a tuple of names, got {names!r:.200}{hint}")
+    return tuple(names)
 
 
 def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
@@ -22,10 +37,8 @@ def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
     """
     if not isinstance(metainfo, dict):
         raise InvalidInputError(f"{owner} must be a dict with the key 'classes', got {metainfo!r:.200}")
-    classes, palette = metainfo.get("classes"), metainfo.get("palette")
-    if not isinstance(classes, list | tuple) or not all(isinstance(name, str) for name in classes):
-        hint = f"; for one class write ({classes!r},)" if isinstance(classes, str) else ""
-        raise InvalidInputError(f"{owner}['classes'] must be a tuple of names, got {classes!r:.200}{hint}")
+    classes = checked_names(f"{owner}['classes']", metainfo.get("classes"))
+    palette = metainfo.get("palette")
     if palette is None or (isinstance(palette, str) and palette == "random"):
         palette = class_palette(len(classes))
     if not isinstance(palette, list | tuple) or not all(map(_is_colour, palette)):
@@ -36,7 +49,7 @@ def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
         raise InvalidInputError(
             f"{owner}['palette'] must have a colour for each of {len(classes)} classes, got {len(palette)}"
         )
-    return {**metainfo, "classes": tuple(classes), "palette": [tuple(colour) for colour in palette]}
+    return {**metainfo, "classes": classes, "palette": [tuple(colour) for colour in palette]}
 
 
 def _is_colour(colour: Any) -> bool:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -73,6 +74,7 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
             raise InvalidInputError(
                 f"annotation file {path}: the name of a category must be a text: {category!r:.200}"
             )
+    content["categories"] = _without_groups(content)
     for annotation in content["annotations"]:
         if not _are_numbers(annotation["bbox"], 4):
             raise InvalidInputError(
@@ -85,6 +87,21 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
             if annotation.get(key) not in (None, 0, 1):
                 raise InvalidInputError(f"annotation file {path}: {key} must be 0 or 1: {annotation!r:.200}")
     return content
+
+
+def _without_groups(content: dict) -> list[dict]:
+    """Return the categories without those that only group others, have no box, and repeat a name, as Roboflow's may."""
+    used = {annotation["category_id"] for annotation in content["annotations"]}
+    categories = content["categories"]
+    names = Counter(category["name"] for category in categories)
+    groups = {category.get("supercategory") for category in categories}
+    return [
+        category
+        for category in categories
+        if names[category["name"]] == 1
+        or category["id"] in used
+        or category["name"] not in groups - {category.get("supercategory")}
+    ]
 
 
 def _are_numbers(values: object, count: int) -> bool:
@@ -152,6 +169,18 @@ def written_otherwise(value: int | str, ids: Collection[int | str]) -> str | Non
     return f"{value!r} ({types[0]}), but the id is {other!r} ({types[1]}); write both alike"
 
 
+def is_ignored(annotation: Mapping[str, Any]) -> bool:
+    """Return whether a box need not be found and makes no detection on it wrong: ``iscrowd`` or ``ignore``."""
+    return bool(annotation.get("iscrowd") or annotation.get("ignore"))
+
+
+def box_area(annotation: Mapping[str, Any]) -> float:
+    """Return the ``area`` of an annotation, which is that of its box if the file does not give it."""
+    _, _, width, height = annotation["bbox"]
+    area = annotation.get("area")
+    return width * height if area is None else area
+
+
 def id_order(value: int | str) -> tuple[bool, int | str]:
     """Return the key that sorts ids: numbers by their values, and then texts."""
     return isinstance(value, str), value
@@ -173,9 +202,13 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
     """
     label_of = {name: label for label, name in enumerate(classes)}
     names = [category["name"] for category in categories]
-    repeated = sorted({name for name in names if name in label_of and names.count(name) > 1})
-    if repeated:
-        raise InvalidInputError(f"annotation file {path}: several categories are named {', '.join(repeated)}")
+    repeated = min((name for name in names if name in label_of and names.count(name) > 1), default=None)
+    if repeated is not None:
+        ids = [repr(category["id"]) for category in categories if category["name"] == repeated]
+        raise InvalidInputError(
+            f"annotation file {path}: several categories are named {repeated}: ids {listed(ids)}. Give each a name of "
+            "its own, or give all their boxes one category_id and remove the other categories"
+        )
     matched = {
         category["id"]: label_of[category["name"]] for category in categories if category["name"] in label_of
     }

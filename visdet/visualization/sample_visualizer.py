@@ -11,6 +11,8 @@ from mmengine.structures import BaseDataElement
 from mmengine.visualization import Visualizer
 from PIL import Image
 
+from visdet.errors import MissingPackageError
+
 from .drawing import contact_sheet, side_by_side
 
 _LONGEST_SIDE_ON_A_SHEET = 1200  # pixels; eight photos of 3 megapixels in full size took 1.4 GB
@@ -51,6 +53,20 @@ class SampleVisualizer(Visualizer):
             self.fig_save_canvas, self.fig_save, self.ax_save = super()._initialize_fig(self.fig_save_cfg)
             self.dpi = self.fig_save.get_dpi()
         super().set_image(image)
+
+    @master_only
+    def add_config(self, config: Any, **arguments: Any) -> None:
+        """Give the config to all backends, which is the first that a run does with them.
+
+        Raises:
+            MissingPackageError: the package of a backend, such as wandb, is not installed.
+        """
+        try:
+            super().add_config(config, **arguments)
+        except ImportError as error:
+            raise MissingPackageError(
+                f"visualizer.vis_backends has a backend whose package is missing: {error}"
+            ) from error
 
     @abstractmethod
     def draw_sample(

@@ -25,7 +25,8 @@ train_dataloader = dict(
     persistent_workers=True,
     pin_memory=True,
     sampler=dict(type="DefaultSampler", shuffle=True),
-    batch_sampler=dict(type="AspectRatioBatchSampler"),
+    # Batches of at most 16 sizes. AspectRatioBatchSampler pads each batch to its largest image, as mmdet does.
+    batch_sampler=dict(type="PlannedBatchSampler"),
     dataset=dict(
         type=dataset_type,
         data_root=data_root,

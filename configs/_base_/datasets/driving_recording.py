@@ -6,7 +6,7 @@ roi_size = (30, 60)
 detection_range = 50
 
 train_pipeline = [
-    dict(type="LoadMultiViewImageFromFiles"),
+    dict(type="LoadMultiViewImageFromFiles", reduces=True),
     dict(type="ResizeCropFlipImage"),
     dict(type="BBoxRotation"),
     dict(type="PhotoMetricDistortionMultiViewImage"),
@@ -18,7 +18,7 @@ train_pipeline = [
 ]
 # The frames carry the ground truth, which the metrics read.
 test_pipeline = [
-    dict(type="LoadMultiViewImageFromFiles"),
+    dict(type="LoadMultiViewImageFromFiles", reduces=True),
     dict(type="ResizeCropFlipImage"),
     dict(type="CircleObjectRangeFilter", class_dist_thred=detection_range + 5),
     dict(type="InstanceNameFilter"),

@@ -20,7 +20,7 @@ roi_size = (30, 60)
 depth_strides = [4, 8, 16]
 
 train_pipeline = [
-    dict(type="LoadMultiViewImageFromFiles"),
+    dict(type="LoadMultiViewImageFromFiles", reduces=True),
     dict(type="LoadPointsFromFile", coord_type="LIDAR", load_dim=5, use_dim=3),
     dict(type="ResizeCropFlipImage"),
     dict(type="MultiScaleDepthMapGenerator", downsample=depth_strides),
@@ -34,7 +34,7 @@ train_pipeline = [
 ]
 # The frames carry the ground truth, which the metrics read.
 test_pipeline = [
-    dict(type="LoadMultiViewImageFromFiles"),
+    dict(type="LoadMultiViewImageFromFiles", reduces=True),
     dict(type="ResizeCropFlipImage"),
     dict(type="CircleObjectRangeFilter", class_dist_thred=[55] * len(class_names)),
     dict(type="InstanceNameFilter", classes=class_names),

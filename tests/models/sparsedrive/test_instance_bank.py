@@ -151,11 +151,37 @@ def test_a_new_scene_drops_only_its_sample():
     assert memory.bank.mask.tolist() == [True, False] and memory.bank.history == (True, False)
 
 
-def test_another_batch_size_forgets_everything():
+def test_another_batch_size_forgets_everything_but_the_next_id():
     bank, memory = make_bank(), Memory()
     frame(bank, memory, metas_of([0.0, 0.0]), [1, 2])
     memory.get(bank, metas_of([0.5]))
-    assert memory.bank == InstanceBankState()
+    assert memory.bank == InstanceBankState(prev_id=12)
+
+
+@pytest.mark.parametrize(
+    "with_update", [True, False], ids=["temporal decoder", "single-frame decoders alone"]
+)
+def test_ids_come_again_over_links_alone(with_update):
+    """New scenes, other batch sizes, missing frames, and decoders that the instances of the past never join."""
+    bank, memory, seen = make_bank(), Memory(), set()
+    frames = [
+        ([0.0, 0.0], "ab"),
+        ([0.5, 0.5], "cd"),
+        ([1.0], "c"),
+        ([9.0], "c"),
+        ([9.5], "c"),
+        ([9.5, 9.5], "cd"),
+    ]
+    for number, (times, scenes) in enumerate(frames):
+        feature, anchor, _ = memory.get(bank, metas_of(times, scenes=scenes))
+        kept, logits = memory.bank, torch.randn(len(times), 6, 3)
+        if with_update:
+            feature, anchor, kept = bank.update(kept, feature, anchor, torch.randn(len(times), 6, 3))
+        ids, memory.bank = bank.get_instance_id(bank.cache(kept, feature, anchor, logits), logits)
+        found = ids.flatten().tolist()
+        linked = 3 if with_update and number == 4 else 0  # only the fifth frame continues the one before
+        assert len(set(found)) == len(found) and len(seen & set(found)) == linked
+        seen |= set(found)
 
 
 def test_the_state_is_a_value():
@@ -187,7 +213,7 @@ def test_nothing_is_carried_without_temporal_instances():
         bank, memory = make_bank(num_temp=num_temp), Memory()
         frame(bank, memory, metas_of([0.0]), [1])
         assert memory.bank.cached_anchor is None
-        assert frame(bank, memory, metas_of([0.5]), [1])["ids"].tolist() == [list(range(6))]
+        assert frame(bank, memory, metas_of([0.5]), [1])["ids"].tolist() == [[-1] * 6]
 
 
 def test_moving_anchors_are_met_where_they_went():
@@ -216,12 +242,25 @@ def test_missing_anchor_file(tmp_path):
 
 
 def test_rejections_of_the_bank():
-    with pytest.raises(TypeError, match="anchor_handler must have anchor_projection, got Identity"):
-        InstanceBank(2, 4, torch.zeros(2, 11), anchor_handler=torch.nn.Identity())
-    with pytest.raises(ValueError, match="num_temp_instances must be at most the number of anchors 2, got 3"):
-        InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3)
-    with pytest.raises(ValueError, match="timestamps and T_global must be finite"):
-        FrameClock.of(metas_of([float("nan")]))
+    for call, error, message in (
+        (
+            lambda: InstanceBank(2, 4, torch.zeros(2, 11), anchor_handler=torch.nn.Identity()),
+            TypeError,
+            "anchor_handler must have anchor_projection, got Identity",
+        ),
+        (
+            lambda: InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3),
+            ValueError,
+            "num_temp_instances must be at most the number of anchors 2, got 3",
+        ),
+        (
+            lambda: FrameClock.of(metas_of([float("nan")])),
+            ValueError,
+            "timestamps and T_global must be finite",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_topk_takes_the_same_rows_everywhere():

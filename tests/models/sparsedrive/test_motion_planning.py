@@ -284,16 +284,26 @@ def test_rejections():
     with pytest.raises(ValueError, match="queue_length must be at least 1, got 0"):
         InstanceQueue(8)
     parts = head_parts()
-    with pytest.raises(ValueError, match=r"operation_order must be of .* got \['dance'\]"):
-        MotionPlanningHead(**{**parts, "operation_order": ["dance"]})
-    with pytest.raises(
-        ValueError, match=r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]"
+    for call, message in (
+        (
+            lambda: MotionPlanningHead(**{**parts, "operation_order": ["dance"]}),
+            r"operation_order must be of .* got \['dance'\]",
+        ),
+        (
+            lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 6, 2))),
+            r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]",
+        ),
+        (
+            lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2))),
+            r"plan_anchor must be numbers or a \.npy file, got None",
+        ),
+        (
+            lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)), num_classes=4),
+            r"motion_anchor must be \[4, 6, 12, 2\], got \[5, 6, 12, 2\]",
+        ),
     ):
-        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 6, 2)))
-    with pytest.raises(ValueError, match=r"plan_anchor must be numbers or a \.npy file, got None"):
-        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)))
-    with pytest.raises(ValueError, match=r"motion_anchor must be \[4, 6, 12, 2\], got \[5, 6, 12, 2\]"):
-        MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)), num_classes=4)
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_missing_anchor_files_wait_for_a_checkpoint(tmp_path):

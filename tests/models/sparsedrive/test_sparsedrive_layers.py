@@ -79,12 +79,13 @@ def test_attention_dropout_keyword_leaves_the_config_and_later_instances_alone()
 
 
 def test_rejections():
-    with pytest.raises(ValueError, match=r"batch_first must be True, got False"):
-        MultiheadFlashAttention(16, 2, batch_first=False)
-    with pytest.raises(ValueError, match=r"num_fcs must be at least 2, got 1"):
-        AsymmetricFFN(num_fcs=1)
-    with pytest.raises(ValueError, match=r"mode must be 'add' or 'cat', got 'mul'"):
-        SparseBox3DEncoder(8, mode="mul")
+    for call, message in (
+        (lambda: MultiheadFlashAttention(16, 2, batch_first=False), r"batch_first must be True, got False"),
+        (lambda: AsymmetricFFN(num_fcs=1), r"num_fcs must be at least 2, got 1"),
+        (lambda: SparseBox3DEncoder(8, mode="mul"), r"mode must be 'add' or 'cat', got 'mul'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     for module, width in (
         (SparseBox3DRefinementModule(8, with_cls_branch=False), 11),
         (SparsePoint3DRefinementModule(8, num_sample=2, with_cls_branch=False), 4),

@@ -111,14 +111,20 @@ def test_cross_entropy_by_hand():
     assert CrossEntropyLoss()(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
     weighted = CrossEntropyLoss(class_weight=[1.0, 2.0], loss_weight=0.5)
     assert weighted(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
-    with pytest.raises(ValueError, match="use_mask must be False"):
-        CrossEntropyLoss(use_mask=True)
-    with pytest.raises(ValueError, match="class_weight must be None with use_sigmoid"):
-        CrossEntropyLoss(use_sigmoid=True, class_weight=[1.0])
-    with pytest.raises(ValueError, match="label must have the shape of cls_score"):
-        CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1]))
-    with pytest.raises(ValueError, match="pred and target must have one shape"):
-        GaussianFocalLoss()(logits, torch.tensor([1]))
+    for call, message in (
+        (lambda: CrossEntropyLoss(use_mask=True), "use_mask must be False"),
+        (
+            lambda: CrossEntropyLoss(use_sigmoid=True, class_weight=[1.0]),
+            "class_weight must be None with use_sigmoid",
+        ),
+        (
+            lambda: CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1])),
+            "label must have the shape of cls_score",
+        ),
+        (lambda: GaussianFocalLoss()(logits, torch.tensor([1])), "pred and target must have one shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_lines_l1_by_hand():

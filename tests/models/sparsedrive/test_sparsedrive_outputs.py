@@ -98,15 +98,6 @@ def test_grid_mask_blanks_stripes():
     assert torch.equal(first, mask(images))
 
 
-def test_grid_mask_half_stays_on_average():
-    torch.manual_seed(0)
-    images = torch.ones(1, 1, 64, 64)
-    rows = torch.stack([GridMask(True, False, prob=1.0).train()(images).mean() for _ in range(300)])
-    assert 0.4 < float(rows.mean()) < 0.65
-    squares = torch.stack([GridMask(True, True, mode=1, prob=1.0).train()(images).mean() for _ in range(300)])
-    assert 0.6 < float(squares.mean()) < 0.85  # what lies in a stripe of either direction stays
-
-
 def test_grid_mask_applies_as_often_as_asked():
     torch.manual_seed(0)
     mask = GridMask(True, True, mode=1, prob=0.3).train()
@@ -114,14 +105,6 @@ def test_grid_mask_applies_as_often_as_asked():
     changed = sum(bool((mask(images) != images).any()) for _ in range(400))
     assert 80 < changed < 160
     assert mask.eval()(images) is images
-
-
-def test_grid_mask_turns_and_fills_with_noise():
-    torch.manual_seed(0)
-    mask = GridMask(True, False, rotate=90, offset=True, prob=1.0).train()
-    outs = [mask(torch.full((1, 1, 32, 32), 5.0)) for _ in range(20)]
-    assert any((out != 5).any() and not ((out == 5) == (out == 5)[..., :1]).all() for out in outs)
-    assert all(((out == 5) | (out.abs() <= 1)).all() for out in outs)
 
 
 def test_fpn_keys_and_sums():
@@ -167,11 +150,11 @@ def test_fpn_groups_are_those_of_the_3x3_convolutions():
 
 
 def test_fpn_rejections():
-    with pytest.raises(ValueError, match="add_extra_convs must be a bool or one of"):
-        FPN([4], 4, 1, add_extra_convs="on_top")
-    with pytest.raises(ValueError, match="num_outs must be at least the 2 levels used"):
-        FPN([4, 4], 4, 1)
-    with pytest.raises(ValueError, match="inputs must be 2 feature maps, got 1"):
-        FPN([4, 4], 4, 2)((torch.zeros(1, 4, 2, 2),))
-    with pytest.raises(ValueError, match="conv_cfg must be None"):
-        FPN([4], 4, 1, conv_cfg={"type": "DCNv2"})
+    for call, message in (
+        (lambda: FPN([4], 4, 1, add_extra_convs="on_top"), "add_extra_convs must be a bool or one of"),
+        (lambda: FPN([4, 4], 4, 1), "num_outs must be at least the 2 levels used"),
+        (lambda: FPN([4, 4], 4, 2)((torch.zeros(1, 4, 2, 2),)), "inputs must be 2 feature maps, got 1"),
+        (lambda: FPN([4], 4, 1, conv_cfg={"type": "DCNv2"}), "conv_cfg must be None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

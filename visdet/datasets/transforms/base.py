@@ -2,6 +2,8 @@
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,7 +25,12 @@ class BaseTransform(metaclass=ABCMeta):
     * ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32, in pixels of ``img``);
     * ``gt_bboxes_labels`` (int64 [N]), and ``gt_ignore_flags`` (bool [N], True for crowd regions).
 
-    Random numbers come from torch's global generator alone. A worker process of a DataLoader has its own, which is
+    A transform that keeps the size of the image says so by ``keeps_size``. Another one should have a method
+    ``planned_size(size, rng)``, which returns the (height, width) that ``transform`` will give an image of the
+    (height, width) ``size``. It draws the same random numbers from ``rng`` that ``transform`` draws from
+    ``sample_draws()``. PlannedBatchSampler then knows the size of an image before it is read (see docs/batches.md).
+
+    All other random numbers come from torch's global generator. A worker process of a DataLoader has its own, which is
     seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``). A run with a seed
     therefore repeats exactly for the same number of workers and ranks. With mmengine's fixed worker seeds, a worker
     that lives for one epoch draws the same numbers in every epoch. Use ``persistent_workers=True`` to prevent that.
@@ -31,6 +38,8 @@ class BaseTransform(metaclass=ABCMeta):
     Source: the names and keywords of the transforms are those of mmcv and mmdet. The image is a torchvision tv_tensor
     instead of a numpy array.
     """
+
+    keeps_size: ClassVar[bool] = False  # whether the image has the same size afterwards
 
     @abstractmethod
     def transform(self, results: dict) -> dict | None:
@@ -54,19 +63,37 @@ class BaseTransform(metaclass=ABCMeta):
         return f"{type(self).__name__}({settings})"
 
 
-def uniform(low: float, high: float) -> float:
+def planned_size(step: Any, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
+    """Return the (height, width) that a step of a pipeline will give an image of ``size``, or None if it does not say.
+
+    Args:
+        step: a transform or any other callable.
+        size: the (height, width) before the step.
+        rng: the random numbers of the sample.
+    """
+    if getattr(step, "keeps_size", False):
+        return size
+    plan = getattr(step, "planned_size", None)
+    return None if plan is None else plan(size, rng)
+
+
+# The random numbers come from torch's global generator if ``rng`` is None.
+
+
+def uniform(low: float, high: float, *, rng: Random | None = None) -> float:
     """Return a number drawn uniformly from [low, high)."""
-    return low + (high - low) * torch.rand(()).item()
+    return low + (high - low) * (torch.rand(()).item() if rng is None else rng.random())
 
 
-def uniform_int(low: int, high: int) -> int:
+def uniform_int(low: int, high: int, *, rng: Random | None = None) -> int:
     """Return an integer drawn uniformly from low..high, including both."""
-    return int(torch.randint(low, high + 1, ()))
+    return int(torch.randint(low, high + 1, ())) if rng is None else rng.randint(low, high)
 
 
-def choose(probabilities: Sequence[float]) -> int:
+def choose(probabilities: Sequence[float], *, rng: Random | None = None) -> int:
     """Return a position that is drawn with the given probabilities, whose sum counts as one."""
-    rest = torch.rand((), dtype=torch.float64).item() * sum(probabilities)
+    part = torch.rand((), dtype=torch.float64).item() if rng is None else rng.random()
+    rest = part * sum(probabilities)
     for index, probability in enumerate(probabilities):
         rest -= probability
         if rest < 0:

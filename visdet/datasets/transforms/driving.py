@@ -9,7 +9,15 @@ import torch
 from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
 from visdet.structures import DrivingDataSample
-from visdet.structures.polylines import closed_orders, open_orders, resample, simplify_line
+from visdet.structures.class_names import checked_names
+from visdet.structures.polylines import (
+    closed_orders,
+    cut_to_region,
+    is_closed,
+    open_orders,
+    resample,
+    simplify_line,
+)
 from visdet.structures.poses import inverse_pose, wrap_angle
 
 from .base import BaseTransform
@@ -108,7 +116,7 @@ class InstanceNameFilter(BaseTransform):
     """
 
     def __init__(self, classes: Sequence[str] | None = None) -> None:
-        self.classes = None if classes is None else list(classes)
+        self.classes = None if classes is None else checked_names("InstanceNameFilter: classes", classes)
 
     def transform(self, results: dict) -> dict:
         if "gt_labels_3d" not in results:
@@ -129,7 +137,7 @@ def _keep_boxes(results: dict, mask: np.ndarray) -> dict:
 
 @TRANSFORMS.register_module()
 class VectorizeMap(BaseTransform):
-    """Resamples or simplifies the map lines of ``map_annos`` {label: lines [n, 2]}.
+    """Cuts the map lines of ``map_annos`` {label: lines [n, 2]} to a region, and resamples or simplifies them.
 
     With ``permute``, the results are ``gt_map_labels`` int64 [m] and ``gt_map_pts`` float32
     [m, 2 * (sample_num - 1), sample_num, 2], all orders of points that draw the same line. A closed line, whose ends
@@ -139,7 +147,9 @@ class VectorizeMap(BaseTransform):
     Without ``permute``, the results are ``vectors``, an object array [m] of lines, and ``vector_labels`` int64 [m].
 
     Args:
-        roi_size: width (x) and length (y) of the region, for ``normalize``.
+        roi_size: width (x) and length (y) of the region around the vehicle. Of a line that reaches beyond, the parts
+            inside are kept (0.5 m at least), and of a closed line of class 0, a crossing, the area inside (1 m² at
+            least).
         normalize: give points as fractions of the region instead of metres.
         coords_dim: 2 or 3.
         simplify: simplify lines by up to 0.2 m (Douglas and Peucker).
@@ -197,8 +207,10 @@ class VectorizeMap(BaseTransform):
                     )
                 if len(line) == 1:  # what a map's border has left of a line
                     continue
-                labels.append(int(label))
-                lines.append(self._vectorize(np.asarray(line, dtype=np.float64)[:, : self.coords_dim]))
+                whole = np.asarray(line, dtype=np.float64)[:, : self.coords_dim]
+                for part in cut_to_region(whole, label == 0, self.roi_size):
+                    labels.append(int(label))
+                    lines.append(self._vectorize(part))
         if self.permute:
             shape = (-1, 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
             orders = [self._orders(line) for line in lines]
@@ -222,8 +234,7 @@ class VectorizeMap(BaseTransform):
         return line
 
     def _orders(self, line: np.ndarray) -> np.ndarray:
-        is_closed = np.allclose(line[0], line[-1], atol=1e-3)
-        return closed_orders(line) if is_closed else open_orders(line)
+        return closed_orders(line) if is_closed(line) else open_orders(line)
 
 
 def object_array(items: Sequence[Any]) -> np.ndarray:
@@ -323,7 +334,8 @@ class PackDrivingInputs(BaseTransform):
         keys: Sequence[str] | None = None,
         meta_keys: Sequence[str] = ("T_global", "T_global_inv", "timestamp", "instance_id"),
     ) -> None:
-        self.keys = tuple(keys) if keys is not None else None
+        self.keys = None if keys is None else checked_names("PackDrivingInputs: keys", keys)
+        meta_keys = checked_names("PackDrivingInputs: meta_keys", meta_keys)
         self.meta_keys = tuple(dict.fromkeys([*meta_keys, *self.ALWAYS_META]))
 
     def transform(self, results: dict) -> dict:

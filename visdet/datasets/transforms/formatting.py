@@ -7,6 +7,7 @@ from mmengine.structures import InstanceData
 
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
+from visdet.structures.class_names import checked_names
 
 from .base import BaseTransform
 from .interleaved import split_channels
@@ -17,13 +18,16 @@ class PackDetInputs(BaseTransform):
     """Packs the results as ``dict(inputs=uint8 tensor [3, H, W], data_samples=DetDataSample)``.
 
     ``gt_instances`` gets the boxes to train on, and ``ignored_instances`` the crowd regions. Both have ``bboxes`` (a
-    plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``) and ``labels`` (int64 [N]).
+    plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``), ``labels`` (int64 [N]) and, from a data
+    set in ``test_mode``, ``areas`` (float64 [N], in pixels of the file).
 
     Args:
         meta_keys: the results that become meta information. Those that the pipeline has not set are left out.
 
     Source: mmdet's PackDetInputs.
     """
+
+    keeps_size = True
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class PackDetInputs(BaseTransform):
             "flip_direction",
         ),
     ) -> None:
-        self.meta_keys = tuple(meta_keys)
+        self.meta_keys = checked_names("PackDetInputs: meta_keys", meta_keys)
 
     def transform(self, results: dict) -> dict:
         sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
@@ -46,6 +50,8 @@ class PackDetInputs(BaseTransform):
             fields["bboxes"] = results["gt_bboxes"].as_subclass(torch.Tensor)
         if "gt_bboxes_labels" in results:
             fields["labels"] = results["gt_bboxes_labels"]
+        if "gt_areas" in results:
+            fields["areas"] = results["gt_areas"]
         if fields:
             ignored = {key: value[:0] for key, value in fields.items()}
             is_ignored = results.get("gt_ignore_flags")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torchvision.transforms.v2 import functional as F
 
 from visdet.errors import InvalidInputError, check_choice
 from visdet.registry import TRANSFORMS
+from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, choose, uniform, uniform_int
+from .base import BaseTransform, choose, planned_size, uniform, uniform_int
 from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
 
@@ -83,6 +85,9 @@ class Resize(BaseTransform):
             target_w, target_h = int(width * factor + 0.5), int(height * factor + 0.5)
         return max(int(target_h), 1), max(int(target_w), 1)
 
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
+        return self.new_size(*size)
+
     def transform(self, results: dict) -> dict:
         height, width = results["img_shape"]
         size = self.new_size(height, width)
@@ -121,8 +126,14 @@ class RandomChoiceResize(BaseTransform):
             TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
         ]
 
+    def _drawn(self, rng: Random | None) -> BaseTransform:
+        return self._resizes[uniform_int(0, len(self._resizes) - 1, rng=rng)]
+
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
+        return planned_size(self._drawn(rng), size, rng)
+
     def transform(self, results: dict) -> dict | None:
-        return self._resizes[uniform_int(0, len(self._resizes) - 1)](results)
+        return self._drawn(sample_draws())(results)
 
 
 @TRANSFORMS.register_module()
@@ -171,15 +182,22 @@ class RandomResize(BaseTransform):
     def _build(self, scale: Sequence[int]) -> BaseTransform:
         return TRANSFORMS.build(dict(scale=tuple(scale), **self._resize_cfg))
 
-    def transform(self, results: dict) -> dict | None:
+    def _drawn(self, rng: Random | None) -> BaseTransform:
         if self.ratio_range is not None:
-            ratio = uniform(*self.ratio_range)
+            ratio = uniform(*self.ratio_range, rng=rng)
             scale = tuple(int(side * ratio) for side in self.scale)
         else:
             scale = tuple(
-                uniform_int(int(min(sides)), int(max(sides))) for sides in zip(*self.scale, strict=True)
+                uniform_int(int(min(sides)), int(max(sides)), rng=rng)
+                for sides in zip(*self.scale, strict=True)
             )
-        return self._build(scale)(results)
+        return self._build(scale)
+
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
+        return planned_size(self._drawn(rng), size, rng)
+
+    def transform(self, results: dict) -> dict | None:
+        return self._drawn(sample_draws())(results)
 
 
 @TRANSFORMS.register_module()
@@ -212,8 +230,12 @@ class RandomFlip(BaseTransform):
         self._directions = [*directions, None]
         self._probs = [*probs, max(1.0 - sum(probs), 0.0)]
 
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
+        choose(self._probs, rng=rng)
+        return size
+
     def transform(self, results: dict) -> dict:
-        direction = self._directions[choose(self._probs)]
+        direction = self._directions[choose(self._probs, rng=sample_draws())]
         results["flip"] = direction is not None
         results["flip_direction"] = direction
         for dim, flip, directions in (
@@ -285,22 +307,33 @@ class RandomCrop(BaseTransform):
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
 
-    def _draw_size(self, height: int, width: int) -> tuple[int, int]:
+    def _drawn(self, size: tuple[int, int], rng: Random | None) -> tuple[int, int, int, int]:
+        """Return the (top, left, height, width) of the crop of an image of the (height, width) ``size``."""
+        height, width = self._drawn_size(*size, rng)
+        return (
+            uniform_int(0, size[0] - height, rng=rng),
+            uniform_int(0, size[1] - width, rng=rng),
+            height,
+            width,
+        )
+
+    def _drawn_size(self, height: int, width: int, rng: Random | None) -> tuple[int, int]:
         """Return the (height, width) of the crop, which is at most as large as the image."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
             return min(second, height), min(first, width)
         if self.crop_type == "absolute_range":
-            sides = [uniform_int(min(first, side), min(second, side)) for side in (height, width)]
+            sides = [uniform_int(min(first, side), min(second, side), rng=rng) for side in (height, width)]
             return sides[0], sides[1]
         if self.crop_type == "relative_range":
-            first, second = uniform(first, 1.0), uniform(second, 1.0)
+            first, second = uniform(first, 1.0, rng=rng), uniform(second, 1.0, rng=rng)
         return max(int(height * second + 0.5), 1), max(int(width * first + 0.5), 1)
 
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
+        return self._drawn(size, rng)[2:]
+
     def transform(self, results: dict) -> dict | None:
-        height, width = results["img_shape"]
-        crop_h, crop_w = self._draw_size(height, width)
-        top, left = uniform_int(0, height - crop_h), uniform_int(0, width - crop_w)
+        top, left, crop_h, crop_w = self._drawn(results["img_shape"], sample_draws())
         if "gt_bboxes" in results:
             offset = torch.tensor([left, top, left, top], dtype=torch.float32)
             boxes = results["gt_bboxes"].as_subclass(torch.Tensor) - offset
@@ -362,8 +395,8 @@ class Pad(BaseTransform):
         self.pad_val = value
         self.padding_mode = padding_mode
 
-    def transform(self, results: dict) -> dict:
-        height, width = results["img_shape"]
+    def planned_size(self, size: tuple[int, int], rng: Random | None = None) -> tuple[int, int]:
+        height, width = size
         target_w, target_h = self.size if self.size is not None else (width, height)
         if self.pad_to_square:
             target_w = target_h = max(width, height)
@@ -371,6 +404,11 @@ class Pad(BaseTransform):
             target_w, target_h = (
                 -(-side // self.size_divisor) * self.size_divisor for side in (target_w, target_h)
             )
+        return target_h, target_w
+
+    def transform(self, results: dict) -> dict:
+        height, width = results["img_shape"]
+        target_h, target_w = self.planned_size((height, width))
         if target_w < width or target_h < height:
             raise InvalidInputError(
                 f"Pad: size (width, height) = {self.size} is smaller than the image, {width}x{height}: "

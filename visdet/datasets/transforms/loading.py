@@ -51,6 +51,8 @@ class LoadImageFromFile(BaseTransform):
     OpenCV by 1.
     """
 
+    keeps_size = True
+
     def __init__(
         self,
         to_float32: bool = False,
@@ -184,7 +186,7 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
 
 @TRANSFORMS.register_module()
 class LoadAnnotations(BaseTransform):
-    """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels`` and ``gt_ignore_flags``.
+    """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels``, ``gt_ignore_flags`` and, for tests, ``gt_areas``.
 
     The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
     possible after a flip or a crop, so that annotations must be loaded before them.
@@ -199,6 +201,8 @@ class LoadAnnotations(BaseTransform):
 
     Source: mmdet's LoadAnnotations. Difference: mmdet leaves boxes in pixels of the file after a ``Resize``.
     """
+
+    keeps_size = True
 
     def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
         if with_mask:
@@ -222,6 +226,9 @@ class LoadAnnotations(BaseTransform):
             set_boxes(results, torch.from_numpy(boxes * scale))
             flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
             results["gt_ignore_flags"] = torch.from_numpy(flags)
+            if instances and "area" in instances[0]:
+                areas = [item["area"] for item in instances]
+                results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
         if self.with_label:
             labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
             results["gt_bboxes_labels"] = torch.from_numpy(labels)
@@ -241,6 +248,8 @@ class FilterAnnotations(BaseTransform):
 
     Source: mmdet's FilterAnnotations.
     """
+
+    keeps_size = True
 
     def __init__(
         self, min_gt_bbox_wh: float | tuple[float, float] = (1.0, 1.0), keep_empty: bool = True

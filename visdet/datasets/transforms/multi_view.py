@@ -1,5 +1,6 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
+import io
 import logging
 import math
 from collections.abc import Sequence
@@ -8,13 +9,20 @@ import cv2
 import numpy as np
 from mmengine import fileio
 from mmengine.logging import print_log
-from PIL import Image
+from PIL import ExifTags, Image
 
 from visdet.errors import InvalidInputError, check_choice, reading
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
+
+# What libjpeg can divide the sides of an image by while it decodes, the largest first.
+_REDUCTIONS = {
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+}
 
 
 @TRANSFORMS.register_module()
@@ -25,6 +33,9 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         to_float32: accepted for published configs, without effect. Images stay uint8 until they are on the device.
         color_type: ``'color'`` or ``'unchanged'``. Images have three channels in both cases.
         backend_args: mmengine's file backend.
+        reduces: whether a JPEG image that ``aug_config`` shrinks is decoded at a half, a quarter or an eighth of its
+            size, as long as that is not below the size that ``ResizeCropFlipImage`` asks for. That transform must come
+            next. ``ori_shape`` is the full size.
 
     Raises:
         FileNotFoundError: the file of a camera is missing.
@@ -35,30 +46,43 @@ class LoadMultiViewImageFromFiles(BaseTransform):
     """
 
     def __init__(
-        self, to_float32: bool = False, color_type: str = "unchanged", backend_args: dict | None = None
+        self,
+        to_float32: bool = False,
+        color_type: str = "unchanged",
+        backend_args: dict | None = None,
+        reduces: bool = False,
     ) -> None:
         check_choice("LoadMultiViewImageFromFiles: color_type", color_type, ("color", "unchanged"))
         self.to_float32 = to_float32
         self.color_type = color_type
         self.backend_args = backend_args
+        self.reduces = reduces
 
     def transform(self, results: dict) -> dict:
         names = results.get("cam_names", range(len(results["img_filename"])))
-        results["img"] = [
-            self._read(path, name, results.get("token"))
+        resize = (results.get("aug_config") or {}).get("resize", 1) if self.reduces else 1
+        read = [
+            self._read(path, name, results.get("token"), resize)
             for name, path in zip(names, results["img_filename"], strict=True)
         ]
+        results["img"] = [image for image, _ in read]
         results["filename"] = results["img_filename"]
         results["img_shape"] = [image.shape[:2] for image in results["img"]]
-        results["ori_shape"] = list(results["img_shape"])
+        results["ori_shape"] = [size for _, size in read]
+        if self.reduces:
+            results["full_sizes"] = results["ori_shape"]
         return results
 
-    def _read(self, path: str, camera: str, token: str | None) -> np.ndarray:
+    def _read(
+        self, path: str, camera: str, token: str | None, resize: float
+    ) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return the image of a file and the (height, width) that it has without being reduced."""
         with reading(f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token},"):
             content = fileio.get(path, backend_args=self.backend_args)
         reason = ""
+        flag, size = _reduction(content, resize)
         try:
-            image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR) if content else None
+            image = cv2.imdecode(np.frombuffer(content, np.uint8), flag) if content else None
         except cv2.error as error:
             image, reason = None, f": {error.err}"
             if "MAX_IMAGE_" in reason:
@@ -68,7 +92,24 @@ class LoadMultiViewImageFromFiles(BaseTransform):
                 f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera "
                 f"{camera}{reason}"
             )
-        return image
+        return image, size or image.shape[:2]
+
+
+def _reduction(content: bytes, resize: float) -> tuple[int, tuple[int, int] | None]:
+    """Return OpenCV's flag that decodes an image for this resize factor, and its (height, width) if it is reduced.
+
+    An image that its EXIF data turn is not reduced.
+    """
+    divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
+    if divisor is None:
+        return cv2.IMREAD_COLOR, None
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            if picture.format == "JPEG" and picture.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+                return _REDUCTIONS[divisor], (picture.height, picture.width)
+    except (OSError, SyntaxError, ValueError):
+        pass  # OpenCV says what is wrong with the file.
+    return cv2.IMREAD_COLOR, None
 
 
 @TRANSFORMS.register_module()
@@ -154,15 +195,19 @@ class MultiScaleDepthMapGenerator(BaseTransform):
         self.max_depth = max_depth
 
     def transform(self, results: dict) -> dict:
-        points = np.asarray(results["points"])[:, :3]
+        points = np.ascontiguousarray(np.asarray(results["points"])[:, :3].T)
         maps: list[list[np.ndarray]] = [[] for _ in self.downsample]
         for projection, (height, width) in zip(results["lidar2img"], results["img_shape"], strict=True):
-            projected = points @ projection[:3, :3].T.astype(np.float32) + projection[:3, 3].astype(
-                np.float32
+            matrix = projection[:3].astype(np.float32)
+            x, y, depth = matrix[:, :3] @ points + matrix[:, 3:]
+            # Most points are not in the image, which is seen without a division.
+            near = np.flatnonzero(
+                (depth >= 0.1)
+                & ((x > -depth) & (x < (width + 1) * depth))
+                & ((y > -depth) & (y < (height + 1) * depth))
             )
-            projected = projected[projected[:, 2] >= 0.1]
-            depth = projected[:, 2]
-            u, v = np.round(projected[:, 0] / depth), np.round(projected[:, 1] / depth)
+            depth = depth[near]
+            u, v = np.round(x[near] / depth), np.round(y[near] / depth)
             inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
             inside = inside[np.argsort(-depth[inside], kind="stable")]  # The nearest is drawn last.
             u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
@@ -194,9 +239,10 @@ class ResizeCropFlipImage(BaseTransform):
         config = results.get("aug_config")
         if config is None:
             return results
-        for index, image in enumerate(results["img"]):
-            self._compare_size(image, config, results)
-            image, matrix = _warp(image, config)
+        sizes = results.pop("full_sizes", None) or [image.shape[:2] for image in results["img"]]
+        for index, (image, size) in enumerate(zip(results["img"], sizes, strict=True)):
+            self._compare_size(size, config, results)
+            image, matrix = _warp(image, config, size)
             results["img"][index] = image
             results["lidar2img"][index] = matrix @ results["lidar2img"][index]
             if "cam_intrinsic" in results:
@@ -204,10 +250,10 @@ class ResizeCropFlipImage(BaseTransform):
         results["img_shape"] = [image.shape[:2] for image in results["img"]]
         return results
 
-    def _compare_size(self, image: np.ndarray, config: dict, results: dict) -> None:
+    def _compare_size(self, size: tuple[int, int], config: dict, results: dict) -> None:
         """Warn once if an image does not have the size that the crop was computed for."""
         factor, expected = config.get("resize", 1), config.get("resize_dims")
-        height, width = image.shape[:2]
+        height, width = size
         if expected is None or (int(width * factor), int(height * factor)) == tuple(expected):
             return
         if not self._has_warned:
@@ -222,9 +268,14 @@ class ResizeCropFlipImage(BaseTransform):
             )
 
 
-def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Return the image [h, w, 3] that ``config`` asks for and the matrix [4, 4] from old to new pixels."""
-    height, width = image.shape[:2]
+def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the image [h, w, 3] that ``config`` asks for and the matrix [4, 4] from old to new pixels.
+
+    Args:
+        image: the image, which may have been reduced while it was decoded. config: the ``aug_config``.
+        size: the (height, width) of the image without being reduced, which the matrix is for.
+    """
+    height, width = size
     resize = config.get("resize", 1)
     resized = (int(width * resize), int(height * resize))
     left, top, right, bottom = config.get("crop", (0, 0, *resized))
@@ -241,6 +292,13 @@ def _warp(image: np.ndarray, config: dict) -> tuple[np.ndarray, np.ndarray]:
         rotation[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
         rotation[:2, 2] = center - rotation[:2, :2] @ center
         matrix = rotation @ matrix
+    if image.shape[:2] != size:
+        # One step, which shrinks the image by a factor of 2 at most. The centre of OpenCV's first pixel is 0.
+        divisor = round(width / image.shape[1])
+        centres = np.array([[divisor, 0, divisor / 2], [0, divisor, divisor / 2], [0, 0, 1]])
+        whole = matrix[:2, :3] @ centres
+        whole[:, 2] -= 0.5
+        return cv2.warpAffine(image, whole, (right - left, bottom - top), flags=cv2.INTER_LINEAR), matrix
     image = _resize_and_crop(image, resized, (left, top, right, bottom))
     image = image[:, ::-1] if flip else image
     if degrees:

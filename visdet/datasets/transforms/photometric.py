@@ -31,6 +31,8 @@ class PhotoMetricDistortion(ColourDistortion):
     step, and the dtype is kept, whereas mmdet continues with unbounded float32.
     """
 
+    keeps_size = True
+
     def transform(self, results: dict) -> dict:
         dtype = results["img"].dtype
         image = results["img"].as_subclass(torch.Tensor).float() / 255

@@ -14,7 +14,7 @@ def set_boxes(results: dict, boxes: torch.Tensor, keep: torch.Tensor | None = No
     """Store ``boxes`` [N, 4] (x1, y1, x2, y2) in the results, or only those where ``keep`` [N] is True."""
     if keep is not None:
         boxes = boxes[keep]
-        for key in ("gt_bboxes_labels", "gt_ignore_flags"):
+        for key in ("gt_bboxes_labels", "gt_ignore_flags", "gt_areas"):
             if key in results:
                 results[key] = results[key][keep]
     plain = boxes.as_subclass(torch.Tensor)

@@ -1,6 +1,7 @@
 """Transforms that apply other transforms."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torchvision.transforms import v2
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TRANSFORMS
+from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, choose
+from .base import BaseTransform, choose, planned_size
 from .tv_results import set_boxes, set_image
 
 
@@ -39,9 +41,18 @@ class RandomChoice(BaseTransform):
         self.prob = prob
         self.transforms = [_compose(steps) for steps in transforms]
 
-    def transform(self, results: dict) -> dict | None:
+    def _drawn(self, rng: Random | None) -> Compose:
         probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
-        return self.transforms[choose(probabilities)](results)
+        return self.transforms[choose(probabilities, rng=rng)]
+
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
+        planned: tuple[int, int] | None = size
+        for step in self._drawn(rng).transforms:
+            planned = None if planned is None else planned_size(step, planned, rng)
+        return planned
+
+    def transform(self, results: dict) -> dict | None:
+        return self._drawn(sample_draws())(results)
 
 
 def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:

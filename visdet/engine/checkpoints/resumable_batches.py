@@ -30,7 +30,8 @@ class SeededBatch(list):
     """
 
     def __init__(self, indices: Iterable[Any] = (), key: tuple[int, ...] = ()) -> None:
-        super().__init__(indices)
+        super().__init__(list.__iter__(indices) if isinstance(indices, list) else indices)
+        self.indices = indices
         self.key = key
 
     def __iter__(self) -> Iterator[Any]:
@@ -39,7 +40,10 @@ class SeededBatch(list):
             random.seed(int(first))
             np.random.seed(first)  # noqa: NPY002 (transforms may use it)
             torch.default_generator.manual_seed((int(first) << 32) + int(second))
-        return super().__iter__()
+        return iter(self.indices)  # A planned batch gives each sample random numbers of its own.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededBatch, (self.indices, self.key)
 
 
 def new_loader(dataloader: DataLoader, batch_sampler: Any) -> DataLoader:

@@ -1,25 +1,28 @@
-"""The choice of the checkpoint that a run continues from, which the main process makes for all processes."""
+"""Resuming a run: the checkpoint is chosen and read once in each process, and restored once."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
-from mmengine.hooks import EMAHook
+from mmengine.model import is_model_wrapper
 
-from visdet.structures.coco_json import listed
+from visdet.checks.state_dicts import nonfinite_names
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from .accumulated_gradients import restore_gradients
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
-from .plain_state import to_plain
+from .plain_state import restore_message_hub, to_plain
+from .random_state import preserved_random_state, set_random_state
+from .temporal_states import restore_temporal_state
+from .training_state import optimizers_of, wrappers_of
+from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 AUTO = "auto"
 # What torch's optimizers remember of each number of a parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_Decided = TypeVar("_Decided")
 
 
 def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
@@ -38,6 +41,12 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
         CheckpointError: a file that may be intact cannot be read now, or can be read only with ``trust``. It is not
             passed over, because that could lose work.
     """
+    found, remarks = _newest(work_dir, trust)
+    return found and found[0], remarks
+
+
+def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any]] | None, list[str]]:
+    """Return the path and the content of the checkpoint, or None; see :func:`newest_readable_checkpoint`."""
     folder = Path(work_dir)
     pointer = folder / LAST_CHECKPOINT
     named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
@@ -61,16 +70,18 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
             remarks.append(str(error))
             continue
         if "optimizer" in content:
-            return str(path), remarks
+            return (str(path), content), remarks
         if path == last:
             remarks.append(f"checkpoint {path} holds no training state")
     return None, remarks
 
 
-def checkpoint_to_resume(
+def read_to_resume(
     resume: bool | str, load_from: str | None, work_dir: str, trust: bool = False
-) -> tuple[str | None, list[str]]:
-    """Return the checkpoint that a run continues from, or None if it starts anew, and remarks for the log.
+) -> tuple[str, dict[str, Any], list[str]] | None:
+    """Return the checkpoint that a run continues from, its content, and remarks on newer files that are damaged.
+
+    The main process chooses it for all processes, and each reads it once. The result is None if the run starts anew.
 
     Args:
         resume: 'auto' for the newest checkpoint of the work_dir, a checkpoint file, or the folder of another run.
@@ -81,150 +92,210 @@ def checkpoint_to_resume(
 
     Raises:
         CheckpointError: ``resume`` is a folder without a checkpoint that can be resumed; ``resume`` is 'auto' and the
-            work_dir has checkpoints, but none that can be resumed; or :func:`newest_readable_checkpoint` raises it.
+            work_dir has checkpoints, but none that can be resumed; the file has no training state; or a process cannot
+            read it. Every process raises it.
     """
-    if resume is True:
-        resume = load_from or AUTO
-    folder = work_dir if resume == AUTO else str(resume)
+    chosen: list[Any] = [None, []]
+    content, problem = None, None
+    if is_main_process():
+        try:
+            chosen[0], content, chosen[1] = _choose(
+                (load_from or AUTO) if resume is True else str(resume), work_dir, trust
+            )
+        except CheckpointError as error:
+            problem = str(error)
+    broadcast_object_list(chosen, src=0)
+    path, remarks = chosen
+    if path is not None and content is None and problem is None:
+        try:
+            content = read_checkpoint(path, trust=trust)
+        except CheckpointError as error:
+            problem = f"{error} (read by process {get_rank()})"
+    problems = [found for found in all_gather_object(problem) if found is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    if path is None or content is None:
+        return None
+    parts = ("optimizer", "message_hub", "meta")
+    if lacking := [part for part in parts if not isinstance(content.get(part), dict)]:
+        raise CheckpointError(_refusal(path, f"it has no {', '.join(lacking)}"))
+    return path, content, remarks
+
+
+def _choose(resume: str, work_dir: str, trust: bool) -> tuple[str | None, dict[str, Any] | None, list[str]]:
+    folder = work_dir if resume == AUTO else resume
     if not os.path.isdir(folder):
-        return (None, []) if resume == AUTO else (folder, [])
-    found, remarks = newest_readable_checkpoint(folder, trust)
-    if found is None and (remarks or resume != AUTO):
+        return (None, None, []) if resume == AUTO else (folder, read_checkpoint(folder, trust=trust), [])
+    found, remarks = _newest(folder, trust)
+    if found is not None:
+        return *found, remarks
+    if remarks or resume != AUTO:
         reasons = "".join(f"\n  {remark}" for remark in remarks) or " none of them holds a training state"
         advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
         raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
-    return found, remarks
+    return None, None, []
 
 
-def decided_by_the_main_process(decide: Callable[[], _Decided]) -> _Decided:
-    """Call ``decide`` on the main process only and return its result on every process.
+def load_into(
+    runner: Any,
+    path: str,
+    content: dict[str, Any],
+    strict: bool,
+    revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+) -> dict[str, Any]:
+    """Load the weights of a checkpoint into the model of a run, and return its content, whose weights hooks see, too.
 
     Raises:
-        CheckpointError: ``decide`` raised one on the main process. Every process raises it.
+        CheckpointError: the weights do not fit or are not finite (see :func:`load_weights`), or the averaged weights or
+            the optimizer of a run that is resumed are not finite.
     """
-    outcome: list[Any] = [None, None]
-    if is_main_process():
-        try:
-            outcome[0] = decide()
-        except CheckpointError as error:
-            outcome[1] = str(error)
-    broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
-    return outcome[0]
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    if runner.resumed_from is not None:
+        masks = tuple(nonfinite_names(model.state_dict()))
+        parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+        state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+        check_finite(state, path, runner.allows_nonfinite)
+    content = {**content, "state_dict": revised(weights_of(content, path), revise_keys)}
+    runner.call_hook("after_load_checkpoint", checkpoint=content)
+    load_weights(model, content["state_dict"], path, strict, (), runner.allows_nonfinite)
+    runner.has_loaded = True
+    runner.logger.info(f"weights loaded from {path}")
+    return content
+
+
+def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] | None:
+    """Restore all that a checkpoint holds, and return the random state with which training is to go on.
+
+    The run has its model, data, optimizer and schedules. The result is None if the checkpoint comes from another
+    number of processes.
+
+    Args:
+        runner: the run.
+        path: the checkpoint, for messages.
+        content: what the checkpoint holds, without its weights, which the run has loaded.
+
+    Raises:
+        CheckpointError: a part does not fit this run. The message names it.
+    """
+    meta, loop = content["meta"], runner.train_loop
+    with _restoring(path, "meta"):
+        loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
+        if min(loop.epoch, loop.iter) < 0:
+            raise ValueError("a count is negative")
+    with _restoring(path, "message_hub"):
+        runner.message_hub.load_state_dict(restore_message_hub(content["message_hub"]))
+    if to_plain(meta.get("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
+        runner.logger.warning(
+            f"{path} comes from a run whose training data have other classes or another metainfo"
+        )
+    _restore_optimizer(runner.optim_wrapper, content, path)
+    _restore_schedules(runner.param_schedulers, content.get("param_schedulers"), path)
+    needed = any(
+        loop.iter % wrapper._accumulative_counts for wrapper in wrappers_of(runner.optim_wrapper).values()
+    )
+    gradients = meta.get("accumulated_gradients", {} if needed else None)
+    with _restoring(path, "meta['accumulated_gradients']"):
+        is_lost = gradients is not None and not restore_gradients(
+            runner.model, runner.optim_wrapper, gradients
+        )
+    if is_lost:
+        runner.logger.warning(
+            f"{path} was saved between two updates, and the gradients that were accumulated since the first are lost: "
+            "it holds none for this accumulative_counts and number of processes"
+        )
+    _adapt_to_epoch_length(runner, path, meta.get("iterations_per_epoch"))
+    with _restoring(path, "meta['temporal_states']"):
+        states = meta.get("temporal_states") or []
+        restore_temporal_state(runner.model, states, runner.rank, runner.world_size)
+    states = meta.get("random_states")
+    with _restoring(path, "meta['random_states']"):
+        if states is not None and len(states) == runner.world_size:
+            with preserved_random_state():
+                set_random_state(states[runner.rank])  # a trial
+            return states[runner.rank]
+        if states is not None:
+            runner.logger.warning(
+                f"{path} comes from a run with {len(states)} processes, but this run has {runner.world_size}. Its data "
+                "order and random numbers differ from those of the earlier run"
+            )
+    return None
+
+
+def _restore_optimizer(optim_wrapper: Any, content: dict[str, Any], path: str) -> None:
+    """Load the state of the optimizers, which must be of the same classes and for the same parameters.
+
+    torch does not compare shapes: a fused optimizer would read and write beyond the memory of a smaller tensor.
+    """
+    optimizers = optimizers_of(optim_wrapper)
+    before, now = content["meta"].get("optimizers"), {n: type(o).__name__ for n, o in optimizers.items()}
+    if before is not None and before != now:
+        raise CheckpointError(
+            _refusal(path, f"it has the state of {_text(before)}, but the config has {_text(now)}")
+        )
+    with _restoring(path, "optimizer"):
+        optim_wrapper.load_state_dict(content["optimizer"])
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                for position, parameter in enumerate(group["params"]):
+                    state = optimizer.state.get(parameter, {})
+                    for key in set(_MOMENTS).intersection(state):
+                        shape = tuple(getattr(state[key], "shape", ()))
+                        if state[key] is not None and shape != parameter.shape:
+                            raise ValueError(
+                                f"{key} of parameter {position} has the shape {shape}, not {tuple(parameter.shape)}"
+                            )
+
+
+def _restore_schedules(schedules: Any, saved: Any, path: str) -> None:
+    """Load the states of schedules, which are a list or a dict of lists by the names of optimizers."""
+    by_name = schedules if isinstance(schedules, dict) else {"": schedules or []}
+    with _restoring(path, "param_schedulers"):
+        for name, own in by_name.items():
+            states = (saved or {}).get(name) if isinstance(schedules, dict) else saved
+            for schedule, state in zip(own, states or [], strict=False):
+                schedule.load_state_dict({"last_step": state["last_step"], **state})
+
+
+def _adapt_to_epoch_length(runner: Any, path: str, before: int | None) -> None:
+    """Count the iterations anew if an epoch had another number of them in the run that is resumed.
+
+    The run would otherwise leave out batches of an epoch, or the whole epoch.
+
+    Args:
+        runner: the run.
+        path: the checkpoint.
+        before: the number of iterations per epoch of that run, or None if the checkpoint does not say.
+    """
+    loop, now = runner.train_loop, len(runner.train_dataloader)
+    if not loop.by_epoch or before in (None, now):
+        return
+    done = loop.iter - loop.epoch * before
+    loop.iter = loop.epoch * now + done * now // before
+    runner.logger.warning(
+        f"{path} comes from a run with {before} iterations per epoch, but this run has {now}. It goes on after "
+        f"{loop.epoch} epochs and {done * now // before} iterations. Schedules of the learning rate keep the lengths "
+        "in iterations that they had"
+    )
 
 
 @contextmanager
-def restoring(path: str, part: str) -> Iterator[None]:
+def _restoring(path: str, part: str) -> Iterator[None]:
     """Turn an error in restoring a part of a checkpoint into a CheckpointError that names the part."""
     try:
         yield
     except CheckpointError:
         raise
-    except (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} cannot be resumed: its {part} cannot be restored ({type(error).__name__}: "
-            f"{str(error)[:200]}). To start training from its weights, drop --resume and use --cfg-options "
-            f"load_from={path}"
-        ) from error
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"its {part} cannot be restored ({type(error).__name__}: {str(error)[:200]})"
+        raise CheckpointError(_refusal(path, reason)) from error
 
 
-def check_restored(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if an optimizer cannot go on with the state that it has loaded.
-
-    torch does not compare shapes: a fused optimizer would read and write beyond the memory of a smaller tensor.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        if lacking := sorted(set(optimizer.defaults) - set(group)):
-            raise ValueError(f"param_groups[{number}] has no {', '.join(lacking)}")
-        for position, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter, {})
-            for key in set(_MOMENTS).intersection(state):
-                shape = tuple(getattr(state[key], "shape", ()))
-                if state[key] is not None and shape != parameter.shape:
-                    raise ValueError(
-                        f"parameter {position} of param_groups[{number}] has {key} of shape {shape}, not "
-                        f"{tuple(parameter.shape)}"
-                    )
+def _refusal(path: str, reason: str) -> str:
+    return (
+        f"checkpoint {path} cannot be resumed: {reason}. To start training from its weights, drop --resume and use "
+        f"--cfg-options load_from={path}"
+    )
 
 
-def ema_remarks(checkpoint: dict[str, Any], hooks: Sequence[Any], path: str) -> list[str]:
-    """Return a remark if a checkpoint has an average of weights that no hook of the run continues."""
-    if "ema_state_dict" not in checkpoint or any(isinstance(hook, EMAHook) for hook in hooks):
-        return []
-    # mmengine exchanges the two, so that an evaluation reads the averages.
-    return [
-        f"{path} comes from a run with EMAHook, but the config has none. Training goes on from the averaged weights"
-    ]
-
-
-def restore_optimizer(
-    wrapper: Any, optimizers: Sequence[torch.optim.Optimizer], saved: dict, path: str
-) -> list[str]:
-    """Load the saved state of an optimizer wrapper, and return a remark if it replaces numbers of the config.
-
-    Args:
-        wrapper: the wrapper.
-        optimizers: its optimizers.
-        saved: the state.
-        path: the checkpoint, for messages.
-    """
-    configured = [optimizer.param_groups for optimizer in optimizers]
-    with restoring(path, "optimizer"):
-        wrapper.load_state_dict(saved)
-        for optimizer in optimizers:
-            check_restored(optimizer)
-    changes = {
-        f"{key} {group[key]} instead of the config's {before[key]}": None
-        for groups, optimizer in zip(configured, optimizers, strict=True)
-        for before, group in zip(groups, optimizer.param_groups, strict=False)
-        # Schedules change lr, but not initial_lr.
-        for key in ("initial_lr", "weight_decay", "momentum", "betas", "eps")
-        if len(groups) == len(optimizer.param_groups) and key in before and key in group
-        if to_plain(group[key]) != to_plain(before[key])
-    }
-    return [f"{path} keeps the numbers of its optimizer: {listed(changes, 4)}"] if changes else []
-
-
-def restore_schedules(schedules: Any, saved: Any, path: str) -> list[str]:
-    """Load the saved states of schedules, and return a remark if there are fewer or more states than schedules.
-
-    Args:
-        schedules: the schedules, as a list or as a dict of lists by the names of optimizers.
-        saved: their states, in the same form.
-        path: the checkpoint, for messages.
-    """
-    remarks = []
-    by_name = schedules if isinstance(schedules, dict) else {"": schedules}
-    states_by_name = (saved or {}) if isinstance(schedules, dict) else {"": saved}
-    for name, own in by_name.items():
-        part = f"param_schedulers[{name!r}]" if name else "param_schedulers"
-        with restoring(path, part):
-            states = states_by_name.get(name) or []
-            for schedule, state in zip(own, states, strict=False):
-                if lacking := {"last_step", "base_values"} & (vars(schedule).keys() - state):
-                    raise ValueError(f"a schedule has no {', '.join(sorted(lacking))}")
-                schedule.load_state_dict(state)
-        if len(states) != len(own):
-            remarks.append(
-                f"{path} has the states of {len(states)} schedules in {part}, but the config has {len(own)} schedules. "
-                "One without a state begins anew"
-            )
-    return remarks
-
-
-def read_on_every_process(path: str, trust: bool) -> dict[str, Any]:
-    """Return the content of a checkpoint, which every process reads for itself.
-
-    Raises:
-        CheckpointError: a process cannot read the file. Every process raises the error of the lowest such rank.
-    """
-    checkpoint, problem = {}, None
-    try:
-        checkpoint = read_checkpoint(path, trust=trust)
-    except CheckpointError as error:
-        problem = f"{error} (read by process {get_rank()})" if get_rank() else str(error)
-    problems = [found for found in all_gather_object(problem) if found is not None]
-    if problems:
-        raise CheckpointError(problems[0])
-    return checkpoint
+def _text(by_name: dict[str, str]) -> str:
+    return ", ".join(f"{value} ({name})" if name else value for name, value in by_name.items())

@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any
 
 from mmengine.hooks import Hook, LoggerHook
-from mmengine.runner import EpochBasedTrainLoop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from visdet.registry import HOOKS
@@ -168,7 +167,7 @@ class ProgressHook(Hook):
         if not self._trains:
             return ""
         position = f"iter {runner.iter + ahead}/{runner.max_iters}"
-        if isinstance(runner.train_loop, EpochBasedTrainLoop):
+        if runner.train_loop.by_epoch:
             position = f"epoch {min(runner.epoch + ahead, runner.max_epochs)}/{runner.max_epochs}  {position}"
         return position
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import EpochBasedTrainLoop
 from rich.table import Table
 
 import visdet
@@ -39,7 +38,7 @@ class RunReportHook(Hook):
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         loader, processes = runner.train_dataloader, get_world_size()
         batch = loader.batch_size or getattr(loader.batch_sampler, "batch_size", "?")
-        length = f"{runner.max_epochs} epochs, " if isinstance(runner.train_loop, EpochBasedTrainLoop) else ""
+        length = f"{runner.max_epochs} epochs, " if runner.train_loop.by_epoch else ""
         rows = {
             "visdet": f"{visdet.__version__}, torch {torch.__version__}, {_device()}, seed {runner.seed}",
             "model": f"{type(model).__name__}, {_millions(total)} parameters ({_millions(trained)} trained)",
@@ -47,7 +46,7 @@ class RunReportHook(Hook):
             f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
         }
         if runner.val_loop is not None:
-            unit = "epoch" if isinstance(runner.train_loop, EpochBasedTrainLoop) else "iteration"
+            unit = "epoch" if runner.train_loop.by_epoch else "iteration"
             every = f"every {unit}" if runner.val_interval == 1 else f"every {runner.val_interval} {unit}s"
             begin = f" from {runner.val_begin} on" if runner.val_begin > runner.val_interval else ""
             rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}{begin}"
@@ -75,6 +74,8 @@ class RunReportHook(Hook):
             return
         if runner.val_loop is not None:
             self._print_metrics(runner.val_evaluator)
+        if getattr(runner.train_loop, "stop_training", False) and runner.iter < runner.max_iters:
+            say(f"stopped after {runner.iter} of {runner.max_iters} iterations: {self._why_stopped(runner)}")
         say("written:")
         hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
         for label, path in (
@@ -90,6 +91,15 @@ class RunReportHook(Hook):
         folder = shlex.quote(short_path(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
         say(f"  visdet curves {folder}")
+
+    def _why_stopped(self, runner: Any) -> str:
+        hook = next((hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)), None)
+        if hook is None:
+            return "a hook has set stop_training"
+        if hook.wait_count >= hook.patience:
+            best = f"in {hook.wait_count} validations (best {hook.best_score:.4g})"
+            return f"EarlyStoppingHook: {hook.monitor} has not improved by {hook.min_delta} {best}"
+        return f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}"
 
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
@@ -148,13 +158,13 @@ def _optimizer(wrapper: Any) -> str:
 
 def _start(runner: Any) -> str:
     if runner.iter == 0:
-        start = f"weights of {runner._load_from}" if runner._load_from else "from scratch"
+        start = f"weights of {runner.load_from}" if runner.load_from else "from scratch"
         return (
             start
             if runner.max_iters > 0
             else f"{start}; nothing is trained, because train_cfg has no iterations"
         )
-    start = f"resumed from {short_path(runner._load_from)}"
+    start = f"resumed from {short_path(runner.resumed_from)}"
     if runner.iter < runner.max_iters:
         return f"{start} at iteration {runner.iter}"
     finished = f"the run is finished, after {runner.iter} of {runner.max_iters} iterations"

@@ -234,7 +234,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 classification.append(cls)
                 prediction.append(anchor)
                 quality.append(qt)
-                if len(prediction) == self.num_single_frame_decoder:
+                if len(prediction) == self.num_single_frame_decoder < self.operation_order.count("refine"):
                     feature, anchor, kept = bank.update(kept, feature, anchor, cls)
                     feature, anchor, updated = self._update_denoising(
                         feature, anchor, denoising, kept.mask, carried

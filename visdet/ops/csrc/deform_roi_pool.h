@@ -11,6 +11,7 @@
 
 #include <tuple>
 
+#include "common/aten.h"
 #include "common/each.h"
 #include "roi_align_samples.h"
 
@@ -210,9 +211,10 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output_in, const Tensor& 
     if (needs_input) spread(device, a, grad_output, grad_input, deterministic);
     if (!needs_offset) return;
     const int64_t slices = a.parts(kSlice), first = 0;
+    const std::optional<torch::headeronly::IntHeaderOnlyArrayRef> over_slices({&first, 1});
     const Tensor slopes = new_empty(input, {slices, p.N, 2, PH, PW});
     device.each(p.N * slices * a.bins(), 64 * kSlice, Slope<A>{a, mutable_data_of<A>(slopes)});
-    grad_offset = torch::stable::sum(slopes, torch::headeronly::IntHeaderOnlyArrayRef(&first, 1));
+    grad_offset = call("aten::sum", "dim_IntList", slopes, over_slices, false, std::nullopt);
   });
   return {grad_input, grad_offset};
 }

@@ -77,9 +77,8 @@ struct FusedAggregationInputs {
         camera_logits(dense(camera_logits)),
         keep(dense(keep)),
         keep_scale(keep_scale),
-        locations(torch::stable::new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, 2})),
-        weights(
-            torch::stable::new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, problem.L, problem.G})) {}
+        locations(new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, 2})),
+        weights(new_empty(key_points, {problem.B, problem.Q, problem.P, problem.V, problem.L, problem.G})) {}
 };
 
 }  // namespace visdet

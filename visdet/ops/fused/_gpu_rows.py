@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._arguments import check_device
-from .._library import declares, is_loaded
+from .._library import declares, explain_failures, is_loaded
 from ..tracing import is_traced
 
 __all__ = ["check_floating", "check_like", "has_kernel", "is_built", "packed"]
@@ -34,7 +34,12 @@ def has_kernel(operator: str, input: Tensor) -> bool:
 @functools.cache
 def is_built(operator: str) -> bool:
     """Return whether the CUDA library is built and declares ``operator``."""
-    return is_loaded("cuda") and declares(operator)
+    if not (is_loaded("cuda") and declares(operator)):
+        return False
+    explain_failures(
+        operator, *(name for name in [f"{operator}_backward"] if hasattr(torch.ops.visdet, name))
+    )
+    return True
 
 
 def packed(tensor: Tensor) -> Tensor:

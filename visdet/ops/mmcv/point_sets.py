@@ -22,7 +22,7 @@ def _run(op: str, reference: Callable[..., Any], *tensors: Tensor) -> Any:
     """Return what an operator returns for the tensors in float64 if one of them is so, or else in float32."""
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     given = (tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors)
-    return (getattr(torch.ops.visdet, op) if _library.serves(tensors[0]) else reference)(*given)
+    return (getattr(torch.ops.visdet, op).default if _library.serves(tensors[0]) else reference)(*given)
 
 
 def _cross(a: Tensor, b: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def chamfer_distance(
     points1, points2 = xyz1.detach(), xyz2.detach()
     if _library.serves(xyz1) and torch.float16 not in (xyz1.dtype, xyz2.dtype):
         dtype = torch.promote_types(torch.promote_types(xyz1.dtype, xyz2.dtype), torch.float32)
-        find, points1, points2 = torch.ops.visdet.nearest_points, points1.to(dtype), points2.to(dtype)
+        find, points1, points2 = torch.ops.visdet.nearest_points.default, points1.to(dtype), points2.to(dtype)
     nearest1, nearest2 = find(points1, points2), find(points2, points1)
     return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1, nearest2
 

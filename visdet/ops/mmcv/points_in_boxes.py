@@ -66,7 +66,7 @@ def points_in_boxes_part(
     """
     points, boxes = _checked("points_in_boxes_part", points, boxes)
     is_served = _library.serves(points)
-    run: Any = torch.ops.visdet.points_in_boxes_part if is_served else points_in_boxes_part_reference
+    run: Any = torch.ops.visdet.points_in_boxes_part.default if is_served else points_in_boxes_part_reference
     return run(points, boxes)
 
 
@@ -103,7 +103,7 @@ def points_in_boxes_all(
     """
     points, boxes = _checked("points_in_boxes_all", points, boxes)
     is_served = _library.serves(points)
-    run: Any = torch.ops.visdet.points_in_boxes_all if is_served else points_in_boxes_all_reference
+    run: Any = torch.ops.visdet.points_in_boxes_all.default if is_served else points_in_boxes_all_reference
     return run(points, boxes)
 
 

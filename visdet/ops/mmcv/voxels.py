@@ -55,7 +55,9 @@ def dynamic_voxelize(
     )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
     check_layout("dynamic_voxelize", "coors_range", corners, f"[{2 * ndim}]", 2 * ndim)
-    run: Any = torch.ops.visdet.dynamic_voxelize if _library.serves(points) else dynamic_voxelize_reference
+    run: Any = (
+        torch.ops.visdet.dynamic_voxelize.default if _library.serves(points) else dynamic_voxelize_reference
+    )
     return run(points.detach()[:, :ndim].to(dtype), size, corners)
 
 

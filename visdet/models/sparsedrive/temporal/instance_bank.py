@@ -48,7 +48,7 @@ class InstanceBankState:
         prev_id: [] int64, the next id.
         mask: [B] bool, whether the cached instances of a sample belong to the sequence of the current frame.
         history: the same as ``mask``, on the host.
-        step: between ``enter`` and ``cache``, what lies between the cached frame and the current one. It is None if
+        step: from ``enter`` to ``update``, what lies between the cached frame and the current one. It is None if
             nothing is cached.
     """
 
@@ -72,7 +72,7 @@ class InstanceBank(ModuleWithAnchors):
     ``enter`` is the work of the host, and everything else runs on the device.
 
     The history of a sample is dropped if more than ``max_time_interval`` seconds have passed or its scene has changed.
-    The whole state is dropped if the batch size or the device has changed.
+    The whole state except the next id is dropped if the batch size or the device has changed.
 
     Args:
         num_anchor: number of anchors that are used. If ``anchor`` has fewer, all of them are.
@@ -149,7 +149,10 @@ class InstanceBank(ModuleWithAnchors):
         """
         cached, anchor = state.cached_anchor, self.anchor
         if step is None or cached is None or len(cached) != batch_size or cached.device != anchor.device:
-            return InstanceBankState()
+            issued = state.prev_id
+            return InstanceBankState(
+                prev_id=issued.to(anchor.device) if isinstance(issued, Tensor) else issued
+            )
         history = step.is_continued(self.max_time_interval)
         on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
         return replace(state, mask=on_device.is_continued, history=tuple(history), step=on_device)
@@ -213,6 +216,7 @@ class InstanceBank(ModuleWithAnchors):
         known, ids = state.confidence, state.instance_id
         state = replace(
             state,
+            step=None,
             confidence=None if known is None else torch.where(state.mask[:, None], known, 0.0),
             instance_id=None if ids is None else torch.where(state.mask[:, None], ids, -1),
         )
@@ -236,6 +240,8 @@ class InstanceBank(ModuleWithAnchors):
         K = self.num_temp_instances
         if K <= 0:
             return state
+        if state.step is not None:  # ``update`` has not put the cached instances among those of this frame.
+            state = replace(state, confidence=None, instance_id=None)
         confidence = confidence.detach().float().amax(-1).sigmoid()
         if state.confidence is not None:
             carried = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
@@ -255,7 +261,8 @@ class InstanceBank(ModuleWithAnchors):
     ) -> tuple[Tensor, InstanceBankState]:
         """Return the track ids [B, N] int64, where -1 stands for no track, and the state with them.
 
-        Cached instances keep their ids. New ids come from one counter for all samples.
+        Cached instances keep their ids. New ids come from one counter for all samples, which a new scene, another
+        batch size or a missing frame does not set back. A bank that keeps no instances knows no tracks.
 
         Args:
             state: the result of ``cache``. confidence: [B, N, classes], logits.
@@ -263,7 +270,9 @@ class InstanceBank(ModuleWithAnchors):
         """
         confidence = confidence.detach().float().amax(-1).sigmoid()
         ids = torch.full_like(confidence, -1, dtype=torch.int64)
-        known = state.instance_id
+        K, known = self.num_temp_instances, state.instance_id
+        if K <= 0:
+            return ids, state
         if known is not None and len(known) == len(ids):
             ids = known.clone()
         is_new = ids < 0
@@ -272,10 +281,7 @@ class InstanceBank(ModuleWithAnchors):
         count = is_new.flatten().cumsum(0)  # The device counts, so that the host need not wait.
         ids = torch.where(is_new, count.view_as(ids) - 1 + state.prev_id, ids)
         state = replace(state, prev_id=state.prev_id + count[-1])
-        K = self.num_temp_instances
-        if K > 0:
-            order = confidence if state.temp_confidence is None else state.temp_confidence
-            _, (kept,) = topk(order, K, ids)
-            others = kept.new_full((len(ids), self.num_anchor - K), -1)
-            state = replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))
-        return ids, state
+        order = confidence if state.temp_confidence is None else state.temp_confidence
+        _, (kept,) = topk(order, K, ids)
+        others = kept.new_full((len(ids), self.num_anchor - K), -1)
+        return ids, replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))

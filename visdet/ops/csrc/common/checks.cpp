@@ -1,6 +1,8 @@
 // What common/checks.h and common/aten.h declare: compiled once, for both libraries.
 #include "common/checks.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
@@ -8,6 +10,8 @@
 #include "common/aten.h"
 
 namespace visdet {
+
+using torch::headeronly::IntHeaderOnlyArrayRef, torch::headeronly::MemoryFormat;
 
 void fail_with(const Piece* pieces, size_t count) {
   std::string message;
@@ -116,15 +120,48 @@ void check_table(const char* op, const char* name, const Tensor& table, const ch
                " must be on the CPU or on the device of ", of_name);
 }
 
-Tensor dense(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
+void call_torch(const char* name, const char* overload, StableIValue* stack, const Tensor& input, int64_t bytes) {
+  if (torch_call_dispatcher(name, overload, stack, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS) return;
+  // Before torch 2.13, no function returns the text of the error: torch prints it on stderr.
+  const auto text =
+      reinterpret_cast<const char* (*)()>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  if (bytes < 0) bytes = input.numel() * static_cast<int64_t>(input.element_size());
+  const std::string device = input.is_cuda() ? "cuda:" + std::to_string(input.get_device_index()) : "cpu";
+  fail(name, ": ", text ? text() : "it failed, maybe out of memory; the reason is on stderr", " (it needs ", bytes,
+       " bytes on ", device, ")");
+}
+
+Tensor dense(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : call("aten::contiguous", "", tensor, MemoryFormat::Contiguous);
+}
+
+Tensor converted(const Tensor& tensor, ScalarType type) {
+  return call("aten::to", "dtype", tensor, type, false, false, std::nullopt);
+}
+
+Tensor copied(const Tensor& tensor) { return call("aten::clone", "", tensor, std::nullopt); }
+
+namespace {
+
+Tensor new_empty_of(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  std::array<StableIValue, 6> stack{from(like),         from(sizes),        from(std::optional(type)),
+                                    from(std::nullopt), from(std::nullopt), from(std::nullopt)};
+  double bytes = aoti_torch_dtype_element_size(to<int32_t>(from(type)));
+  for (const int64_t size : sizes) bytes *= static_cast<double>(size);
+  call_torch("aten::new_empty", "", stack.data(), like, static_cast<int64_t>(std::min(bytes, 0x1p62)));
+  return to<Tensor>(stack[0]);
+}
+
+}  // namespace
 
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes) {
-  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()});
+  return new_empty(like, sizes, like.scalar_type());
 }
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
+  return new_empty_of(like, {sizes.begin(), sizes.size()}, type);
 }
-Tensor new_like(const Tensor& like) { return torch::stable::new_empty(like, like.sizes()); }
+Tensor new_like(const Tensor& like) { return new_empty_of(like, like.sizes(), like.scalar_type()); }
 
 bool is_channels_last(const Tensor& images) {
   int64_t expected = 1;

@@ -100,8 +100,11 @@ void check_table(const char* op, const char* name, const Tensor& table, const ch
 // The tensor, contiguous. It asks first, since a call of torch's operator takes the host some 0.3 us.
 Tensor dense(const Tensor& tensor);
 
-// An uninitialised tensor on the device of `like`, of its type or of another one. torch's function of this name, which
-// takes other kinds of sizes, too, would be compiled again by every file.
+// The tensor in another type, and a copy of it.
+Tensor converted(const Tensor& tensor, ScalarType type);
+Tensor copied(const Tensor& tensor);
+
+// An uninitialised tensor on the device of `like`, of its type or of another one.
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes);
 Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type);
 

@@ -111,12 +111,12 @@ inline bool aligned(const void* data, int64_t bytes) { return reinterpret_cast<u
 inline bool aligned(const Tensor& tensor, int64_t bytes) { return aligned(tensor.const_data_ptr(), bytes); }
 
 inline bool is_16_bit(const Tensor& tensor) { return tensor.element_size() == 2; }
-inline Tensor in_float32(const Tensor& tensor) { return torch::stable::to(tensor, ScalarType::Float); }
+inline Tensor in_float32(const Tensor& tensor) { return converted(tensor, ScalarType::Float); }
 
 // The tensor, contiguous and at an address where a pair of coordinates can be read at once.
 inline Tensor contiguous_pairs(const Tensor& tensor) {
   const Tensor packed = dense(tensor);
-  return aligned(packed, kVectorBytes) ? packed : torch::stable::clone(packed);
+  return aligned(packed, kVectorBytes) ? packed : copied(packed);
 }
 
 }  // namespace visdet

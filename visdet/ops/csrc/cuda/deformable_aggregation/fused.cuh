@@ -267,7 +267,7 @@ Prepared prepare(const DeviceScope& scope, const Tensor& features, const FusedAg
   VISDET_CHECK(kFusedOp, 1.0 * V * L * P * G < (1 << 30), "V * L * P * G must be under 2^30 on CUDA, got ", V, " * ", L,
                " * ", P, " * ", G);
   Prepared it{inputs,
-              torch::stable::new_empty(inputs.key_points, {B, Q, G, 2}),
+              new_empty(inputs.key_points, {B, Q, G, 2}),
               {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
                has_camera, has_keep},
               B * Q,
@@ -299,7 +299,7 @@ void launch_finish(const DeviceScope& scope, const Prepared& it, const Tensor& f
                    const Tensor& grad_camera_logits) {
   const FusedAggregationProblem& problem = it.problem;
   const int64_t N = problem.V * problem.L * problem.P * problem.G;
-  const Tensor grad_pairs = torch::stable::new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
+  const Tensor grad_pairs = new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
   dispatch_logits(features, it.logits, [&]<typename TL, typename A>(TL, A) {
     auto* of_pairs = mutable_data_of<A>(grad_pairs);
     launch(

@@ -148,7 +148,7 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, 
     Tensor sums = sizeof(T) == sizeof(A) ? grad_input : new_empty(rois, {B, p.C, H, W});
     zero_(sums);
     add(InAnyOrder<A>{mutable_data_of<A>(sums)});
-    if (sizeof(T) != sizeof(A)) grad_input = torch::stable::to(sums, grad_output.scalar_type());
+    if (sizeof(T) != sizeof(A)) grad_input = converted(sums, grad_output.scalar_type());
   });
   return grad_input;
 }

@@ -25,7 +25,7 @@ void run(const char* op, const SampleProblem& problem, const DeviceScope& scope,
 // The result in the type of the images that the operator was given, see readable().
 Tensor in_type_of(const Tensor& images, const Tensor& result) {
   const ScalarType type = images.scalar_type();
-  return result.scalar_type() == type ? result : torch::stable::to(result, type);
+  return result.scalar_type() == type ? result : converted(result, type);
 }
 
 // An empty tensor in the layout of images: channels last, or contiguous.

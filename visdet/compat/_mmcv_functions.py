@@ -1,0 +1,424 @@
+"""The functions of ``mmcv._ext`` that differ from operators of visdet by more than their arguments (``mmcv_ext``)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+from visdet.ops.deform_roi_pool import deform_roi_pool_gradients
+from visdet.ops.devices import is_loaded
+from visdet.ops.gather_points import gather_gradient as gradient_of_points
+from visdet.ops.mmcv import map_correlation, points_in_boxes
+from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
+from visdet.ops.roi_align import regions_gradient
+from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
+
+from ._entries import gradients_of
+
+FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
+
+
+# Boxes. mmcv's compiled functions are given labels behind the boxes, too, and suppress boxes of all labels together.
+# ``visdet.ops.nms_rotated`` and ``nms_quadri`` keep labels apart.
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    return ops.nms(boxes, scores, iou_threshold, offset)[1]
+
+
+def nms_match(dets: Tensor, iou_threshold: float) -> list[list[int]]:
+    return [group.tolist() for group in ops.nms_match(dets, iou_threshold)]
+
+
+def nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    return ops.nms_rotated(dets[:, :5], scores, iou_threshold)[1]
+
+
+def nms_quadri(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    return ops.nms_quadri(dets[:, :8], scores, iou_threshold)[1]
+
+
+def nms3d(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
+    """Return the indices that are kept of boxes in the order of their scores, and their number."""
+    kept = ops.nms3d(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)  # Equal scores keep their order.
+    return kept, len(kept)
+
+
+def nms3d_normal(boxes: Tensor, nms_overlap_thresh: float) -> tuple[Tensor, int]:
+    kept = ops.nms3d_normal(boxes, boxes.new_zeros(len(boxes)), nms_overlap_thresh)
+    return kept, len(kept)
+
+
+def box_iou_rotated(boxes1: Tensor, boxes2: Tensor, mode: str, aligned: bool) -> Tensor:
+    return ops.box_iou_rotated(boxes1, boxes2, mode, aligned).flatten()
+
+
+def box_iou_quadri(boxes1: Tensor, boxes2: Tensor, mode: str, aligned: bool) -> Tensor:
+    return ops.box_iou_quadri(boxes1, boxes2, mode, aligned).flatten()
+
+
+# Losses
+def sigmoid_focal_loss(
+    input: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
+) -> Tensor:
+    return ops.sigmoid_focal_loss(input, target, gamma, alpha, weight, "none")
+
+
+def softmax_focal_loss(
+    softmax: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
+) -> Tensor:
+    return ops.softmax_focal_loss(_logits(softmax), target, gamma, alpha, weight, "none")
+
+
+def softmax_focal_gradient(
+    softmax: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
+) -> Tensor:
+    def loss(logits: Tensor) -> Tensor:
+        return ops.softmax_focal_loss(logits, target, gamma, alpha, weight, "none")
+
+    return gradients_of("mmcv._ext.softmax_focal_loss_backward", loss, [_logits(softmax)], [])[0]
+
+
+def _logits(softmax: Tensor) -> Tensor:
+    """Return logits whose softmax is given, because the wrapper does not pass its own logits."""
+    return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
+
+
+# Regions. Gradients by visdet's kernels need no forward, which a row of gradients would compute again.
+def roi_align(
+    input: Tensor,
+    rois: Tensor,
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: str,
+    aligned: bool,
+    argmax_y: Tensor,
+) -> Tensor:
+    """Return the pooled regions. ``argmax_y`` takes a copy of ``input``, which the gradient of the maximum needs."""
+    if pool_mode == "max":
+        argmax_y.resize_(input.shape).copy_(input)
+    return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
+
+
+def roi_align_gradient(
+    grad_output: Tensor,
+    rois: Tensor,
+    argmax_y: Tensor,
+    grad_input: Tensor,
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: str,
+    aligned: bool,
+) -> Tensor:
+    if pool_mode == "avg" and is_loaded(grad_output.device.type):
+        sizes = grad_input.shape[0], *grad_input.shape[2:]
+        return regions_gradient(grad_output, rois, sizes, spatial_scale, sampling_ratio, aligned)
+
+    def pool(input: Tensor) -> Tensor:
+        return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
+
+    input = argmax_y if pool_mode == "max" else torch.zeros_like(grad_input)
+    return gradients_of("mmcv._ext.roi_align_backward", pool, [input], [grad_output])[0]
+
+
+def roi_align_rotated_gradient(
+    grad_output: Tensor,
+    rois: Tensor,
+    grad_input: Tensor,
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool,
+    clockwise: bool,
+) -> Tensor:
+    if grad_output.is_cuda and is_loaded("cuda"):
+        turned = torch.cat([rois[:, :5], -rois[:, 5:]], 1) if clockwise else rois
+        sizes = grad_input.shape[0], *grad_input.shape[2:]
+        return regions_gradient(grad_output, turned, sizes, spatial_scale, sampling_ratio, aligned)
+
+    def pool(input: Tensor) -> Tensor:
+        settings = output_size, spatial_scale, sampling_ratio, aligned, clockwise
+        return ops.roi_align_rotated(input, rois, *settings)
+
+    zeros = torch.zeros_like(grad_input)
+    return gradients_of("mmcv._ext.roi_align_rotated_backward", pool, [zeros], [grad_output])[0]
+
+
+def roi_pool_gradient(grad_output: Tensor, rois: Tensor, argmax: Tensor, grad_input: Tensor) -> Tensor:
+    sizes = grad_input.shape[0], *grad_input.shape[2:]
+    return gradient_of_pool(grad_output, rois.to(_wide(grad_output)), argmax.int(), sizes)
+
+
+def deform_roi_pool_gradient(
+    grad_output: Tensor,
+    input: Tensor,
+    rois: Tensor,
+    offset: Tensor | None,
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    gamma: float,
+) -> tuple[Tensor, ...]:
+    settings = output_size, spatial_scale, sampling_ratio, gamma
+    if offset is not None and is_loaded(input.device.type):
+        return deform_roi_pool_gradients(grad_output, input, rois, offset, *settings)
+
+    def pool(input: Tensor, *offset: Tensor) -> Tensor:
+        return ops.deform_roi_pool(input, rois, *(offset or [None]), *settings)
+
+    inputs = [input] if offset is None else [input, offset]
+    return gradients_of("mmcv._ext.deform_roi_pool_backward", pool, inputs, [grad_output])
+
+
+# Maps
+def carafe(
+    features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int
+) -> tuple[Tensor, Tensor]:
+    """Return the features, which the wrapper keeps for the backward pass, and the result.
+
+    mmcv's kernels would write the features in channels-last order.
+    """
+    return features, ops.carafe(features, masks, kernel_size, group_size, scale_factor)
+
+
+def scaled_deform_conv(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    deform_groups: int,
+    scale: float,
+) -> Tensor:
+    return scale * ops.deform_conv2d(input, offset, weight, stride, padding, dilation, groups, deform_groups)
+
+
+def modulated_deform_conv(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    output: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    deform_groups: int,
+    with_bias: bool,
+) -> Tensor:
+    """Return the convolution for an offset and a mask that may be of another size than the output.
+
+    mmcv's C++ does not compare the sizes. It reads the memory of each image from its start as if it were of the size of
+    the output. DyHead relies on that.
+    """
+
+    def from_start(maps: Tensor) -> Tensor:
+        size = output.shape[2:]
+        if maps.dim() != 4 or maps.shape[2:] == size or maps.shape[2:].numel() < size.numel():
+            return maps
+        return maps.flatten(1)[:, : maps.shape[1] * size.numel()].unflatten(1, (maps.shape[1], *size))
+
+    maps = from_start(offset), from_start(mask)
+    settings = stride, padding, dilation, groups, deform_groups
+    return ops.modulated_deform_conv2d(input, *maps, weight, bias if with_bias else None, *settings)
+
+
+def masked_im2col(
+    features: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    pad_h: int,
+    pad_w: int,
+) -> Tensor:
+    """Return the pixels of the window at each unmasked place in a column. Pixels outside the map are 0."""
+    C, H, W = features.shape[1:]
+    row = mask_h_idx - pad_h + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx - pad_w + torch.arange(kernel_w, device=features.device)[:, None]
+    is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # An empty map then has a pixel to read.
+    taps = torch.where(is_inside, padded[:, row.clamp(0, H), column.clamp(0, W)], 0)
+    return taps.reshape(C * kernel_h * kernel_w, len(mask_h_idx))
+
+
+def masked_col2im(
+    col: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    output: Tensor,
+    height: int,
+    width: int,
+    channels: int,
+) -> Tensor:
+    """Return the map with each column at its place. Columns of places outside the map are dropped."""
+    is_inside = (mask_h_idx >= 0) & (mask_h_idx < height) & (mask_w_idx >= 0) & (mask_w_idx < width)
+    pixels = height * width
+    # An additional place after those of the map takes the columns that are dropped.
+    place = torch.where(is_inside, mask_h_idx * width + mask_w_idx, pixels).long()
+    before = output.reshape(channels, pixels)
+    filled = torch.nn.functional.pad(before, (0, 1)).index_copy(1, place, col)
+    return filled[:, :pixels].view(1, channels, height, width)
+
+
+def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: float, points: int) -> Tensor:
+    B, _, H, W = features.shape
+    if best_bboxes.numel() == B * H * W * 5:
+        best_bboxes = best_bboxes.reshape(B, H, W, 5)  # R3Det gives [B * H * W, 5]
+    return ops.rotated_feature_align(features, best_bboxes, spatial_scale, points)
+
+
+def tin_shift_back(grad_output: Tensor, shift: Tensor) -> Tensor:
+    return map_correlation.tin_shift(grad_output, -shift)
+
+
+# Point sets
+def convex_giou(pointsets: Tensor, polygons: Tensor) -> Tensor:
+    giou, gradient = ops.convex_giou(pointsets, polygons)
+    return torch.cat([gradient, giou[:, None]], 1)
+
+
+def sort_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor:
+    given = list(vertices.shape), list(mask.shape), list(num_valid.shape)
+    size = given[0][:2]
+    if given != ([*size, 24, 2], [*size, 24], size):
+        raise ValueError(
+            "mmcv._ext.diff_iou_rotated_sort_vertices_forward: vertices, mask and num_valid must be [B, N, 24, 2], "
+            f"[B, N, 24] and [B, N], got {given}"
+        )
+    return sorted_vertices(vertices, mask, num_valid)
+
+
+def chamfer_distance(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, ...]:
+    results = list(ops.chamfer_distance(xyz1, xyz2))
+    for k, (one, other) in enumerate([(xyz1, xyz2), (xyz2, xyz1)]):
+        if one.dtype == torch.float16 and other.shape[1]:  # every operation is rounded, as in mmcv
+            nearest = other.gather(1, results[2 + k].long()[..., None].expand(-1, -1, 2))
+            results[k] = (one - nearest).square().sum(-1)
+    return tuple(results)
+
+
+# Points
+def knn(k: int, xyz: Tensor, center_xyz: Tensor) -> tuple[Tensor, Tensor]:
+    index, distances = ops.knn(k, xyz, center_xyz)
+    is_far = distances >= FAR
+    return index.masked_fill(is_far, 0), distances.masked_fill(is_far, FAR)
+
+
+def three_nn(unknown: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squared distances and the indices of the three nearest points.
+
+    SASSD gives points (image, x, y, z) and means neighbours in the same image, where mmcv reads such points as if they
+    had three numbers. A point without neighbours in its image gets 1e10 and index 0.
+    """
+    if unknown.shape[-1] != 4:
+        return ops.knn(3, known, unknown)[::-1]
+    index = unknown.new_zeros(*unknown.shape[:2], 3, dtype=torch.int32)
+    distances = unknown.new_full(index.shape, FAR)
+    for b, image in ((b, image) for b, points in enumerate(unknown) for image in points[:, 0].unique()):
+        rows, columns = ((points[b, :, 0] == image).nonzero()[:, 0] for points in (unknown, known))
+        if len(columns):
+            found, squared = ops.knn(3, known[b, columns, 1:][None], unknown[b, rows, 1:][None])
+            index[b, rows], distances[b, rows] = columns[found[0].long()].int(), squared[0]
+    return distances, index
+
+
+def gather_gradient(grad: Tensor, index: Tensor, points: Tensor) -> Tensor:
+    return gradient_of_points(grad.to(_wide(grad)), points.shape, index[..., None])
+
+
+def group_gradient(grad: Tensor, index: Tensor, points: Tensor) -> Tensor:
+    return gather_gradient(grad.flatten(2), index.flatten(1), points)
+
+
+def interpolation_gradient(grad: Tensor, index: Tensor, weight: Tensor, points: Tensor) -> Tensor:
+    return gradient_of_points(grad.to(_wide(grad)), points.shape, index, weight.to(_wide(grad)))
+
+
+def points_of_boxes(points: Tensor, boxes: Tensor) -> Tensor:
+    return ops.points_in_boxes_all(points[None], boxes[None])[0].T
+
+
+def roiaware_pool3d(
+    rois: Tensor, pts: Tensor, pts_feature: Tensor, pts_idx_of_voxels: Tensor, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the point of each maximum, the points of each voxel, and the result."""
+    D, H, W, most = pts_idx_of_voxels.shape[1:]
+    collected = points_in_boxes.collect_points(rois, pts, (D, H, W), most)
+    pooled, largest = points_in_boxes.pool_collected(collected, pts_feature, mode)
+    return largest, collected, pooled
+
+
+def roiaware_gradient(
+    pts_idx_of_voxels: Tensor, argmax: Tensor, grad_out: Tensor, grad_in: Tensor, mode: str
+) -> Tensor:
+    C = grad_in.shape[1]
+    if mode == "avg":
+        voxel, point = points_in_boxes.pairs_of(pts_idx_of_voxels)
+        count = pts_idx_of_voxels.flatten(0, 3)[:, :1].clamp(min=1)
+        return grad_in.index_add(0, point, (grad_out.reshape(-1, C) / count)[voxel].to(grad_in.dtype))
+    grad, sizes = grad_out.reshape(1, 1, -1).to(_wide(grad_in)), (1, 1, grad_in.numel())
+    gradient = gradient_of_points(grad, sizes, points_in_boxes.places_of(argmax), zeros_outside=True)
+    return grad_in + gradient.view(grad_in.shape)
+
+
+def roipoint_pool3d(
+    xyz: Tensor, boxes3d: Tensor, pts_feature: Tensor, pooled_features: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ops.roipoint_pool3d(xyz, pts_feature, boxes3d, pooled_features.shape[2])
+
+
+# Voxels
+def hard_voxelize(
+    points: Tensor, voxel_size: Any, coors_range: Any, max_points: int, max_voxels: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the voxels, their places, the numbers of their points, and the number of voxels."""
+    voxels, places, counts = ops.hard_voxelize(points, voxel_size, coors_range, max_points, max_voxels)
+    return voxels, places, counts, len(voxels)
+
+
+def voxels_gradient(
+    grad_feats: Tensor,
+    grad_reduced_feats: Tensor,
+    feats: Tensor,
+    reduced_feats: Tensor,
+    coors_idx: Tensor,
+    reduce_count: Tensor,
+    reduce_type: str,
+) -> Tensor:
+    """Return the gradient of the features. The first point with the largest feature of a voxel has its gradient."""
+    inside = (coors_idx >= 0).nonzero()[:, 0]
+    voxel = coors_idx[inside].long()
+    zeros = torch.zeros_like(grad_feats)
+    if reduce_type != "max":
+        grad = grad_reduced_feats[voxel]
+        return zeros.index_copy(
+            0, inside, grad / reduce_count[voxel, None] if reduce_type == "mean" else grad
+        )
+    candidate = torch.where(feats[inside] == reduced_feats[voxel], inside[:, None], len(feats))
+    first = candidate.new_full(reduced_feats.shape, len(feats))
+    first = first.scatter_reduce(0, voxel[:, None].expand_as(candidate), candidate, "amin")
+    padded = torch.nn.functional.pad(zeros, (0, 0, 0, 1)).scatter(0, first, grad_reduced_feats)
+    return padded[: len(feats)]
+
+
+def biased_indice_conv(
+    features: Tensor,
+    filters: Tensor,
+    bias: Tensor,
+    indice_pairs: Tensor,
+    indice_pair_num: Tensor,
+    num_activate_out: int,
+    inverse: bool,
+) -> Tensor:
+    arguments = features, filters, indice_pairs, indice_pair_num, num_activate_out
+    return ops.indice_conv(*arguments, inverse) + bias
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which sums of a tensor's numbers are computed."""
+    return torch.promote_types(tensor.dtype, torch.float32)

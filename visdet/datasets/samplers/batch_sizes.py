@@ -1,0 +1,172 @@
+"""The few sizes to which the images of a run are padded, and the batches of them at the end of an epoch."""
+
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import TypeVar
+
+import numpy as np
+
+from visdet.structures.planned_batch import Size, holds
+
+_STEP_PX = 32  # Sizes of images are compared on a grid of this many pixels,
+_MOST_STEPS = 64  # or of a coarser one, if there are larger images.
+_ROUNDS = 3  # in which each size may be replaced by a better one
+_HARDLY_MORE = 1.05  # times the pixels of the largest size
+_MANY = 0.005  # of all images
+
+T = TypeVar("T")
+
+
+def area(size: Size) -> int:
+    """Return the number of pixels of a (height, width)."""
+    return size[0] * size[1]
+
+
+def choose_sizes(images: Sequence[Size], max_sizes: int, are_all: bool = False) -> tuple[Size, ...]:
+    """Return at most ``max_sizes`` (height, width) of batches, smallest area first, such that little is padded.
+
+    Each image fits into at least one of them. First come those that hold the largest images; then, greedily, each that
+    saves the most padded pixels. Then each of these is replaced if another saves more. There need not be a size that
+    holds all images, because a batch for both the highest and the widest images would take more memory than any other.
+
+    Args:
+        images: the (height, width) of images, as often as they occur. max_sizes: the greatest number of sizes.
+        are_all: whether no other sizes occur. Otherwise, the largest sizes leave some room.
+    """
+    exact = np.array(images)
+    step = max(_STEP_PX, -(-int(exact.max()) // _MOST_STEPS))
+    cells, cell_of_image, counts = np.unique(
+        -(-exact // step), axis=0, return_inverse=True, return_counts=True
+    )
+    # The largest image of a cell stands for the cell, so that images of one size are not padded at all.
+    corners = np.zeros_like(cells)
+    np.maximum.at(corners, cell_of_image.reshape(-1), exact)
+    tops = _largest([tuple(corner) for corner in corners.tolist()], max(max_sizes // 4, 1))
+    if not are_all:
+        tops = [(_rounded(h, exact[:, 0], step), _rounded(w, exact[:, 1], step)) for h, w in tops]
+    candidates = np.concatenate([np.array(tops), corners])
+    areas = candidates.prod(1)
+    fits = (corners[None] <= candidates[:, None]).all(2)  # [candidate, cell]
+    padded = np.where(fits, areas[:, None], np.inf)
+    chosen = list(range(len(tops)))
+
+    def add_best() -> bool:
+        saved = (np.maximum(padded[chosen].min(0) - padded, 0) * counts).sum(1)
+        chosen.append(int(saved.argmax()))
+        return saved.max() > 0
+
+    while len(chosen) < max_sizes and add_best():
+        pass
+    for position in list(range(len(tops), len(chosen))) * _ROUNDS:
+        chosen.pop(position)
+        add_best()
+        chosen.insert(position, chosen.pop())
+    sizes = {tuple(candidates[k].tolist()) for k in chosen}
+    return tuple(sorted(sizes, key=lambda size: (area(size), size)))
+
+
+def _largest(sizes: Sequence[Size], most: int) -> list[Size]:
+    """Return at most ``most`` sizes such that each of ``sizes`` fits into one of them.
+
+    Sizes are joined if that takes hardly more pixels than the largest of them has.
+    """
+    found = [size for size in sizes if not any(holds(other, size) for other in sizes if other != size)]
+    limit = _HARDLY_MORE * max(map(area, found))
+    while len(found) > 1:
+        pairs = [(union([a, b]), max(area(a), area(b))) for i, a in enumerate(found) for b in found[:i]]
+        both, _ = min(pairs, key=lambda pair: (area(pair[0]) - pair[1], pair))
+        if len(found) <= most and area(both) > limit:
+            break
+        found = [size for size in found if not holds(both, size)] + [both]
+    return found
+
+
+def _rounded(side: int, sides: np.ndarray, step: int) -> int:
+    """Return the greatest side of images, with some pixels more if others may yet be greater.
+
+    A side that many images have is a limit that the pipeline sets.
+    """
+    return side if (sides == side).mean() > _MANY else -(-(side + step // 4) // step) * step
+
+
+def union(sizes: Iterable[Size]) -> Size:
+    """Return the least (height, width) that holds all sizes."""
+    heights, widths = zip(*sizes, strict=True)
+    return max(heights), max(widths)
+
+
+def last_batches(
+    items: Sequence[T], size_of: Callable[[T], Size], sizes: Sequence[Size], number: int, rng: Random
+) -> list[tuple[Size, list[T]]]:
+    """Return batches of ``number`` items each, with their sizes. All items are in one, and only the last is incomplete.
+
+    Images that are left over of a size go into a larger one. An image that fits into both the highest and the widest
+    batches goes where it makes full ones. Only if there are not enough of these, the last batches have sizes of
+    their own.
+
+    Args:
+        items: the images, each of which fits into one of ``sizes``. size_of: returns the (height, width) of one.
+        sizes: the sizes of batches, smallest area first. number: items of a batch. rng: shuffles the batches.
+    """
+    tops = [size for size in sizes if not any(holds(other, size) for other in sizes if other != size)]
+    groups, mixed = _groups(items, size_of, tops, number)
+    batches: list[tuple[Size, list[T]]] = []
+    for top, members in zip(tops, groups, strict=True):
+        levels = [size for size in sizes if holds(top, size)]
+        waiting: dict[Size, list[T]] = {level: [] for level in levels}
+
+        def level_of(item: T, levels: Sequence[Size]) -> Size | None:
+            return next((level for level in levels if holds(level, size_of(item))), None)
+
+        for item in members:
+            waiting[level_of(item, levels) or top].append(item)
+        for position, level in enumerate(levels):
+            larger = {id(item): level_of(item, levels[position + 1 :]) for item in waiting[level]}
+            full = len(waiting[level]) // number * number
+            if position + 1 < len(levels):  # Those whose next size is the smallest leave this one.
+                waiting[level].sort(key=lambda item: area(larger[id(item)] or top), reverse=True)
+                for item in waiting[level][full:]:
+                    waiting[larger[id(item)] or top].append(item)
+            else:
+                mixed += waiting[level][full:]
+            batches += [(level, waiting[level][at : at + number]) for at in range(0, full, number)]
+    rng.shuffle(batches)
+    for start in range(0, len(mixed), number):
+        members = mixed[start : start + number]
+        needed = union(map(size_of, members))
+        batches.append((next((size for size in sizes if holds(size, needed)), needed), members))
+    return batches
+
+
+def _groups(
+    items: Sequence[T], size_of: Callable[[T], Size], tops: Sequence[Size], number: int
+) -> tuple[list[list[T]], list[T]]:
+    """Return the items that go into batches of at most each size of ``tops``, and those that are left over.
+
+    All groups but the last have a multiple of ``number`` items.
+    """
+    groups: list[list[T]] = [[] for _ in tops]
+    for item in items:
+        groups[next(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
+    left: list[T] = []
+    for k, group in enumerate(groups[:-1]):
+        surplus = len(group) % number
+        later = range(k + 1, len(tops))
+        smallest = sorted(group, key=lambda item: area(size_of(item)))
+        leaving = [item for item in smallest if any(holds(tops[j], size_of(item)) for j in later)]
+        coming = [(j, item) for j in later for item in groups[j] if holds(tops[k], size_of(item))]
+        if surplus == 0:
+            continue
+        if len(leaving) >= surplus:
+            for item in leaving[:surplus]:
+                group.remove(item)
+                groups[next(j for j in later if holds(tops[j], size_of(item)))].append(item)
+        elif len(coming) >= number - surplus:
+            coming.sort(key=lambda pair: area(size_of(pair[1])))
+            for j, item in coming[: number - surplus]:
+                groups[j].remove(item)
+                group.append(item)
+        else:
+            left += smallest[:surplus]
+            groups[k] = smallest[surplus:]
+    return groups, left

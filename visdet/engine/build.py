@@ -1,0 +1,389 @@
+"""The parts of a run, each built from its section of the config."""
+
+import logging
+import os
+import resource
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.dist import broadcast, init_dist, is_distributed, master_only
+from mmengine.evaluator import Evaluator
+from mmengine.hooks import Hook
+from mmengine.logging import MMLogger
+from mmengine.model import convert_sync_batchnorm, is_model_wrapper, revert_sync_batchnorm
+from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
+from mmengine.optim import OptimWrapperDict, _ParamScheduler, build_optim_wrapper
+from mmengine.runner import EpochBasedTrainLoop as ByEpoch
+from mmengine.runner import IterBasedTrainLoop as ByIteration
+from mmengine.runner import LogProcessor, TestLoop, ValLoop, get_priority
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from mmengine.utils.dl_utils import set_multi_processing
+from mmengine.visualization import Visualizer
+from torch import nn
+from torch.fx.proxy import TraceError
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from visdet.errors import ConfigError, MissingFileError, build_step
+from visdet.registry import (
+    EVALUATOR,
+    HOOKS,
+    LOG_PROCESSORS,
+    LOOPS,
+    METRICS,
+    MODEL_WRAPPERS,
+    PARAM_SCHEDULERS,
+    VISUALIZERS,
+)
+
+from .build_errors import build_model, building, check_arguments
+from .checkpoints.training_state import wrappers_of
+from .config_checks import is_iteration_based, schedules_of
+from .config_text import values_without_code
+from .console import ConsoleHandler
+from .distributed import start_process_group
+from .environment import environment
+from .errors import nearest_names
+from .loaders import check_evaluation_data, check_training_data
+from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
+from .monitored_metrics import check_metrics_are_apart, check_monitored
+
+# The first six are mmengine's. The default_hooks of a config change a hook under its key, or remove it by None.
+_DEFAULT_HOOKS = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "logger": {"type": "LoggerHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+    "num_class_check": {"type": "NumClassCheckHook"},
+    "invalid_loss": {"type": "CheckInvalidLossHook"},
+    "progress": {"type": "ProgressHook"},
+    "report": {"type": "RunReportHook"},
+}
+
+
+def enter_environment(env_cfg: dict, launcher: str) -> str:
+    """Join the process group, set up the process by ``env_cfg``, and return the time at which the run begins.
+
+    Raises:
+        ConfigError: a value of ``env_cfg`` cannot be used.
+    """
+    is_one_of_several = launcher != "none"
+    dist_cfg = env_cfg.get("dist_cfg", {})
+    start_process_group(launcher, dist_cfg.get("timeout"))
+    if is_one_of_several:  # mmengine sets these, too, but every process warns about it.
+        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(variable, "1")
+    try:
+        if env_cfg.get("cudnn_benchmark"):
+            torch.backends.cudnn.benchmark = True
+        set_multi_processing(**env_cfg.get("mp_cfg", {}), distributed=is_one_of_several)
+        if is_one_of_several and not is_distributed():
+            init_dist(launcher, **dist_cfg)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = min(max(env_cfg.get("resource_limit", 4096), soft), hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env_cfg cannot be used: {error}") from error
+    now = torch.tensor(time.time(), dtype=torch.float64)
+    broadcast(now)  # All processes have the time of the main one.
+    return time.strftime("%Y%m%d_%H%M%S", time.localtime(now.item()))
+
+
+def build_logger(name: str, log_file: str, level: int | str) -> MMLogger:
+    """Return the logger of a run. Its file gets every message, and the terminal gets warnings and errors only."""
+    try:
+        logger = MMLogger.get_instance(name, log_level=level, log_file=log_file, file_mode="a")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"log_level must be a level of logging, such as 'INFO', got {level!r}") from error
+    logger.handlers[:] = [
+        handler for handler in logger.handlers if type(handler) is not logging.StreamHandler
+    ]
+    logger.handlers.append(ConsoleHandler())
+    return logger
+
+
+def log_environment(runner: Any, env_cfg: dict) -> None:
+    """Write the environment, the settings and the config to the log."""
+    settings = {**env_cfg, **runner.randomness, "seed": runner.seed, "launcher": runner.launcher}
+    settings["processes"] = runner.world_size
+    for title, facts in (("System environment", environment()), ("Runtime environment", settings)):
+        lines = [f"{title}:", *(f"{name}: {fact}" for name, fact in facts.items())]
+        runner.logger.info("\n    ".join(lines))
+    runner.logger.info(f"Config:\n{runner.cfg.pretty_text}")
+
+
+@master_only
+def write_config(runner: Any) -> None:
+    """Write the config to the work_dir, and warn of values that the copy cannot have."""
+    name = os.path.basename(runner.cfg.filename or f"{runner.timestamp}.py")
+    runner.cfg.dump(os.path.join(runner.work_dir, name))
+    if lost := values_without_code(runner.cfg.to_dict()):
+        runner.logger.warning(
+            f"the copy of the config in the work_dir has a description in place of {', '.join(lost)}, which cannot be "
+            f"written as code. Keep {runner.cfg.filename}"
+        )
+
+
+def build_log_processor(cfg: Config) -> LogProcessor:
+    """Return what makes the lines of the log."""
+    with building(cfg, "log_processor"):
+        return LOG_PROCESSORS.build({"type": "LogProcessor", **(cfg.get("log_processor") or {})})
+
+
+def build_visualizer(cfg: Config, folder: str) -> Visualizer:
+    """Return the visualizer. Its name is the run's folder, because mmengine keeps one visualizer per name."""
+    given = cfg.get("visualizer") or {"type": "Visualizer", "vis_backends": [{"type": "LocalVisBackend"}]}
+    if isinstance(given, Visualizer):
+        return given
+    with building(cfg, "visualizer"):
+        return VISUALIZERS.build({"save_dir": folder, **given, "name": folder})
+
+
+def model_of(cfg: Config) -> nn.Module:
+    """Return the model of a config, with the ``data_preprocessor`` of the config unless it has one itself."""
+    if isinstance(cfg.model, nn.Module):
+        return cfg.model
+    if cfg.get("data_preprocessor") is not None:
+        cfg.model.setdefault("data_preprocessor", cfg.data_preprocessor)
+    return build_model(cfg, cfg.model)
+
+
+def wrap_model(cfg: Config, model: nn.Module, is_one_of_several: bool) -> nn.Module:
+    """Return a model on its device, wrapped if it is trained by several processes, on GPUs or on CPUs."""
+    if is_model_wrapper(model):
+        return model
+    model = model.to(get_device())
+    if not is_one_of_several:
+        return revert_sync_batchnorm(model)
+    if cfg.get("sync_bn") is not None:
+        model = convert_sync_batchnorm(model, cfg.sync_bn)
+    given = cfg.get("model_wrapper_cfg") or {
+        "broadcast_buffers": False,  # Each process keeps batch statistics of its own.
+        "find_unused_parameters": cfg.get("find_unused_parameters", False),
+    }
+    wrapper = {"type": "MMDistributedDataParallel", **given}
+    if issubclass(MODEL_WRAPPERS.get(wrapper["type"]), DistributedDataParallel):
+        gpus = [int(os.environ["LOCAL_RANK"])] if torch.cuda.is_available() else None
+        wrapper.setdefault("device_ids", gpus)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return MODEL_WRAPPERS.build(wrapper, default_args={"module": model})
+
+
+def build_schedules(cfg: Config, optim_wrapper: Any, loop: TrainLoop) -> Any:
+    """Return the schedules as a list, or as a dict of lists by the names of the optimizers. None means no schedules.
+
+    A schedule without an end ends with training.
+    """
+    given = cfg.get("param_scheduler")
+    if given is None:
+        return None
+
+    def built(schedules: Any, wrapper: Any) -> list[_ParamScheduler]:
+        result = []
+        for schedule in schedules if isinstance(schedules, Sequence) else [schedules]:
+            if isinstance(schedule, dict):
+                end = loop.max_epochs if schedule.get("by_epoch", True) else loop.max_iters
+                end = max(end, schedule.get("begin", 0) + 1)  # A run may be shortened for a trial.
+                defaults = {"optimizer": wrapper, "epoch_length": len(loop.dataloader)}
+                schedule = PARAM_SCHEDULERS.build({"end": end, **schedule}, default_args=defaults)
+            result.append(schedule)
+        return result
+
+    with building(cfg, "param_scheduler"):
+        if not isinstance(optim_wrapper, OptimWrapperDict):
+            return built(given, optim_wrapper)
+        by_name = given if isinstance(given, dict) and "type" not in given else None
+        return {
+            name: built(given if by_name is None else by_name[name], wrapper)
+            for name, wrapper in optim_wrapper.items()
+        }
+
+
+def check_before_data(runner: Any, *stages: str) -> None:
+    """Find mistakes in the config of the stages before data are read, and build what needs no data.
+
+    Args:
+        runner: the runner, which gets the metrics and the optimizer.
+        stages: 'train', 'val' or 'test'.
+    """
+    cfg = runner.cfg
+    for stage in stages:
+        sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
+        loop = EvaluationLoop
+        if stage == "train":
+            loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
+        check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})
+        if stage != "train" and cfg.get(sections[2]) is not None:
+            with suppress(MissingFileError):  # The data set may be drawn later, or the loop says so.
+                runner.evaluators[stage] = build_evaluator(cfg, stage)
+    if "train" in stages:
+        check_arguments(cfg, "optim_wrapper", "param_scheduler")
+        with building(cfg, "optim_wrapper"):
+            runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
+        with building(cfg, "param_scheduler"):
+            for schedule in schedules_of(cfg.get("param_scheduler")):
+                PARAM_SCHEDULERS.get(schedule["type"])
+        check_monitored(runner)
+        check_parts_of_the_model(cfg, runner.model)
+
+
+def scale_learning_rate(runner: Any, loop: TrainLoop) -> None:
+    """Multiply the learning rates by the images of an update over those for which they are, if the config says so.
+
+    An update has the batches of all processes and of all iterations whose gradients are accumulated.
+    """
+    options = runner.cfg.get("auto_scale_lr") or {}
+    if not options.get("enable"):
+        return
+    for wrapper in wrappers_of(runner.optim_wrapper).values():
+        base = options["base_batch_size"] / wrapper._accumulative_counts
+        ratio = float(runner.world_size * loop.dataloader.batch_sampler.batch_size) / float(base)
+        for group in wrapper.optimizer.param_groups:
+            group["lr"] = group["lr"] * ratio
+        runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")
+
+
+def check_parts_of_the_model(cfg: Config, model: nn.Module) -> None:
+    """Check that a model has the parts that the config names.
+
+    Raises:
+        ConfigError: it has no such part.
+    """
+    parts = dict(model.named_modules())
+    for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
+        names = cfg.get(key) or []
+        for name in [names] if isinstance(names, str) else names:
+            if name not in parts:
+                near = ", ".join(nearest_names(name, parts))
+                raise ConfigError(f"{key}: the model has no part {name!r}{near and f'; near: {near}'}")
+
+
+def initialize_weights(cfg: Config, model: Any) -> None:
+    """Initialise the weights, alike in all processes, and switch on what the config says of parts of the model."""
+    if hasattr(model, "init_weights"):
+        model.init_weights()
+        for tensor in model.state_dict().values():
+            broadcast(tensor)
+    if cfg.get("activation_checkpointing") is not None:
+        turn_on_activation_checkpointing(model, cfg.activation_checkpointing)
+    if cfg.get("efficient_conv_bn_eval") is not None:
+        try:
+            turn_on_efficient_conv_bn_eval(model, cfg.efficient_conv_bn_eval)
+        except TraceError as error:
+            raise ConfigError(
+                f"efficient_conv_bn_eval: torch.fx cannot trace one of {cfg.efficient_conv_bn_eval}: {error}. Name "
+                "smaller parts of the model, or leave it out"
+            ) from error
+
+
+def compile_step(cfg: Config, model: Any) -> None:
+    """Compile the training step of a wrapped model if the config says so."""
+    if options := cfg.get("compile"):
+        try:
+            model.train_step = torch.compile(model.train_step, **({} if options is True else options))
+        except (TypeError, RuntimeError) as error:  # The model is not run yet.
+            raise ConfigError(f"compile: torch refuses {options}: {error}") from error
+
+
+def build_train_loop(runner: Any) -> TrainLoop:
+    """Return the training loop with its data.
+
+    Raises:
+        ConfigError: ``train_cfg`` names a loop of one's own, or the data cannot be trained on.
+    """
+    given = dict(runner.cfg.train_cfg)
+    name = "EpochBasedTrainLoop" if given.pop("by_epoch", True) else "IterBasedTrainLoop"
+    kinds = {ByEpoch: EpochBasedTrainLoop, ByIteration: IterBasedTrainLoop}
+    kind = _loop_class("train_cfg", given.pop("type", name), kinds)
+    with building(runner.cfg, "train_cfg", "train_dataloader"):
+        loop = kind(runner, runner.build_dataloader(runner.cfg.train_dataloader), **given)
+        check_training_data(loop.dataloader, loop.by_epoch)
+        return loop
+
+
+def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
+    """Return the loop of validation or of a test with its data and its metrics.
+
+    Args:
+        runner: the runner. stage: 'val' or 'test'.
+    """
+    config, loader, evaluator = (f"{stage}_{part}" for part in ("cfg", "dataloader", "evaluator"))
+    given = dict(runner.cfg[config])
+    kind = _loop_class(
+        config, given.pop("type", f"{stage.title()}Loop"), dict.fromkeys((ValLoop, TestLoop), EvaluationLoop)
+    )
+    with building(runner.cfg, config, loader, evaluator):
+        data = runner.build_dataloader(runner.cfg[loader])
+        metrics = runner.evaluators.get(stage) or build_evaluator(runner.cfg, stage)
+        check_evaluation_data(data, loader)
+        check_metrics_are_apart(metrics.metrics, evaluator)
+        return kind(runner, data, metrics, **given)
+
+
+def _loop_class(section: str, name: Any, kinds: dict[Any, Any]) -> Any:
+    """Return the class for a loop of mmengine, of which the order of a run stands in :class:`DetRunner`."""
+    kind = kinds.get(LOOPS.get(name) if isinstance(name, str) else name)
+    if kind is None:
+        raise ConfigError(
+            f"{section}.type must be {' or '.join(repr(known.__name__) for known in kinds)}, got {name!r}. A loop of "
+            "your own needs runner_type='mmengine.Runner'. Often, a hook does what it adds"
+        )
+    return kind
+
+
+def build_evaluator(cfg: Config, stage: str) -> Evaluator:
+    """Return the metrics of a stage, which is 'val' or 'test'."""
+    section = f"{stage}_evaluator"
+    given = cfg[section]
+    if isinstance(given, Evaluator):
+        return given
+    with building(cfg, section):
+        if isinstance(given, dict) and "metrics" in given:
+            return EVALUATOR.build({"type": "Evaluator", **given})
+        # visdet's registry compares the arguments with their types, which mmengine's evaluator does not.
+        metrics = given if isinstance(given, list | tuple) else [given]
+        return Evaluator(
+            [METRICS.build(metric) if isinstance(metric, dict) else metric for metric in metrics]
+        )
+
+
+def build_hooks(cfg: Config) -> list[Hook]:
+    """Return the default hooks of mmengine, of this package and of the config, and then the custom ones."""
+    by_key = {**_DEFAULT_HOOKS, **(cfg.get("default_hooks") or {})}
+    given = [hook for hook in by_key.values() if hook is not None]
+    return [build_hook(cfg, hook) for hook in [*given, *(cfg.get("custom_hooks") or ())]]
+
+
+def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
+    """Return a hook by its config, which may have a ``priority``."""
+    if isinstance(hook, Hook):
+        return hook
+    options = dict(hook)
+    name = str(options.get("type")).rsplit(".", 1)[-1]
+    with building(cfg, "default_hooks", "custom_hooks"), build_step(name):
+        priority = options.pop("priority", None)
+        built = HOOKS.build(options)
+        if priority is not None:
+            get_priority(priority)
+            built.priority = priority
+        return built
+
+
+def hooks_by_stage(hooks: Sequence[Hook]) -> str:
+    """Return the names of the hooks that each stage calls, in their order, for the log."""
+    lines = []
+    for stage in Hook.stages:
+        called = [hook for hook in hooks if stage in hook.get_triggered_stages()]
+        if called:
+            names = [f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in called]
+            lines += [f"{stage}:", *names, " -------------------- "]
+    return "\n".join(lines)

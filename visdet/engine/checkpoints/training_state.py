@@ -1,0 +1,67 @@
+"""What a checkpoint holds of a run: its weights, its counts, and the state of optimizers and schedules."""
+
+import time
+from typing import Any
+
+import mmengine
+import torch
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner.checkpoint import weights_to_cpu
+
+
+def training_state(
+    runner: Any, meta: dict[str, Any], save_optimizer: bool, save_param_scheduler: bool
+) -> dict[str, Any]:
+    """Return the state of a run in mmengine's layout.
+
+    Args:
+        runner: the run.
+        meta: what 'meta' holds besides.
+        save_optimizer, save_param_scheduler: whether the state of the optimizers and of the schedules is in it.
+    """
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    optimizers = optimizers_of(runner.optim_wrapper)
+    state = {
+        "meta": {
+            **meta,
+            "cfg": runner.cfg.pretty_text,
+            "seed": runner.seed,
+            "experiment_name": runner.experiment_name,
+            "time": time.strftime("%Y%m%d_%H%M%S"),
+            "mmengine_version": mmengine.__version__,
+            "dataset_meta": getattr(runner.train_dataloader.dataset, "metainfo", None),
+            "iterations_per_epoch": len(runner.train_dataloader),
+            "optimizers": {name: type(optimizer).__name__ for name, optimizer in optimizers.items()},
+        },
+        "state_dict": weights_to_cpu(model.state_dict()),
+        "message_hub": runner.message_hub.state_dict(),
+    }
+    if save_optimizer:
+        state["optimizer"] = runner.optim_wrapper.state_dict()
+    if save_param_scheduler and runner.param_schedulers is not None:
+        state["param_schedulers"] = _states(runner.param_schedulers)
+    return state
+
+
+def wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
+    """Return the wrappers of single optimizers by their names. A single one has the name ""."""
+    return dict(optim_wrapper.items()) if isinstance(optim_wrapper, OptimWrapperDict) else {"": optim_wrapper}
+
+
+def optimizers_of(optim_wrapper: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers of a wrapper by their names. A single optimizer has the name ""."""
+    return {name: wrapper.optimizer for name, wrapper in wrappers_of(optim_wrapper).items()}
+
+
+def _states(schedules: list | dict) -> list | dict:
+    """Return the states of schedules, which are given as a list or as a dict of lists by the names of optimizers.
+
+    A function, which a checkpoint cannot hold, is left out: OneCycleLR has one, which a new schedule has, too.
+    """
+    if isinstance(schedules, dict):
+        return {name: _states(of_one_optimizer) for name, of_one_optimizer in schedules.items()}
+    return [
+        {name: value for name, value in schedule.state_dict().items() if not callable(value)}
+        for schedule in schedules
+    ]

@@ -1,0 +1,97 @@
+"""Data loaders by config, and what is wrong with their data before training reads them."""
+
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from mmengine.dataset import InfiniteSampler
+from mmengine.dist import all_gather_object
+from mmengine.runner import Runner
+from torch.utils.data import DataLoader
+
+from visdet.registry import DATASETS
+
+from .console import WorkerStart
+from .data_workers import check_shared_memory, explain_collation, report_lost_batches
+from .errors import ConfigError
+
+
+def build_dataloader(
+    dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
+) -> DataLoader:
+    """Build a loader, whose workers leave the terminal to the training process."""
+    if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
+        dataset = DATASETS.build(dataloader["dataset"])  # mmengine's registry would not check its arguments.
+        if hasattr(dataset, "full_init"):
+            dataset.full_init()
+        dataloader = {**dataloader, "dataset": dataset}
+    loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+    if not isinstance(loader.worker_init_fn, WorkerStart):
+        loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+    if not torch.cuda.is_available():
+        loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
+    report_lost_batches(loader)
+    explain_collation(loader)
+    check_shared_memory(loader)
+    return loader
+
+
+def check_training_data(dataloader: Any, by_epoch: bool) -> None:
+    """Refuse a training loader without a batch, or whose epochs do not end or are not equal in all processes.
+
+    A loader may have no batch because it drops the only one, which is incomplete. Processes with fewer batches would
+    leave the others waiting.
+
+    Raises:
+        ConfigError: see above. Every process raises it.
+    """
+    batches: Any = dataloader.batch_sampler
+    inner = getattr(batches, "batch_sampler", batches)
+    for sampler in (inner, getattr(inner, "sampler", None)) if by_epoch else ():
+        if isinstance(sampler, InfiniteSampler) or getattr(sampler, "endless", False):
+            raise ConfigError(
+                f"train_dataloader: {type(sampler).__name__} gives batches without end, so that the first epoch would "
+                "never end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, such as "
+                "DefaultSampler"
+            )
+    check_there_are_samples(dataloader.dataset, "train_dataloader")
+    if len(batches) == 0:
+        raise ConfigError(
+            f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
+            f"{type(inner).__name__} makes batches of {batches.batch_size} and drops incomplete ones. Set batch_size "
+            "to at most the number of samples of a process, or set drop_last=False"
+        )
+    lengths = all_gather_object(len(batches)) if by_epoch else []
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            f"train_dataloader: an epoch has {', '.join(map(str, lengths))} batches in the processes, but they must be "
+            "equally many. Set train_dataloader.sampler.round_up=True"
+        )
+
+
+def check_evaluation_data(dataloader: Any, section: str) -> None:
+    """Refuse data without a sample, and batches of several frames of a sampler that plays one scene after another.
+
+    Raises:
+        ConfigError: see above. Of several frames in a batch, the model would go on from each with frames of its own.
+    """
+    check_there_are_samples(dataloader.dataset, section)
+    batch_size = getattr(dataloader, "batch_size", None)
+    if getattr(dataloader.sampler, "batches_have_one", False) and batch_size not in (None, 1):
+        raise ConfigError(
+            f"{section}.batch_size must be 1 with {type(dataloader.sampler).__name__}, which plays the frames of a "
+            f"scene one after another, got {batch_size}"
+        )
+
+
+def check_there_are_samples(dataset: Any, section: str) -> None:
+    """Refuse a data set without a sample, such as one whose samples are all filtered out.
+
+    Raises:
+        ConfigError: the data set has no sample. The message names it.
+    """
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ConfigError(
+            f"{section}.dataset ({type(dataset).__name__}) has no samples. Look at its annotation file and at what "
+            "leaves samples out (filter_cfg, indices, metainfo.classes)"
+        )

@@ -1,0 +1,470 @@
+"""Training, validating and testing a model by a config: the order of a run, from its parts to its end."""
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.dist import get_dist_info, master_only
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
+from mmengine.model import is_model_wrapper
+from mmengine.registry import DefaultScope
+from mmengine.runner import autocast, get_priority, set_random_seed
+from mmengine.runner import save_checkpoint as save_elsewhere
+from torch import nn
+from torch.utils.data import DataLoader
+
+from visdet.errors import ConfigError
+from visdet.registry import RUNNERS
+
+from . import build
+from .advice import advice_for_training
+from .build_errors import building, check_arguments
+from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
+from .checkpoints.plain_state import to_plain
+from .checkpoints.random_state import preserved_random_state, set_random_state
+from .checkpoints.resume import load_into, read_to_resume, restore
+from .checkpoints.training_state import training_state
+from .config import complete_config
+from .console import say
+from .data_workers import worker_failures_explained
+from .errors import log_fatal_error
+from .garbage import living_objects_not_collected
+from .graphs.methods import GraphedMethod, graphs_for
+from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
+from .hooks.runtime_info_hook import RuntimeInfoHook
+from .loaders import build_dataloader
+from .loops import EvaluationLoop, TrainLoop
+from .places import only_training_in
+from .run_config import RunConfig
+
+_VALIDATED = "validated_at_iter"
+
+
+@RUNNERS.register_module()
+class DetRunner:
+    """Trains and tests a model by a config, and calls mmengine's hooks.
+
+    Hooks see what mmengine's own Runner has: the same methods are called in the same order, and the attributes have
+    the same names.
+
+    * Checkpoints hold tensors and plain types. A crash leaves no incomplete checkpoint. Reading a checkpoint runs no
+      code from the file, unless the config says ``trust_checkpoint=True``.
+    * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
+      workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
+      a path, or True as in mmengine. A validation that was due when the run was killed is made up for.
+    * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``. Weights with NaN
+      or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
+    * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
+    * Validation does not change the random state.
+    * On a GPU, training steps and predictions are replayed as CUDA graphs, unless the config says ``graph=False``; see
+      :class:`GraphedLoss` and :class:`GraphedPrediction`.
+    * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
+      file.
+
+    Args:
+        cfg: the config, which is not changed. :func:`complete_config` completes a copy.
+
+    Attributes:
+        cfg, model, optim_wrapper, param_schedulers, hooks, logger, message_hub, visualizer, log_processor: the parts.
+        train_loop, val_loop, test_loop: the data, the length and the metrics of each stage, built when they are first
+            read. ``val_loop`` is None if nothing is validated.
+        evaluators: the metrics that were built before the data, by 'val' and 'test'.
+        resumed_from: the checkpoint that training continues from, or None.
+        load_from: the checkpoint whose weights the run starts with, or None.
+    """
+
+    # ------------------------------------------------------------------ the parts that need no data
+
+    def __init__(self, cfg: Config) -> None:
+        with self._logging_fatal_errors():
+            self._build(cfg)
+
+    from_cfg = classmethod(lambda cls, cfg: cls(cfg))
+
+    def _build(self, cfg: Config) -> None:
+        self.cfg = RunConfig.copy_of(cfg)
+        complete_config(self.cfg)
+        check_arguments(self.cfg, "default_hooks", "custom_hooks", "visualizer")
+        self.work_dir = os.path.abspath(self.cfg.work_dir)
+        self.launcher = self.cfg.get("launcher", "none")
+        self.distributed = self.launcher != "none"
+        self.load_from: str | None = self.cfg.get("load_from")
+        self.resumed_from: str | None = None
+        self.trusts_checkpoints = bool(self.cfg.get("trust_checkpoint", False))
+        self.allows_nonfinite = bool(self.cfg.get("allow_nonfinite_weights", False))
+        register_checkpoint_readers(self.trusts_checkpoints, self.allows_nonfinite)
+        env_cfg = self.cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        self.timestamp = build.enter_environment(env_cfg, self.launcher)
+        self.rank, self.world_size = get_dist_info()
+        self._seed_with(dict(self.cfg.get("randomness") or {}))
+        given_name = (
+            self.cfg.get("experiment_name") or os.path.splitext(os.path.basename(self.cfg.filename or ""))[0]
+        )
+        self.experiment_name = f"{given_name}_{self.timestamp}".lstrip("_")
+        self.log_dir = self._log_dir = os.path.join(self.work_dir, self.timestamp)
+        os.makedirs(self.log_dir, exist_ok=True)
+        self.default_scope = DefaultScope.get_instance(
+            self.experiment_name, scope_name=self.cfg.default_scope
+        )
+        self.log_processor = build.build_log_processor(self.cfg)
+        log_file = os.path.join(self.log_dir, f"{self.timestamp}.log")
+        self.logger = build.build_logger(self.experiment_name, log_file, self.cfg.get("log_level", "INFO"))
+        build.log_environment(self, env_cfg)
+        self.message_hub = MessageHub.get_instance(self.experiment_name)
+        self.visualizer = build.build_visualizer(self.cfg, self.log_dir)
+        self.visualizer.add_config(self.cfg)
+        self.model: Any = build.wrap_model(self.cfg, build.model_of(self.cfg), self.distributed)
+        self.model_name = type(self._module).__name__
+        self.optim_wrapper: Any = None
+        self.param_schedulers: Any = None
+        self.evaluators: dict[str, Any] = {}
+        self.has_loaded = False
+        self.hooks: list[Hook] = []
+        for hook in build.build_hooks(self.cfg):
+            self.register_hook(hook)
+        self.logger.info(f"Hooks will be executed in the following order:\n{self.get_hooks_info()}")
+        build.write_config(self)
+
+    def _seed_with(self, randomness: dict[str, Any]) -> None:
+        """Seed all generators. Without a seed, the main process draws one for all."""
+        self.randomness = randomness
+        self.seed = set_random_seed(**{"seed": None, **randomness})
+        self.deterministic = bool(randomness.get("deterministic", False))
+
+    # ------------------------------------------------------------------ the stages, each with its data
+
+    @functools.cached_property
+    def train_loop(self) -> TrainLoop:
+        loop = build.build_train_loop(self)
+        self.visualizer.dataset_meta = getattr(loop.dataloader.dataset, "metainfo", None)
+        return loop
+
+    @functools.cached_property
+    def val_loop(self) -> EvaluationLoop | None:
+        return self._evaluation_loop("val")
+
+    @functools.cached_property
+    def test_loop(self) -> EvaluationLoop | None:
+        return self._evaluation_loop("test")
+
+    def _evaluation_loop(self, stage: str) -> EvaluationLoop | None:
+        if self.cfg.get(f"{stage}_cfg") is None:
+            return None
+        loop = build.build_evaluation_loop(self, stage)
+        self.visualizer.dataset_meta = loop.evaluator.dataset_meta
+        return loop
+
+    def build_dataloader(self, dataloader: DataLoader | dict) -> DataLoader:
+        """Return a loader by its config."""
+        return build_dataloader(dataloader, self.seed, self.randomness.get("diff_rank_seed", False))
+
+    # ------------------------------------------------------------------ training
+
+    def train(self) -> nn.Module:
+        """Train the model and return it. Training continues from a checkpoint if there is one to resume."""
+        lock = only_training_in(self.work_dir) if self.rank == 0 else nullcontext()
+        # A process trains on one device, so that a separate thread for the backward pass would only take time.
+        with advice_for_training(self), lock, self._stage(), torch.autograd.set_multithreading_enabled(False):
+            try:
+                self._train()
+            except Exception:
+                # A loss that is not finite, and not checked yet, may have caused the error, and is easier understood.
+                for hook in self.hooks:
+                    if isinstance(hook, CheckInvalidLossHook):
+                        hook.check(self)
+                raise
+        return self.model
+
+    def _train(self) -> None:
+        if self.cfg.get("train_cfg") is None:
+            raise ConfigError(
+                "the config has no train_cfg, train_dataloader and optim_wrapper, which training needs"
+            )
+        found = self._find_checkpoint()
+        build.check_before_data(self, "train", "val")
+        build.scale_learning_rate(self, self.train_loop)  # reads the data
+        self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, self.train_loop)
+        loop, _ = self.train_loop, self.val_loop
+        self.call_hook("before_run")
+        build.initialize_weights(self.cfg, self._module)
+        random_state = self._start_from(found)
+        self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
+        build.compile_step(self.cfg, self.model)
+        self.call_hook("before_train")
+        if not loop.by_epoch:  # The whole training counts as one epoch.
+            self.call_hook("before_train_epoch")
+        if random_state is not None:
+            set_random_state(random_state)
+        if self._must_catch_up(loop):
+            self._validate()
+        try:
+            with living_objects_not_collected():
+                (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
+        finally:
+            loop.stop_workers()
+        if not loop.by_epoch:
+            self.call_hook("after_train_epoch")
+        self.call_hook("after_train")
+        self.call_hook("after_run")
+
+    def _train_by_epochs(self, loop: TrainLoop) -> None:
+        while not loop.is_finished():
+            self.call_hook("before_train_epoch")
+            self.model.train()
+            # A checkpoint of an epoch's last iteration was saved before the hooks at the end of the epoch ran. A run
+            # that resumes from it has only those hooks left to run.
+            length, done = len(loop.dataloader), loop.iter - loop.epoch * len(loop.dataloader)
+            start = done if 0 < done <= length else 0
+            loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=start)
+            for index, batch in enumerate(loop.dataloader if start < length else (), start):
+                self._train_step(index, batch)
+            self.call_hook("after_train_epoch")
+            loop.epoch += 1
+            if loop.is_validation_due():
+                self._validate()
+
+    def _train_by_iterations(self, loop: TrainLoop) -> None:
+        loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=loop.iter)
+        loop.dataloader_iterator = iter(loop.dataloader)
+        while not loop.is_finished():
+            self.model.train()
+            self._train_step(loop.iter, next(loop.dataloader_iterator))
+            if loop.is_validation_due():
+                self._validate()
+
+    def _train_step(self, index: int, batch: Any) -> None:
+        self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
+        losses = self.model.train_step(batch, optim_wrapper=self.optim_wrapper)
+        self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
+        self.train_loop.iter += 1
+
+    # ------------------------------------------------------------------ validation and tests
+
+    def val(self) -> dict[str, float]:
+        """Validate and return the metrics."""
+        return self._evaluate("val")
+
+    def test(self) -> dict[str, float]:
+        """Test and return the metrics."""
+        return self._evaluate("test")
+
+    def _evaluate(self, stage: str) -> dict[str, float]:
+        with self._stage():
+            build.check_before_data(self, stage)
+            loop = getattr(self, f"{stage}_loop")
+            if loop is None:
+                raise ConfigError(f"the config has no {stage}_dataloader, {stage}_cfg and {stage}_evaluator")
+            self.call_hook("before_run")
+            self._start_from(None)
+            metrics = self._run_evaluation(stage, loop)
+            self.call_hook("after_run")
+        return metrics
+
+    def _must_catch_up(self, loop: TrainLoop) -> bool:
+        """Return whether a run was finished, or killed between its checkpoint and the validation that was due."""
+        if loop.is_finished():
+            return True
+        is_inside_an_epoch = loop.by_epoch and loop.iter != loop.epoch * len(loop.dataloader)
+        is_due = not is_inside_an_epoch and loop.progress()[0] > 0 and loop.is_validation_due()
+        return is_due and self.message_hub.get_info(_VALIDATED) != loop.iter
+
+    def _validate(self) -> None:
+        """Validate within training, whose random state stays as it is."""
+        if self.val_loop is not None:
+            # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
+            self.message_hub.update_info(_VALIDATED, self.iter)
+            with preserved_random_state():
+                self._run_evaluation("val", self.val_loop)
+
+    def _run_evaluation(self, stage: str, loop: EvaluationLoop) -> dict[str, float]:
+        """Return the metrics of a stage, which is 'val' or 'test'."""
+        self.call_hook(f"before_{stage}")
+        self.call_hook(f"before_{stage}_epoch")
+        self.model.eval()
+        for index, batch in enumerate(loop.dataloader):
+            with torch.no_grad():
+                self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
+                with autocast(enabled=loop.fp16):
+                    outputs = getattr(self.model, f"{stage}_step")(batch)
+                loop.evaluator.process(data_samples=outputs, data_batch=batch)
+                self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
+        metrics = loop.evaluator.evaluate(len(loop.dataloader.dataset))
+        self.call_hook(f"after_{stage}_epoch", metrics=metrics)
+        self.call_hook(f"after_{stage}")
+        return metrics
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _find_checkpoint(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the checkpoint to resume and its content, if there is one, and take over its seed.
+
+        The order of the data depends on the seed. A seed of the config stays.
+        """
+        resume = self.cfg.get("resume")
+        if not resume:
+            return None
+        found = read_to_resume(resume, self.load_from, self.work_dir, self.trusts_checkpoints)
+        if found is None:
+            start = f"the weights of {self.load_from}" if self.load_from else "scratch"
+            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
+            return None
+        self.resumed_from, content, remarks = found
+        for remark in remarks if self.rank == 0 else ():
+            self.logger.warning(f"a newer checkpoint is passed over: {remark}")
+        seed = content["meta"].get("seed")
+        if seed is not None and self.randomness.get("seed") is None:
+            self._seed_with({**self.randomness, "seed": seed})
+        return self.resumed_from, content
+
+    def _start_from(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Restore a checkpoint and return its random state, or load the weights that the config names, if any."""
+        if found is None:
+            if self.load_from and not self.has_loaded:
+                self.load_checkpoint(self.load_from)
+            return None
+        load_into(self, *found, strict=True)
+        state = restore(self, *found)
+        self.logger.info(f"resumed from {found[0]} after {self.epoch} epochs and {self.iter} iterations")
+        return state
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> dict:
+        """Load the weights of a checkpoint into the model and return the checkpoint.
+
+        Args:
+            filename: a file or an http(s) address.
+            map_location: This has no effect and is accepted because mmengine passes it. Tensors are read to the CPU.
+            strict: whether to refuse weights that do not fit. The default is the config's ``strict_load``.
+            revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
+        """
+        if strict is None:
+            strict = self.cfg.get("strict_load", True)
+        content = read_checkpoint(filename, trust=self.trusts_checkpoints)
+        return load_into(self, filename, content, strict, revise_keys)
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in mmengine's layout.
+
+        :meth:`mmengine.runner.Runner.save_checkpoint` describes the arguments. ``meta`` may replace 'epoch' and
+        'iter', which otherwise are the counts after the current step. After a crash, a local file is either the old
+        one or the complete new one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
+        """
+        for hook in self.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.write(self)
+        counts = {"epoch": self.epoch + int(by_epoch), "iter": self.iter + int(not by_epoch)}
+        state = training_state(self, {**counts, **(meta or {})}, save_optimizer, save_param_scheduler)
+        self.call_hook("before_save_checkpoint", checkpoint=state)
+        backend = get_file_backend(out_dir, backend_args=backend_args)
+        if file_client_args is None and isinstance(backend, LocalBackend):
+            write_checkpoint(state, os.path.join(out_dir, filename))
+        else:
+            path = backend.join_path(out_dir, filename)
+            save_elsewhere(
+                to_plain(state), path, file_client_args=file_client_args, backend_args=backend_args
+            )
+
+    # ------------------------------------------------------------------ hooks
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call the method of this name of every hook that has one."""
+        # Some find a value of the config only when a run begins.
+        begins = fn_name in ("before_run", "before_train")
+        with building(self.cfg, "default_hooks", "custom_hooks") if begins else nullcontext():
+            for hook in self.hooks:
+                if hasattr(hook, fn_name):
+                    getattr(hook, fn_name)(self, **kwargs)
+
+    def register_hook(self, hook: Hook | dict, priority: Any = None) -> None:
+        """Register a hook or its config. It runs after those of the same or a higher priority."""
+        hook = build.build_hook(self.cfg, hook)
+        if priority is not None:
+            hook.priority = priority
+        self.hooks.append(hook)
+        self.hooks.sort(key=lambda one: get_priority(one.priority))
+
+    def get_hooks_info(self) -> str:
+        """Return the hooks of each stage in the order in which they run."""
+        return build.hooks_by_stage(self.hooks)
+
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """Run a stage by graphs if the config wants it, and end it in order, even if it fails.
+
+        The ``on_exit`` of hooks releases the terminal.
+        """
+        with self._logging_fatal_errors():
+            try:
+                with worker_failures_explained(), ExitStack() as stack:
+                    for graphs in self.graphs:
+                        stack.enter_context(graphs.installed())
+                    yield
+                for graphs in self.graphs:
+                    if graphs.counts:
+                        self.logger.info(graphs.report())
+            finally:
+                self.call_hook("on_exit")
+
+    @functools.cached_property
+    def graphs(self) -> list[GraphedMethod]:
+        """The objects that replay steps of the model as CUDA graphs. The list is empty if graphs are not used."""
+        return graphs_for(self.cfg, self.model, self.logger)
+
+    @contextmanager
+    def _logging_fatal_errors(self) -> Iterator[None]:
+        """Write an error of the block to the run's log file, if that file exists yet."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if getattr(self, "logger", None) is not None:
+                log_fatal_error(self.logger, error, self.logger.log_file)
+            raise
+
+    # ------------------------------------------------------------------ what hooks read besides
+
+    @property
+    def _module(self) -> Any:
+        """The model without its wrapper."""
+        return self.model.module if is_model_wrapper(self.model) else self.model
+
+    # mmengine's hooks ask whether a loop has been built, and whether training continues from a checkpoint.
+    _train_loop = property(lambda self: vars(self).get("train_loop"))
+    _val_loop = property(lambda self: vars(self).get("val_loop"))
+    _test_loop = property(lambda self: vars(self).get("test_loop"))
+    _resume = property(lambda self: self.resumed_from is not None)
+    epoch = property(lambda self: self._train_loop.epoch if self._train_loop else 0)
+    iter = property(lambda self: self._train_loop.iter if self._train_loop else 0)
+    max_epochs = property(lambda self: self.train_loop.max_epochs)
+    max_iters = property(lambda self: self.train_loop.max_iters)
+    val_interval = property(lambda self: self.train_loop.val_interval)
+    val_begin = property(lambda self: self.train_loop.val_begin)
+    train_dataloader = property(lambda self: self.train_loop.dataloader)
+    val_dataloader = property(lambda self: self.val_loop.dataloader)
+    test_dataloader = property(lambda self: self.test_loop.dataloader)
+    val_evaluator = property(lambda self: self.val_loop.evaluator)
+    test_evaluator = property(lambda self: self.test_loop.evaluator)

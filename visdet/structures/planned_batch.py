@@ -1,0 +1,93 @@
+"""Batches whose images get random numbers and a padded size of their own before they are read."""
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+Size = tuple[int, int]  # (height, width)
+
+_draws: ContextVar[Random | None] = ContextVar("visdet_sample_draws", default=None)
+_read: ContextVar["BatchPlan | None"] = ContextVar("visdet_batch_read", default=None)
+
+
+def sample_draws() -> Random | None:
+    """Return the random numbers of the sample that is being read, or None if it was not planned.
+
+    Transforms that change the size of an image draw from them, so that the size is known before the image is read.
+    """
+    return _draws.get()
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What a batch sampler knows of a batch before its images are read.
+
+    Attributes:
+        size: the (height, width) of the padded batch, or None if it follows from the images.
+        sizes: the sizes that batches of the run have, smallest area first.
+    """
+
+    size: Size | None
+    sizes: tuple[Size, ...]
+
+    def size_for(self, images: Sequence[Size]) -> Size:
+        """Return the size of the batch with images of these sizes.
+
+        Images may be larger than planned, for example if the pipeline has rejected one and another was taken. The batch
+        then gets the smallest of the run's sizes that holds them, or their own size if none does.
+        """
+        needed = max(height for height, _ in images), max(width for _, width in images)
+        for size in (self.size, *self.sizes):
+            if size is not None and holds(size, needed):
+                return size
+        return needed
+
+
+class PlannedBatch(list):
+    """The indices of a batch. While one iterates over it, each sample has its own random numbers.
+
+    A loader reads the samples in such an iteration, in the training process or in a worker.
+
+    Args:
+        indices: the indices of the samples. seeds: the seed of each. plan: what is known of the batch.
+    """
+
+    def __init__(self, indices: Sequence[int], seeds: Sequence[int], plan: BatchPlan) -> None:
+        super().__init__(indices)
+        self.seeds = seeds
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            for index, seed in zip(super().__iter__(), self.seeds, strict=True):
+                _draws.set(Random(seed))
+                yield index
+            _read.set(self.plan)
+        finally:
+            _draws.set(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedBatch, (self[:], self.seeds, self.plan)
+
+
+def say_size(batch: Any) -> None:
+    """Write the planned size of the batch that was read last into its samples, as ``batch_input_shape``.
+
+    Args:
+        batch: the collated samples. Nothing is done if they were not planned.
+    """
+    plan = _read.get()
+    if plan is None:
+        return
+    _read.set(None)
+    if isinstance(batch, dict) and isinstance(batch.get("data_samples"), (list, tuple)):
+        size = plan.size_for([tuple(image.shape[-2:]) for image in batch["inputs"]])
+        for sample in batch["data_samples"]:
+            sample.set_metainfo({"batch_input_shape": size})
+
+
+def holds(size: Size, other: Size) -> bool:
+    """Return whether an image of the (height, width) ``other`` fits into one of ``size``."""
+    return size[0] >= other[0] and size[1] >= other[1]
