@@ -218,7 +218,7 @@ def check_before_data(runner: Any, *stages: str) -> None:
     cfg = runner.cfg
     for stage in stages:
         sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
-        loop = EvaluationLoop
+        loop: type = EvaluationLoop
         if stage == "train":
             loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
         check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})
