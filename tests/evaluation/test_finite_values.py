@@ -132,28 +132,6 @@ def test_unknown_velocities_and_futures_may_be_nan():
         assert metric.evaluate(1)
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_fields_and_depths(bad):
-    values = torch.tensor([1.0, 2.0, bad])
-    with pytest.raises(
-        ValueError, match=r"FieldMetric: pred_field must be finite, got 1 NaN .* first at \[2\]"
-    ):
-        METRICS.build({"type": "FieldMetric"}).process(
-            {}, [{"pred_field": values, "gt_field": torch.ones(3)}]
-        )
-    with pytest.raises(ValueError, match="FieldMetric: gt_field must be finite"):
-        METRICS.build({"type": "FieldMetric"}).process(
-            {}, [{"pred_field": torch.ones(3), "gt_field": values}]
-        )
-    with pytest.raises(ValueError, match="FieldMetric: pred_field must have 3 values like gt_field, got 1"):
-        METRICS.build({"type": "FieldMetric"}).process({}, [{"pred_field": values[:1], "gt_field": values}])
-    metric = METRICS.build({"type": "TwoViewDepthMetric"})
-    with pytest.raises(ValueError, match="TwoViewDepthMetric: pair 4: pred_depth must be finite"):
-        metric.process({}, [{"pair": 4, "pred_depth": values, "gt_depth": torch.ones(3)}])
-    with pytest.raises(ValueError, match="no pixel has a positive, finite true depth"):
-        metric.evaluate(0)
-
-
 @pytest.mark.parametrize("name", ["NuScenesMetric", "VectorMapMetric"])
 def test_anchors(name, tmp_path):
     np.save(tmp_path / "anchors.npy", np.full((2, 11), math.nan))

@@ -205,16 +205,6 @@ def test_refusals():
         evaluate(*rows, class_mapping={"tram": "car"})
     with pytest.raises(ValueError, match="class_range must name pedestrian, got car"):
         evaluate(*rows, class_range={"car": 50.0})
-    metric = METRICS.build({"type": "MotionMetric"})
-    sample = {"token": "a", "T_global": np.eye(4), "gt_bboxes_3d": torch.zeros(1, 9)}
-    with pytest.raises(ValueError, match="frame a has no gt_agent_fut_trajs"):
-        metric.process({}, [sample])
-    sample |= {"gt_agent_fut_trajs": torch.zeros(1, 12, 2), "gt_agent_fut_masks": torch.ones(1, 12)}
-    with pytest.raises(ValueError, match="frame a: the prediction has no trajs_3d"):
-        metric.process({}, [sample])
-    prediction = {"boxes_3d": torch.zeros(3, 9), "trajs_3d": torch.zeros(3, 6, 8, 2)}
-    with pytest.raises(ValueError, match=r"trajs_3d must be \[3, K, 12, 2\], got \[3, 6, 8, 2\]"):
-        metric.process({}, [{**sample, "pred_instances_3d": prediction}])
 
 
 def test_a_frame_without_boxes():

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from visdet.models.layers import FusedSampleAttention
-from visdet.registry import MODELS
 
 B, E, C, G, Q, D, H, W = 2, 10, 6, 3, 5, 7, 8, 9
 
@@ -116,12 +115,6 @@ def test_query_without_samples_takes_nothing():
     assert all(tensor.grad.isfinite().all() for tensor in given.values())
 
 
-def test_starts_without_a_preference_for_any_depth():
-    attention, given = FusedSampleAttention(E, G, C), inputs(torch.float32)
-    out, _ = attention(**given)
-    torch.testing.assert_close(attention(**{**given, "depths": given["depths"] + 0.37})[0], out)
-
-
 def test_identity():
     attention, given = module().double(), inputs()
     identity = torch.randn(B, Q, E, dtype=torch.float64)
@@ -148,12 +141,6 @@ def test_empty(queries, depth_samples):
     out, weights = attention(**given)
     assert weights.shape == (B, G, queries, depth_samples)
     torch.testing.assert_close(out, given["query"] + attention.output_proj.bias)
-
-
-def test_built_from_a_config():
-    built = MODELS.build({"type": "FusedSampleAttention", "embed_dims": 8, "num_heads": 2, "num_octaves": 3})
-    assert isinstance(built, FusedSampleAttention)
-    assert built.depth_key.out_channels == 6 and built.query_proj.out_features == 16
 
 
 @pytest.mark.parametrize(

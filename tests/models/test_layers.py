@@ -149,18 +149,6 @@ def test_multihead_attention_adds_positions_to_queries_and_keys_only(batch_first
     torch.testing.assert_close(attention(query, query_pos=position), expected)
 
 
-def test_multihead_attention_masks():
-    torch.manual_seed(0)
-    attention = MultiheadAttention(8, 2, batch_first=True).eval()
-    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
-    padding = torch.zeros(2, 5, dtype=torch.bool)
-    padding[:, 3:] = True
-    alone = attention(query, key[:, :3], key[:, :3])
-    torch.testing.assert_close(attention(query, key, key, key_padding_mask=padding), alone)
-    forbidden = padding[:1].expand(3, 5)
-    torch.testing.assert_close(attention(query, key, key, attn_mask=forbidden), alone)
-
-
 def test_dropout_of_one_attention_leaves_the_next_alone():
     first = MultiheadAttention(8, 2, dropout=0.5)
     assert (first.attn.dropout, first.dropout_layer.p) == (0.5, 0.5)

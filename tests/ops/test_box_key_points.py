@@ -11,13 +11,6 @@ from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, largest, rand
 from visdet.ops import _library, box_key_points, box_key_points_reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the largest value
-SIZES = {  # B, Q, D, F, M
-    "B2-Q5-D11-F7-M6": (2, 5, 11, 7, 6),
-    "B1-Q3-D8-F1-M0": (1, 3, 8, 1, 0),
-    "B3-Q2-D9-F0-M5": (3, 2, 9, 0, 5),
-    "B1-Q150-D40-F3-M37": (1, 150, 40, 3, 37),
-}
 
 
 def make_case(B, Q, D, F, M, *, dtype=torch.float64, device="cpu"):
@@ -27,13 +20,6 @@ def make_case(B, Q, D, F, M, *, dtype=torch.float64, device="cpu"):
         torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
         for shape in ((B, Q, D), (F, 3), (B, Q, M * 3))
     )
-
-
-def gradients(function, case, grad_output):
-    anchors, fixed, logits = case
-    leaves = [anchors.detach().clone().requires_grad_(), logits.detach().clone().requires_grad_()]
-    output = function(leaves[0], fixed, leaves[1])
-    return [output, *torch.autograd.grad(output, leaves, grad_output.to(output))]
 
 
 def draw_problem(draw):
@@ -123,22 +109,6 @@ def test_one_box_by_hand(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", SIZES)
-def test_matches_reference(name, dtype, device):
-    B, Q, _, F, M = SIZES[name]
-    case = make_case(*SIZES[name], dtype=dtype, device=device)
-    grad_output = torch.randn(B, Q, F + M, 3, generator=torch.Generator().manual_seed(1)).to(device)
-    actual = gradients(box_key_points, case, grad_output)
-    expected = gradients(box_key_points_reference, [t.double() for t in case], grad_output)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.dtype == dtype and ours.shape == theirs.shape
-        if theirs.numel():
-            error = (ours.double() - theirs).abs().max() / theirs.abs().max()
-            assert theirs.abs().max() > 0 and error < TOLERANCE[dtype], f"{error:.1e}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradcheck(device):
     anchors, fixed, logits = make_case(2, 2, 9, 2, 3, device=device)
     leaves = (anchors.requires_grad_(), logits.requires_grad_())
@@ -156,19 +126,6 @@ def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
     torch.testing.assert_close(out, box_key_points(limited, fixed, logits, 1.5))
     (grad,) = torch.autograd.grad(out.sum(), leaf)
     assert grad[0, 0, 3] == 0 and (grad[0, :, :3] == 13).all() and (grad[0, :, 8:] == 0).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("column", [0, 3, 6])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_number_that_is_not_finite_goes_where_the_formula_takes_it(bad, column, device):
-    anchors, fixed, logits = make_case(1, 3, 11, 7, 6, dtype=torch.float32, device=device)
-    anchors[0, 1, column] = bad
-    logits[0, 2] = bad
-    actual = box_key_points(anchors, fixed, logits)
-    expected = box_key_points_reference(anchors, fixed, logits)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert actual[0, 0].isfinite().all()
 
 
 REJECTIONS = {

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import relative_error
 from hypothesis import strategies as st
 from test_ms_deform_attn import NEAR
 from torch import Tensor
@@ -28,6 +29,7 @@ from visdet.ops import (
     modulated_deform_conv2d,
 )
 from visdet.ops.deform_conv2d import deform_conv2d_reference
+from visdet.ops.explain import choose_only
 from visdet.ops.mmcv.deform_conv_layers import rename_offset_layers_on_load
 
 # Of the greatest number: operands and result of the products are rounded to the type, by half an eps each, and so are
@@ -491,6 +493,13 @@ def on(device, is_ordered, function, tensors, settings):
     return [t.detach().cpu() for t in (out, *grads)]
 
 
+def test_maps_smaller_than_the_kernel():
+    layer = DeformConv2d(1, 1, 3, padding=1)
+    x = torch.randn(1, 1, 2, 2)
+    out = layer(x, torch.zeros(1, 18, 2, 2))
+    torch.testing.assert_close(out, F.conv2d(x, layer.weight, padding=1))
+
+
 @pytest.mark.parametrize("use_deform", [False, True])
 def test_saconv_blends_two_dilations(use_deform):
     torch.manual_seed(0)
@@ -535,14 +544,17 @@ def test_rejections():
             lambda: deform_conv2d(x, offset, weight, *settings, 2, 0),
             "deform_groups must be at least 1, got 0",
         ),
-        (lambda: deform_conv2d(x, offset, weight, (1, 0)), "stride must be at least 1, got 0"),
+        (lambda: deform_conv2d(x, offset, weight, (1, 0)), r"stride must be at least 1, got \(1, 0\)"),
         (lambda: deform_conv2d(x, offset, weight, *settings, 2, 2, True), "bias must be False"),
         (
             lambda: modulated_deform_conv2d(x, offset, mask[:, 1:], weight, bias, *settings, 2, 2),
             r"mask must be \[2, 12, 3, 8\], got \[2, 11, 3, 8\]",
         ),
-        (lambda: deform_conv2d(x, offset, weight, 1, 1, (1, 0)), "dilation must be at least 1, got 0"),
-        (lambda: deform_conv2d(x, offset, weight, 1, (0, -1)), "padding must not be negative, got -1"),
+        (
+            lambda: deform_conv2d(x, offset, weight, 1, 1, (1, 0)),
+            r"dilation must be at least 1, got \(1, 0\)",
+        ),
+        (lambda: deform_conv2d(x, offset, weight, 1, (0, -1)), r"padding must be at least 0, got \(0, -1\)"),
         (
             lambda: deform_conv2d(x, offset.long(), weight, *settings, 2, 2),
             "offset must be of a floating-point type, got torch.int64",
@@ -795,3 +807,30 @@ def test_deterministic_algorithms_are_asked_for_before_the_forward():
             out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deform_conv2d_gives_the_same_by_every_path(dtype):
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to("cuda", dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    B, C, H, W, M, G = 2, 32, 9, 11, 12, 2
+    given = (draw(B, C, H, W), draw(B, G * 18, H, W), draw(B, G * 9, H, W), draw(M, C, 3, 3))
+    rest = ([1, 1], [1, 1], [1, 1], G, 32)
+    grad_output = draw(B, M, H, W)
+    results = {}
+    for path in ("packs", "values"):
+        with choose_only("deform_conv2d", path), choose_only("deform_conv2d_backward", path):
+            results[path] = [
+                torch.ops.visdet.deform_conv2d(*given, *rest),
+                *torch.ops.visdet.deform_conv2d_backward(grad_output, *given, *rest, True, True, True),
+                torch.ops.visdet.deform_conv2d_backward(grad_output, *given, *rest, False, False, True)[3],
+            ]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(results["packs"], results["values"], strict=True):
+        assert relative_error(one, other) < tolerance
+    for path in results:
+        *_, of_weight, of_weight_alone = results[path]
+        assert relative_error(of_weight_alone, of_weight) < tolerance

@@ -182,15 +182,6 @@ def test_sigmoid_is_the_formula(gamma, weighted):
     torch.testing.assert_close(summed, expected.sum())
 
 
-def test_agrees_with_torchvision():
-    ops = pytest.importorskip("torchvision.ops")
-    torch.manual_seed(0)
-    logits, target = torch.randn(13, 4), torch.randint(0, 5, (13,))
-    one_hot = torch.nn.functional.one_hot(target, 5)[:, :4].float()
-    expected = ops.sigmoid_focal_loss(logits, one_hot, 0.25, 2.0)
-    torch.testing.assert_close(sigmoid_focal_loss(logits, target, reduction="none"), expected)
-
-
 @pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
 def test_gradients(function):
     torch.manual_seed(0)
@@ -201,16 +192,6 @@ def test_gradients(function):
         assert torch.autograd.gradcheck(
             lambda x, r=reduction: function(x, target, 2.0, 0.25, weight, r), logits
         )
-
-
-@pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_types_and_large_logits(function, dtype):
-    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], dtype=dtype, requires_grad=True)
-    loss = function(logits, torch.tensor([1, 1]), reduction="none")
-    assert loss.dtype == dtype and loss.isfinite().all()
-    loss.sum().backward()
-    assert logits.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", [sigmoid_focal_loss, softmax_focal_loss])

@@ -17,13 +17,6 @@ from visdet.ops import (
     stack_group_points,
     three_interpolate,
 )
-from visdet.ops.gather_points import (
-    gather_gradient,
-    gather_points_reference,
-    gathered,
-    stacked_indices,
-    stacked_indices_reference,
-)
 
 
 def draw_features(draw: Draw, *shape: int) -> Tensor:
@@ -228,39 +221,6 @@ def inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M=50):
     return features.to(device), index.to(device), weight.to(device), zeros_outside
 
 
-@pytest.mark.parametrize("has_weight, zeros_outside", [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("M", [0, 50, 5000])
-def test_kernels_are_the_definition(M, layout, dtype, index_dtype, has_weight, zeros_outside, device):
-    features, *others = inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M)
-    leaves = [one.requires_grad_() for one in (features, others[1]) if one.numel()]
-    expected, found = gather_points_reference(features, *others), gathered(features, *others)
-    same = torch.testing.assert_close if has_weight and device == "cuda" else torch.equal
-    assert same(found, expected) is not False  # torch adds up three numbers on CUDA in another order.
-    assert torch.equal(torch.ops.visdet.gather_points(features, *others), found)
-    grad = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, leaves, grad)
-    close = dict(rtol=0, atol=2e-3 if dtype == torch.float32 else 1e-11)  # of sums of up to 5000 numbers
-    torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), wanted, **close)
-    torch.testing.assert_close(gather_gradient(grad, features.shape, *others), wanted[0], **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_indices_within_clouds(dtype, device):
-    index = torch.randint(-2, 9, (23, 5), dtype=dtype, device=device)
-    sizes, groups = (
-        torch.tensor(counts, dtype=torch.int32, device=device)
-        for counts in ([3, 0, 7, 5, 0], [0, 9, 4, 10, 0])
-    )
-    found = stacked_indices(index, sizes, groups)
-    assert torch.equal(found, stacked_indices_reference(index, sizes, groups))
-    assert found[0].tolist() == [-1] * 5 and found.max() == 14  # The second cloud has no points.
-    none = torch.empty(0, dtype=torch.int32, device=device)
-    assert stacked_indices(index[:0], none, none).shape == (0, 5)
-
-
 @pytest.mark.parametrize("call", [group_points, gather_points, three_interpolate])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1])
@@ -269,7 +229,7 @@ def test_an_index_of_no_point_is_an_error(call, dtype, bad):
     index[1, 4, 2] = bad
     index = index[..., 2] if call is gather_points else index
     weight = (torch.rand(2, 5, 3),) if call is three_interpolate else ()
-    with pytest.raises(RuntimeError, match=f"gather_points: indices must be in 0..8, got {bad}"):
+    with pytest.raises(RuntimeError, match=f"{call.__name__}: indices must be in 0..8, got {bad}"):
         call(torch.rand(2, 4, 9), index, *weight)
 
 

@@ -393,3 +393,16 @@ KERNELS, POINTS = torch.zeros(1, 9, 8, 8), torch.zeros(1, 5, 2)
 def test_rejections(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.cuda
+def test_carafe_of_many_images():
+    # More groups of channels of images than the second dimension of a grid has blocks.
+    features = torch.randn(66000, 2, 2, 1, device="cuda", requires_grad=True)
+    masks = torch.randn(66000, 1, 4, 2, device="cuda", requires_grad=True)
+    output = carafe(features, masks, 1, 1, 2)
+    wide = features.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    torch.testing.assert_close(output, wide * masks)
+    grads = torch.autograd.grad(output.square().sum(), (features, masks))
+    expected = torch.autograd.grad((wide * masks).square().sum(), (features, masks))
+    torch.testing.assert_close(grads, expected)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -904,3 +905,19 @@ def test_more_than_two_to_the_31_elements():
     centre = torch.tensor([(W - 0.5) / W, (H - 0.5) / H], device="cuda").expand(1, 2, G, 1, 1, 2)
     out = ms_deform_attn(value, [(H, W)], [0], centre, torch.ones(1, 2, G, 1, 1, device="cuda"))
     torch.testing.assert_close(out, torch.full_like(out, 3), rtol=1e-2, atol=0)
+
+
+@pytest.mark.cuda
+def test_threads_do_not_take_shared_memory_from_one_another():
+    """The limit of a kernel holds for all threads, each of which knows what it has asked for."""
+    value = torch.randn(2, 21760, 8, 32, device="cuda", dtype=torch.bfloat16)
+    shapes = [(128, 128), (64, 64), (32, 32), (16, 16)]
+
+    def attend(queries):
+        locations = torch.rand(2, queries, 8, 4, 4, 2, device="cuda")
+        return ms_deform_attn(value, shapes, None, locations, torch.rand(locations.shape[:-1], device="cuda"))
+
+    # On an H200 or H100, the numbers of queries need 10, 68, 53 and 68 KB.
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for pool, queries in ((one, 300), (other, 2000), (one, 1600), (other, 2000)):
+            assert pool.submit(attend, queries).result(timeout=60).isfinite().all()

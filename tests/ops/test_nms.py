@@ -455,16 +455,6 @@ def test_a_box_at_the_distance_of_another_class_is_kept(backend):
     assert keep.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("split_thr", [1, 10000])
-@pytest.mark.parametrize("kind", ["nms", "soft_nms"])
-def test_the_best_of_all_classes_are_kept_for_every_type(kind, split_thr):
-    boxes, scores = random_boxes(50)
-    cfg = dict(type=kind, iou_threshold=0.4, split_thr=split_thr)
-    dets, keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg)
-    best, best_keep = batched_nms(boxes, scores, torch.arange(50) % 3, cfg | dict(max_num=4))
-    assert torch.equal(best_keep, keep[:4]) and torch.equal(best, dets[:4]) and len(keep) > 4
-
-
 def test_agnostic_boxes_are_split_by_class_too():
     """As in mmcv: from split_thr boxes on only boxes of the same class suppress each other."""
     boxes, scores, classes = BOXES[[0, 0, 0]], torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0, 1, 1])

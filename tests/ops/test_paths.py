@@ -141,20 +141,6 @@ def test_deterministic_mode_sorts():
 
 
 @needs_library
-def test_tensor_cores_are_left_alone_where_they_do_not_know_bfloat16():
-    # The gather by tensor cores has another body from sm_80 on; a T4 must take the other kernel, which is told by
-    # nothing in a plan but must not be chosen by type alone. Here: both plans exist and fit.
-    given = attention(60000, B=1, dtype=torch.bfloat16)
-    for device in ("T4", "H200"):
-        kernels = [
-            launch.kernel
-            for plan in explain("ms_deform_attn", **given, device=device).plans
-            for launch in plan.launches
-        ]
-        assert "gather_kernel" in kernels
-
-
-@needs_library
 def test_an_explanation_names_the_kernels():
     plan = explain("ms_deform_attn", **attention(300), device="H200")
     forward, backward = plan.plans

@@ -17,7 +17,6 @@ from tests.fuzz.polygons import (
     Points,
     area,
     by_differences,
-    cross,
     crosses_itself,
     derivatives,
     hull,
@@ -29,7 +28,6 @@ from tests.fuzz.polygons import (
 from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     _library,
-    box_iou_rotated,
     chamfer_distance,
     convex_giou,
     convex_iou,
@@ -510,39 +508,18 @@ def test_the_kernels_are_the_references(kind, device, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_points_in_polygons(device):
-    points, polygons = uniform(60, 2), quadrilaterals(9)
-    found = points_in_polygons(points.to(device), polygons.to(device))
-    assert found.dtype == torch.float32 and found.any() and not found.all()
-    for n, point in enumerate(points.tolist()):
-        for m, corners in enumerate(polygons.tolist()):
-            corners = points_of(corners)
-            sides = [cross(a, b, point) > 0 for a, b in zip(corners, corners[1:] + corners[:1], strict=True)]
-            assert found[n, m].item() == (all(sides) or not any(sides))
-    concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]])
-    assert points_in_polygons(torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]]), concave).tolist() == [
-        [1],
-        [0],
-        [0],
-    ]
+def test_points_in_concave_polygons(device):
+    concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]], device=device)
+    points = torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]], device=device)
+    assert points_in_polygons(points, concave).tolist() == [[1], [0], [0]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_chamfer_distance(device):
-    one, other = uniform(2, 5, 2), uniform(2, 7, 2, seed=1)
-    one[0, 3], other[1, 2] = one[0, 1], other[1, 6]
-    found = chamfer_distance(one.to(device), other.to(device))
-    for b in range(2):
-        for distances, indices, points, others in (
-            (found[0], found[2], one, other),
-            (found[1], found[3], other, one),
-        ):
-            for n, (x, y) in enumerate(points[b].tolist()):
-                apart = [(x - u) ** 2 + (y - v) ** 2 for u, v in others[b].tolist()]
-                assert distances[b, n].item() == pytest.approx(min(apart))
-                assert indices[b, n].item() == apart.index(min(apart)) and indices.dtype == torch.int32
+def test_gradients(device):
     leaves = [uniform(2, n, 2, seed=n).to(device).requires_grad_() for n in (5, 7)]
     assert torch.autograd.gradcheck(lambda a, b: chamfer_distance(a, b)[:2], leaves)
+    pair = [boxes(30, seed)[None, 1:8].to(device).requires_grad_() for seed in (0, 10)]
+    assert torch.autograd.gradcheck(diff_iou_rotated_2d, pair)
 
 
 def boxes(N, seed):
@@ -554,26 +531,6 @@ def boxes(N, seed):
         ],
         1,
     )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_diff_iou_rotated(device):
-    one, other = boxes(30, 0).to(device), boxes(30, 10).to(device)
-    one[:, 2:4].clamp_(min=0.5), other[:, 2:4].clamp_(min=0.5)
-    other[0] = one[0]
-    flat = diff_iou_rotated_2d(one[None], other[None])
-    torch.testing.assert_close(flat[0], box_iou_rotated(one, other, aligned=True))
-    depth = torch.tensor([[0.0, 2], [1, 4]], device=device, dtype=torch.float64)
-    solid = [
-        torch.cat([b[:, :2], d[:1].expand(30, 1), b[:, 2:4], d[1:].expand(30, 1), b[:, 4:]], 1)
-        for b, d in ((one, depth[0]), (other, depth[1]))
-    ]
-    areas = [b[:, 2] * b[:, 3] for b in (one, other)]
-    common = flat[0] * (areas[0] + areas[1]) / (1 + flat[0])  # from z = -1 to 1, and from -1 to 3
-    expected = (common * 2) / (areas[0] * 2 + areas[1] * 4 - common * 2)
-    torch.testing.assert_close(diff_iou_rotated_3d(solid[0][None], solid[1][None])[0], expected)
-    leaves = [t[None, 1:8].clone().requires_grad_() for t in (one, other)]
-    assert torch.autograd.gradcheck(diff_iou_rotated_2d, leaves)
 
 
 @pytest.mark.parametrize("call", [diff_iou_rotated_2d, diff_iou_rotated_3d])
@@ -634,7 +591,7 @@ X = torch.zeros(3, 4)
         (lambda: diff_iou_rotated_2d(X, X), r"box1 must be \[B, N, 5\] \(x, y, w, h, angle\), got \[3, 4\]"),
         (
             lambda: diff_iou_rotated_2d(torch.zeros(1, 2, 5), torch.zeros(1, 3, 5)),
-            r"box2 must be \[1, 2, 5\] as box1, got \[1, 3, 5\]",
+            r"box2 must be \[1, 2, 5\] .*, got \[1, 3, 5\]",
         ),
         (
             lambda: diff_iou_rotated_2d(*[torch.zeros(1, 2, 5).int()] * 2),

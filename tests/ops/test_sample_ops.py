@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
+from visdet.ops.explain import choose_only
 
 
 def _images(draw: Draw, C: int, big: bool) -> Tensor:
@@ -422,3 +423,82 @@ def test_more_than_two_to_the_31_elements():
     (grad,) = torch.autograd.grad(out.sum(), images)
     torch.testing.assert_close(grad[0, :, -1, -1], torch.ones_like(grad[0, :, -1, -1]), rtol=1e-2, atol=0)
     assert not grad[0, :, :-1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("octaves", [11, 12, 27, 28, 30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sample_dot_with_every_number_of_octaves(dtype, octaves, device):
+    # With 12 octaves in float64, 28 in float32, static and dynamic shared memory together pass 48 KB.
+    tensors, rest = make_case("dot", 2, 64, 5, 7, 3, 200, 2, octaves, dtype=dtype, device=device)
+    exact = [tensor.double().cpu() for tensor in tensors]
+    grad_output = torch.randn(2, 2, 3, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output, grads = gradients(sample_dot, [*tensors, *rest], grad_output)
+    expected, wanted = gradients(sample_dot_reference, [*exact, *rest], grad_output.double())
+    # The encoding of a depth d turns 2^octaves d times: float64's own rounding of its angle is 2^octaves eps.
+    tolerance = {torch.float64: 1e-11 + 2.0**octaves * 1e-15, torch.float32: 5e-5, torch.bfloat16: 8e-3}[
+        dtype
+    ]
+    assert relative_error(output, expected) < tolerance
+    for grad, of_reference in zip(grads, wanted, strict=True):
+        assert relative_error(grad, of_reference) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", OPS)
+def test_sample_ops_give_the_same_by_every_path(name, sizes):
+    tensors, rest = make_case(name, *SIZES[sizes], dtype=torch.float32, device="cuda")
+    with choose_only(f"sample_{name}", "copy_first"):
+        expected = OPS[name][0](*tensors, *rest)
+    with choose_only(f"sample_{name}", "in_place"):
+        tensors[0] = tensors[0].to(memory_format=torch.channels_last)
+        assert torch.equal(OPS[name][0](*tensors, *rest), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("Q, D", [(40, 60), (300, 400), (600, 800)], ids=["2400", "120000", "480000"])
+def test_all_samples_in_one_cell(Q, D):
+    # Deterministic mode orders the records of a cell: here one cell has all of them.
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(1, 4, 6, 7, generator=generator, dtype=torch.float64)
+    pixels = torch.tensor([2.0, 3.0]) + 0.1 + 0.8 * torch.rand(1, Q, D, 2, generator=generator)
+    samples = ((pixels + 0.5) / torch.tensor([7.0, 6.0]) * 2 - 1).double()
+    weights = torch.rand(1, 1, Q, D, generator=generator).double()
+    exact = [images, samples, weights]
+    grad_output = torch.ones(1, dtype=torch.float64)
+    _, expected = gradients(OPS["sum"][1], exact, grad_output)
+    tensors = [tensor.float().cuda() for tensor in exact]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [gradients(OPS["sum"][0], tensors, grad_output)[1] for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for grads in runs:
+        assert all(torch.equal(*pair) for pair in zip(grads, runs[0], strict=True))
+        assert relative_error(grads[0], expected[0]) < 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("C", [3, 20, 31])
+def test_an_infinite_channel_of_queries_leaves_depths_alone(C, dtype, device):
+    images = torch.randn(1, C, 4, 5, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    images[:, 0] = torch.inf
+    samples = torch.full((1, 2, 3, 2), 0.3, dtype=wide_of(dtype), device=device)
+    queries = torch.ones(1, 2, 2, C - 2, dtype=wide_of(dtype), device=device)
+    depths = torch.full((1, 2, 3), 0.2, dtype=wide_of(dtype), device=device, requires_grad=True)
+    dots = sample_dot(images, samples, queries, depths, 1)
+    (gradient,) = torch.autograd.grad(dots, depths, torch.ones_like(dots))
+    assert gradient.isfinite().all()
+    assert gradient.all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_depths_that_are_not_read_have_no_gradient(device):
+    images = torch.randn(1, 3, 4, 5, device=device)
+    samples = torch.zeros(1, 2, 3, 2, device=device)
+    depths = torch.zeros(1, 2, 3, device=device, requires_grad=True)
+    dots = sample_dot(images, samples, torch.ones(1, 2, 2, 3, device=device), depths)
+    (gradient,) = torch.autograd.grad(dots, depths, torch.full_like(dots, torch.nan), allow_unused=True)
+    assert gradient is None or not gradient.any()

@@ -115,6 +115,15 @@ def test_the_check_names_what_is_wrong_in_a_file(recording, monkeypatch, capsys)
     )
 
 
+def test_the_check_counts_map_lines_beyond_the_region(recording, monkeypatch, capsys):
+    infos = list(load_infos("data/mine/infos_train.npz")[0])
+    lines = {1: [[[2.0, -9], [2, 9]], [[2.0, -90], [2, 90]], [[500.0, 0], [600, 0]], [[40.0, 1], [40, 2]]]}
+    save_infos("data/mine/infos_train.npz", [info | {"map_annos": lines} for info in infos], {})
+    arguments = ("--check", "data/mine/infos_train.npz", "--data-root", "data/mine")
+    printed = succeed_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    assert "map lines: 32, of which 8 are cut and 16 left out" in printed and "30 x 60 m" in printed
+
+
 def test_anchors_of_nothing_are_not_made(recording, monkeypatch, capsys):
     config = "configs/sparsedrive/my_recording.py"
     infos = list(load_infos("data/mine/infos_train.npz")[0])

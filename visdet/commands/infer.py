@@ -6,8 +6,11 @@ visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_sh
 import argparse
 import os
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
-from visdet.command_line import add_config_arguments, add_options
+from visdet.command_line import add_config_arguments, add_options, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +23,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, out_dir=("work_dirs/detections", "folder to write"))
     parser.add_argument(
+        "--batch-size", type=positive_int, default=1, help="images that the model takes at once (default: 1)"
+    )
+    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where torch's autocast does")
+    parser.add_argument(
+        "--json-only", action="store_true", help="write predictions.json alone, and no pictures"
+    )
+    parser.add_argument(
         "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
     )
+
+
+def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
+    """Yield the results, and show how many there are, and how many come in a second."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from visdet.engine.console import console
+
+    start, rate = time.perf_counter(), "{task.completed} images, {task.fields[rate]:.1f} a second"
+    with Progress(BarColumn(), TextColumn(rate), console=console, transient=True) as bar:
+        task = bar.add_task("", total=num_files, rate=0.0)
+        for result in results:
+            done = bar.tasks[task].completed + 1
+            bar.update(task, advance=1, rate=done / (time.perf_counter() - start))
+            yield result
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,11 +66,21 @@ def run(args: argparse.Namespace) -> None:
     files, left_out = find_images(args.images, args.out_dir)
     check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
-    found, failures = detect_files(detector, files, args.out_dir, args.score_thr)
+    found, failures = detect_files(
+        detector,
+        files,
+        args.out_dir,
+        args.score_thr,
+        args.batch_size,
+        args.amp,
+        draws=not args.json_only,
+        shown=_with_progress,
+    )
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
-    say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json and {args.out_dir}/pictures")
+    pictures = "" if args.json_only else f" and {args.out_dir}/pictures"
+    say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json{pictures}")
     for remark in left_out:
         say(remark)
     for failure in failures:

@@ -8,9 +8,11 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice
+from itertools import groupby, islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -41,10 +43,14 @@ from .hooks.num_class_check_hook import classes_of_heads
 from .image_files import is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .places import check_work_dir
+from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
+
+_AHEAD = 16  # images that are read in advance
+_DRAWING = 4  # threads that write pictures
 
 
 class Detector:
@@ -142,15 +148,19 @@ class Detector:
         images = as_array(images)
         thresholds = self._checked_thresholds() if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
-        found = self._detect(given, batch_size, thresholds, bool(amp), graph)
         video = video_of(images)
+        is_one = is_one_image(images)
+        is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
+        # The images of a user's iterator are taken when they are needed, such as those of a camera.
+        reads_ahead = is_finite and not is_one
+        read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
+        found = self.detect_items(read, batch_size, thresholds, bool(amp), graph)
         rate = 25.0 if video is None else frames_per_second(video)
         if save_video is not None:
             found = written_as_video(found, save_video, rate, video)
-        if is_one_image(images):
+        if is_one:
             (result,) = found
             return result
-        is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
         return list(found) if is_finite and video is None else found
 
     def _checked_thresholds(self) -> list[float]:
@@ -169,14 +179,28 @@ class Detector:
                 )
         return [float(value) for value in given]
 
-    def _detect(
-        self, given: Iterator[GivenImage], batch_size: int, thresholds: Any, amp: bool, graph: bool | None
+    def detect_items(
+        self,
+        items: Iterator[tuple[GivenImage, dict[str, Any]]],
+        batch_size: int = 1,
+        thresholds: float | list[float] | None = None,
+        amp: bool = False,
+        graph: bool | None = None,
     ) -> Iterator[Detections]:
-        while batch := list(islice(given, min(batch_size, sys.maxsize))):
-            samples = self._predict([self.item_of(image) for image in batch], amp, graph)
-            for image, sample in zip(batch, samples, strict=True):
+        """Yield the detections in images that :meth:`item_of` has prepared. A call of the detector has the arguments.
+
+        Args:
+            items: each image with its item.
+        """
+        thresholds = self._checked_thresholds() if thresholds is None else thresholds
+        while batch := list(islice(items, min(batch_size, sys.maxsize))):
+            samples = self._predict([item for _, item in batch], amp, graph)
+            for (image, _), sample in zip(batch, samples, strict=True):
                 classes = self.dataset_meta["classes"]
                 yield Detections(sample, classes, thresholds, image.pixels, self._picture, image.frame)
+
+    def _read(self, image: GivenImage) -> tuple[GivenImage, dict[str, Any]]:
+        return image, self.item_of(image)
 
     @cpu_by_default()
     def item_of(self, image: GivenImage) -> dict[str, Any]:
@@ -271,17 +295,26 @@ def detect_files(
     files: str | os.PathLike | Iterable[str | os.PathLike],
     out_dir: str,
     score_thr: float | None,
+    batch_size: int = 1,
+    amp: bool = False,
+    draws: bool = True,
+    shown: Callable[[Iterator[Detections], int], Iterable[Detections]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Detect objects in images and videos, and write ``predictions.json`` and a picture of each file below ``out_dir``.
 
     The picture of a video is an .mp4 file. The pictures are in :func:`pictures_folder`. Their subfolders are those of
-    the files below the deepest folder that contains all of them; see also :class:`PicturePaths`.
+    the files below the deepest folder that contains all of them; see also :class:`PicturePaths`. Files are read, and
+    pictures are written, in threads while the model predicts.
 
     Args:
         detector: the detector.
         files: the paths of the images and the videos, or one path.
         out_dir: the folder to write to.
         score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
+        batch_size, amp: see :class:`Detector`.
+        draws: whether pictures are written.
+        shown: a function of the results as they come and of the number of files, which returns them, such as that of a
+            progress bar.
 
     Returns:
         the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
@@ -294,15 +327,48 @@ def detect_files(
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
     failures: list[str] = []
+
+    def picture_of(path: str, suffix: str) -> Path:
+        picture = pictures.path_of(os.path.relpath(path, root), suffix=suffix)
+        check_work_dir(picture.parent, "--out-dir")
+        return picture
+
+    def read(path: str) -> tuple[GivenImage, Any]:
+        image = GivenImage(path)
+        try:
+            return image, detector.item_of(image)
+        except UserError as error:
+            return image, error
+
+    def readable(paths: Iterator[str]) -> Iterator[tuple[GivenImage, dict[str, Any]]]:
+        for image, item in computed_ahead(read, paths, _AHEAD):
+            if isinstance(item, UserError):
+                failures.append(str(item))
+            else:
+                yield image, item
+
+    def results() -> Iterator[Detections]:
+        for are_videos, group in groupby(paths, key=is_video):
+            if not are_videos:
+                yield from detector.detect_items(readable(group), batch_size, score_thr, amp)
+            for path in group if are_videos else ():
+                picture = picture_of(path, ".mp4") if draws else None
+                try:
+                    yield from detector(path, batch_size, score_thr, amp=amp, save_video=picture)  # type: ignore
+                except UserError as error:
+                    failures.append(str(error))
+
+    drawn: deque[Future] = deque()
     try:
-        for path in paths:
-            video = is_video(path)
-            picture = pictures.path_of(os.path.relpath(path, root), suffix=".mp4" if video else ".png")
-            check_work_dir(picture.parent, "--out-dir")
-            for result in _readable(detector, path, score_thr, picture if video else None, failures):
+        with ThreadPoolExecutor(_DRAWING) as drawing:
+            for result in results() if shown is None else shown(results(), len(paths)):
                 found.append(result.to_dict())
-                if not video:
-                    result.draw(picture)
+                if draws and result.frame is None:
+                    drawn.append(drawing.submit(result.draw, picture_of(str(result.path), ".png")))
+                if len(drawn) > 2 * _DRAWING:
+                    drawn.popleft().result()
+            for picture in drawn:
+                picture.result()
     except BaseException:  # What was found until then is kept.
         if found:
             with contextlib.suppress(OSError):
@@ -310,17 +376,6 @@ def detect_files(
         raise
     write_detections_file(predictions, found)
     return found, failures
-
-
-def _readable(
-    detector: Detector, path: str, score_thr: float | None, save_video: Path | None, failures: list[str]
-) -> Iterator[Detections]:
-    """Yield the detections in an image or a video, up to an error of the file, whose message goes to ``failures``."""
-    given: Any = iter([path]) if save_video is None else path
-    try:
-        yield from detector(given, score_threshold=score_thr, save_video=save_video)  # type: ignore[misc]
-    except UserError as error:
-        failures.append(str(error))
 
 
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:

@@ -36,6 +36,7 @@ from .data_workers import worker_failures_explained
 from .errors import log_fatal_error
 from .garbage import living_objects_not_collected
 from .graphs.methods import GraphedMethod, graphs_for
+from .graphs.planned import prepare_sizes
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
 from .loaders import build_dataloader
@@ -205,6 +206,8 @@ class DetRunner:
             self._validate()
         try:
             with living_objects_not_collected():
+                self.model.train()
+                prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, self.graphs, self.logger)
                 (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
         finally:
             loop.stop_workers()

@@ -13,6 +13,7 @@ from .tracing import recorded_as_one
 __all__ = [
     "bounded_rois",
     "bounded_rotated_rois",
+    "bounds_of",
     "check_rois",
     "check_sampling_ratio",
     "pool_regions",
@@ -54,6 +55,8 @@ def check_rois(
         raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
     if min(size) < 1:
         raise ValueError(f"{op}: {names[1]} must be positive, got {size}")
+    if size[0] * size[1] >= 1 << 31:
+        raise ValueError(f"{op}: {names[1]} must have fewer than 2^31 bins, got {size}")
     columns = layout.count(",") + 1
     check_layout(op, "rois", rois, f"[N, {columns}] ({layout})", None, columns)
     check_real(op, rois=rois)
@@ -107,7 +110,7 @@ def bounded_rois(
     has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = converted.clamp(low, _larger(high, input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
     is_missing = ~is_image(index, input.shape[0])[:, None]
@@ -118,7 +121,9 @@ def bounded_rois(
     return bounded.to(dtype)
 
 
-def _bounds(input: Tensor, spatial_scale: float, sampling_ratio: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def bounds_of(
+    input: Tensor, spatial_scale: float, sampling_ratio: int, dtype: torch.dtype
+) -> tuple[Any, Any]:
     """Return the least and the greatest corner of a region, in pixels of the image."""
     side = _larger(input.shape[2], input.shape[3])
     reach: int | torch.SymInt = FURTHEST
@@ -138,7 +143,7 @@ def bounded_rotated_rois(
     dtype: torch.dtype,
 ) -> Tensor:  # [N, 6] in dtype
     """Return rotated regions with bounded centres and sides. A region that counts for nothing is moved off the map."""
-    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = rois.to(dtype).clone()
     is_missing = ~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1) | bounded[:, 5].isinf()
     bounded[:, 1:3].clamp_(low, high)
@@ -207,15 +212,21 @@ def _pool_samples(
             inside_y = (torch.arange(down, device=rows.device).to(step) + 0.5) * step[:, :1]  # [n, down]
             inside_x = (torch.arange(across, device=rows.device).to(step) + 0.5) * step[:, 1:]  # [n, across]
             corner = origin[members].flatten(2)  # [n, 2, PH * PW]
-            shape = (len(members), PH * PW, down, across)
-            y = (corner[:, 0, :, None, None] + inside_y[:, None, :, None]).expand(shape).flatten(1)
-            x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
-            if turns.shape[1]:
-                cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
-                x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
-            samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
-            samples = samples.view(len(members), PH * PW, down * across, C)
-            parts.append(samples.max(2).values if takes_maximum else samples.mean(2))
+            pooled: Any = None
+            for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * len(members)), 1), 1):
+                shape = (len(members), PH * PW, some_y.shape[1], across)
+                y = (corner[:, 0, :, None, None] + some_y[:, None, :, None]).expand(shape).flatten(1)
+                x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
+                if turns.shape[1]:
+                    cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
+                    x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
+                samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
+                samples = samples.view(len(members), PH * PW, -1, C)
+                part = samples.max(2).values if takes_maximum else samples.sum(2) / (down * across)
+                pooled = (
+                    part if pooled is None else (torch.maximum if takes_maximum else torch.add)(pooled, part)
+                )
+            parts.append(pooled)
             members_of_parts.append(members)
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import _library, _registration, _torchvision
 from ._arguments import as_tensor, check_real
 from ._classes import check_classes, class_by_class
+from ._declared import declared
 from ._renamed import renamed_arguments
 from .box_iou_rotated import box_iou_rotated_reference
 
@@ -15,6 +16,7 @@ __all__ = ["nms", "nms_match"]
 
 
 @renamed_arguments(iou_thr="iou_threshold")
+@declared(iou_threshold="number", score_threshold="number", max_num="integer")
 def nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
     scores: Any,  # [N]
@@ -69,6 +71,7 @@ def nms(
     return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
 
 
+@declared(iou_threshold="number")
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """Return one group of indices per kept box: its own index, then the boxes that it suppressed, best first.
 

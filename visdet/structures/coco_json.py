@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -59,34 +59,33 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
         _check_records(content[section], section, keys, path)
     for key, section in (("image_id", "images"), ("category_id", "categories")):
         _check_references(content["annotations"], key, {record["id"] for record in content[section]}, path)
-    for image in content["images"]:
-        sides = [image["width"], image["height"]]
-        is_positive = _are_numbers(sides, 2) and min(sides) > 0
-        if not is_positive or any(side % 1 for side in sides):
-            raise InvalidInputError(
-                f"annotation file {path}: width and height must be {'whole' if is_positive else 'positive'} numbers: "
-                f"{image!r:.200}"
-            )
-        if not isinstance(image["file_name"], str):
-            raise InvalidInputError(f"annotation file {path}: file_name must be a text: {image!r:.200}")
-    for category in content["categories"]:
-        if not isinstance(category["name"], str):
-            raise InvalidInputError(
-                f"annotation file {path}: the name of a category must be a text: {category!r:.200}"
-            )
+    for section, fits, rule in _RULES:
+        for record in content[section]:
+            if not fits(record):
+                raise InvalidInputError(f"annotation file {path}: {rule}: {record!r:.200}")
     content["categories"] = _without_groups(content)
-    for annotation in content["annotations"]:
-        if not _are_numbers(annotation["bbox"], 4):
-            raise InvalidInputError(
-                f"annotation file {path}: bbox must be four finite numbers: {annotation!r:.200}"
-            )
-        area = annotation.get("area")
-        if area is not None and not _are_numbers([area], 1):
-            raise InvalidInputError(f"annotation file {path}: area must be a number: {annotation!r:.200}")
-        for key in ("iscrowd", "ignore"):
-            if annotation.get(key) not in (None, 0, 1):
-                raise InvalidInputError(f"annotation file {path}: {key} must be 0 or 1: {annotation!r:.200}")
     return content
+
+
+# What the records of each section must fulfil.
+_RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
+    (
+        "images",
+        lambda it: _are_positive(it["width"], it["height"]),
+        "width and height must be positive numbers",
+    ),
+    ("images", lambda it: it["width"] % 1 == 0 == it["height"] % 1, "width and height must be whole numbers"),
+    ("images", lambda it: isinstance(it["file_name"], str), "file_name must be a text"),
+    ("categories", lambda it: isinstance(it["name"], str), "the name of a category must be a text"),
+    ("annotations", lambda it: _are_numbers(it["bbox"], 4), "bbox must be four finite numbers"),
+    ("annotations", lambda it: it.get("area") is None or _is_number(it["area"]), "area must be a number"),
+    ("annotations", lambda it: it.get("iscrowd") in (None, 0, 1), "iscrowd must be 0 or 1"),
+    ("annotations", lambda it: it.get("ignore") in (None, 0, 1), "ignore must be 0 or 1"),
+)
+
+
+def _are_positive(*sides: Any) -> bool:
+    return _are_numbers([*sides], 2) and min(sides) > 0
 
 
 def _without_groups(content: dict) -> list[dict]:
@@ -105,10 +104,10 @@ def _without_groups(content: dict) -> list[dict]:
 
 
 def _are_numbers(values: object, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_is_finite_number, values))
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
 
-def _is_finite_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats

@@ -1,0 +1,134 @@
+"""What data sets, transforms, samplers and metrics refuse, by one message each that names the argument."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from visdet.datasets import (
+    PointSampleDataset,
+    ShapesDataset,
+    VolumeDataset,
+    load_infos,
+    make_driving_scenes,
+    make_shapes,
+    make_volume,
+    save_infos,
+)
+from visdet.datasets import transforms as T
+from visdet.datasets.samplers import GroupInBatchSampler, SceneSampler
+from visdet.errors import UserError
+from visdet.registry import METRICS
+
+
+def file(content, name="a.npz"):
+    """Write a file to the working directory and return its name."""
+    if isinstance(content, dict):
+        np.savez(name, **content)
+    else:
+        Path(name).write_bytes(content)
+    return name
+
+
+def process(metric, sample, **arguments):
+    METRICS.build({"type": metric, **arguments}).process(
+        {}, [{"token": "t", "T_global": np.eye(4), **sample}]
+    )
+
+
+FRAME = {"token": "t", "scene_token": "s", "timestamp": 1_700_000_000_000_000}
+LINE = np.array([[0.0, 0.0], [3.0, 0.0]])
+TWO = {"a": np.eye(3), "b": np.eye(3)}
+NAN = torch.tensor([1.0, 2.0, float("nan")])
+FUTURE = {
+    "gt_bboxes_3d": torch.zeros(1, 9),
+    "gt_agent_fut_trajs": torch.zeros(1, 12, 2),
+    "gt_agent_fut_masks": torch.ones(1, 12),
+}
+WAY = {
+    "gt_ego_fut_trajs": torch.ones(6, 2),
+    "gt_ego_fut_masks": torch.ones(6),
+    "fut_boxes": np.array([np.zeros((0, 7))] * 6 + [None], dtype=object)[:6],
+}
+REFUSED = [
+    (lambda: make_shapes("x", num_val=0), "num_val must be positive, got 0"),
+    (lambda: make_shapes("x", image_size=16), "image_size must be .* 32 pixels, got 16"),
+    (lambda: make_shapes("x", seed=-1), "seed must be .* got -1"),
+    (lambda: ShapesDataset(data_root="x", generator=dict(num_images=3)), "num_images"),
+    (lambda: make_driving_scenes("x", num_test=0), "num_test must be positive, got 0"),
+    (lambda: make_driving_scenes("x", image_size=(8, 100)), r"image_size must be \(height, width\) of 16"),
+    (lambda: save_infos("a.npz", [FRAME | {"x": {1, 2}}], {}), "text, lists, dicts and arrays, got set"),
+    (lambda: save_infos("a.npz", [FRAME | {"x": np.zeros(2, complex)}], {}), "text, got complex128"),
+    (lambda: save_infos("a.pkl", [], {}), "must end with .npz, got .*a.pkl"),
+    (lambda: load_infos(file(pickle.dumps([1, 2]), "a.pkl")), "must hold a dict of infos and metadata"),
+    (lambda: load_infos(file(b"nothing", "a.pkl")), "a.pkl cannot be read"),
+    (lambda: load_infos("none.npz"), "info file none.npz does not exist"),
+    (lambda: load_infos(file(b"x", "a.txt")), "must end with .npz or .pkl"),
+    (lambda: load_infos(file(TWO)), "is not one of visdet's"),
+    (lambda: load_infos(file(b"PK\x03\x04broken")), "is not one of visdet's"),
+    (lambda: VolumeDataset("none.npy"), "there is no such file"),
+    (lambda: VolumeDataset(), "give either path or synthetic"),
+    (lambda: VolumeDataset(file(TWO)), "must have one array, or key; it has a, b"),
+    (lambda: PointSampleDataset(file(TWO)), "must have arrays points, values; it has a, b"),
+    (lambda: VolumeDataset(file(b"abc", "a.raw")), "must be a .npy or .npz file"),
+    (lambda: make_volume((8, 12)), "size must be one or three positive numbers"),
+    (lambda: T.LoadImageFromFile(max_pixels=0), "max_pixels must be positive or None, got 0"),
+    (lambda: T.LoadImageFromFile(color_type="grey"), "color_type must be one of .*, got 'grey'"),
+    (lambda: T.LoadImageFromFile(channel_order="gbr"), "channel_order must be one of .*, got 'gbr'"),
+    (lambda: T.LoadImageFromFile(imdecode_backend="cv2"), "imdecode_backend must be one of .*, got 'cv2'"),
+    (lambda: T.LoadAnnotations()(dict(img_shape=(6, 9), flip=True)), "must come before RandomFlip"),
+    (lambda: T.LoadAnnotations(with_mask=True), "with_mask=True is not supported"),
+    (lambda: T.VectorizeMap((30, 60), False, simplify=True, sample_num=20), "exactly one of simplify, "),
+    (lambda: T.VectorizeMap((30, 60), False, sample_dist=1.0, permute=True), "permute needs sample_num"),
+    *(
+        (
+            lambda line=line: T.VectorizeMap((30, 60), False, simplify=True)({"map_annos": {1: [line]}}),
+            problem,
+        )
+        for line, problem in ((LINE * np.nan, "class 1 is NaN"), (LINE[:0], "class 1 has no points"))
+    ),
+    (lambda: GroupInBatchSampler(dataset=[1, 2], batch_size=1), "list has no flag; set with_seq_flag"),
+    (lambda: SceneSampler([], shuffle=True), "shuffle must be False"),
+    (lambda: process("CocoMetric", {"pred_instances": {}}), "no img_id, which must be among the meta_keys"),
+    (lambda: process("FieldMetric", {"pred_field": NAN, "gt_field": NAN}), r"pred_field .* 1 NaN .* \[2\]"),
+    (lambda: process("FieldMetric", {"pred_field": NAN[:2], "gt_field": NAN[1:]}), "gt_field must be finite"),
+    (lambda: process("FieldMetric", {"pred_field": NAN[:1], "gt_field": NAN}), "must have 3 values .* got 1"),
+    (
+        lambda: process("TwoViewDepthMetric", {"pair": 4, "pred_depth": NAN, "gt_depth": NAN}),
+        "pair 4: pred_depth must be finite",
+    ),
+    (lambda: METRICS.build({"type": "TwoViewDepthMetric"}).evaluate(0), "no pixel has a positive"),
+    (lambda: process("MotionMetric", {"gt_bboxes_3d": NAN}), "frame t has no gt_agent_fut_trajs"),
+    (lambda: process("MotionMetric", FUTURE), "frame t: the prediction has no trajs_3d"),
+    (
+        lambda: process(
+            "MotionMetric",
+            FUTURE
+            | {"pred_instances_3d": {"boxes_3d": torch.zeros(3, 9), "trajs_3d": torch.zeros(3, 6, 8, 2)}},
+        ),
+        r"trajs_3d must be \[3, K, 12, 2\], got \[3, 6, 8, 2\]",
+    ),
+    (lambda: process("PlanningMetric", WAY), "frame t: the prediction has no final_planning"),
+    (
+        lambda: process("PlanningMetric", WAY | {"pred_plan": {"final_planning": torch.ones(4, 2)}}),
+        r"final_planning must be \[6, 2\], got \[4, 2\]",
+    ),
+    (
+        lambda: process("PlanningMetric", {"pred_plan": {"final_planning": torch.ones(6, 2)}}),
+        "frame t has no ",
+    ),
+    (
+        lambda: process("TrackingMetric", {"pred_instances_3d": {"boxes_3d": 0}}),
+        "frame t has no instance_ids",
+    ),
+    (lambda: process("VectorMapMetric", {"pred_map": {"vectors": []}}), "frame t has no vectors"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_used_is_one_message(tmp_path, monkeypatch, call, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((UserError, TypeError), match=message):
+        call()
