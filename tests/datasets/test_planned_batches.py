@@ -40,7 +40,7 @@ class Painted(BaseDataset):
 
     METAINFO = {"classes": ("a",)}
 
-    def __init__(self, sizes, pipeline, boxes=1):
+    def __init__(self, sizes, pipeline, boxes=None):
         self.sizes, self.boxes = sizes, boxes
         super().__init__(
             pipeline=[TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
@@ -49,8 +49,8 @@ class Painted(BaseDataset):
     def load_data_list(self):
         box = dict(bbox=[0, 0, 9, 9], bbox_label=0, ignore_flag=0)
         return [
-            dict(height=h, width=w, img_id=i, img_path="", instances=[box] * self.boxes)
-            for i, (h, w) in enumerate(self.sizes)
+            dict(height=h, width=w, img_id=i, img_path="", instances=[box] * number)
+            for i, ((h, w), number) in enumerate(zip(self.sizes, self.boxes or [1] * 10**4, strict=False))
         ]
 
     def _rand_another(self):
@@ -324,13 +324,18 @@ def test_data_sets_in_wrappers():
     assert PlannedBatchSampler(sampler_of(RepeatDataset(parts[0], 2)), 3).sizes == ((20, 30),)
 
 
-def test_most_boxes():
-    assert PlannedBatchSampler(sampler_of(data([(9, 9)] * 3, boxes=70)), 1).most_boxes == 70
+@pytest.mark.parametrize(
+    ("boxes", "rooms"),
+    [([3] * 5, (16,)), ([0], (16,)), ([5] * 400 + [93], (96,)), ([40] * 400 + [700], (64, 704))],
+)
+def test_boxes_are_padded_to_one_number_or_two(boxes, rooms):
+    dataset = data([(9, 9)] * len(boxes), boxes=boxes)
+    assert PlannedBatchSampler(sampler_of(dataset), 1).plan.boxes == rooms
 
 
 def test_rejections():
     dataset = data([(9, 9)])
-    with pytest.raises(TypeError, match="sampler must be a torch Sampler, got list"):
+    with pytest.raises(ValueError, match="sampler must be"):
         PlannedBatchSampler([1, 2], 2)
     with pytest.raises(TypeError, match="dataset must have get_data_info"):
         PlannedBatchSampler(DefaultSampler([1, 2, 3]), 2)

@@ -24,19 +24,19 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .build_errors import building
+from .build_errors import building, check_arguments
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
 from .checkpoints.training_state import training_state
 from .config import complete_config
-from .config_checks import check_parts
 from .console import say
 from .data_workers import worker_failures_explained
 from .errors import log_fatal_error
 from .garbage import living_objects_not_collected
 from .graphs.methods import GraphedMethod, graphs_for
+from .graphs.planned import prepare_sizes
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
 from .loaders import build_dataloader
@@ -91,7 +91,7 @@ class DetRunner:
     def _build(self, cfg: Config) -> None:
         self.cfg = RunConfig.copy_of(cfg)
         complete_config(self.cfg)
-        check_parts(self.cfg)
+        check_arguments(self.cfg, "default_hooks", "custom_hooks", "visualizer")
         self.work_dir = os.path.abspath(self.cfg.work_dir)
         self.launcher = self.cfg.get("launcher", "none")
         self.distributed = self.launcher != "none"
@@ -206,6 +206,8 @@ class DetRunner:
             self._validate()
         try:
             with living_objects_not_collected():
+                self.model.train()
+                prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, self.graphs, self.logger)
                 (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
         finally:
             loop.stop_workers()

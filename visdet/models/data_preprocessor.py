@@ -96,8 +96,8 @@ class DetDataPreprocessor(ImgDataPreprocessor):
             if planned is not None:
                 divisor = self.pad_size_divisor
                 sides = zip(planned, inputs.shape[-2:], strict=True)
-                size = [max(-(-side // divisor) * divisor, given) for side, given in sides]
-                inputs = _pad_to(inputs, size, self.pad_value)
+                padded = [max(-(-side // divisor) * divisor, given) for side, given in sides]
+                inputs = _pad_to(inputs, padded, self.pad_value)
             batch_size = tuple(inputs.shape[-2:])
             for sample, size in zip(data_samples, image_sizes, strict=True):
                 self._complete(sample, size, batch_size, training)

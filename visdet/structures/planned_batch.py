@@ -27,10 +27,14 @@ class BatchPlan:
     Attributes:
         size: the (height, width) of the padded batch, or None if it follows from the images.
         sizes: the sizes that batches of the run have, smallest area first.
+        filled: those of the sizes whose images are not padded.
+        boxes: the numbers of boxes to which the boxes of an image are padded, the smallest first.
     """
 
     size: Size | None
     sizes: tuple[Size, ...]
+    filled: frozenset[Size] = frozenset()
+    boxes: tuple[int, ...] = ()
 
     def size_for(self, images: Sequence[Size]) -> Size:
         """Return the size of the batch with images of these sizes.
@@ -43,6 +47,22 @@ class BatchPlan:
             if size is not None and holds(size, needed):
                 return size
         return needed
+
+    def largest(self) -> list[Size]:
+        """Return the sizes that fit into no other one."""
+        return [
+            one for one in self.sizes if not any(holds(other, one) for other in self.sizes if other != one)
+        ]
+
+    def write(self, samples: Sequence[Any], size: Size) -> None:
+        """Write into the samples of a batch what all batches of a size have in common, so that they have one layout."""
+        batch = {
+            "batch_input_shape": size,
+            "batch_is_padded": size not in self.filled,
+            "batch_boxes": self.boxes,
+        }
+        for sample in samples:
+            sample.set_metainfo(batch)
 
 
 class PlannedBatch(list):
@@ -84,8 +104,7 @@ def say_size(batch: Any) -> None:
     _read.set(None)
     if isinstance(batch, dict) and isinstance(batch.get("data_samples"), (list, tuple)):
         size = plan.size_for([tuple(image.shape[-2:]) for image in batch["inputs"]])
-        for sample in batch["data_samples"]:
-            sample.set_metainfo({"batch_input_shape": size})
+        plan.write(batch["data_samples"], size)
 
 
 def holds(size: Size, other: Size) -> bool:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from visdet.structures.planned_batch import Size, holds
+from visdet.structures.planned_batch import BatchPlan, Size, holds
 
 _STEP_PX = 32  # Sizes of images are compared on a grid of this many pixels,
 _MOST_STEPS = 64  # or of a coarser one, if there are larger images.
@@ -70,7 +70,7 @@ def _largest(sizes: Sequence[Size], most: int) -> list[Size]:
 
     Sizes are joined if that takes hardly more pixels than the largest of them has.
     """
-    found = [size for size in sizes if not any(holds(other, size) for other in sizes if other != size)]
+    found = BatchPlan(None, tuple(sizes)).largest()
     limit = _HARDLY_MORE * max(map(area, found))
     while len(found) > 1:
         pairs = [(union([a, b]), max(area(a), area(b))) for i, a in enumerate(found) for b in found[:i]]
@@ -100,15 +100,15 @@ def last_batches(
 ) -> list[tuple[Size, list[T]]]:
     """Return batches of ``number`` items each, with their sizes. All items are in one, and only the last is incomplete.
 
-    Images that are left over of a size go into a larger one. An image that fits into both the highest and the widest
-    batches goes where it makes full ones. Only if there are not enough of these, the last batches have sizes of
-    their own.
+    Images that are left over of a size go into a larger one, and the incomplete batch has one of the largest. An image
+    that fits into both the highest and the widest batches goes where it makes full ones. Only if there are not enough
+    of these, the last batches have sizes of their own.
 
     Args:
         items: the images, each of which fits into one of ``sizes``. size_of: returns the (height, width) of one.
         sizes: the sizes of batches, smallest area first. number: items of a batch. rng: shuffles the batches.
     """
-    tops = [size for size in sizes if not any(holds(other, size) for other in sizes if other != size)]
+    tops = BatchPlan(None, tuple(sizes)).largest()
     groups, mixed = _groups(items, size_of, tops, number)
     batches: list[tuple[Size, list[T]]] = []
     for top, members in zip(tops, groups, strict=True):
@@ -134,7 +134,9 @@ def last_batches(
     for start in range(0, len(mixed), number):
         members = mixed[start : start + number]
         needed = union(map(size_of, members))
-        batches.append((next((size for size in sizes if holds(size, needed)), needed), members))
+        # The incomplete batch has one of the largest sizes, so that there are few shapes of such batches.
+        fitting = [size for size in (sizes if len(members) == number else tops) if holds(size, needed)]
+        batches.append((fitting[0] if fitting else needed, members))
     return batches
 
 

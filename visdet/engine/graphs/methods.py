@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from visdet.execution.tensor_tree import layout_of, map_tensors
 
 from .memory import GraphMemory
-from .steps import GraphedDetections, GraphedFeatures, GraphedStep
+from .steps import GraphedDetections, GraphedFeatures, GraphedStep, nothing_changes
 
 _LEARNS = attrgetter("requires_grad")
 _living: "WeakSet[GraphedMethod]" = WeakSet()
@@ -57,31 +57,30 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
 class GraphedMethod(ABC):
     """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
-    A shape runs eagerly the first time and is captured the second time. Another shape may replace its graphs. It is
-    then captured again after it has run eagerly once, the next time twice, then four times and so on. Otherwise,
-    more shapes than are kept would make each step a capture. After a capture that fails, all batches run eagerly.
-    ``report`` counts the batches.
+    A shape runs eagerly the first time and is captured the second time, unless ``capture`` has done so before. If as
+    many shapes as are kept have been captured, it replaces the one that was not used for the longest time, but only if
+    that time was ``patience`` batches. Otherwise, more shapes than are kept would make each step a capture. After a
+    capture that fails, all batches run eagerly. ``report`` counts the batches.
 
     Args:
         model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
             change their values and places, but must stay the same objects, because a search takes milliseconds.
-        max_shapes: number of shapes whose graphs are kept. A new shape replaces the least recently used one. All graphs
-            share one pool of memory.
+        max_shapes: number of shapes whose graphs are kept. All graphs share one pool of memory.
         say: a function that is called with a text about each capture or failure.
     """
 
     method: ClassVar[str]  # the name of the replaced method
     stages: ClassVar[tuple[str, ...]]  # the names of the methods that the model must have
     default_max_shapes: ClassVar[int]
+    patience: ClassVar[int]
 
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         self.model = model
         self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
         self._say = say
-        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._graphs: OrderedDict[Any, Any] = OrderedDict()
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
-        self._replacements: Counter[Hashable] = Counter()  # how often the graphs of a shape were replaced
-        self._waits: Counter[Hashable] = Counter()  # how often a replaced shape still runs eagerly
+        self._used: dict[Hashable, int] = {}  # how many batches had come when a shape was used last
         self._has_failed = False
         self._memory: GraphMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
@@ -153,14 +152,12 @@ class GraphedMethod(ABC):
             begun: what the step of a captured shape gets besides the batch.
         """
         if key in self._graphs:
-            self._graphs.move_to_end(key)
-            self.counts["replayed"] += 1
+            self._count_replay(key)
             return self._graphs[key](batch, *begun)
         if key in self._examples and not self._has_failed:
-            if self._waits[key] == 0:
+            if self._has_room(key):
                 return self._first_replay(key, batch)
-            self._waits[key] -= 1
-            self.counts["of a replaced shape"] += 1
+            self.counts["of more shapes than are kept"] += 1
             return self._compute_eagerly(batch)[0]
         self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
         result, self._examples[key] = self._compute_eagerly(batch)
@@ -173,17 +170,30 @@ class GraphedMethod(ABC):
             self.counts["after a failed capture"] += 1
             return self._compute_eagerly(batch)[0]
         self._graphs[key] = step
-        self.counts["replayed"] += 1
+        self._count_replay(key)
         shape = " x ".join(str(size) for size in batch.images.shape)
         self._say(f"{self.report()}; captured batches of {shape}")
         return step(batch)
 
+    def _count_replay(self, key: Hashable) -> None:
+        self.counts["replayed"] += 1
+        self._graphs.move_to_end(key)
+        self._used[key] = self.counts.total()
+
+    def _has_room(self, key: Any) -> bool:
+        """Return whether another shape may be captured. The one that it replaces is forgotten.
+
+        Graphs of a model in another state, such as with other weights that learn, may be replaced at once.
+        """
+        if len(self._graphs) >= self.max_shapes:
+            oldest = next((other for other in self._graphs if other[1:] != key[1:]), next(iter(self._graphs)))
+            if oldest[1:] == key[1:] and self.counts.total() - self._used.get(oldest, 0) < self.patience:
+                return False
+            del self._graphs[oldest]
+        return True
+
     def _captured(self, key: Hashable, batch: Any) -> Any:
         """Return the graphs for a batch, or None, with all that was computed freed, if they cannot be captured."""
-        while len(self._graphs) >= self.max_shapes:
-            replaced, _ = self._graphs.popitem(last=False)
-            self._waits[replaced] = 1 << self._replacements[replaced]
-            self._replacements[replaced] += 1
         if self._memory is None:
             self._memory = GraphMemory()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -242,8 +252,9 @@ class GraphedLoss(GraphedMethod):
 
     method = "loss"
     stages = ("training_batch", "predictions_and_costs", "assign", "losses")
-    # Deformable DETR's multi-scale pipeline mostly makes batches of so many shapes with pad_size_divisor=128.
+    # Those that are captured when a run of planned batches begins, and some others.
     default_max_shapes = 24
+    patience = 2400  # A capture takes the time of some ten steps.
 
     def _serves(self) -> bool:
         return torch.is_grad_enabled()
@@ -251,6 +262,19 @@ class GraphedLoss(GraphedMethod):
     def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
         batch = self.model.training_batch(inputs, data_samples)
         return self._compute(batch, (layout_of(batch), self._key_of_model()))
+
+    def capture(self, inputs: Tensor, data_samples: Sequence[Any]) -> bool:
+        """Capture the graphs for batches of this shape, and return whether there are some. Nothing else changes."""
+        with torch.cuda.device(inputs.device):
+            batch = self.model.training_batch(inputs, data_samples)
+            key = layout_of(batch), self._key_of_model()
+            if key not in self._graphs and not self._has_failed and self._has_room(key):
+                with torch.no_grad(), nothing_changes(self.model):
+                    self._examples[key] = self._compute_eagerly(batch)[1]
+                step = self._captured(key, batch)
+                if step is not None:
+                    self._graphs[key] = step
+        return key in self._graphs
 
     def _compute_eagerly(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         predictions, costs = self.model.predictions_and_costs(batch)
@@ -277,6 +301,7 @@ class GraphedPrediction(GraphedMethod):
     method = "predict"
     stages = ("prediction_batch", "detections", "with_detections")
     default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
+    patience = 256
 
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
@@ -344,8 +369,7 @@ class GraphedPrediction(GraphedMethod):
         detections = graph(batch, features)
         if self._key_of_model() != self._last_key[1]:
             return None
-        self._graphs.move_to_end(self._last_key)
-        self.counts["replayed"] += 1
+        self._count_replay(self._last_key)
         return detections
 
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ class GraphedStep:
             with _no_autocast():
                 return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
-        with memory.captures(), _casts_of_its_own(), _nothing_changes(model):
+        with memory.captures(), _casts_of_its_own(), nothing_changes(model):
             losses, gradients = with_leaves(model, self.leaves, run)
         self.names = list(losses)
         used = {leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None}
@@ -195,7 +195,7 @@ class _Recorded:
 
     def try_out(self, function: Callable[[], Any]) -> Any:
         """Return the result of the function without a graph."""
-        with self.memory.captures(), _casts_of_its_own(), _nothing_changes(self.model):
+        with self.memory.captures(), _casts_of_its_own(), nothing_changes(self.model):
             return function()
 
     def capture(self, function: Callable[[], Any]) -> Any:
@@ -253,7 +253,7 @@ def _no_autocast() -> torch.autocast:
 
 
 @contextmanager
-def _nothing_changes(model: nn.Module) -> Iterator[None]:
+def nothing_changes(model: nn.Module) -> Iterator[None]:
     """Restore the GPU's random state and the model's buffers after the block."""
     random_state = torch.cuda.get_rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -56,9 +56,14 @@ class PredictionBatch:
     scale: Tensor
 
 
-def padded_sizes(inputs: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor | None:
-    """Return the (height, width) [B, 2] of images on their device, or None if no image is padded."""
-    if all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
+def padded_sizes(
+    inputs: Tensor, sizes: Sequence[tuple[int, int]], may_be_padded: bool = False
+) -> Tensor | None:
+    """Return the (height, width) [B, 2] of images on their device, or None if no image is padded.
+
+    If others of this size ``may_be_padded``, the sizes are always returned, so that all have one layout.
+    """
+    if not may_be_padded and all(tuple(size) == tuple(inputs.shape[-2:]) for size in sizes):
         return None
     return to_device(sizes, inputs.device)
 
@@ -179,15 +184,18 @@ class DeformableDetectionTransformer(BaseDetector):
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
         """Return images and targets as tensors.
 
-        The boxes of each image are padded to a power of two. It is at least 8, and at least 64 on a GPU unless the
-        proposals of all pixels are assigned, too.
+        The boxes of each image are padded to the number that the batch's plan says. Without a plan, that is a power of
+        two. It is at least 8, and at least 64 on a GPU unless the proposals of all pixels are assigned, too.
         """
         sizes = image_sizes(inputs, data_samples)
+        plan = data_samples[0].metainfo
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
         least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.assigns_all_pixels else _LEAST_ROOM
-        room = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
+        power_of_two = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
+        room = next((n for n in plan.get("batch_boxes", ()) if n >= max(targets.counts)), power_of_two)
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
-        return TrainingBatch(inputs, padded_sizes(inputs, sizes), targets)
+        may_be_padded = plan.get("batch_is_padded", False)
+        return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets)
 
     def predictions_and_costs(
         self, batch: TrainingBatch

@@ -1,0 +1,133 @@
+"""Before the first step of a run, the largest batch is tried, and a step of each size is captured."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.dataset import DefaultSampler, pseudo_collate
+from mmengine.optim import OptimWrapper
+from torch.utils.data import DataLoader
+
+from visdet.datasets.samplers import PlannedBatchSampler
+from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.data_workers import explain_collation
+from visdet.engine.graphs.methods import GraphedLoss
+from visdet.engine.graphs.planned import ImaginedBatches, MemoryNotEnoughError, prepare_sizes, shapes_of
+from visdet.execution.tensor_tree import layout_of
+from visdet.models import DetDataPreprocessor
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "datasets")]
+from test_deformable_detr import build
+from test_planned_batches import data
+
+MULTI_SCALE = dict(type="RandomChoiceResize", scales=[(60, 90), (70, 90), (80, 100)], keep_ratio=True)
+
+
+def loader_of(sizes, *steps, batch_size=2, max_sizes=4, boxes=None):
+    dataset = data(sizes, *steps, boxes=boxes)
+    batches = PlannedBatchSampler(DefaultSampler(dataset, seed=1), batch_size, max_sizes=max_sizes)
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pseudo_collate)
+    explain_collation(loader)
+    return ResumableBatches.install(loader, endless=False)
+
+
+def model_of(variant="base"):
+    model = build(variant).train()
+    model.data_preprocessor = DetDataPreprocessor(mean=[1.0] * 3, std=[2.0] * 3)
+    return model
+
+
+def imagined_of(loader, model):
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = loader.batch_sampler.batch_sampler.plan
+    return ImaginedBatches(model, wrapper, loader.collate_fn, loader.dataset[0], plan)
+
+
+@pytest.mark.parametrize("variant", ["base", "two_stage"])
+@pytest.mark.parametrize(
+    ("sizes", "steps", "boxes"),
+    [
+        ([(48, 64)] * 9, [], None),
+        ([(48, 64)] * 5 + [(64, 48)] * 4, [], None),
+        ([(48, 64), (64, 48), (50, 60)] * 7, [MULTI_SCALE], [3, 20, 0] * 7),
+    ],
+)
+def test_the_batches_of_a_run_have_the_layouts_that_are_imagined(sizes, steps, boxes, variant):
+    loader, model = loader_of(sizes, *steps, boxes=boxes), model_of(variant)
+    imagined = imagined_of(loader, model)
+    expected = set()
+    for number, size, rooms in shapes_of(loader.batch_sampler.batch_sampler, imagined.plan):
+        expected.add(layout_of(model.training_batch(**imagined.batch(number, size, rooms))))
+    assert len(expected) <= 6
+    for batch in loader:
+        assert layout_of(model.training_batch(**model.data_preprocessor(batch, training=True))) in expected
+
+
+def test_an_attempt_changes_neither_weights_nor_gradients():
+    loader, model = loader_of([(48, 64)] * 4), model_of()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert imagined_of(loader, model).fits(2, (48, 64))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("most", "words"),
+    [
+        (90 * 90, ["2 images of 90 x 90", "train_dataloader.batch_size=1", "at most", "with_cp=True"]),
+        (10, ["2 images of 90 x 90", "No smaller one does"]),
+    ],
+)
+def test_what_would_fit_is_said(most, words, monkeypatch):
+    loader, model = loader_of([(64, 90), (90, 90), (20, 20)] * 3), model_of()
+    for part in model.modules():
+        part.__dict__.pop("with_cp", None)
+    if most > 10:
+        model.backbone.with_cp = False
+    imagined = imagined_of(loader, model)
+
+    def loss(inputs, data_samples):
+        if inputs[:, 0].numel() > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"loss": sum(parameter.sum() for parameter in model.parameters())}
+
+    model.loss = loss
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Device", (), {"total_memory": 2**33})
+    )
+    with pytest.raises(MemoryNotEnoughError) as found:
+        imagined.try_largest(2)
+    assert all(word in str(found.value) for word in ["8 GiB", *words])
+
+
+def test_nothing_is_done_without_a_gpu_or_a_plan():
+    loader, model = loader_of([(48, 64)] * 4), model_of()
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.loss = None
+    prepare_sizes(model, wrapper, loader, [], logging.getLogger("planned"))
+    prepare_sizes(model, wrapper, DataLoader([1]), [], logging.getLogger("planned"))
+
+
+@pytest.mark.cuda
+def test_all_steps_of_a_run_are_replayed_and_memory_does_not_grow():
+    sizes = [(48, 64), (64, 48), (50, 60)] * 30
+    loader, model = loader_of(sizes, MULTI_SCALE, boxes=[3, 20, 0] * 30, batch_size=4), model_of().cuda()
+    wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    wrapper.initialize_count_status(model, 0, 100)
+    graphs = GraphedLoss(model)
+    state, before = torch.cuda.get_rng_state(), torch.cat([p.detach().flatten() for p in model.parameters()])
+    prepare_sizes(model, wrapper, loader, [graphs], logging.getLogger("planned"))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    reserved = 0
+    with graphs.installed():
+        for _ in range(3):
+            for batch in loader:
+                model.train_step(batch, wrapper)
+            reserved = reserved or torch.cuda.max_memory_reserved()
+    assert set(graphs.counts) == {"replayed"}, graphs.report()
+    assert torch.cuda.max_memory_reserved() == reserved

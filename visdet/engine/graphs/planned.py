@@ -1,0 +1,170 @@
+"""What a run does before its first step: it tries the largest batch, and captures a step of each size."""
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.optim import OptimWrapper
+from torch import Tensor, nn
+
+from visdet.errors import UserError
+from visdet.structures.planned_batch import BatchPlan, Size
+
+from ..checkpoints.random_state import preserved_random_state
+from .methods import GraphedLoss
+from .steps import nothing_changes
+
+_LOOKED_AT = 64  # images of which one with a box is imitated
+
+
+class MemoryNotEnoughError(UserError):
+    """The largest batch of a run does not fit into the memory of the GPU."""
+
+
+def prepare_sizes(
+    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Sequence[Any], logger: logging.Logger
+) -> None:
+    """Try a training step of the largest batch, and capture one of each size, so that no later step needs more memory.
+
+    The batches are imagined. Weights, buffers, gradients and random numbers stay as they are. Nothing is done without a
+    GPU, or if the batch sampler does not know the sizes.
+
+    Args:
+        model: the model without its wrapper, in training mode.
+        optim_wrapper: the optimizer's wrapper, under whose autocast steps run.
+        dataloader: the loader of the training data.
+        graphs: the objects that replay the model's methods.
+        logger: gets a line about the sizes.
+
+    Raises:
+        MemoryNotEnoughError: the largest batch does not fit. The message says what would.
+    """
+    batches: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
+    plan = getattr(batches, "plan", None)
+    is_one_optimizer = isinstance(optim_wrapper, OptimWrapper)
+    if plan is None or not plan.sizes or not is_one_optimizer or not next(model.parameters()).is_cuda:
+        return
+    begin = time.perf_counter()
+    with preserved_random_state(), nothing_changes(model):
+        example = _example(dataloader.dataset)
+        if example is None:
+            return
+        imagined = ImaginedBatches(model, optim_wrapper, dataloader.collate_fn, example, plan)
+        imagined.try_largest(batches.batch_size)
+        captured = 0
+        for steps in (method for method in graphs if isinstance(method, GraphedLoss)):
+            for number, size, boxes in shapes_of(batches, plan):
+                with optim_wrapper.optim_context(model):
+                    captured += steps.capture(**imagined.batch(number, size, boxes))
+    sizes = ", ".join(f"{height} x {width}" for height, width in reversed(plan.sizes))
+    logger.info(
+        f"batches have {len(plan.sizes)} sizes (height x width): {sizes}. {captured} shapes of training steps were "
+        f"captured in {time.perf_counter() - begin:.1f} s; {torch.cuda.memory_reserved() / 2**30:.1f} GiB of the GPU "
+        "are reserved"
+    )
+
+
+def shapes_of(batches: Any, plan: BatchPlan) -> list[tuple[int, Size, tuple[int, ...]]]:
+    """Return (number of images, size, numbers of boxes) of the batches of a run, the largest first."""
+    full = batches.batch_size
+    shapes = [(full, size, plan.boxes[:1]) for size in reversed(plan.sizes)]
+    if len(plan.boxes) > 1:
+        shapes.insert(0, (full, plan.sizes[-1], plan.boxes[1:]))
+    if batches.rest:
+        shapes += [(batches.rest, size, plan.boxes[:1]) for size in plan.largest()]
+    return shapes
+
+
+def _example(dataset: Any) -> dict[str, Any] | None:
+    """Return a sample of a data set that has a box, or None if there is none among the first images."""
+    for index in range(min(_LOOKED_AT, len(dataset))):
+        sample = dataset[index]
+        if len(sample["data_samples"].get("gt_instances", ())):
+            return sample
+    return None
+
+
+class ImaginedBatches:
+    """Batches of any size, whose images are black and have one box each.
+
+    Args:
+        model, optim_wrapper, plan: see ``prepare_sizes``. collate: joins samples. example: a sample with a box.
+    """
+
+    def __init__(
+        self, model: Any, optim_wrapper: Any, collate: Any, example: dict[str, Any], plan: BatchPlan
+    ) -> None:
+        self.model, self.optim_wrapper, self.collate, self.plan = model, optim_wrapper, collate, plan
+        self.image: Tensor = example["inputs"]
+        self.sample = copy.deepcopy(example["data_samples"])
+        self.sample.gt_instances = self.sample.gt_instances[:1]
+        self.sample.gt_instances.bboxes = torch.tensor([[1.0, 1.0, 9.0, 9.0]])
+
+    def batch(self, number: int, size: Size, boxes: tuple[int, ...]) -> dict[str, Any]:
+        """Return the arguments of the model's ``loss`` for a batch.
+
+        Args:
+            number: the number of images. size: their (height, width). boxes: see ``BatchPlan``.
+        """
+        samples = []
+        for _ in range(number):
+            sample = copy.deepcopy(self.sample)
+            sample.set_metainfo({"img_shape": size})
+            samples.append(
+                {"inputs": self.image.new_zeros(*self.image.shape[:-2], *size), "data_samples": sample}
+            )
+        data = self.collate(samples)
+        BatchPlan(size, self.plan.sizes, self.plan.filled, boxes).write(data["data_samples"], size)
+        return self.model.data_preprocessor(data, training=True)
+
+    def fits(self, number: int, size: Size) -> bool:
+        """Return whether the memory suffices for an eager training step of a batch, which changes nothing."""
+        try:
+            data = self.batch(number, size, self.plan.boxes[-1:])
+            with self.optim_wrapper.optim_context(self.model):
+                # Only ``forward`` of a model of this package is replayed.
+                losses = (
+                    self.model.loss(**data)
+                    if hasattr(self.model, "loss")
+                    else self.model(**data, mode="loss")
+                )
+                total, _ = self.model.parse_losses(losses)
+            learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(total, learning, allow_unused=True)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def try_largest(self, number: int) -> None:
+        """Raise MemoryNotEnoughError if the memory does not suffice for the largest batch, and say what would fit."""
+        largest = self.plan.sizes[-1]
+        if self.fits(number, largest):
+            return
+        torch.cuda.empty_cache()
+        advice = []
+        smaller = next((n for n in _halves(number) if self.fits(n, largest)), None)
+        if smaller:
+            advice.append(f"batches of {smaller} would (train_dataloader.batch_size={smaller})")
+        torch.cuda.empty_cache()
+        size = next((size for size in reversed(self.plan.sizes[:-1]) if self.fits(number, size)), None)
+        if size:
+            advice.append(
+                f"images of at most {size[0]} x {size[1]} would (the scales of the pipeline's Resize)"
+            )
+        parts = [name for name, part in self.model.named_modules() if getattr(part, "with_cp", None) is False]
+        with contextlib.suppress(ValueError):
+            advice.append(f"model.{min(parts, key=len)}.with_cp=True takes less memory and more time")
+        held = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
+        raise MemoryNotEnoughError(
+            f"a training step of {number} images of {largest[0]} x {largest[1]} (height x width), the largest of the "
+            f"run, does not fit into the {held:.0f} GiB of the GPU. "
+            + "; ".join(advice or ["No smaller one does"])
+        )
+
+
+def _halves(number: int) -> list[int]:
+    return [number >> shift for shift in range(1, number.bit_length())]
