@@ -137,6 +137,16 @@ def without_weights(settings: Any) -> None:
             without_weights(item)
 
 
+def classes_of(settings: Any, name: str = "") -> int:
+    """Return the smallest number of classes that the heads of a model's config have for boxes or masks, at most 80."""
+    parts = settings if isinstance(settings, (list, tuple)) else []
+    named = settings.items() if isinstance(settings, dict) else ((name, part) for part in parts)
+    counts = [classes_of(part, key) for key, part in named if key not in ("rpn_head", "semantic_head")]
+    if isinstance(settings, dict) and "head" in name and isinstance(settings.get("num_classes"), int):
+        counts.append(settings["num_classes"])
+    return min(counts, default=80)
+
+
 def check(config_path: Path, device: str) -> str:
     """Return a text with the loss of one training step and the number of predicted boxes."""
     import torch
@@ -144,14 +154,15 @@ def check(config_path: Path, device: str) -> str:
     from mmengine.config import Config
 
     size = next((size for name, size in SIZES if name in config_path.name), 128)
-    loading = str(Config.fromfile(config_path).get("train_dataloader"))
+    config = Config.fromfile(config_path)
+    loading = str(config.get("train_dataloader"))
     is_panoptic = "LoadPanopticAnnotations" in loading
 
     def inputs(count: int) -> Any:
         return demo_mm_inputs(
             count,
             [[3, size, size]] * count,
-            num_classes=80,
+            num_classes=classes_of(config.model),
             with_mask=is_panoptic or "'with_mask': True" in loading,
             with_semantic=is_panoptic or "'with_seg': True" in loading,
             sem_seg_output_strides=8 if "SegRescale" in loading else 1,
@@ -170,7 +181,7 @@ def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any
         inputs: a function that returns a batch of so many images.
 
     Raises:
-        RuntimeError: a gradient is missing or not finite, or no box is predicted.
+        RuntimeError: the loss or a gradient is not finite, there are no gradients, or no box is predicted.
     """
     import torch
     from mmdet.registry import MODELS
@@ -202,13 +213,15 @@ def train_and_predict(model: Any, inputs: Callable[[int], Any]) -> tuple[float, 
     """Return the loss of one training step on two images and the prediction for one image.
 
     Raises:
-        RuntimeError: a gradient is missing or not finite.
+        RuntimeError: the loss or a gradient is not finite, or there are no gradients.
     """
     import torch
 
     model.train()
     losses = model.forward(**model.data_preprocessor(inputs(2), True), mode="loss")
     total, _ = model.parse_losses(losses)
+    if not total.isfinite():
+        raise RuntimeError(f"the loss is {total.item()}: {losses}")
     total.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients or not all(bool(g.isfinite().all()) for g in gradients):

@@ -7,7 +7,7 @@ the points_in_polygons of mmcv 2.0, which makes its result on a GPU; in a check 
 import sys
 from pathlib import Path
 
-from check_mmdet_configs import allow_cpu, check_configs, step_and_predict
+from check_mmdet_configs import allow_cpu, check_configs, classes_of, step_and_predict
 
 CONFIGS = (
     "rotated_retinanet/rotated-retinanet-rbox-le90_r50_fpn_1x_dota.py",
@@ -44,7 +44,8 @@ def check(config_path: Path, device: str) -> str:
     is_sasm = "sasm" in config_path.name
     if is_sasm:
         allow_cpu(device)
-    steps = Config.fromfile(config_path).train_pipeline
+    config = Config.fromfile(config_path)
+    steps = config.train_pipeline
     box_types = [step.get("box_type") or step.get("box_type_mapping", {}).get("gt_bboxes") for step in steps]
     size = 512 if is_sasm else 128  # SASM selects nine positions of every level.
 
@@ -52,7 +53,7 @@ def check(config_path: Path, device: str) -> str:
         return demo_mm_inputs(
             count,
             [[3, size, size]] * count,
-            num_classes=15,
+            num_classes=classes_of(config.model),
             use_box_type=True,
             use_qbox=[name for name in box_types if name][-1] == "qbox",
             device=device,

@@ -309,7 +309,7 @@ def test_the_list_of_bridges():
 @pytest.mark.parametrize(
     "line, advice",
     [
-        ("from neighbour import _msmv_sampling_cuda", True),
+        ("from neighbour import _other_sampling_cuda", True),
         ("import selective_scan_cuda_ext", True),
         ("import no_such_module", False),
     ],
@@ -321,6 +321,27 @@ def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tm
     name = line.rpartition(" ")[2]
     assert code == 1 and name in error.splitlines()[-1]
     assert (f"visdet does not provide the compiled extension {name}: " in error.splitlines()[-1]) == advice
+
+
+@pytest.mark.parametrize(
+    "lines, told",
+    [
+        ("import torch", "the program called no operator of visdet"),
+        ("import sys", None),
+        (
+            "import torch, pointnet2_ops._ext as e\nfor i in range(3): e.gather_points(torch.rand(1, 2, 3), "
+            "torch.zeros(1, 1).int())\nraise SystemExit(0)",
+            "the program called pointnet2_ops._ext.gather_points (3)",
+        ),
+    ],
+    ids=["none", "without torch", "three"],
+)
+def test_a_run_tells_at_its_end_what_it_has_called(lines, told, tmp_path):
+    (tmp_path / "pointnet2_ops").mkdir()
+    (tmp_path / "script.py").write_text(lines)
+    code, out, error = run_python("-m", "visdet.compat", "run", tmp_path / "script.py")
+    assert code == 0 and not out, error
+    assert error.splitlines()[-1:] == ([f"visdet: {told}"] if told else [])
 
 
 @pytest.fixture

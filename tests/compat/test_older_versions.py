@@ -83,6 +83,14 @@ def test_uninstall_restores_names_that_were_imported_from_patched_modules():
     assert done.returncode == 0, done.stderr
 
 
+def test_styles_of_seaborn_have_their_old_names(bridge):
+    style = pytest.importorskip("matplotlib.style")
+    style.use("seaborn-whitegrid")
+    style.use(["seaborn-v0_8-white", "default"])
+    with pytest.raises(OSError, match="no-style"):
+        style.use("no-style")
+
+
 def test_an_existing_name_is_kept(bridge):
     assert np.bool is np.bool_ and "bool" not in bridge.patched()["numpy"]
 

@@ -1,6 +1,7 @@
 """The command ``python -m visdet.compat``, which lists the bridges or runs a program with them."""
 
 import importlib.metadata
+import os
 import re
 import sys
 import textwrap
@@ -75,6 +76,14 @@ def print_bridges() -> None:
     )
 
 
+def print_summary() -> None:
+    """Tell, in the first process, which of visdet's operators the program has called. Without torch, it has none."""
+    if "torch" in sys.modules and os.environ.get("RANK", "0") == "0":
+        from visdet.compat._counts import summary
+
+        print(summary(), file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """List the bridges, run a program with them, or print the folder for PYTHONPATH.
 
@@ -104,6 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
         program = 2 if given[0] == "-m" else 1
         try:
             run_program([*given[:program], *rank, *given[program:]])
+            print_summary()
+        except SystemExit as end:
+            if not end.code:
+                print_summary()
+            raise
         except ImportError as error:
             if name := missing_extension(error):
                 error.msg += (

@@ -14,8 +14,9 @@ from visdet import ops
 from visdet.ops.devices import is_loaded
 
 from ._bridge import CompatWarning
+from ._counts import CALLS
 
-__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "takes"]
+__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "note", "takes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EXAMPLE_SHAPES = ((3, 5), (2, 2))
@@ -50,6 +51,12 @@ def is_recorded() -> bool:
     )
 
 
+def note(operator: str) -> None:
+    """Count a call of an operator."""
+    if not torch.compiler.is_compiling():
+        CALLS[operator] += 1
+
+
 def attend(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
@@ -57,6 +64,7 @@ def attend(
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``visdet.ops.ms_deform_attn`` for a pyramid without gaps."""
+    note("ms_deform_attn")
     return ops.ms_deform_attn(value, *level_tables(level_shapes), locations, weights)
 
 

@@ -5,6 +5,7 @@ A row names the arguments of the extension's function in their order, and what i
     name              an argument, which the operator gets if it has one of this name
     name:other        an argument, which the operator gets under another name
     one,two:other     arguments, which the operator gets as a tuple
+    one|two:other     the same in the reverse order
     name=x/y          the number of a choice, whose name the operator gets
     name?             an argument that may be left out
     >name             a tensor, into which the operator's next result is written
@@ -31,7 +32,7 @@ from torch import Tensor
 __all__ = ["functions_of", "gradients_of"]
 
 _WORD = re.compile(
-    r"(?:(?P<input>\w*)(?P<mark>[<>~]))?(?P<names>[\w,]+)(?P<optional>\??)(?::(?P<to>\w+))?(?:=(?P<choices>.+))?"
+    r"(?:(?P<input>\w*)(?P<mark>[<>~]))?(?P<names>[\w,|]+)(?P<optional>\??)(?::(?P<to>\w+))?(?:=(?P<choices>.+))?"
 )
 
 
@@ -47,7 +48,7 @@ def _function(entry: str, operator: Callable[..., Any], row: str) -> Callable[..
     words: list[Any] = []
     for text in row.split():
         parts: dict[str, Any] = _WORD.fullmatch(text).groupdict()  # type: ignore[union-attr]
-        parts["names"] = parts["names"].split(",")
+        parts |= {"names": re.split("[,|]", parts["names"]), "step": -1 if "|" in parts["names"] else 1}
         words.append(SimpleNamespace(**parts | {"to": parts["to"] or parts["names"][0]}))
     signature = inspect.Signature(
         [
@@ -100,7 +101,11 @@ def _function(entry: str, operator: Callable[..., Any], row: str) -> Callable[..
 
 def _value(entry: str, word: Any, given: dict[str, Any], annotation: Any) -> Any:
     """Return what the operator gets for an argument."""
-    value: Any = given[word.names[0]] if len(word.names) == 1 else tuple(given[name] for name in word.names)
+    value: Any = (
+        given[word.names[0]]
+        if len(word.names) == 1
+        else tuple(given[name] for name in word.names[:: word.step])
+    )
     if word.choices:
         choices = word.choices.split("/")
         if not 0 <= value < len(choices):

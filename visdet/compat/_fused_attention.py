@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from visdet import ops
 
-from ._attention import level_tables, takes
+from ._attention import level_tables, note, takes
 from ._requests import is_asked, is_read
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
@@ -156,6 +156,7 @@ def attend_fused(
     offsets = module.sampling_offsets(query).unflatten(-1, (module.n_heads, -1, 2))
     logits = module.attention_weights(query).unflatten(-1, (module.n_heads, -1))
     value = value.unflatten(-1, (module.n_heads, -1))
+    note("ms_deform_attn_fused")
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
     return module.output_proj(output) if is_projected else output, logits if wants_logits else None
 

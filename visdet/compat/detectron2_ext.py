@@ -1,16 +1,106 @@
-"""The module ``detectron2._C``, whose operators Mask2Former and others import and do not call.
+"""The module ``detectron2._C``, and the operators ``torch.ops.detectron2`` that it defines.
 
-The functions on the version are answered. Any other one raises a NotImplementedError when it is called.
+Deformable convolution, and the suppression, the overlaps and the pooling of rotated boxes are visdet's. Any other
+function raises a NotImplementedError when it is called. Angles are degrees there, and towards -y.
 """
 
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+from . import _mmcv_functions as own
 from ._deferred import deferred
+from ._entries import functions_of
+from .mmcv_ext import DEFORM, MODULATED
 from .msda_ext import get_compiler_version, get_cuda_version
 
-__all__ = ["get_compiler_version", "get_cuda_version", "has_cuda"]
-
-__getattr__ = deferred("detectron2._C")
+_MODULATED = f"kernel_h kernel_w {MODULATED}"
 
 
 def has_cuda() -> bool:
     """Return False: there is no file whose architectures detectron2's report could list."""
     return False
+
+
+_FUNCTIONS = functions_of(
+    "detectron2._C",
+    {
+        "deform_conv_forward": (
+            ops.deform_conv2d,
+            f"input weight offset >output columns ones {DEFORM} im2col_step",
+        ),
+        "deform_conv_backward_input": (
+            ops.deform_conv2d,
+            f"input offset <grad_output input>grad_input offset>grad_offset weight columns {DEFORM} im2col_step",
+        ),
+        "deform_conv_backward_filter": (
+            own.scaled_deform_conv,
+            f"input offset <grad_output weight>grad_weight columns ones {DEFORM} scale im2col_step",
+        ),
+        "modulated_deform_conv_forward": (
+            own.modulated_deform_conv,
+            f"input weight bias ones offset mask >output columns {_MODULATED}",
+        ),
+        "modulated_deform_conv_backward": (
+            own.modulated_deform_conv,
+            "input weight bias ones offset mask columns input>grad_input weight>grad_weight bias>grad_bias "
+            f"offset>grad_offset mask>grad_mask <grad_output:output {_MODULATED}",
+        ),
+    },
+)
+globals().update(_FUNCTIONS)
+__all__ = [*_FUNCTIONS, "get_compiler_version", "get_cuda_version", "has_cuda"]
+
+__getattr__ = deferred("detectron2._C")
+
+
+def _radians(boxes: Tensor) -> Tensor:
+    return torch.cat([boxes[:, :-1], boxes[:, -1:].deg2rad()], 1)
+
+
+def _nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    return ops.nms_rotated(_radians(dets), scores, iou_threshold, clockwise=False)[1]
+
+
+def _box_iou_rotated(boxes1: Tensor, boxes2: Tensor) -> Tensor:
+    return ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False)
+
+
+def _roi_align_rotated(
+    input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int
+) -> Tensor:
+    size = height, width
+    return ops.roi_align_rotated(input, _radians(rois), size, spatial_scale, sampling_ratio, True, False)
+
+
+def _roi_align_rotated_gradient(
+    grad: Tensor,
+    rois: Tensor,
+    spatial_scale: float,
+    height: int,
+    width: int,
+    B: int,
+    C: int,
+    H: int,
+    W: int,
+    sampling_ratio: int,
+) -> Tensor:
+    zeros, size = grad.new_empty(B, C, H, W), (height, width)
+    settings = size, spatial_scale, sampling_ratio, True, False
+    return own.roi_align_rotated_gradient(grad, _radians(rois), zeros, *settings)
+
+
+_SIZES = "Tensor rois, float spatial_scale, int height, int width"
+for _name, _declared, _operator in (
+    ("nms_rotated", "Tensor dets, Tensor scores, float iou_threshold", _nms_rotated),
+    ("box_iou_rotated", "Tensor boxes1, Tensor boxes2", _box_iou_rotated),
+    ("roi_align_rotated_forward", f"Tensor input, {_SIZES}, int sampling_ratio", _roi_align_rotated),
+    (
+        "roi_align_rotated_backward",
+        f"Tensor grad, {_SIZES}, int B, int C, int H, int W, int sampling_ratio",
+        _roi_align_rotated_gradient,
+    ),
+):
+    torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
+    torch.library.impl(f"detectron2::{_name}", "default", _operator)

@@ -11,14 +11,16 @@ After ``install()``, visdet provides these modules. A module that is installed i
   (BEVFusion, BEVDet, BEVDepth and others), and ``local_aggregate._C`` and those of GaussianFormer-2
 * ``mmcv._ext`` (mmcv 1.x and 2.x without compiled operators)
 * ``flash_attn`` (SparseDrive, StreamPETR, HiP-AD)
-* ``detectron2._C``, and the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and of ``pcdet.ops``, whose functions
-  raise an error when they are called
+* ``detectron2._C`` (deformable convolution and rotated boxes), the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and
+  of ``pcdet.ops``, ``iou3d_cuda``, ``pointnet2_ops._ext``, ``chamfer`` (SurroundOcc) and ``_msmv_sampling_cuda``
+  (SparseBEV, SparseOcc)
 * ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
   and setuptools have dropped
 """
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,8 @@ __all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "un
 
 _PROVIDERS = {
     "MultiScaleDeformableAttention": "msda_ext",
-    "detrex._C": "msda_ext",
+    "chamfer": "points_ext:chamfer",
+    "detrex._C": "detrex_ext",
     "adet._C": "adet_ext",
     "DCNv3": "dcnv3_ext",
     "GeometricKernelAttention": "geometric_ext",
@@ -61,19 +64,24 @@ _WITHIN_PACKAGES = {
     "voxel_pooling_inference_ext": "bev_ext",
     "voxel_pooling_train_ext": "bev_ext",
     "local_aggregate._C": "gaussian_ext",
+    **{
+        extension: f"points_ext:{extension}"
+        for extension in (
+            *("assign_score_withk_ext", "ball_query_ext", "furthest_point_sample_ext", "gather_points_ext"),
+            *("group_points_ext", "interpolate_ext", "iou3d_cuda", "knn_ext", "roiaware_pool3d_ext"),
+            *("sparse_conv_ext", "iou3d_nms_cuda", "pointnet2_batch_cuda", "pointnet2_stack_cuda"),
+            *("roiaware_pool3d_cuda", "roipoint_pool3d_cuda", "pointnet2_ops._ext", "_msmv_sampling_cuda"),
+        )
+    },
     "local_aggregate_prob._C": "gaussian_prob_ext",
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
 }
 _PACKAGES = ("flash_attn",)
+_NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
 _COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
-# The compiled modules of mmdet3d.ops, which also stand in packages with a copy of that folder.
-_DEFERRED = re.compile(
-    r"(?:.*\.)?ops\.(?:.*\.)?(?:(?:ball_query|group_points|interpolate|knn|furthest_point_sample|gather_points"
-    r"|roiaware_pool3d|sparse_conv|assign_score_withk|feature_decorator)_ext|iou3d_cuda"
-    # Those of OpenPCDet and of mmdet3d's project DSVT.
-    r"|(?:iou3d_nms|roiaware_pool3d|roipoint_pool3d|pointnet2_batch|pointnet2_stack|ingroup_inds)_cuda)"
-)
+# Functions of OpenPCDet and of mmdet3d's project DSVT, none of which visdet has.
+_DEFERRED = re.compile(r"(?:.*\.)?ops\.(?:.*\.)?(?:feature_decorator_ext|ingroup_inds_cuda)")
 
 
 def install() -> None:
@@ -174,13 +182,22 @@ class _Loader(Loader):
         if self.provider is None:
             module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
             return
-        name = self.provider if "." in self.provider else f"visdet.compat.{self.provider}"
-        source = importlib.import_module(name)
+        name, _, extension = self.provider.partition(":")
+        source = importlib.import_module(name if "." in name else f"visdet.compat.{name}")
         module.__doc__ = source.__doc__
-        for name in getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")]):
-            setattr(module, name, getattr(source, name))
-        if "__getattr__" in vars(source):
-            module.__getattr__ = source.__getattr__  # type: ignore[method-assign]
+        names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
+        found = source.FUNCTIONS[extension] if extension else {name: getattr(source, name) for name in names}
+        if source.__name__.startswith("visdet.") and name not in _NO_OPERATORS:
+            from ._counts import counted
+
+            found = {
+                name: counted(f"{module.__name__}.{name}", value) if inspect.isfunction(value) else value
+                for name, value in found.items()
+            }
+        vars(module).update(found)
+        if extension or "__getattr__" in vars(source):
+            look_up = deferred(module.__name__) if extension else source.__getattr__
+            module.__getattr__ = look_up  # type: ignore[method-assign]
 
 
 bridge = Extensions()

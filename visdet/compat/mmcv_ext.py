@@ -30,10 +30,11 @@ _ALIGNED = "aligned_height,aligned_width:output_size spatial_scale sampling_rati
 _ROTATED = f"{_SIZE} sampling_ratio aligned clockwise"
 _ORIENTED = "pooled_height,pooled_width:out_size spatial_scale num_samples num_orientations clockwise"
 _CARAFE = "kernel_size group_size scale_factor"
-_DEFORM = (
-    "dH,dW:stride padH,padW:padding dilationH,dilationW:dilation group:groups deformable_group:deform_groups"
+DEFORM = (
+    "kW kH dW|dH:stride padW|padH:padding dilationW|dilationH:dilation group:groups "
+    "deformable_group:deform_groups"
 )
-_MODULATED = (
+MODULATED = (
     "stride_h,stride_w:stride pad_h,pad_w:padding dilation_h,dilation_w:dilation group:groups "
     "deformable_group:deform_groups with_bias"
 )
@@ -118,13 +119,13 @@ _FUNCTIONS = functions_of(
         "correlation_forward": (map_correlation.correlation, f"input1 input2 >output {_CORRELATION}"),
         "deform_conv_backward_input": (
             ops.deform_conv2d,
-            f"input offset <grad_output input>grad_input offset>grad_offset weight columns {_DEFORM}",
+            f"input offset <grad_output input>grad_input offset>grad_offset weight columns {DEFORM}",
         ),
         "deform_conv_backward_parameters": (
             own.scaled_deform_conv,
-            f"input offset <grad_output weight>grad_weight columns ones {_DEFORM} scale",
+            f"input offset <grad_output weight>grad_weight columns ones {DEFORM} scale",
         ),
-        "deform_conv_forward": (ops.deform_conv2d, f"input weight offset >output columns ones {_DEFORM}"),
+        "deform_conv_forward": (ops.deform_conv2d, f"input weight offset >output columns ones {DEFORM}"),
         "deform_roi_pool_backward": (
             own.deform_roi_pool_gradient,
             f"grad_output input rois offset >grad_input >grad_offset {_SIZE} sampling_ratio gamma",
@@ -215,11 +216,11 @@ _FUNCTIONS = functions_of(
         "modulated_deform_conv_backward": (
             own.modulated_deform_conv,
             "input weight bias ones offset mask columns input>grad_input weight>grad_weight bias>grad_bias "
-            f"offset>grad_offset mask>grad_mask <grad_output:output {_MODULATED}",
+            f"offset>grad_offset mask>grad_mask <grad_output:output {MODULATED}",
         ),
         "modulated_deform_conv_forward": (
             own.modulated_deform_conv,
-            f"input weight bias ones offset mask >output columns {_MODULATED}",
+            f"input weight bias ones offset mask >output columns {MODULATED}",
         ),
         "ms_deform_attn_backward": (
             ms_deform_attn_backward,

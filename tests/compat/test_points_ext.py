@@ -1,0 +1,284 @@
+"""The extensions of mmdet3d, OpenPCDet, detectron2 and others against formulas in plain torch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from visdet import ops
+from visdet.compat import detectron2_ext, points_ext
+
+FUNCTIONS = points_ext.FUNCTIONS
+B, N, M, C, K = 2, 9, 4, 3, 3
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
+def device(request):
+    """Make every tensor of a test on this device."""
+    torch.manual_seed(0)
+    with torch.device(request.param):
+        yield request.param
+
+
+def near(points, centers, radius):
+    """Return the first K points of each ball. The first one fills what is left, and an empty ball has -1."""
+    inside = torch.cdist(centers, points) < radius
+    rows = [[row.nonzero()[:K, 0].tolist() for row in one] for one in inside]
+    return [[(row + row[:1] * K)[:K] if row else [-1] * K for row in one] for one in rows]
+
+
+def test_neighbours_of_batches():
+    points, centers = torch.rand(B, N, 3), torch.rand(B, M, 3)
+    expected = [[[max(i, 0) for i in row] for row in one] for one in near(points, centers, 0.5)]
+    for name, radius in (("ball_query_ext", (0.0, 0.5)), ("pointnet2_batch_cuda", (0.5,))):
+        index = torch.zeros(B, M, K).int()
+        FUNCTIONS[name]["ball_query_wrapper"](B, N, M, *radius, K, centers, points, index)
+        assert index.tolist() == expected
+    assert FUNCTIONS["pointnet2_ops._ext"]["ball_query"](centers, points, 0.5, K).tolist() == expected
+    distances, wanted = torch.cdist(centers, points).square().topk(3, largest=False)
+    found, index = torch.zeros(B, M, 3), torch.zeros(B, M, 3).int()
+    FUNCTIONS["interpolate_ext"]["three_nn_wrapper"](B, M, N, centers, points, found, index)
+    torch.testing.assert_close(found, distances)
+    assert torch.equal(index.long(), wanted)
+    FUNCTIONS["knn_ext"]["knn_wrapper"](B, N, M, 3, points, centers, index.zero_(), found.zero_())
+    assert torch.equal(index.long(), wanted)
+    assert torch.equal(FUNCTIONS["pointnet2_ops._ext"]["three_nn"](centers, points)[1].long(), wanted)
+
+
+def farthest(points, count):
+    chosen = [0]
+    while len(chosen) < count:
+        chosen.append(int(torch.cdist(points, points[chosen]).min(1).values.argmax()))
+    return chosen
+
+
+def test_stacked_clouds():
+    ext, counts, groups = (
+        FUNCTIONS["pointnet2_stack_cuda"],
+        torch.tensor([4, 5]).int(),
+        torch.tensor([1, 3]).int(),
+    )
+    points, centers = torch.rand(N, 3), torch.rand(M, 3)
+    clouds = list(zip(points.split([4, 5]), centers.split([1, 3]), strict=True))
+    index = torch.zeros(M, K).int()
+    ext["ball_query_wrapper"](2, M, 0.4, K, centers, groups, points, counts, index)
+    expected = [row for one, center in clouds for row in near(one[None], center[None], 0.4)[0]]
+    for found, row in zip(index.tolist(), expected, strict=True):
+        assert found == row or (row[0] == found[0] == -1)
+    found, index = torch.zeros(M, 3), torch.zeros(M, 3).int()
+    ext["three_nn_wrapper"](centers, groups, points, counts, found, index)
+    nearest = [torch.cdist(center, one).topk(3, largest=False).indices for one, center in clouds]
+    assert index.tolist() == [*nearest[0].tolist(), *(nearest[1] + 4).tolist()]
+    sampled, numbers = torch.zeros(5).int(), torch.tensor([2, 3]).int()
+    ext["stack_farthest_point_sampling_wrapper"](points, torch.zeros(N), counts, sampled, numbers)
+    assert sampled.tolist() == farthest(points[:4], 2) + [4 + i for i in farthest(points[4:], 3)]
+    features, weight, out = torch.rand(N, C), torch.rand(M, 3), torch.zeros(M, C)
+    ext["three_interpolate_wrapper"](features, index, weight, out)
+    torch.testing.assert_close(out, torch.einsum("mkc,mk->mc", features[index.long()], weight))
+    grad = torch.zeros(N, C)
+    ext["three_interpolate_grad_wrapper"](torch.ones(M, C), index, weight, grad)
+    expected = torch.zeros(N).index_add(0, index.long().flatten(), weight.flatten())
+    torch.testing.assert_close(grad, expected[:, None].expand(N, C))
+
+
+GATHERED = {  # for each function and its gradient, their extensions: the operator, the shape of indices, leading sizes
+    "group_points": (("pointnet2_batch_cuda",), (M, K), (B, C, N, M, K)),
+    "gather_points": (("gather_points_ext", "pointnet2_batch_cuda"), (M,), (B, C, N, M)),
+    "three_interpolate": (("interpolate_ext", "pointnet2_batch_cuda"), (M, K), (B, C, N, M)),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_chosen_features_and_their_gradients(name):
+    extensions, shape, sizes = GATHERED[name]
+    index, features = torch.randint(0, N, (B, *shape)).int(), torch.rand(B, C, N).requires_grad_()
+    weights = [torch.rand(B, M, K)] if name == "three_interpolate" else []
+    expected = torch.stack([one[:, i.long()] for one, i in zip(features, index, strict=True)])
+    expected = torch.einsum("bcmk,bmk->bcm", expected, weights[0]) if weights else expected
+    grad = torch.rand_like(expected)
+    (wanted,) = torch.autograd.grad(expected, features, grad)
+    for extension in extensions:
+        out, found = torch.zeros_like(expected), torch.zeros(B, C, N)
+        ext = FUNCTIONS[extension]
+        ext[f"{name}_wrapper"](*sizes, features.detach(), index, *weights, out)
+        ext[f"{name}_grad_wrapper"](*sizes, grad, index, *weights, found)
+        torch.testing.assert_close([out, found], [expected.detach(), wanted])
+    ext = FUNCTIONS["pointnet2_ops._ext"]
+    torch.testing.assert_close(ext[name](features.detach(), index, *weights), expected.detach())
+    torch.testing.assert_close(ext[f"{name}_grad"](grad, index, *weights, N), wanted)
+
+
+def inside(points, center, sides, angle):
+    """Return whether points [N, 2] are in a box whose first side has this angle with the x axis, towards +y."""
+    moved = points - points.new_tensor(center)
+    along = moved[:, 0] * math.cos(angle) + moved[:, 1] * math.sin(angle)
+    across = moved[:, 1] * math.cos(angle) - moved[:, 0] * math.sin(angle)
+    return (along.abs() < sides[0] / 2) & (across.abs() < sides[1] / 2)
+
+
+GRID = 400
+
+
+def overlaps(boxes, others):
+    """Return the areas and the IoUs of (center, sides, angle) by counting the points of a grid."""
+    steps = (torch.arange(GRID) + 0.5) / GRID * 8 - 4
+    grid = torch.cartesian_prod(steps, steps)
+    sets = [torch.stack([inside(grid, *box) for box in one]).float() for one in (boxes, others)]
+    shared, sizes = sets[0] @ sets[1].T, [one.sum(1) for one in sets]
+    return shared * (8 / GRID) ** 2, shared / (sizes[0][:, None] + sizes[1] - shared)
+
+
+BOXES = [((0.0, 0.0), (4.0, 1.0), 0.5), ((0.5, 0.5), (3.0, 1.5), 1.2), ((-1.0, 0.3), (2.0, 2.0), -0.4)]
+PCDET = [[*center, 0.0, *sides, 1.0, angle] for center, sides, angle in BOXES]
+MMDET3D = [[x - w / 2, y - h / 2, x + w / 2, y + h / 2, -angle] for (x, y), (w, h), angle in BOXES]
+
+
+@pytest.mark.parametrize("name, given", [("iou3d_nms_cuda", PCDET), ("iou3d_cuda", MMDET3D)])
+def test_boxes_seen_from_above(name, given):
+    ext, boxes, (area, iou) = FUNCTIONS[name], torch.tensor(given), overlaps(BOXES, BOXES)
+    for function, expected in (("boxes_overlap_bev_gpu", area), ("boxes_iou_bev_gpu", iou)):
+        out = torch.zeros(3, 3)
+        ext[function](boxes, boxes, out)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    more = torch.cat([boxes, boxes[:1]])
+    keep = torch.full((4,), -1, device="cpu")
+    assert ext["nms_gpu"](more, keep, 0.9, *([0] if name == "iou3d_cuda" else [])) == 3
+    assert keep.tolist() == [0, 1, 2, -1]
+    if name == "iou3d_nms_cuda":
+        paired = torch.zeros(3, 1)
+        ext["boxes_aligned_overlap_bev_gpu"](boxes, boxes.roll(1, 0), paired)
+        torch.testing.assert_close(paired[:, 0], area[range(3), [2, 0, 1]], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["roiaware_pool3d_cuda", "roiaware_pool3d_ext"])
+def test_points_in_boxes(name):
+    ext, points, features = FUNCTIONS[name], torch.rand(200, 3) * 6 - 3, torch.rand(200, C)
+    member = torch.stack([inside(points[:, :2], *box) & (points[:, 2].abs() < 0.5) for box in BOXES])
+    boxes = torch.tensor(PCDET)
+    if name == "roiaware_pool3d_ext":  # (x, y, z of the bottom, w, l, h, angle)
+        boxes = torch.tensor([[*c, -0.5, s[1], s[0], 1.0, -a - math.pi / 2] for c, s, a in BOXES])
+    every, first = torch.zeros(3, 200).int(), torch.full((1, 200), -1).int()
+    ext["points_in_boxes_cpu"](boxes, points, every)
+    ext["points_in_boxes_gpu"](boxes[None], points[None], first)
+    assert torch.equal(every.bool(), member) and member.any(1).all()
+    assert torch.equal(first[0] >= 0, member.any(0))
+    sizes = 3, 1, 1, 1
+    argmax, collected, pooled = (
+        torch.zeros(*sizes, C).int(),
+        torch.zeros(*sizes, 201).int(),
+        torch.zeros(*sizes, C),
+    )
+    for mode, expected in ((0, "max"), (1, "mean")):
+        ext["forward"](boxes, points, features, argmax, collected, pooled, mode)
+        wanted = [features[one] for one in member]
+        wanted = [one.amax(0) if expected == "max" else one.mean(0) for one in wanted]
+        torch.testing.assert_close(pooled.view(3, C), torch.stack(wanted))
+
+
+def test_sparse_convolution_and_scores():
+    ext, indices = FUNCTIONS["sparse_conv_ext"], torch.tensor([[0, 1, 1], [0, 1, 2]]).int()
+    pairs = ext["get_indice_pairs_2d"](
+        indices, 1, [4, 4], [4, 4], [3, 3], [1, 1], [1, 1], [1, 1], [0, 0], 1, 0
+    )
+    features, filters = torch.rand(2, C), torch.rand(3, 3, C, 2)
+    dense = torch.zeros(1, C, 4, 4)
+    dense[0, :, indices[:, 1].long(), indices[:, 2].long()] = features.T
+    expected = F.conv2d(dense, filters.permute(3, 2, 0, 1), padding=1)[0, :, [1, 1], [1, 2]].T
+    found = ext["indice_conv_fp32"](features, filters, pairs[1], pairs[2], 2, 0, 1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("levels", [4, 5])
+def test_samples_of_views(levels):
+    V, Q, P = 3, 5, 4
+    maps = [torch.rand(B, V, 7 - i, 9 - i, C, dtype=torch.float64).requires_grad_() for i in range(levels)]
+    at = torch.rand(B, Q, P, 3, dtype=torch.float64) * 1.4 - 0.2
+    at[..., 2] = torch.randint(0, V, (B, Q, P)) / (V - 1)
+    at.requires_grad_()
+    weights = torch.rand(B, Q, P, levels, dtype=torch.float64).requires_grad_()
+    grid = (at * 2 - 1)[:, :, :, None]
+    sampled = [F.grid_sample(one.movedim(4, 1), grid, align_corners=True)[..., 0] for one in maps]
+    expected = torch.einsum("lbcqp,bqpl->bqcp", torch.stack(sampled), weights)
+    grad = torch.rand_like(expected)
+    wanted = torch.autograd.grad(expected, [*maps, at, weights], grad)
+    ext, name = FUNCTIONS["_msmv_sampling_cuda"], f"_ms_deform_attn_cuda_c{'23456'[:levels]}"
+    given = [one.detach() for one in (*maps, at, weights)]
+    torch.testing.assert_close(ext[f"{name}_forward"](*given), expected.detach())
+    found = list(ext[f"{name}_backward"](grad, *given))
+    found[-2][..., 2] = wanted[-2][..., 2]  # The view is rounded and has no gradient.
+    torch.testing.assert_close(found, list(wanted))
+
+
+def test_chamfer_distance_of_three_dimensions():
+    one, other = (torch.rand(B, n, 3).requires_grad_() for n in (5, 7))
+    apart = torch.cdist(one, other).square()
+    expected = apart.amin(2), apart.amin(1)
+    ext = FUNCTIONS["chamfer"]
+    *found, index1, index2 = ext["forward"](one.detach(), other.detach())
+    torch.testing.assert_close(found, [tensor.detach() for tensor in expected])
+    grads = torch.rand(B, 5), torch.rand(B, 7)
+    wanted = torch.autograd.grad(expected, [one, other], grads)
+    torch.testing.assert_close(
+        ext["backward"](one.detach(), other.detach(), index1, index2, *grads), wanted, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_rotated_boxes_of_detectron2():
+    degrees = torch.tensor([[*center, *sides, -math.degrees(angle)] for center, sides, angle in BOXES])
+    iou = torch.ops.detectron2.box_iou_rotated(degrees, degrees)
+    torch.testing.assert_close(iou, overlaps(BOXES, BOXES)[1], atol=2e-2, rtol=2e-2)
+    more, scores = torch.cat([degrees, degrees[:1]]), torch.tensor([0.3, 0.9, 0.5, 0.4])
+    assert torch.ops.detectron2.nms_rotated(more, scores, 0.9).tolist() == [1, 2, 3]
+    # Samples of a ramp are the x of their bins' centers.
+    ramp = torch.arange(20.0).expand(1, 1, 20, 20) + 0.5
+    rois = torch.tensor([[0, 10.0, 9.0, 6.0, 4.0, 30.0]])
+    pooled = torch.ops.detectron2.roi_align_rotated_forward(ramp, rois, 1.0, 2, 3, 2)
+    x, y = torch.tensor([-2.0, 0, 2]), torch.tensor([-1.0, 1])[:, None]
+    turn = math.radians(30)
+    torch.testing.assert_close(pooled[0, 0], 10 + x * math.cos(turn) + y * math.sin(turn))
+    grad = torch.ops.detectron2.roi_align_rotated_backward(pooled, rois, 1.0, 2, 3, 1, 1, 20, 20, 2)
+    torch.testing.assert_close((grad * ramp).sum(), pooled.square().sum())
+
+
+@pytest.mark.parametrize("is_modulated", [False, True])
+def test_deformable_convolution_of_detectron2(is_modulated):
+    torchvision_ops = pytest.importorskip("torchvision.ops")
+    x, weight, bias = (
+        torch.rand(*size).double().requires_grad_() for size in ((1, 4, 7, 6), (2, 4, 3, 2), (2,))
+    )
+    size = (4, 5) if not is_modulated else (5, 5)
+    offset = torch.randn(1, 12, *size).double().requires_grad_()
+    mask = torch.rand(1, 6, *size).double().requires_grad_()
+    empty = torch.zeros(0)
+    if is_modulated:
+        inputs = [x, weight, bias, offset, mask]
+        expected = torchvision_ops.deform_conv2d(x, offset, weight, bias, 1, 0, 1, mask)
+    else:
+        inputs = [x, offset, weight]
+        expected = torchvision_ops.deform_conv2d(x, offset, weight, None, (2, 1), (1, 0), (1, 1))
+    grad = torch.rand_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    out, found = torch.zeros_like(expected), [torch.zeros_like(one) for one in inputs]
+    x, weight, bias, offset, mask = (one.detach() for one in (x, weight, bias, offset, mask))
+    if is_modulated:
+        rest = 3, 2, 1, 1, 0, 0, 1, 1, 1, 1, True
+        detectron2_ext.modulated_deform_conv_forward(x, weight, bias, empty, offset, mask, out, empty, *rest)
+        detectron2_ext.modulated_deform_conv_backward(
+            x, weight, bias, empty, offset, mask, empty, *found, grad, *rest
+        )
+    else:
+        rest = 2, 3, 1, 2, 0, 1, 1, 1, 1, 1
+        detectron2_ext.deform_conv_forward(x, weight, offset, out, empty, empty, *rest, 64)
+        detectron2_ext.deform_conv_backward_input(x, offset, grad, *found[:2], weight, empty, *rest, 64)
+        detectron2_ext.deform_conv_backward_filter(x, offset, grad, found[2], empty, empty, *rest, 1, 64)
+    torch.testing.assert_close([out, *found], [expected.detach(), *wanted])
+
+
+def test_one_sample_of_each_kind():
+    points, index = torch.rand(B, N, 3), torch.zeros(B, M).int()
+    for name in ("furthest_point_sample_ext", "pointnet2_batch_cuda", "pointnet2_stack_cuda"):
+        verb = "furthest" if name == "furthest_point_sample_ext" else "farthest"
+        FUNCTIONS[name][f"{verb}_point_sampling_wrapper"](B, N, M, points, torch.zeros(B, N), index.zero_())
+        assert index.tolist() == [farthest(one, M) for one in points]
+    assert torch.equal(ops.furthest_point_sample(points, M), index)
