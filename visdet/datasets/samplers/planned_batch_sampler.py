@@ -104,7 +104,8 @@ class PlannedBatchSampler(BatchSampler):
             if seen != [image.size for image in drawn[:_READ]]:
                 sizes, self._is_known = choose_sizes(seen, max_sizes), False
             common: list[Any] = [sizes, self._is_known]
-            broadcast_object_list(common)  # What a transform of the user's draws may differ between processes.
+            # What a transform of the user's draws may differ between processes.
+            broadcast_object_list(common)
             sizes, self._is_known = common
         found = {image.size for image in drawn} if are_all else set()
         filled = frozenset(sizes) if found == set(sizes) else frozenset()
