@@ -115,12 +115,12 @@ def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": None}, "lacks model"),
-        ({"model": {"_delete_": True}}, "model.type must be the name of a class|lacks model"),
+        ({"model": None}, "model must be dict"),
+        ({"model": {"_delete_": True}}, "model"),
         ({"test_dataloader__dataset": None}, "has no test_dataloader.dataset"),
-        ({"test_dataloader__dataset__pipeline": [{}]}, "pipeline.type must be the name of a class, got None"),
+        ({"test_dataloader__dataset__pipeline": [{}]}, "test_dataloader cannot be built: .*type"),
         ({"test_dataloader__dataset__pipeline": [*PIPELINE[:-1], NO_SIZES]}, "a sample has no ori_shape"),
-        ({"graph": "x"}, "graph must be True or False"),
+        ({"graph": "x"}, "graph must be"),
     ],
 )
 def test_a_config_without_a_part_is_one_message(tmp_path, image, options, message):

@@ -24,14 +24,13 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .build_errors import building
+from .build_errors import building, check_arguments
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
 from .checkpoints.training_state import training_state
 from .config import complete_config
-from .config_checks import check_parts
 from .console import say
 from .data_workers import worker_failures_explained
 from .errors import log_fatal_error
@@ -92,7 +91,7 @@ class DetRunner:
     def _build(self, cfg: Config) -> None:
         self.cfg = RunConfig.copy_of(cfg)
         complete_config(self.cfg)
-        check_parts(self.cfg)
+        check_arguments(self.cfg, "default_hooks", "custom_hooks", "visualizer")
         self.work_dir = os.path.abspath(self.cfg.work_dir)
         self.launcher = self.cfg.get("launcher", "none")
         self.distributed = self.launcher != "none"

@@ -78,10 +78,6 @@ class PlannedBatchSampler(BatchSampler):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if not isinstance(sampler, Sampler):
-            raise InvalidTypeError(
-                f"PlannedBatchSampler: sampler must be a torch Sampler, got {type(sampler).__name__}"
-            )
         dataset: Any = getattr(sampler, "dataset", None)
         if not hasattr(dataset, "get_data_info"):
             raise InvalidTypeError("PlannedBatchSampler: sampler.dataset must have get_data_info")
