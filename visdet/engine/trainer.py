@@ -14,7 +14,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import autocast, get_priority, set_random_seed
+from mmengine.runner import get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
 from torch.utils.data import DataLoader
@@ -290,10 +290,11 @@ class DetRunner:
         self.call_hook(f"before_{stage}")
         self.call_hook(f"before_{stage}_epoch")
         self.model.eval()
+        device = next(self.model.parameters()).device.type
         for index, batch in enumerate(loop.dataloader):
             with torch.no_grad():
                 self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
-                with autocast(enabled=loop.fp16):
+                with torch.autocast(device, torch.bfloat16, enabled=loop.fp16):
                     outputs = getattr(self.model, f"{stage}_step")(batch)
                 loop.evaluator.process(data_samples=outputs, data_batch=batch)
                 self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
