@@ -78,7 +78,7 @@ def test_an_attempt_changes_neither_weights_nor_gradients():
     ("most", "words"),
     [
         (90 * 90, ["2 images of 90 x 90", "train_dataloader.batch_size=1", "at most", "with_cp=True"]),
-        (10, ["2 images of 90 x 90", "No smaller one does"]),
+        (10, ["2 images of 90 x 90", "Lower train_dataloader.batch_size"]),
     ],
 )
 def test_what_would_fit_is_said(most, words, monkeypatch):

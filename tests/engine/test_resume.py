@@ -45,6 +45,9 @@ def interrupted(work_dir, at: int, **options):
         runner.train()
 
 
+PLANNED = {"train_dataloader__batch_sampler": {"type": "PlannedBatchSampler"}}
+
+
 class Start(Hook):
     """Keeps the weights with which training begins."""
 
@@ -58,6 +61,8 @@ class Start(Hook):
         pytest.param({"train_cfg__max_iters": 24}, "DefaultSampler", id="iterations-finite"),
         pytest.param({"train_cfg__max_iters": 24}, "InfiniteSampler", id="iterations-endless"),
         pytest.param(EPOCHS, "DefaultSampler", id="inside-an-epoch"),
+        pytest.param(EPOCHS | PLANNED, "DefaultSampler", id="planned-inside-an-epoch"),
+        pytest.param({"train_cfg__max_iters": 24} | PLANNED, "InfiniteSampler", id="planned-endless"),
     ],
 )
 def test_two_halves_equal_the_whole(tmp_path, loop, sampler):

@@ -42,9 +42,9 @@ from visdet.registry import (
     VISUALIZERS,
 )
 
-from .build_errors import build_model, building, check_texts
+from .build_errors import build_model, building, check_arguments
 from .checkpoints.training_state import wrappers_of
-from .config_checks import schedules_of
+from .config_checks import is_iteration_based, schedules_of
 from .config_text import values_without_code
 from .console import ConsoleHandler
 from .distributed import start_process_group
@@ -219,15 +219,15 @@ def check_before_data(runner: Any, *stages: str) -> None:
     loop: Any
     for stage in stages:
         sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
-        loop = EvaluationLoop
+        loop: type = EvaluationLoop
         if stage == "train":
-            loop = EpochBasedTrainLoop if (cfg.train_cfg or {}).get("by_epoch", True) else IterBasedTrainLoop
-        check_texts(cfg, *sections, defaults={sections[0]: loop, sections[1]: DataLoader})
+            loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
+        check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})
         if stage != "train" and cfg.get(sections[2]) is not None:
             with suppress(MissingFileError):  # The data set may be drawn later, or the loop says so.
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
-        check_texts(cfg, "optim_wrapper", "param_scheduler")
+        check_arguments(cfg, "optim_wrapper", "param_scheduler")
         with building(cfg, "optim_wrapper"):
             runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
         with building(cfg, "param_scheduler"):
@@ -305,8 +305,7 @@ def build_train_loop(runner: Any) -> TrainLoop:
     name = "EpochBasedTrainLoop" if given.pop("by_epoch", True) else "IterBasedTrainLoop"
     kinds = {ByEpoch: EpochBasedTrainLoop, ByIteration: IterBasedTrainLoop}
     kind = _loop_class("train_cfg", given.pop("type", name), kinds)
-    defaults = {"train_cfg": kind, "train_dataloader": DataLoader}
-    with building(runner.cfg, "train_cfg", "train_dataloader", defaults=defaults):
+    with building(runner.cfg, "train_cfg", "train_dataloader"):
         loop = kind(runner, runner.build_dataloader(runner.cfg.train_dataloader), **given)
         check_training_data(loop.dataloader, loop.by_epoch)
         return loop
@@ -323,8 +322,7 @@ def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
     kind = _loop_class(
         config, given.pop("type", f"{stage.title()}Loop"), dict.fromkeys((ValLoop, TestLoop), EvaluationLoop)
     )
-    defaults = {config: kind, loader: DataLoader}
-    with building(runner.cfg, config, loader, evaluator, defaults=defaults):
+    with building(runner.cfg, config, loader, evaluator):
         data = runner.build_dataloader(runner.cfg[loader])
         metrics = runner.evaluators.get(stage) or build_evaluator(runner.cfg, stage)
         check_evaluation_data(data, loader)

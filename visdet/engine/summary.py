@@ -18,7 +18,6 @@ from visdet.registry import DATASETS
 
 from .build_errors import build_model
 from .config import complete_config, dataset_config
-from .config_checks import check_types
 from .config_file import read_config
 from .given_images import GivenImage
 from .inference import Detector, takes_images
@@ -46,7 +45,6 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
     """
     cfg = copy.deepcopy(cfg)
     complete_config(cfg)
-    check_types(cfg)
     init_default_scope(cfg.default_scope)
     if takes_images(cfg):
         detector = Detector(cfg, device="cpu")

@@ -14,7 +14,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import autocast, get_priority, set_random_seed
+from mmengine.runner import get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
 from torch.utils.data import DataLoader
@@ -24,14 +24,13 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .build_errors import building
+from .build_errors import building, check_arguments
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
 from .checkpoints.training_state import training_state
 from .config import complete_config
-from .config_checks import check_parts
 from .console import say
 from .data_workers import worker_failures_explained
 from .errors import log_fatal_error
@@ -93,7 +92,7 @@ class DetRunner:
     def _build(self, cfg: Config) -> None:
         self.cfg = RunConfig.copy_of(cfg)
         complete_config(self.cfg)
-        check_parts(self.cfg)
+        check_arguments(self.cfg, "default_hooks", "custom_hooks", "visualizer")
         self.work_dir = os.path.abspath(self.cfg.work_dir)
         self.launcher = self.cfg.get("launcher", "none")
         self.distributed = self.launcher != "none"
@@ -293,11 +292,12 @@ class DetRunner:
         self.call_hook(f"before_{stage}")
         self.call_hook(f"before_{stage}_epoch")
         self.model.eval()
+        device = next(self.model.parameters()).device.type
         steps = StagedModel(self.model, self.graphs)  # An evaluation begins without memory.
         for index, batch in enumerate(loop.dataloader):
             with torch.no_grad():
                 self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
-                with autocast(enabled=loop.fp16):
+                with torch.autocast(device, torch.bfloat16, enabled=loop.fp16):
                     outputs = steps.test_step(batch, f"{stage}_step")
                 loop.evaluator.process(data_samples=outputs, data_batch=batch)
                 self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)

@@ -17,7 +17,7 @@ from visdet.execution.tensor_tree import layout_of, map_tensors
 
 from ..stages import has_stages, losses_by_stages, memory_for, predictions_by_stages, state_after
 from .memory import GraphMemory
-from .steps import GraphedDetections, GraphedFeatures, GraphedStep, nothing_changes
+from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 
 _LEARNS = attrgetter("requires_grad")
 _living: "WeakSet[GraphedMethod]" = WeakSet()
@@ -167,7 +167,7 @@ class GraphedMethod(ABC):
             oldest = next((other for other in self._graphs if other[1:] != key[1:]), next(iter(self._graphs)))
             if oldest[1:] == key[1:] and self.counts.total() - self._used.get(oldest, 0) < self.patience:
                 return False
-            del self._graphs[oldest]
+            del self._graphs[oldest], self._examples[oldest]
         return True
 
     def _captured(self, key: Hashable, batch: Any) -> Any:
@@ -246,13 +246,15 @@ class GraphedLoss(GraphedMethod):
         return self._compute(batch, (layout_of(batch), self._key_of_model()))
 
     def capture(self, inputs: Tensor, data_samples: Sequence[Any]) -> bool:
-        """Capture the graphs for batches of this shape, and return whether there are some. Nothing else changes."""
+        """Capture the graphs for batches of this shape, and return whether there are some. Nothing else changes.
+
+        All processes must call this for the same shapes in the same order.
+        """
         with torch.cuda.device(inputs.device):
             batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, None))
             key = layout_of(batch), self._key_of_model()
             if key not in self._graphs and not self._has_failed and self._has_room(key):
-                with torch.no_grad(), nothing_changes(self.model):
-                    self._examples[key] = self._compute_eagerly(batch)[1]
+                self._examples[key] = None
                 step = self._captured(key, batch)
                 if step is not None:
                     self._graphs[key] = step

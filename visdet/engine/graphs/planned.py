@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from mmengine.dist import get_world_size
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
@@ -140,11 +141,13 @@ class ImaginedBatches:
             return
         torch.cuda.empty_cache()
         advice = []
-        smaller = next((n for n in _halves(number) if self.fits(n, largest)), None)
+        # Several processes may not try alike, and would wait for one another.
+        halves, sizes = (_halves(number), self.plan.sizes[-2::-1]) if get_world_size() == 1 else ([], ())
+        smaller = next((n for n in halves if self.fits(n, largest)), None)
         if smaller:
             advice.append(f"batches of {smaller} would (train_dataloader.batch_size={smaller})")
         torch.cuda.empty_cache()
-        size = next((size for size in reversed(self.plan.sizes[:-1]) if self.fits(number, size)), None)
+        size = next((size for size in sizes if self.fits(number, size)), None)
         if size:
             advice.append(
                 f"images of at most {size[0]} x {size[1]} would (the scales of the pipeline's Resize)"
@@ -156,7 +159,7 @@ class ImaginedBatches:
         raise MemoryNotEnoughError(
             f"a training step of {number} images of {largest[0]} x {largest[1]} (height x width), the largest of the "
             f"run, does not fit into the {held:.0f} GiB of the GPU. "
-            + "; ".join(advice or ["No smaller one does"])
+            + "; ".join(advice or ["Lower train_dataloader.batch_size"])
         )
 
 

@@ -19,7 +19,8 @@ class GraphedStep:
     """A training step of one shape of batches: three CUDA graphs, and the tensors that they read and write.
 
     The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
-    ``capture`` makes the graphs.
+    ``capture`` makes the graphs. ``example`` has the layout of an assignment. Without it, the constructor makes one,
+    for which processes may exchange numbers.
 
     The graphs are captured with leaf tensors that share the memory of the parameters, and not with the parameters
     themselves. An earlier step or ``DistributedDataParallel`` may hold the autograd nodes of the parameters. Such nodes
@@ -30,14 +31,14 @@ class GraphedStep:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        self.assignment = map_tensors(
-            lambda shape: torch.ones_like(shape, device=memory.stream.device), example
-        )
+        self.assignment = self._ones_like(example)
         self.leaves = leaves_in_place_of(model)
         learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-            predictions, _ = model.predictions_and_costs(self.batch)
+            predictions, costs = model.predictions_and_costs(self.batch)
+            if example is None:
+                self.assignment = self._ones_like(model.assign(costs, self.batch))
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
             with _no_autocast():
@@ -50,6 +51,9 @@ class GraphedStep:
         self.parameters = [parameter for parameter, leaf in self.leaves.items() if leaf in used]
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+
+    def _ones_like(self, assignment: Any) -> Any:
+        return map_tensors(lambda part: torch.ones_like(part, device=self.memory.stream.device), assignment)
 
     def capture(self) -> None:
         """Record the three graphs.
