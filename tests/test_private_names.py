@@ -31,6 +31,7 @@ REASONS = {
     "_C._dispatch_has_kernel_for_dispatch_key": "Whether an operator has a kernel is asked without calling it.",
     "_C._error_if_any_worker_fails": "A broken pipe to a data worker gets the cause of the worker's death.",
     "_C._get_dispatch_mode": "Tables made under a mode whose tensors have no numbers are not kept.",
+    "_assert_async": "Indices are checked without the host waiting for the GPU.",
     "_backward_hooks": "A module has no public list of its hooks. A fused call may skip only a module without hooks.",
     "_backward_pre_hooks": "See _backward_hooks.",
     "_forward_hooks": "See _backward_hooks.",

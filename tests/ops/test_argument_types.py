@@ -188,7 +188,7 @@ def test_indices_must_be_integers(dtype):
     one = torch.tensor([1], dtype=torch.int64)
     for call, name in (
         (lambda: group_points(features, ones(1, 2, 3).to(dtype)), "group_points: indices"),
-        (lambda: gather_points(features, ones(1, 2).to(dtype)), "group_points: indices"),
+        (lambda: gather_points(features, ones(1, 2).to(dtype)), "gather_points: indices"),
         (lambda: three_interpolate(features, ones(1, 2, 3).to(dtype), ones(1, 2, 3)), "indices"),
         (lambda: stack_group_points(ones(1, 2), one, ones(1, 2).to(dtype), one), "indices"),
         (lambda: stack_group_points(ones(1, 2), one.to(dtype), one[None], one), "features_batch_cnt"),

@@ -229,7 +229,7 @@ def test_an_index_of_no_point_is_an_error(call, dtype, bad):
     index[1, 4, 2] = bad
     index = index[..., 2] if call is gather_points else index
     weight = (torch.rand(2, 5, 3),) if call is three_interpolate else ()
-    with pytest.raises(RuntimeError, match=f"gather_points: indices must be in 0..8, got {bad}"):
+    with pytest.raises(RuntimeError, match=f"{call.__name__}: indices must be in 0..8, got {bad}"):
         call(torch.rand(2, 4, 9), index, *weight)
 
 

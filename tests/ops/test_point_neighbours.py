@@ -447,11 +447,11 @@ def test_gradients():
             r"ball_query: xyz must be \[B, N, 3\], got \[2, 4, 2\]",
         ),
         (lambda x: ball_query(0, 1, 2, x, x[:1]), r"center_xyz must be \[2, M, 3\], got \[1, 4, 3\]"),
-        (lambda x: ball_query(0, 1, -1, x, x), "ball_query: sample_num must be 0 or more, got -1"),
+        (lambda x: ball_query(0, 1, -1, x, x), "ball_query: sample_num must be at least 0, got -1"),
         (lambda x: knn(0, x, x), "knn: k must be at least 1, got 0"),
         (lambda x: knn(1, x[0], x), r"knn: xyz must be \[B, N, D\]"),
         (lambda x: three_nn(x[0], x), r"three_nn: target must be \[2, N, 3\], got \[4, 3\]"),
-        (lambda x: furthest_point_sample(x, -1), "num_points must be 0 or more for 4 points, got -1"),
+        (lambda x: furthest_point_sample(x, -1), "num_points must be at least 0, got -1"),
         (lambda x: furthest_point_sample(x[:, :0], 1), "num_points must be 0 for 0 points, got 1"),
         (
             lambda x: furthest_point_sample_with_dist(x, 1),
@@ -490,7 +490,7 @@ def test_bad_arguments(call, message):
 def test_tensors_without_data_beside_others_are_refused(call):
     if not _library.is_loaded("cpu"):
         pytest.skip("the library is not built")
-    with pytest.raises(RuntimeError, match=r"must be on the device cpu of \w+, got meta"):
+    with pytest.raises(RuntimeError, match=r"must be on .*device cpu.*, got meta"):
         call(torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, device="meta"))
 
 

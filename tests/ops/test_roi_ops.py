@@ -350,7 +350,7 @@ def maps(dtype=torch.float32, B=2, C=3, H=7, W=9):
 @pytest.mark.parametrize("size", [2.5, (1.5, 1.5), (2,), (1, 2, 3), "7", None])
 @pytest.mark.parametrize("pool", [roi_align, roi_pool])
 def test_sizes_that_are_no_integers_are_refused(pool, size):
-    with pytest.raises(TypeError, match=r"must be an integer or \(height, width\) of integers, got "):
+    with pytest.raises(TypeError, match="must be an integer"):
         pool(MAP, WHOLE, size)
 
 
@@ -499,9 +499,9 @@ def test_modules():
         (lambda: roi_pool(MAP, WHOLE[:, 1:], 1), r"roi_pool: rois must be \[N, 5\].*got \[1, 4\]"),
         (lambda: roi_align(MAP, WHOLE, 1, pool_mode="sum"), "pool_mode must be 'avg' or 'max', got 'sum'"),
         (lambda: roi_align(MAP.int(), WHOLE, 1), r"input must be of a floating-point type, got torch.int32"),
-        (lambda: roi_align(MAP, WHOLE, 1, 0.0), "spatial_scale must be positive and finite, got 0.0"),
-        (lambda: roi_pool(MAP, WHOLE, 1, float("nan")), "roi_pool: spatial_scale must be positive.*got nan"),
-        (lambda: roi_align(MAP, WHOLE, (2, 0)), r"output_size must be positive, got \(2, 0\)"),
+        (lambda: roi_align(MAP, WHOLE, 1, 0.0), "spatial_scale must be above 0, got 0.0"),
+        (lambda: roi_pool(MAP, WHOLE, 1, float("nan")), "roi_pool: spatial_scale must be .*got nan"),
+        (lambda: roi_align(MAP, WHOLE, (2, 0)), r"output_size must be at least 1, got \(2, 0\)"),
         (lambda: roi_align(MAP, WHOLE, 2, 1.0, 65536), r"fewer than 2\^31 samples, got 65536 for 2 x 2 bins"),
         (
             lambda: deform_roi_pool(MAP, WHOLE, None, 2, 1.0, 65536),

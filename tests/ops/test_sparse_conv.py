@@ -347,13 +347,13 @@ def test_grids_of_more_than_2_to_the_31_places(device):
         ),
         (
             lambda i: indice_conv(
-                torch.ones(3, 2), torch.ones(3, 3, 4, 5), torch.zeros(9, 2, 3), torch.ones(9), 3
+                torch.ones(3, 2), torch.ones(3, 3, 4, 5), torch.zeros(9, 2, 3).int(), torch.ones(9).int(), 3
             ),
             r"filters must be \[\*ksize, 2, O\] with 9 taps, got \[3, 3, 4, 5\]",
         ),
         (
             lambda i: indice_conv(
-                torch.ones(3, 2), torch.ones(9, 2, 5), torch.zeros(9, 2, 3), torch.ones(8), 3
+                torch.ones(3, 2), torch.ones(9, 2, 5), torch.zeros(9, 2, 3).int(), torch.ones(8).int(), 3
             ),
             r"indice_pair_num must be \[9\], got \[8\]",
         ),

@@ -6,21 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import as_tensor
+from ._arguments import as_tensor, check_device, check_real
 from .tracing import is_traced
 
 __all__ = ["check_classes", "class_by_class", "highest_first"]
 
 
 def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
-    """Return the class of each box, a tensor of any type or a NumPy array, as int64 on the device of ``boxes``.
+    """Return the class of each box, a tensor or a NumPy array, as int64 on the device of ``boxes``.
 
     Equal classes are equal numbers afterwards, and different ones differ, those with a fraction, too.
 
     Raises:
-        ValueError: the argument ``name`` does not have one number for each box.
+        ValueError: the argument ``name`` does not have one real number for each box.
     """
     classes = as_tensor(classes) if hasattr(classes, "shape") else torch.as_tensor(classes)
+    if classes.dtype != torch.bool:
+        check_real(op, **{name: classes})
+    if classes.is_meta:
+        check_device(op, name, classes, "boxes", boxes)
     if not is_traced() and classes.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
         raise ValueError(f"{op}: {name} must be [{boxes.shape[0]}], got {list(classes.shape)}")
     classes = classes.detach().to(boxes.device)

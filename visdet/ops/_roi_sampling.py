@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._arguments import check_layout, check_real, computation_dtype
@@ -13,6 +14,7 @@ from .tracing import recorded_as_one
 __all__ = [
     "bounded_rois",
     "bounded_rotated_rois",
+    "bounds_of",
     "check_rois",
     "check_sampling_ratio",
     "pool_regions",
@@ -54,6 +56,8 @@ def check_rois(
         raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
     if min(size) < 1:
         raise ValueError(f"{op}: {names[1]} must be positive, got {size}")
+    if size[0] * size[1] >= 1 << 31:
+        raise ValueError(f"{op}: {names[1]} must have fewer than 2^31 bins, got {size}")
     columns = layout.count(",") + 1
     check_layout(op, "rois", rois, f"[N, {columns}] ({layout})", None, columns)
     check_real(op, rois=rois)
@@ -107,7 +111,7 @@ def bounded_rois(
     has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
     """
     converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = converted.clamp(low, _larger(high, input.shape[0]))
     index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
     is_missing = ~is_image(index, input.shape[0])[:, None]
@@ -118,7 +122,9 @@ def bounded_rois(
     return bounded.to(dtype)
 
 
-def _bounds(input: Tensor, spatial_scale: float, sampling_ratio: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def bounds_of(
+    input: Tensor, spatial_scale: float, sampling_ratio: int, dtype: torch.dtype
+) -> tuple[Any, Any]:
     """Return the least and the greatest corner of a region, in pixels of the image."""
     side = _larger(input.shape[2], input.shape[3])
     reach: int | torch.SymInt = FURTHEST
@@ -138,7 +144,7 @@ def bounded_rotated_rois(
     dtype: torch.dtype,
 ) -> Tensor:  # [N, 6] in dtype
     """Return rotated regions with bounded centres and sides. A region that counts for nothing is moved off the map."""
-    low, high = _bounds(input, spatial_scale, sampling_ratio, dtype)
+    low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     bounded = rois.to(dtype).clone()
     is_missing = ~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1) | bounded[:, 5].isinf()
     bounded[:, 1:3].clamp_(low, high)
@@ -173,6 +179,21 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
     return torch.where(counts[..., None], total, 0)  # A product with 0 would keep NaN.
 
 
+def _bag_sums(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int, bag: int) -> Tensor:
+    """Return the sums [n * K / bag, C] of ``bag`` samples each, as ``_sample`` takes them. The last row is of zeros.
+
+    This takes a CPU a tenth of the time, because no sample is stored. It can be differentiated once, by ``rows``.
+    """
+    y0, y1, fy, y_counts = _corners(y, H)
+    x0, x1, fx, x_counts = _corners(x, W)
+    counts, start = (y_counts & x_counts)[..., None], first_row[:, None]
+    pixels = torch.stack([start + row * W + column for row in (y0, y1) for column in (x0, x1)], -1)
+    weights = torch.stack([wy * wx for wy in (1 - fy, fy) for wx in (1 - fx, fx)], -1)
+    pixels, weights = torch.where(counts, pixels, len(rows) - 1), torch.where(counts, weights, 0)
+    bags = pixels.view(-1, 4 * bag), weights.view(-1, 4 * bag)
+    return F.embedding_bag(bags[0], rows, per_sample_weights=bags[1], mode="sum")
+
+
 def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (samples down, samples across, indices) for each group of regions with the same counts in grid [N, 2]."""
     for count in grid.unique(dim=0):
@@ -197,6 +218,9 @@ def _pool_samples(
     if output.numel() == 0 or input.numel() == 0:
         return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
+    takes_bags = rows.device.type == "cpu" and (takes_maximum or turns.shape[1] > 0)
+    if takes_bags:
+        rows = torch.cat([rows, rows.new_zeros(1, C)])
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
         if down <= 0 or across <= 0:
@@ -207,15 +231,31 @@ def _pool_samples(
             inside_y = (torch.arange(down, device=rows.device).to(step) + 0.5) * step[:, :1]  # [n, down]
             inside_x = (torch.arange(across, device=rows.device).to(step) + 0.5) * step[:, 1:]  # [n, across]
             corner = origin[members].flatten(2)  # [n, 2, PH * PW]
-            shape = (len(members), PH * PW, down, across)
-            y = (corner[:, 0, :, None, None] + inside_y[:, None, :, None]).expand(shape).flatten(1)
-            x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
-            if turns.shape[1]:
-                cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
-                x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
-            samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
-            samples = samples.view(len(members), PH * PW, down * across, C)
-            parts.append(samples.max(2).values if takes_maximum else samples.mean(2))
+            pooled: Any = None
+            for some_y in inside_y.split(max(CHUNK_VALUES * down // (per_region * len(members)), 1), 1):
+                shape = (len(members), PH * PW, some_y.shape[1], across)
+                y = (corner[:, 0, :, None, None] + some_y[:, None, :, None]).expand(shape).flatten(1)
+                x = (corner[:, 1, :, None, None] + inside_x[:, None, None, :]).expand(shape).flatten(1)
+                if turns.shape[1]:
+                    cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
+                    x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
+                first_row = batch[members] * (H * W)
+                if takes_bags:
+                    samples = _bag_sums(
+                        rows, first_row, y, x, H, W, 1 if takes_maximum else shape[2] * across
+                    )
+                else:
+                    samples = _sample(rows, first_row, y, x, H, W)
+                samples = samples.view(len(members), PH * PW, -1, C)
+                # Without a gradient, which goes to the first of equal samples, no place of the maximum is needed.
+                if not takes_maximum:
+                    part = samples.sum(2) / (down * across)
+                else:
+                    part = samples.max(2).values if samples.requires_grad else samples.amax(2)
+                pooled = (
+                    part if pooled is None else (torch.maximum if takes_maximum else torch.add)(pooled, part)
+                )
+            parts.append(pooled)
             members_of_parts.append(members)
     if parts:
         output = output.index_copy(0, torch.cat(members_of_parts), torch.cat(parts).to(output.dtype))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_real, check_tensors
 from ._classes import check_classes, class_by_class
+from ._declared import declared
 from .nms import nms, widened
 from .nms_rotated import nms_quadri, nms_rotated
 from .soft_nms import soft_nms
@@ -30,6 +30,7 @@ _CLASSES_OF: dict[Callable[..., Any], str] = {
 }
 
 
+@declared(boxes="real", scores="real")
 def batched_nms(
     boxes: Tensor,  # [N, 4] (x1, y1, x2, y2), [N, 5] (x, y, w, h, angle) or [N, 8] four corners
     scores: Tensor,  # [N]
@@ -67,13 +68,11 @@ def batched_nms(
 
     Source: The semantics are mmcv's, which moves the classes apart, so that its overlaps are rounded.
     """
-    check_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
     if boxes.dim() != 2 or boxes.shape[1] not in (4, 5, 8):
         raise ValueError(f"batched_nms: boxes must be [N, 4], [N, 5] or [N, 8], got {list(boxes.shape)}")
     for name, given in (("scores", scores), ("idxs", idxs)):
         if not is_traced() and given.shape != boxes.shape[:1]:  # numbers of a trace may be unknown
             raise ValueError(f"batched_nms: {name} must be [{boxes.shape[0]}], got {list(given.shape)}")
-    check_real("batched_nms", boxes=boxes, scores=scores)
     boxes = boxes if boxes.is_floating_point() else boxes.float()
     if nms_cfg is None:
         ordered, keep = scores.sort(descending=True, stable=True)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_layout, check_real
+from ._declared import declared
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
 
 MODES = ("iou", "iof", "area")
 
 
+@declared(bboxes1="real [M, 5]", bboxes2="real [N, 5]")
 def box_iou_rotated(
     bboxes1: Tensor,  # [M, 5] (x, y, w, h, angle)
     bboxes2: Tensor,  # [N, 5]
@@ -48,6 +49,7 @@ def box_iou_rotated(
     return overlaps("box_iou_rotated", bboxes1, bboxes2, 5, mode, aligned, clockwise)
 
 
+@declared(bboxes1="real [M, 8]", bboxes2="real [N, 8]")
 def box_iou_quadri(
     bboxes1: Tensor,  # [M, 8] (x1, y1, ..., x4, y4)
     bboxes2: Tensor,  # [N, 8]
@@ -82,9 +84,6 @@ def overlaps(
     """Return the overlaps of boxes with 5 or 8 columns, whose names are those of arguments of ``op``."""
     if mode not in MODES:
         raise ValueError(f"{op}: mode must be one of {MODES}, got {mode!r}")
-    for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
-        check_layout(op, name, boxes, f"[N, {columns}]", None, columns)
-        check_real(op, **{name: boxes})
     if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
         M, N = bboxes1.shape[0], bboxes2.shape[0]
         raise ValueError(

@@ -5,11 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library, _registration
-from ._arguments import check_layout, check_real, check_tensors, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
 
+@declared(
+    features="any [B, C, H, W]",
+    masks="real",
+    kernel_size="integer, at least 1",
+    group_size="integer, at least 1",
+    scale_factor="integer, at least 1",
+)
 def carafe(
     features: Tensor,  # [B, C, H, W]
     masks: Tensor,  # [B, K * K * G, H * s, W * s]
@@ -38,22 +46,15 @@ def carafe(
 
     Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
-    check_layout("carafe", "features", features, "[B, C, H, W]", None, None, None, None)
     B, C, H, W = features.shape
     K, G, s = kernel_size, group_size, scale_factor
-    if K < 1 or K % 2 == 0:
+    if K % 2 == 0:
         raise ValueError(f"carafe: kernel_size must be odd, got {K}")
-    if s < 1:
-        raise ValueError(f"carafe: scale_factor must be at least 1, got {s}")
-    if G < 1:
-        raise ValueError(f"carafe: group_size must be at least 1, got {G}")
     if C % G:
         raise ValueError(f"carafe: features must have a multiple of {G} channels, got {C}")
     expected = [B, K * K * G, H * s, W * s]
-    check_tensors("carafe", masks=masks)
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
-    check_real("carafe", masks=masks)
     is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
     run = _carafe if is_served else carafe_reference
     return run(features, masks.to(features.dtype), K, G, s)

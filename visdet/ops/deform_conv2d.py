@@ -9,12 +9,23 @@ from torch import Tensor
 
 from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
+from ._declared import declared
 from ._deform_conv_inputs import Pair, check_shapes, output_shape, tap_positions
 from ._deform_conv_torchvision import convolve_by_torchvision
 
 __all__ = ["convolve", "deform_conv2d", "deform_conv2d_reference"]
 
 
+@declared(
+    input="any",
+    offset="any",
+    weight="any",
+    stride="integer, at least 1",
+    padding="integer, at least 0",
+    dilation="integer, at least 1",
+    groups="integer, at least 1",
+    deform_groups="integer, at least 1",
+)
 def deform_conv2d(
     input: Tensor,  # [B, C, H, W]
     offset: Tensor,  # [B, G * 2 * KH * KW, H', W'] (y, x) of each tap

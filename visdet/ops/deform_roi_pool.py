@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from . import _library, _registration
 from ._arguments import check_real, check_tensors, computation_dtype, pair
+from ._declared import declared
 from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
 from .roi_align import roi_align
 
@@ -17,6 +18,12 @@ __all__ = [
 ]
 
 
+@declared(
+    output_size="integer, at least 1",
+    spatial_scale="number, above 0",
+    sampling_ratio="integer",
+    gamma="number, above -inf",
+)
 def deform_roi_pool(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_layout, check_real, check_tensors, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = ["furthest_point_sample", "furthest_point_sample_with_dist"]
 
 
+@declared(points_xyz="real [B, N, 3]", num_points="integer, at least 0")
 def furthest_point_sample(
     points_xyz: Tensor,  # [B, N, 3]
     num_points: int,
@@ -32,10 +34,10 @@ def furthest_point_sample(
 
     Source: The signature is mmcv's.
     """
-    check_layout("furthest_point_sample", "points_xyz", points_xyz, "[B, N, 3]", None, None, 3)
     return _sampled("furthest_point_sample", points_xyz, num_points, False)
 
 
+@declared(points_dist="real [B, N, N]", num_points="integer, at least 0")
 def furthest_point_sample_with_dist(
     points_dist: Tensor,  # [B, N, N]
     num_points: int,
@@ -56,20 +58,12 @@ def furthest_point_sample_with_dist(
 
     Source: The signature is mmcv's.
     """
-    op = "furthest_point_sample_with_dist"
-    check_tensors(op, points_dist=points_dist)
-    size = points_dist.shape[1] if points_dist.dim() > 1 else None
-    check_layout(op, "points_dist", points_dist, "[B, N, N]", None, size, size)
-    return _sampled(op, points_dist, num_points, True)
+    return _sampled("furthest_point_sample_with_dist", points_dist, num_points, True)
 
 
 def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor:
-    if num_points < 0 or (num_points > 0 and points.shape[1] == 0):
-        expected = "0" if points.shape[1] == 0 else "0 or more"
-        raise ValueError(
-            f"{op}: num_points must be {expected} for {points.shape[1]} points, got {num_points}"
-        )
-    check_real(op, **{"points_dist" if is_table else "points_xyz": points})
+    if num_points > 0 and points.shape[1] == 0:
+        raise ValueError(f"{op}: num_points must be 0 for 0 points, got {num_points}")
     points = points.detach().to(computation_dtype(points))
     has_kernel = _library.serves(points)
     run: Any = (

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from ._arguments import check_layout, check_real
+from ._declared import declared
 from .box_iou_rotated import overlaps
 from .nms import kept_indices, widened
-from .nms_rotated import check_boxes
 
 __all__ = ["boxes_iou3d", "boxes_overlap_bev", "nms3d", "nms3d_normal"]
 
 
+@declared(boxes_a="real [M, 7]", boxes_b="real [N, 7]")
 def boxes_overlap_bev(
     boxes_a: Tensor,  # [M, 7] (x, y, z, dx, dy, dz, heading)
     boxes_b: Tensor,  # [N, 7]
@@ -33,10 +33,10 @@ def boxes_overlap_bev(
 
     Source: The signature is mmcv's.
     """
-    _check("boxes_overlap_bev", boxes_a, boxes_b)
     return overlaps("boxes_overlap_bev", _from_above(boxes_a), _from_above(boxes_b), 5, "area", False)
 
 
+@declared(boxes_a="real [M, 7]", boxes_b="real [N, 7]")
 def boxes_iou3d(
     boxes_a: Tensor,  # [M, 7] (x, y, z, dx, dy, dz, heading)
     boxes_b: Tensor,  # [N, 7]
@@ -58,7 +58,6 @@ def boxes_iou3d(
 
     Source: The signature is mmcv's.
     """
-    _check("boxes_iou3d", boxes_a, boxes_b)
     a, b = boxes_a.detach().double(), boxes_b.detach().double()
     area = overlaps("boxes_iou3d", _from_above(a), _from_above(b), 5, "area", False)
     top = torch.minimum((a[:, 2] + a[:, 5] / 2)[:, None], b[:, 2] + b[:, 5] / 2)
@@ -70,6 +69,7 @@ def boxes_iou3d(
     return iou.to(boxes_a.dtype if boxes_a.is_floating_point() else torch.float32)
 
 
+@declared(boxes="real [N, 7]", scores="real [N]", iou_threshold="number")
 def nms3d(
     boxes: Tensor,  # [N, 7] (x, y, z, dx, dy, dz, heading)
     scores: Tensor,  # [N]
@@ -92,10 +92,10 @@ def nms3d(
 
     Source: The signature is mmcv's.
     """
-    check_boxes("nms3d", "boxes", boxes, scores, 7)
     return kept_indices(_from_above(boxes), scores, iou_threshold)
 
 
+@declared(boxes="real [N, 7]", scores="real [N]", iou_threshold="number")
 def nms3d_normal(
     boxes: Tensor,  # [N, 7] (x, y, z, dx, dy, dz, heading)
     scores: Tensor,  # [N]
@@ -118,16 +118,9 @@ def nms3d_normal(
 
     Source: The signature is mmcv's.
     """
-    check_boxes("nms3d_normal", "boxes", boxes, scores, 7)
     wide = boxes.detach().to(widened(boxes))
     half = wide[:, 3:5] / 2
     return kept_indices(torch.cat([wide[:, :2] - half, wide[:, :2] + half], 1), scores, iou_threshold)
-
-
-def _check(op: str, boxes_a: Tensor, boxes_b: Tensor) -> None:
-    for name, boxes in (("boxes_a", boxes_a), ("boxes_b", boxes_b)):
-        check_layout(op, name, boxes, "[N, 7]", None, 7)
-        check_real(op, **{name: boxes})
 
 
 def _from_above(boxes: Tensor) -> Tensor:

@@ -2,12 +2,25 @@
 
 from torch import Tensor
 
+from ._declared import declared
 from ._deform_conv_inputs import Pair, check_shapes
 from .deform_conv2d import convolve
 
 __all__ = ["modulated_deform_conv2d"]
 
 
+@declared(
+    input="any",
+    offset="any",
+    mask="any",
+    weight="any",
+    bias="None or any",
+    stride="integer, at least 1",
+    padding="integer, at least 0",
+    dilation="integer, at least 1",
+    groups="integer, at least 1",
+    deform_groups="integer, at least 1",
+)
 def modulated_deform_conv2d(
     input: Tensor,  # [B, C, H, W]
     offset: Tensor,  # [B, G * 2 * KH * KW, H', W'] (y, x) of each tap

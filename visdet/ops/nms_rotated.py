@@ -1,18 +1,17 @@
 """Non-maximum suppression of rotated boxes and of quadrilaterals."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ._arguments import check_layout, check_real, check_tensors
 from ._classes import check_classes
+from ._declared import declared
 from .box_iou_rotated import turned_back
 from .nms import kept_indices, widened
 
 __all__ = ["nms_quadri", "nms_rotated"]
 
 
+@declared(dets="real [N, 5]", scores="real [N]", iou_threshold="number")
 def nms_rotated(
     dets: Tensor,  # [N, 5] (x, y, w, h, angle)
     scores: Tensor,  # [N]
@@ -43,9 +42,10 @@ def nms_rotated(
 
     Source: The signature is mmcv's.
     """
-    return _kept("nms_rotated", dets, scores, iou_threshold, labels, 5, clockwise)
+    return _kept("nms_rotated", dets, scores, iou_threshold, labels, clockwise)
 
 
+@declared(dets="real [N, 8]", scores="real [N]", iou_threshold="number")
 def nms_quadri(
     dets: Tensor,  # [N, 8] (x1, y1, ..., x4, y4)
     scores: Tensor,  # [N]
@@ -70,7 +70,7 @@ def nms_quadri(
 
     Source: The signature is mmcv's.
     """
-    return _kept("nms_quadri", dets, scores, iou_threshold, labels, 8)
+    return _kept("nms_quadri", dets, scores, iou_threshold, labels)
 
 
 def _kept(
@@ -79,21 +79,10 @@ def _kept(
     scores: Tensor,
     iou_threshold: float,
     labels: Tensor | None,
-    columns: int,
     clockwise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    check_boxes(op, "dets", dets, scores, columns)
     classes = None if labels is None else check_classes(op, "labels", labels, dets)
     dets = dets if dets.is_floating_point() else dets.float()
     wide = dets.detach().to(widened(dets))
     keep = kept_indices(wide if clockwise else turned_back(wide), scores, iou_threshold, classes)
     return torch.cat([dets[keep], scores[keep, None]], 1), keep
-
-
-def check_boxes(op: str, name: str, boxes: Any, scores: Tensor, columns: int) -> None:
-    """Raise ValueError unless the argument ``name`` is [N, columns] and there are N scores."""
-    check_layout(op, name, boxes, f"[N, {columns}]", None, columns)
-    check_tensors(op, scores=scores)
-    if scores.shape != boxes.shape[:1]:
-        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
-    check_real(op, **{name: boxes}, scores=scores)

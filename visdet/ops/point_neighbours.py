@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = [
     "ball_query",
@@ -65,6 +66,13 @@ def _for_each_range(
     return first.reshape(*shape, *first.shape[1:]), second.reshape(*shape, *second.shape[1:])
 
 
+@declared(
+    min_radius="number",
+    max_radius="number",
+    sample_num="integer, at least 0",
+    xyz="real [B, N, 3]",
+    center_xyz="real [B, M, 3]",
+)
 def ball_query(
     min_radius: float,
     max_radius: float,
@@ -92,18 +100,12 @@ def ball_query(
 
     Source: The signature is mmcv's.
     """
-    check_layout("ball_query", "xyz", xyz, "[B, N, 3]", None, None, 3)
-    check_layout("ball_query", "center_xyz", center_xyz, f"[{xyz.shape[0]}, M, 3]", xyz.shape[0], None, 3)
-
-    return _in_balls("ball_query", xyz, center_xyz, min_radius**2, max_radius**2, sample_num, False)
+    return _in_balls(xyz, center_xyz, min_radius**2, max_radius**2, sample_num, False)
 
 
 def _in_balls(
-    op: str, xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
+    xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
 ) -> Tensor:
-    if count < 0:
-        raise ValueError(f"{op}: sample_num must be 0 or more, got {count}")
-    check_real(op, xyz=xyz, center_xyz=center_xyz)
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
     run: Any = torch.ops.visdet.ball_query.default if _library.serves(points) else ball_query_reference
@@ -125,6 +127,14 @@ def ball_query_reference(
     return index.int()
 
 
+@declared(
+    max_radius="number",
+    sample_num="integer, at least 0",
+    xyz="real [N, 3]",
+    xyz_batch_cnt="integers [B]",
+    center_xyz="real [M, 3]",
+    center_xyz_batch_cnt="integers [B]",
+)
 def stack_ball_query(
     max_radius: float,
     sample_num: int,
@@ -153,21 +163,17 @@ def stack_ball_query(
 
     Source: The signature is mmcv's.
     """
-    check_layout("stack_ball_query", "xyz", xyz, "[N, 3]", None, 3)
-    check_layout("stack_ball_query", "center_xyz", center_xyz, "[M, 3]", None, 3)
     sizes = sizes_of("stack_ball_query", "xyz", xyz, xyz_batch_cnt)
-    center_sizes = sizes_of("stack_ball_query", "center_xyz", center_xyz, center_xyz_batch_cnt, len(sizes))
+    center_sizes = sizes_of("stack_ball_query", "center_xyz", center_xyz, center_xyz_batch_cnt)
     results = [center_xyz.new_zeros(0, sample_num, dtype=torch.int32)]
     for points, centers in zip(xyz.split(sizes), center_xyz.split(center_sizes), strict=True):
         clouds = points[None], centers[None]
-        results.append(_in_balls("stack_ball_query", *clouds, 0, max_radius**2, sample_num, True)[0])
+        results.append(_in_balls(*clouds, 0, max_radius**2, sample_num, True)[0])
     return torch.cat(results)
 
 
-def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor, clouds: int | None = None) -> list[int]:
+def sizes_of(op: str, name: str, rows: Tensor, batch_cnt: Tensor) -> list[int]:
     """Return the numbers of rows of each cloud as a list."""
-    check_layout(op, f"{name}_batch_cnt", batch_cnt, f"[{'B' if clouds is None else clouds}]", clouds)
-    check_integers(op, **{f"{name}_batch_cnt": batch_cnt})
     sizes = batch_cnt.tolist()
     if sum(sizes) != len(rows) or min(sizes, default=0) < 0:
         raise ValueError(f"{op}: {name}_batch_cnt must add up to the {len(rows)} rows of {name}, got {sizes}")
@@ -194,6 +200,7 @@ def _nearest(distances: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.where(nearest < torch.inf, index, 0).int(), nearest
 
 
+@declared(k="integer, at least 1", xyz="real [B, N, D]", center_xyz="real [B, M, D]")
 def knn(
     k: int,
     xyz: Tensor,  # [B, N, D]
@@ -218,15 +225,9 @@ def knn(
 
     Source: The signature is mmcv's, which reads three numbers for each point whatever D is.
     """
-    if k < 1:
-        raise ValueError(f"knn: k must be at least 1, got {k}")
-    check_layout("knn", "xyz", xyz, "[B, N, D]", None, None, None)
-    B, _, D = xyz.shape
-    check_layout("knn", "center_xyz", center_xyz, f"[{B}, M, {D}]", B, None, D)
-    check_real("knn", xyz=xyz, center_xyz=center_xyz)
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
-    has_kernel = _library.serves(points) and D == 3 and k <= _library.CONSTANTS["max_neighbours"]
+    has_kernel = _library.serves(points) and xyz.shape[2] == 3 and k <= _library.CONSTANTS["max_neighbours"]
     run: Any = torch.ops.visdet.knn.default if has_kernel else knn_reference
     return run(points, centers, k)
 
@@ -236,6 +237,7 @@ def knn_reference(xyz: Tensor, center_xyz: Tensor, k: int) -> tuple[Tensor, Tens
     return _for_each_range(xyz, center_xyz, lambda distances: _nearest(distances, k))
 
 
+@declared(source="floating [B, M, 3]", target="floating [B, N, 3]")
 def three_nn(
     target: Tensor,  # [B, N, 3]
     source: Tensor,  # [B, M, 3]
@@ -256,9 +258,6 @@ def three_nn(
 
     Source: The signature is mmcv's.
     """
-    check_layout("three_nn", "source", source, "[B, M, 3]", None, None, 3)
-    check_layout("three_nn", "target", target, f"[{source.shape[0]}, N, 3]", source.shape[0], None, 3)
-    check_floating("three_nn", source=source, target=target)
     index, distances = knn(3, source, target)
     return distances.sqrt().to(target.dtype), index
 

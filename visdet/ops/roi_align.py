@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
+from ._declared import declared
 from ._renamed import renamed_arguments
 from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
 
+@declared(output_size="integer, at least 1", spatial_scale="number, above 0", sampling_ratio="integer")
 def roi_align(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from . import _library
 from ._arguments import computation_dtype, pair
+from ._declared import declared
 from ._renamed import renamed_arguments
 from ._roi_sampling import ROTATED, bounded_rotated_rois, check_rois, check_sampling_ratio, pool_samples
 from .roi_align import average_regions
@@ -12,6 +13,7 @@ from .roi_align import average_regions
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
 
 
+@declared(output_size="integer, at least 1", spatial_scale="number, above 0", sampling_ratio="integer")
 def roi_align_rotated(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)

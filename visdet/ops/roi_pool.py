@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from . import _library, _registration
 from ._arguments import computation_dtype, pair
+from ._declared import declared
 from ._roi_sampling import check_rois, is_image
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
 
+@declared(output_size="integer, at least 1", spatial_scale="number, above 0")
 def roi_pool(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)

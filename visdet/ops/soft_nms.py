@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import _library
 from ._classes import check_classes, class_by_class, highest_first
+from ._declared import declared
 from ._renamed import renamed_arguments
 from .nms import as_tensors, overlaps_with, widened
 
@@ -16,6 +17,7 @@ SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
 @renamed_arguments(iou_thr="iou_threshold")
+@declared(iou_threshold="number", sigma="number", min_score="number")
 def soft_nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
     scores: Any,  # [N]

@@ -3,12 +3,20 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_device, check_floating, check_layout, check_real, computation_dtype
-from .._roi_sampling import _sample, check_rois, is_image, pool_samples
+from .._arguments import computation_dtype
+from .._declared import declared
+from .._roi_sampling import _sample, bounds_of, check_rois, check_sampling_ratio, is_image, pool_samples
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
 
 
+@declared(
+    "border_align",
+    input="floating [B, 4 * C, H, W]",
+    boxes="real [B, N, 4]",
+    pool_size="integer, at least 1, at most 4096",
+    argmax="None or integers",
+)
 def border_samples(
     input: Tensor,  # [B, 4 * C, H, W]
     boxes: Tensor,  # [B, N, 4]
@@ -16,16 +24,7 @@ def border_samples(
     argmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # [B, C, N, 4], [B, C, N, 4] int32
     """Return the largest sample on each border and its place 0..pool_size, or the samples at given places."""
-    check_layout("border_align", "input", input, "[B, 4 * C, H, W]", *[None] * 4)
     B, channels, H, W = input.shape
-    check_layout("border_align", "boxes", boxes, f"[{B}, N, 4]", B, None, 4)
-    check_floating("border_align", input=input)
-    check_device("border_align", "boxes", boxes, "input", input)
-    check_real("border_align", boxes=boxes)
-    if channels % 4 or pool_size < 1:
-        name, given = ("input's channels", channels) if channels % 4 else ("pool_size", pool_size)
-        expected = "a multiple of 4" if channels % 4 else "at least 1"
-        raise ValueError(f"border_align: {name} must be {expected}, got {given}")
     dtype = computation_dtype(input)
     C, N = channels // 4, boxes.shape[1]
     rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C).to(dtype)
@@ -62,7 +61,7 @@ def border_align(
     Args:
         input: [B, 4 * C, H, W]. The maps of the borders at the top, the left, the bottom and the right.
         boxes: [B, N, 4]. The boxes (x1, y1, x2, y2) in pixels of the map.
-        pool_size: The number of samples on a border, less one.
+        pool_size: The number of samples on a border, less one. At most 4096.
 
     Returns:
         [B, C, N, 4]. The samples. One further than a pixel outside the map is 0.
@@ -78,6 +77,13 @@ def border_align(
     return border_samples(input, boxes.detach(), pool_size)[0]
 
 
+@declared(
+    input="floating [B, C, H, W]",
+    beziers="real [N, 17]",
+    output_size="integer, at least 1",
+    spatial_scale="number, above 0",
+    sampling_ratio="integer",
+)
 def bezier_align(
     input: Tensor,  # [B, C, H, W]
     beziers: Tensor,  # [N, 17]
@@ -91,7 +97,7 @@ def bezier_align(
     Args:
         input: [B, C, H, W]. The maps.
         beziers: [N, 17]. The index of the image, four points (x, y) of the upper curve from left to right, and four of
-            the lower curve from right to left.
+            the lower curve from right to left. They are bounded as corners of ``roi_align`` are.
         output_size: The number of bins (height, width).
         spatial_scale: The size of the map divided by that of the image.
         sampling_ratio: The samples of a bin in each direction, or 0 for one a pixel.
@@ -107,11 +113,13 @@ def bezier_align(
 
     Source: Paper "ABCNet" (Liu et al.). The signature is mmcv's.
     """
-    check_layout("bezier_align", "beziers", beziers, "[N, 17]", None, 17)
-    check_real("bezier_align", beziers=beziers)
     check_rois("bezier_align", input, beziers[:, :5], output_size, spatial_scale)
     dtype = computation_dtype(input)
-    points = beziers[:, 1:].detach().to(dtype).unflatten(1, (8, 2)) * spatial_scale  # (x, y)
+    check_sampling_ratio("bezier_align", sampling_ratio, output_size)
+    least, most = bounds_of(input, spatial_scale, sampling_ratio, dtype)
+    points = (
+        beziers[:, 1:].detach().to(dtype).clamp(least, most).unflatten(1, (8, 2)) * spatial_scale
+    )  # (x, y)
     upper, lower = points[:, :4], points[:, 4:].flip(1)
     PH, PW = output_size
     u = torch.arange(PW, device=input.device, dtype=dtype) / PW
@@ -126,7 +134,7 @@ def bezier_align(
     grid = torch.full_like(bin_size, sampling_ratio) if sampling_ratio > 0 else bin_size.ceil()
     origin = centers.flip(3).permute(0, 3, 1, 2) - bin_size[:, :, None, None] / 2
     index = beziers[:, 0]
-    is_known = is_image(index, len(input)) & origin.flatten(1).isfinite().all(1)
+    is_known = is_image(index, len(input)) & beziers.isfinite().all(1)
     batch = torch.where(is_known, index, 0).long()
     grid = torch.where(is_known[:, None], grid, 0).long()
     turns = bin_size[:, :0]  # none
@@ -139,6 +147,12 @@ def _integral(position: Tensor) -> Tensor:
     return 0.5 + position - position * position.abs() / 2
 
 
+@declared(
+    features="floating [B, C, H, W]",
+    rois="real [N, 5]",
+    output_size="integer, at least 1",
+    spatial_scale="number, above 0",
+)
 def prroi_pool(
     features: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5]

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_real, check_tensors
+from .._declared import declared
 
 __all__ = ["bbox_overlaps"]
 
 
+@declared(bboxes1="real", bboxes2="real")
 def bbox_overlaps(
     bboxes1: Tensor,  # [M, 4] (x1, y1, x2, y2)
     bboxes2: Tensor,  # [N, 4]
@@ -41,10 +42,8 @@ def bbox_overlaps(
     if offset not in (0, 1):
         raise ValueError(f"bbox_overlaps: offset must be 0 or 1, got {offset!r}")
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
-        check_tensors("bbox_overlaps", **{name: boxes})
         if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")
-        check_real("bbox_overlaps", **{name: boxes})
     M, N = bboxes1.shape[0], bboxes2.shape[0]
     if aligned and M != N:
         raise ValueError(f"bbox_overlaps: bboxes2 must be [{M}, 4] as bboxes1 where aligned, got [{N}, 4]")

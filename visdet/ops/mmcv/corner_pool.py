@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .._arguments import check_layout, check_real
+from .._declared import declared
 
 __all__ = ["CornerPool", "corner_pool"]
 
@@ -16,6 +16,7 @@ def _check(mode: str) -> None:
         raise ValueError(f"corner_pool: mode must be one of {sorted(_DIRECTIONS)}, got {mode!r}")
 
 
+@declared(x="real [B, C, H, W]")
 def corner_pool(x: Tensor, mode: str) -> Tensor:
     """Return the maximum of each pixel and of all pixels before it on the way in a direction, [B, C, H, W].
 
@@ -31,8 +32,6 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
     Source: CornerNet, arXiv 1808.01244; the modes are mmcv's.
     """
     _check(mode)
-    check_layout("corner_pool", "x", x, "[B, C, H, W]", None, None, None, None)
-    check_real("corner_pool", x=x)
     dim, is_reversed = _DIRECTIONS[mode]
     if x.shape[dim] == 0:
         return x.clone()

@@ -3,28 +3,26 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout
+from .._declared import declared
 from ..box_iou_rotated import corners_of, shared_area
 
 __all__ = ["diff_iou_rotated_2d", "diff_iou_rotated_3d", "sorted_vertices"]
 
 
-def _check(op: str, columns: int, layout: str, **boxes: Tensor) -> None:
-    (name, first), (of_name, second) = boxes.items()
-    check_layout(op, name, first, f"[B, N, {columns}] ({layout})", None, None, columns)
-    check_layout(op, of_name, second, f"{list(first.shape)} as {name}", *first.shape)
-    check_floating(op, **boxes)
-
-
 def _iou(box1: Tensor, box2: Tensor, sides: list[int], height: Tensor | float) -> Tensor:
     """Return the IoU of float64 boxes (x, y, w, h, angle, ...), given the columns of sides and the shared height."""
-    p, q = (corners_of(box[..., :5].flatten(0, 1)) for box in (box1, box2))
+    center = torch.nn.functional.pad(box1[..., :2].detach(), (0, box1.shape[-1] - 2))  # instead of the origin
+    p, q = (corners_of((box - center)[..., :5].flatten(0, 1)) for box in (box1, box2))
     shared = shared_area(p, q, are_boxes=True).view(box1.shape[:2]) * height
     sizes = [box[..., sides].clamp(min=0).prod(-1) for box in (box1, box2)]
     is_number = box1.isfinite().all(-1) & box2.isfinite().all(-1)
     return (shared / (sizes[0] + sizes[1] - shared)).masked_fill(~is_number, torch.nan)
 
 
+@declared(
+    box1="floating [B, N, 5] (x, y, w, h, angle)",
+    box2="floating [B, N, 5] (x, y, w, h, angle)",
+)
 def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each -> [B, N]
     """Return the IoU of each rotated box of ``box1`` with that of the same place in ``box2``.
 
@@ -44,10 +42,13 @@ def diff_iou_rotated_2d(box1: Tensor, box2: Tensor) -> Tensor:  # [B, N, 5] each
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
-    _check("diff_iou_rotated_2d", 5, "x, y, w, h, angle", box1=box1, box2=box2)
     return _iou(box1.double(), box2.double(), [2, 3], 1.0).to(box1.dtype)
 
 
+@declared(
+    box3d1="floating [B, N, 7] (x, y, z, w, h, l, angle)",
+    box3d2="floating [B, N, 7] (x, y, z, w, h, l, angle)",
+)
 def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] each -> [B, N]
     """Return the IoU of each upright box in space of ``box3d1`` with that of the same place in ``box3d2``.
 
@@ -67,7 +68,6 @@ def diff_iou_rotated_3d(box3d1: Tensor, box3d2: Tensor) -> Tensor:  # [B, N, 7] 
 
     Source: arXiv 1908.03851; the signature is mmcv's.
     """
-    _check("diff_iou_rotated_3d", 7, "x, y, z, w, h, l, angle", box3d1=box3d1, box3d2=box3d2)
     first, second = (box.double()[..., [0, 1, 3, 4, 6, 2, 5]] for box in (box3d1, box3d2))
     (z1, length1), (z2, length2) = (box[..., 5:].unbind(-1) for box in (first, second))
     top = torch.minimum(z1 + length1 / 2, z2 + length2 / 2)

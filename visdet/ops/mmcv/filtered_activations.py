@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_layout, computation_dtype
+from .._declared import declared
 
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
 
@@ -23,6 +24,7 @@ ACTIVATIONS = {
 }
 
 
+@declared(input="floating", bias="None or floating [C]", alpha="number", gain="number", clamp="number")
 def bias_act(
     input: Tensor,
     bias: Tensor | None,
@@ -63,6 +65,14 @@ def bias_act(
     return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input.dtype)
 
 
+@declared(
+    input="floating [B, C, H, W]",
+    filter="floating",
+    up="integer, at least 1",
+    down="integer, at least 1",
+    padding="integer",
+    gain="number",
+)
 def upfirdn2d(
     input: Tensor,  # [B, C, H, W]
     filter: Tensor,  # [FH, FW], or [F]
@@ -93,7 +103,6 @@ def upfirdn2d(
 
     Source: Paper "StyleGAN2" (Karras et al.). The signature is mmcv's.
     """
-    check_layout("upfirdn2d", "input", input, "[B, C, H, W]", *[None] * 4)
     if filter.dim() == 1:
         once = upfirdn2d(
             input, filter[None], (up[0], 1), (down[0], 1), (*padding[:2], 0, 0), flip_filter, 1.0

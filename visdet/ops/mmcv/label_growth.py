@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout
+from .._declared import declared
 
 __all__ = ["contour_expand", "pixel_group"]
 
@@ -27,6 +27,15 @@ def _claims(
     return pixel[is_first], source[is_first]
 
 
+@declared(
+    score="floating [H, W]",
+    mask="mask [H, W]",
+    embedding="floating [H, W, C]",
+    kernel_label="integers [H, W]",
+    kernel_contour="mask [H, W]",
+    kernel_region_num="integer, at least 0",
+    distance_threshold="number",
+)
 def pixel_group(
     score: Tensor,  # [H, W]
     mask: Tensor,  # [H, W] bool
@@ -58,10 +67,7 @@ def pixel_group(
 
     Source: Paper "PAN" (Wang et al.). The signature is mmcv's.
     """
-    H, W = shape = score.shape
-    for name, given in (("mask", mask), ("kernel_label", kernel_label), ("kernel_contour", kernel_contour)):
-        check_layout("pixel_group", name, given, f"{[H, W]}", H, W)
-    check_layout("pixel_group", "embedding", embedding, f"[{H}, {W}, C]", H, W, None)
+    W = score.shape[1]
     labels = kernel_label.flatten().long().clamp(min=0)
     if len(labels) and int(labels.max()) >= kernel_region_num:
         raise ValueError(
@@ -74,7 +80,7 @@ def pixel_group(
     fits = torch.stack([(values - mean).square().sum(1) < distance_threshold**2 for mean in means])
     frontier = ((labels > 0) & (kernel_contour.flatten() != 0)).nonzero()[:, 0]
     while len(frontier):
-        pixels, source = _claims(frontier, labels, mask.flatten() & (labels == 0), shape, fits)
+        pixels, source = _claims(frontier, labels, (mask.flatten() != 0) & (labels == 0), score.shape, fits)
         labels[pixels] = labels[frontier[source]]
         frontier = pixels
     texts = [[0.0, 0.0]]
@@ -86,6 +92,12 @@ def pixel_group(
     return texts[:kernel_region_num]
 
 
+@declared(
+    kernel_mask="mask [K, H, W]",
+    internal_kernel_label="integers [H, W]",
+    min_kernel_area="integer",
+    kernel_num="integer, at least 0",
+)
 def contour_expand(
     kernel_mask: Tensor,  # [K, H, W]
     internal_kernel_label: Tensor,  # [H, W]
@@ -110,9 +122,7 @@ def contour_expand(
 
     Source: Paper "PSENet" (Wang et al.). The signature is mmcv's.
     """
-    check_layout("contour_expand", "kernel_mask", kernel_mask, "[K, H, W]", None, None, None)
-    H, W = shape = kernel_mask.shape[1:]
-    check_layout("contour_expand", "internal_kernel_label", internal_kernel_label, f"{[H, W]}", H, W)
+    shape = kernel_mask.shape[1:]
     given = internal_kernel_label.flatten().long()
     area = given.clamp(min=0).bincount(minlength=kernel_num + 1)
     labels = torch.where((given > 0) & (area[given.clamp(min=0)] >= min_kernel_area), given, 0)

@@ -6,12 +6,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, check_real, computation_dtype
+from .._arguments import computation_dtype
+from .._declared import declared
 from ..point_neighbours import row_ranges
 
 __all__ = ["local_aggregate", "local_aggregate_prob"]
 
 
+@declared(
+    pts="real [N, 3]",
+    points_int="real [N, 3]",
+    means3D="real [G, 3]",
+    means3D_int="real [G, 3]",
+    opacities="real",
+    semantics="floating [G, C]",
+    radii="real",
+    cov3D="real [G, 6]",
+    H="integer",
+    W="integer",
+    D="integer",
+)
 def local_aggregate(
     pts: Tensor,  # [N, 3]
     points_int: Tensor,  # [N, 3]
@@ -62,6 +76,19 @@ def local_aggregate(
     return torch.cat(parts).to(semantics.dtype)
 
 
+@declared(
+    pts="real [N, 3]",
+    points_int="real [N, 3]",
+    means3D="real [G, 3]",
+    means3D_int="real [G, 3]",
+    opacities="real",
+    semantics="floating [G, C]",
+    radii="real",
+    cov3D="real [G, 6]",
+    H="integer",
+    W="integer",
+    D="integer",
+)
 def local_aggregate_prob(
     pts: Tensor,  # [N, 3]
     points_int: Tensor,  # [N, 3]
@@ -134,17 +161,9 @@ def _near_pairs(
     the opacity, the semantics, and the six of P."""
     means3D, means3D_int, opacities, semantics, radii, cov3D = gaussians
     G, N = len(means3D), len(pts)
-    check_layout(op, "pts", pts, "[N, 3]", None, 3)
-    check_layout(op, "points_int", points_int, f"[{N}, 3]", N, 3)
-    check_layout(op, "means3D", means3D, "[G, 3]", None, 3)
-    check_layout(op, "means3D_int", means3D_int, f"[{G}, 3]", G, 3)
-    check_layout(op, "semantics", semantics, f"[{G}, C]", G, None)
-    check_floating(op, semantics=semantics)
-    check_layout(op, "cov3D", cov3D, f"[{G}, 6]", G, 6)
     if opacities.numel() != G or radii.shape not in ((G,), (G, 3)):
         name, given = ("opacities", opacities) if opacities.numel() != G else ("radii", radii)
         raise ValueError(f"{op}: {name} must be [{G}], got {list(given.shape)}")
-    check_real(op, pts=pts, means3D=means3D, opacities=opacities, cov3D=cov3D)
     reach = (radii if radii.dim() == 2 else radii[:, None]).expand(G, 3)
     dtype = computation_dtype(semantics)
     is_inside = ((points_int >= 0) & (points_int < points_int.new_tensor(shape))).all(1)

@@ -3,19 +3,15 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_device, check_floating, check_layout, computation_dtype
+from .._arguments import check_layout, computation_dtype
+from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
 
 PSA_TYPES = ("collect", "distribute")
 
 
-def _check_sizes(op: str, least: int = 1, **sizes: tuple[int, int]) -> None:
-    for name, size in sizes.items():
-        if min(size) < least:
-            raise ValueError(f"{op}: {name} must be at least {least}, got {size}")
-
-
+@declared(input="real [B, M, H, W]", mask_size="integer, at least 1")
 def psa_mask(
     input: Tensor,  # [B, MH * MW, H, W]
     psa_type: str,
@@ -41,7 +37,6 @@ def psa_mask(
     """
     if psa_type not in PSA_TYPES:
         raise ValueError(f"psa_mask: psa_type must be 'collect' or 'distribute', got {psa_type!r}")
-    _check_sizes("psa_mask", mask_size=mask_size)
     MH, MW = mask_size
     check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
     B, _, H, W = input.shape
@@ -56,6 +51,16 @@ def psa_mask(
     return attention.reshape(B, H * W, H, W)
 
 
+@declared(
+    input1="floating [B, C, H, W]",
+    input2="floating [B, C, H, W]",
+    kernel_size="integer, at least 1",
+    patch_size="integer, at least 1",
+    stride="integer, at least 1",
+    padding="integer, at least 0",
+    dilation="integer, at least 1",
+    dilation_patch="integer, at least 1",
+)
 def correlation(
     input1: Tensor,  # [B, C, H, W]
     input2: Tensor,  # [B, C, H, W]
@@ -89,12 +94,6 @@ def correlation(
     Source: Paper "FlowNet" (Dosovitskiy et al.). mmcv's gradient ignores ``dilation_patch`` in the extent of the patch,
     and this one does not.
     """
-    check_layout("correlation", "input1", input1, "[B, C, H, W]", *[None] * 4)
-    check_layout("correlation", "input2", input2, f"{list(input1.shape)}", *input1.shape)
-    check_floating("correlation", input1=input1, input2=input2)
-    _check_sizes("correlation", kernel_size=kernel_size, patch_size=patch_size, stride=stride)
-    _check_sizes("correlation", dilation=dilation, dilation_patch=dilation_patch)
-    _check_sizes("correlation", 0, padding=padding)
     dtype = computation_dtype(input1)
     extra = [distance * (count - 1) for count, distance in zip(patch_size, dilation_patch, strict=True)]
     (top, left), (down, across) = (length // 2 for length in extra), padding
@@ -119,6 +118,7 @@ def correlation(
     return torch.stack(rows, 1).to(input1.dtype)
 
 
+@declared(input="real [B, T, C, S]", shift="integers [B, G]")
 def tin_shift(
     input: Tensor,  # [B, T, C, S]
     shift: Tensor,  # [B, G]
@@ -140,12 +140,7 @@ def tin_shift(
 
     Source: Paper "Temporal Interlacing Network" (Shao et al.). The signature is mmcv's.
     """
-    check_layout("tin_shift", "input", input, "[B, T, C, S]", *[None] * 4)
     B, T, C, S = input.shape
-    check_layout("tin_shift", "shift", shift, f"[{B}, G]", B, None)
-    if shift.is_floating_point() or shift.is_complex():
-        raise ValueError(f"tin_shift: shift must be of an integer type, got {shift.dtype}")
-    check_device("tin_shift", "shift", shift, "input", input)
     if shift.shape[1] == 0 or C % shift.shape[1]:
         raise ValueError(f"tin_shift: C must be a multiple of the {shift.shape[1]} groups of shift, got {C}")
     by = shift.long().repeat_interleave(C // shift.shape[1], 1)[:, None]  # [B, 1, C]

@@ -4,11 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import check_device, check_floating, check_layout, check_tensors, pair
+from .._arguments import computation_dtype, pair
+from .._declared import declared
 
 __all__ = ["MaskedConv2d", "masked_conv2d"]
 
 
+@declared(
+    features="floating [B, C, H, W]",
+    mask="mask [B, H, W]",
+    weight="floating [C', C, KH, KW]",
+    bias="None or floating [C']",
+    padding="integer, at least 0",
+)
 def masked_conv2d(
     features: Tensor,  # [B, C, H, W]
     mask: Tensor,  # [B, H, W], counts where > 0
@@ -41,32 +49,20 @@ def masked_conv2d(
     """
     if pair(stride) != (1, 1):
         raise ValueError(f"masked_conv2d: stride must be 1, got {stride!r}")
-    op = "masked_conv2d"
-    check_layout(op, "features", features, "[B, C, H, W]", None, None, None, None)
-    B, C, H, W = features.shape
-    check_tensors(op, mask=mask, bias=mask if bias is None else bias)
-    if list(mask.shape) != [B, H, W]:
-        raise ValueError(f"masked_conv2d: mask must be {[B, H, W]}, got {list(mask.shape)}")
-    check_layout(op, "weight", weight, f"[C', {C}, KH, KW]", None, C, None, None)
-    if bias is not None and list(bias.shape) != [weight.shape[0]]:
-        raise ValueError(f"masked_conv2d: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    check_floating("masked_conv2d", features=features, weight=weight, bias=weight if bias is None else bias)
-    check_device("masked_conv2d", "mask", mask, "features", features)
-    if mask.is_complex():
-        raise ValueError(f"masked_conv2d: mask must hold real numbers or booleans, got {mask.dtype}")
+    B, _, H, W = features.shape
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1
-    if min(pad_h, pad_w) < 0:
-        raise ValueError(f"masked_conv2d: padding must not be negative, got {padding!r}")
     if min(KH, KW) < 1 or min(height, width) < 0:
         raise ValueError(
             f"masked_conv2d: weight must have a kernel within the padded map of {H + 2 * pad_h} x {W + 2 * pad_w}, "
             f"got {KH} x {KW}"
         )
-    dtype = features.dtype
-    if dtype in (torch.float16, torch.bfloat16):  # else the gradients of a pixel's taps add up in that type
-        features, weight = features.float(), weight.float()
-        bias = None if bias is None else bias.float()
+    given, dtype = (
+        features.dtype,
+        computation_dtype(features),
+    )  # The gradients of a pixel's taps add up in this type.
+    features, weight = features.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     image, row, column = (mask[:, :height, :width] > 0).nonzero().unbind(1)  # each [K]
     padded = F.pad(features, (pad_w, pad_w, pad_h, pad_h)).permute(0, 2, 3, 1)  # [B, H + 2p, W + 2p, C]
     tap_row = row[:, None, None] + torch.arange(KH, device=mask.device)[:, None]
@@ -75,7 +71,7 @@ def masked_conv2d(
     values = F.linear(taps.flatten(1), weight.permute(0, 2, 3, 1).flatten(1), bias)  # [K, C']
     output = values.new_zeros(B, height, width, weight.shape[0])
     output = output.index_put((image, row, column), values).permute(0, 3, 1, 2).contiguous()
-    return output.to(dtype) if dtype in (torch.float16, torch.bfloat16) else output
+    return output.to(given)
 
 
 class MaskedConv2d(nn.Conv2d):

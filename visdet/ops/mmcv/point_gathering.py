@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_integers, check_layout, computation_dtype
+from .._arguments import computation_dtype
+from .._declared import declared
 from ..gather_points import gather_gradient, gathered, stacked_indices
 from ..point_neighbours import sizes_of
 
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 
+@declared(features="any [B, C, N]", indices="integers [B, M, K]")
 def group_points(
     features: Tensor,  # [B, C, N]
     indices: Tensor,  # [B, M, K]
@@ -39,10 +41,6 @@ def group_points(
 
     Source: The signature is mmcv's.
     """
-    check_layout("group_points", "features", features, "[B, C, N]", None, None, None)
-    B = features.shape[0]
-    check_layout("group_points", "indices", indices, f"[{B}, M, K]", B, None, None)
-    check_integers("group_points", indices=indices)
     grouped = gathered(_wide(features), indices.flatten(1)[..., None])
     return grouped.to(features.dtype).unflatten(2, indices.shape[1:])
 
@@ -52,6 +50,7 @@ def _wide(features: Tensor) -> Tensor:
     return features.to(computation_dtype(features)) if features.is_floating_point() else features
 
 
+@declared(features="any [B, C, N]", indices="integers [B, M]")
 def gather_points(
     features: Tensor,  # [B, C, N]
     indices: Tensor,  # [B, M]
@@ -74,11 +73,15 @@ def gather_points(
 
     Source: The signature is mmcv's.
     """
-    check_layout("gather_points", "features", features, "[B, C, N]", None, None, None)
-    check_layout("gather_points", "indices", indices, f"[{len(features)}, M]", len(features), None)
     return group_points(features, indices[..., None]).squeeze(3)
 
 
+@declared(
+    features="any [N, C]",
+    features_batch_cnt="integers [B]",
+    indices="integers [M, K]",
+    indices_batch_cnt="integers [B]",
+)
 def stack_group_points(
     features: Tensor,  # [N, C]
     features_batch_cnt: Tensor,  # [B]
@@ -104,9 +107,6 @@ def stack_group_points(
 
     Source: The signature is mmcv's.
     """
-    check_layout("stack_group_points", "features", features, "[N, C]", None, None)
-    check_layout("stack_group_points", "indices", indices, "[M, K]", None, None)
-    check_integers("stack_group_points", indices=indices)
     index = _stacked("stack_group_points", features, features_batch_cnt, indices, indices_batch_cnt)
     return gathered(_wide(features), index, zeros_outside=True).to(features.dtype)
 
@@ -128,11 +128,12 @@ def _stacked(
     op: str, features: Tensor, features_batch_cnt: Tensor, indices: Tensor, indices_batch_cnt: Tensor
 ) -> Tensor:  # [M, K, 1]
     """Return the indices among the points of all clouds, and -1 where an index is not one of a point of its cloud."""
-    clouds = len(sizes_of(op, "features", features, features_batch_cnt))
-    sizes_of(op, "indices", indices, indices_batch_cnt, clouds)
+    sizes_of(op, "features", features, features_batch_cnt)
+    sizes_of(op, "indices", indices, indices_batch_cnt)
     return stacked_indices(indices, features_batch_cnt.int(), indices_batch_cnt.int())[..., None]
 
 
+@declared(features="floating [B, C, M]", indices="integers [B, N, 3]", weight="floating [B, N, 3]")
 def three_interpolate(
     features: Tensor,  # [B, C, M]
     indices: Tensor,  # [B, N, 3]
@@ -157,16 +158,17 @@ def three_interpolate(
 
     Source: The signature is mmcv's.
     """
-    check_layout("three_interpolate", "features", features, "[B, C, M]", None, None, None)
-    check_layout("three_interpolate", "indices", indices, f"[{len(features)}, N, 3]", len(features), None, 3)
-    check_layout("three_interpolate", "weight", weight, f"{list(indices.shape)}", *indices.shape)
-    check_floating("three_interpolate", features=features, weight=weight)
-    check_integers("three_interpolate", indices=indices)
     dtype = computation_dtype(features)
     # The gradient of a point is summed before it is rounded.
     return gathered(features.to(dtype), indices, weight.to(dtype)).to(features.dtype)
 
 
+@declared(
+    point_features="floating [B, N, M, C]",
+    center_features="floating [B, N, M, C]",
+    scores="floating [B, P, K, M]",
+    knn_idx="integers [B, P, K]",
+)
 def assign_score_withk(
     scores: Tensor,  # [B, P, K, M]
     point_features: Tensor,  # [B, N, M, C]
@@ -192,15 +194,7 @@ def assign_score_withk(
 
     Source: Paper "PAConv" (Xu et al.). The argument order is mmcv's.
     """
-    check_layout("assign_score_withk", "point_features", point_features, "[B, N, M, C]", *[None] * 4)
-    B, N, M, C = point_features.shape
-    check_layout("assign_score_withk", "center_features", center_features, f"{[B, N, M, C]}", B, N, M, C)
-    check_layout("assign_score_withk", "scores", scores, f"[{B}, P, K, {M}]", B, None, None, M)
-    P, K = scores.shape[1:3]
-    check_layout("assign_score_withk", "knn_idx", knn_idx, f"{[B, P, K]}", B, P, K)
-    floating = dict(point_features=point_features, center_features=center_features, scores=scores)
-    check_floating("assign_score_withk", **floating)
-    check_integers("assign_score_withk", knn_idx=knn_idx)
+    (B, N, _, C), (P, K) = point_features.shape, scores.shape[1:3]
     if N == 0 or K == 0:
         return point_features.new_zeros(B, C, P, K) + point_features[:0].sum() + scores[:0].sum()
     dtype = computation_dtype(point_features)

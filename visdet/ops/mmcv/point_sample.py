@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import check_floating, check_tensors, computation_dtype, pair
+from .._arguments import computation_dtype, pair
+from .._declared import declared
 from .._roi_sampling import check_rois
 from ..tracing import is_traced, recorded_as_one
 
@@ -66,6 +67,7 @@ def _grid_sample(op: str, im: Tensor, grid: Tensor, align_corners: bool, **kwarg
     return samples.to(dtype) if is_widened else samples
 
 
+@declared(im="floating", grid="floating")
 def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) -> Tensor:
     """Return ``grid_sample``, bilinear and with zeros, of im [B, C, H, W] at grid [B, Hg, Wg, 2], [B, C, Hg, Wg].
 
@@ -79,20 +81,22 @@ def bilinear_grid_sample(im: Tensor, grid: Tensor, align_corners: bool = False) 
 
     Source: The signature is mmcv's.
     """
-    check_floating("bilinear_grid_sample", im=im, grid=grid)
     return _grid_sample("bilinear_grid_sample", im, grid, align_corners)
 
 
+@declared(grid="real")
 def normalize(grid: Tensor) -> Tensor:
     """Return coordinates in -1..1 as coordinates in 0..1."""
     return (grid + 1.0) / 2.0
 
 
+@declared(grid="real")
 def denormalize(grid: Tensor) -> Tensor:
     """Return coordinates in 0..1 as coordinates in -1..1."""
     return grid * 2.0 - 1.0
 
 
+@declared(num_grid="integer, at least 0", size="integer, at least 0")
 def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | str) -> Tensor:
     """Return the centres (x, y) in 0..1 of cells, row by row, [num_grid, height * width, 2].
 
@@ -108,6 +112,7 @@ def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | s
     return centres.view(1, -1, 2).expand(num_grid, -1, -1)
 
 
+@declared(rois="real", rel_roi_points="real")
 @torch.no_grad()
 def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tensor:
     """Return points [N, P, 2] in 0..1 of their regions as points (x, y) in pixels, without gradient.
@@ -134,6 +139,7 @@ def rel_roi_point_to_abs_img_point(rois: Tensor, rel_roi_points: Tensor) -> Tens
     return rel_roi_points * (corners[:, None, 2:] - corners[:, None, :2]) + corners[:, None, :2]
 
 
+@declared(abs_img_points="real", spatial_scale="number")
 def abs_img_point_to_rel_img_point(
     abs_img_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
 ) -> Tensor:
@@ -148,6 +154,7 @@ def abs_img_point_to_rel_img_point(
     return abs_img_points / abs_img_points.new_tensor([width, height], dtype=torch.float32) * spatial_scale
 
 
+@declared(rois="real", rel_roi_points="real", spatial_scale="number")
 def rel_roi_point_to_rel_img_point(
     rois: Tensor, rel_roi_points: Tensor, img: tuple[int, int] | Tensor, spatial_scale: float = 1.0
 ) -> Tensor:
@@ -167,6 +174,7 @@ def rel_roi_point_to_rel_img_point(
     )
 
 
+@declared(input="floating", points="floating")
 def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **kwargs: Any) -> Tensor:
     """Return bilinear samples of input [B, C, H, W] at points (x, y) in 0..1.
 
@@ -187,14 +195,12 @@ def point_sample(input: Tensor, points: Tensor, align_corners: bool = False, **k
 
     Source: PointRend, arXiv 1912.08193; the signature is mmcv's.
     """
-    check_tensors("point_sample", input=input, points=points)
     fits = points.dim() in (3, 4) and points.shape[-1] == 2 and (is_traced() or len(points) == len(input))
     if input.dim() == 4 and not fits:
         raise ValueError(
             f"point_sample: points must be [B, P, 2] or [B, Hg, Wg, 2] for input {list(input.shape)}, "
             f"got {list(points.shape)}"
         )
-    check_floating("point_sample", input=input, points=points)
     points = points.float() if _needs_float32(input) else points
     grid = denormalize(points[:, :, None] if points.dim() == 3 else points)
     samples = _grid_sample("point_sample", input, grid, align_corners, **kwargs)

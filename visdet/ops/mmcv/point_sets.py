@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import check_device, check_floating, check_layout, check_real
+from .._declared import declared
 from ..box_iou_rotated import quadrilateral_area, shared_area
 from .triangle_overlap import overlap_by_triangles
 
@@ -23,6 +23,20 @@ def _run(op: str, reference: Callable[..., Any], *tensors: Tensor) -> Any:
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     given = (tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors)
     return (getattr(torch.ops.visdet, op).default if _library.serves(tensors[0]) else reference)(*given)
+
+
+def _origin_beside(points: Tensor) -> Tensor:  # [N, 2 * K] -> [N, 1, 2] float64
+    """Return an origin for each row of points (x, y), such that results are as exact wherever these are.
+
+    They are at least as far from it as they are apart, up to a power of two, which leaves whole numbers whole.
+    """
+    low, high = points.detach().double().unflatten(1, (-1, 2)).aminmax(dim=1, keepdim=True)
+    extent = (high - low).amax(2, keepdim=True)
+    return low - torch.where(extent > 0, extent / extent.frexp().mantissa, extent)
+
+
+def _moved(points: Tensor, by: Tensor) -> Tensor:
+    return (points.detach().double().unflatten(1, (-1, 2)) + by).flatten(1)
 
 
 def _cross(a: Tensor, b: Tensor) -> Tensor:
@@ -79,6 +93,7 @@ def _divided(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
 
 
+@declared(pointsets="floating [N, 18]", polygons="floating [K, 8]")
 def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8] -> [N, K]
     """Return the IoU of the convex hull of each point set with each polygon.
 
@@ -97,9 +112,6 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    check_layout("convex_iou", "pointsets", pointsets, "[N, 18]", None, 18)
-    check_layout("convex_iou", "polygons", polygons, "[K, 8]", None, 8)
-    check_floating("convex_iou", pointsets=pointsets, polygons=polygons)
     return _run("convex_iou", convex_iou_reference, pointsets, polygons).to(pointsets.dtype)
 
 
@@ -118,6 +130,7 @@ def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
     return ious
 
 
+@declared(pointsets="floating [N, 18]", polygons="floating [N, 8]")
 def convex_giou(
     pointsets: Tensor, polygons: Tensor
 ) -> tuple[Tensor, Tensor]:  # [N, 18], [N, 8] -> [N], [N, 18]
@@ -141,11 +154,9 @@ def convex_giou(
 
     Source: The signature is mmcv's.
     """
-    check_layout("convex_giou", "pointsets", pointsets, "[N, 18]", None, 18)
-    N = pointsets.shape[0]
-    check_layout("convex_giou", "polygons", polygons, f"[{N}, 8]", N, 8)
-    check_floating("convex_giou", pointsets=pointsets, polygons=polygons)
-    giou, gradient = _run("convex_giou", convex_giou_reference, pointsets, polygons)
+    origin = _origin_beside(torch.cat([pointsets, polygons], 1))
+    given = _moved(pointsets, -origin), _moved(polygons, -origin)
+    giou, gradient = _run("convex_giou", convex_giou_reference, *given)
     return giou.to(pointsets.dtype), gradient.to(pointsets.dtype)
 
 
@@ -165,6 +176,7 @@ def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, 
     return giou.to(pointsets.dtype), (gradient + 0 * giou[:, None]).to(pointsets.dtype)
 
 
+@declared(pointsets="floating [N, 18]")
 def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
     """Return the corners of the box of the smallest area around each set of nine points.
 
@@ -184,9 +196,9 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
 
     Source: The signature is mmcv's.
     """
-    check_layout("min_area_polygons", "pointsets", pointsets, "[N, 18]", None, 18)
-    check_floating("min_area_polygons", pointsets=pointsets)
-    return _run("min_area_polygons", min_area_polygons_reference, pointsets).to(pointsets.dtype)
+    origin = _origin_beside(pointsets)
+    boxes = _run("min_area_polygons", min_area_polygons_reference, _moved(pointsets, -origin))
+    return _moved(boxes, origin).to(pointsets.dtype)
 
 
 def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
@@ -208,6 +220,7 @@ def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
     return corners.flatten(1).to(pointsets.dtype)
 
 
+@declared(points="real [N, 2]", polygons="real [M, 8]")
 @torch.no_grad()
 def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [M, 8] -> [N, M]
     """Return 1.0 where a point lies in a quadrilateral, and 0.0 elsewhere.
@@ -229,10 +242,6 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Source: The signature is mmcv's.
     """
-    check_layout("points_in_polygons", "points", points, "[N, 2]", None, 2)
-    check_layout("points_in_polygons", "polygons", polygons, "[M, 8]", None, 8)
-    check_real("points_in_polygons", points=points, polygons=polygons)
-    check_device("points_in_polygons", "polygons", polygons, "points", points)
     return _run("points_in_polygons", points_in_polygons_reference, points, polygons)
 
 
@@ -255,6 +264,7 @@ def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
     return inside
 
 
+@declared(xyz1="floating [B, N, 2]", xyz2="floating [B, M, 2]")
 def chamfer_distance(
     xyz1: Tensor,  # [B, N, 2]
     xyz2: Tensor,  # [B, M, 2]
@@ -277,9 +287,6 @@ def chamfer_distance(
 
     Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
     """
-    check_layout("chamfer_distance", "xyz1", xyz1, "[B, N, 2]", None, None, 2)
-    check_layout("chamfer_distance", "xyz2", xyz2, f"[{len(xyz1)}, M, 2]", len(xyz1), None, 2)
-    check_floating("chamfer_distance", xyz1=xyz1, xyz2=xyz2)
     find = nearest_points_reference
     points1, points2 = xyz1.detach(), xyz2.detach()
     if _library.serves(xyz1) and torch.float16 not in (xyz1.dtype, xyz2.dtype):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import check_floating, check_layout, check_real, check_tensors, computation_dtype
+from .._arguments import computation_dtype
+from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
 
@@ -34,15 +35,13 @@ def _places(
     return x, y, z, is_inside
 
 
-def _checked(op: str, points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-    check_layout(op, "points", points, "[B, N, 3]", None, None, 3)
-    B = points.shape[0]  # In an exported program, len() would fix it.
-    check_layout(op, "boxes", boxes, f"[{B}, M, 7]", B, None, 7)
-    check_real(op, points=points, boxes=boxes)
+def _constants(points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in the type of coordinates, without gradients."""
     dtype = computation_dtype(points)
     return points.detach().to(dtype), boxes.detach().to(dtype)
 
 
+@declared(points="real [B, N, 3]", boxes="real [B, M, 7]")
 def points_in_boxes_part(
     points: Tensor,  # [B, N, 3]
     boxes: Tensor,  # [B, M, 7] (x, y, z, dx, dy, dz, heading)
@@ -64,7 +63,7 @@ def points_in_boxes_part(
 
     Source: The signature is mmcv's.
     """
-    points, boxes = _checked("points_in_boxes_part", points, boxes)
+    points, boxes = _constants(points, boxes)
     is_served = _library.serves(points)
     run: Any = torch.ops.visdet.points_in_boxes_part.default if is_served else points_in_boxes_part_reference
     return run(points, boxes)
@@ -81,6 +80,7 @@ def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
     return result
 
 
+@declared(points="real [B, N, 3]", boxes="real [B, M, 7]")
 def points_in_boxes_all(
     points: Tensor,  # [B, N, 3]
     boxes: Tensor,  # [B, M, 7] (x, y, z, dx, dy, dz, heading)
@@ -101,7 +101,7 @@ def points_in_boxes_all(
 
     Source: The signature is mmcv's.
     """
-    points, boxes = _checked("points_in_boxes_all", points, boxes)
+    points, boxes = _constants(points, boxes)
     is_served = _library.serves(points)
     run: Any = torch.ops.visdet.points_in_boxes_all.default if is_served else points_in_boxes_all_reference
     return run(points, boxes)
@@ -115,6 +115,13 @@ def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
     return result
 
 
+@declared(
+    "roiaware_pool3d",
+    rois="real [M, 7]",
+    pts="real [N, 3]",
+    size="integer, at least 1",
+    max_pts_per_voxel="integer, at least 1",
+)
 def collect_points(
     rois: Tensor,  # [M, 7]
     pts: Tensor,  # [N, 3]
@@ -122,11 +129,6 @@ def collect_points(
     max_pts_per_voxel: int,
 ) -> Tensor:  # [M, *size, max_pts_per_voxel] int32
     """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
-    check_layout("roiaware_pool3d", "rois", rois, "[M, 7]", None, 7)
-    check_layout("roiaware_pool3d", "pts", pts, "[N, 3]", None, 3)
-    check_real("roiaware_pool3d", rois=rois, pts=pts)
-    if max_pts_per_voxel < 1:
-        raise ValueError(f"roiaware_pool3d: max_pts_per_voxel must be at least 1, got {max_pts_per_voxel}")
     X, Y, Z = size
     dtype = computation_dtype(pts)
     points, boxes = pts.detach().to(dtype), rois.detach().to(dtype)
@@ -200,6 +202,13 @@ def pool_collected(
     return pooled.to(pts_feature.dtype).view(shape), argmax.int().view(shape)
 
 
+@declared(
+    rois="real [M, 7]",
+    pts="real [N, 3]",
+    pts_feature="real [N, C]",
+    out_size="integer, at least 1",
+    max_pts_per_voxel="integer, at least 1",
+)
 def roiaware_pool3d(
     rois: Tensor,  # [M, 7]
     pts: Tensor,  # [N, 3]
@@ -230,13 +239,16 @@ def roiaware_pool3d(
     """
     if mode not in ("max", "avg"):
         raise ValueError(f"roiaware_pool3d: mode must be 'max' or 'avg', got {mode!r}")
-    check_tensors("roiaware_pool3d", pts=pts)
-    check_layout("roiaware_pool3d", "pts_feature", pts_feature, f"[{len(pts)}, C]", len(pts), None)
-    check_real("roiaware_pool3d", pts_feature=pts_feature)
     size = (out_size,) * 3 if isinstance(out_size, int) else out_size
     return pool_collected(collect_points(rois, pts, size, max_pts_per_voxel), pts_feature, mode)[0]
 
 
+@declared(
+    points="real [B, N, 3]",
+    point_features="floating [B, N, C]",
+    boxes3d="real [B, M, 7]",
+    num_sampled_points="integer, at least 0",
+)
 def roipoint_pool3d(
     points: Tensor,  # [B, N, 3]
     point_features: Tensor,  # [B, N, C]
@@ -263,10 +275,8 @@ def roipoint_pool3d(
 
     Source: Paper "PointRCNN" (Shi et al.). The signature is mmcv's.
     """
-    inside, boxes = _checked("roipoint_pool3d", points, boxes3d)
+    inside, boxes = _constants(points, boxes3d)
     B, N = points.shape[:2]
-    check_layout("roipoint_pool3d", "point_features", point_features, f"[{B}, {N}, C]", B, N, None)
-    check_floating("roipoint_pool3d", point_features=point_features)
     dtype = point_features.dtype
     # The gradient of a point in many boxes is a sum, which needs float32.
     wide = computation_dtype(point_features)

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import computation_dtype, pair
+from .._declared import declared
 from .._roi_sampling import ROTATED, check_rois
 from ..roi_align_rotated import roi_align_rotated
 
 __all__ = ["RiRoIAlignRotated", "riroi_align_rotated"]
 
 
+@declared(
+    out_size="integer, at least 1",
+    spatial_scale="number, above 0",
+    num_samples="integer",
+    num_orientations="integer, at least 1",
+)
 def riroi_align_rotated(
     features: Tensor,  # [B, C * G, H, W]
     rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from .._arguments import check_device, check_floating, check_layout, computation_dtype
+from .._arguments import computation_dtype
+from .._declared import check_indices, declared
 from ..sample_sum import sample_sum
 
 __all__ = ["active_rotated_filter", "rotated_feature_align"]
 
 
+@declared(features="floating [B, C, H, W]", best_rbboxes="floating [B, H, W, 5]", spatial_scale="number")
 def rotated_feature_align(
     features: Tensor,  # [B, C, H, W]
     best_rbboxes: Tensor,  # [B, H, W, 5] (y, x, w, h, angle)
@@ -36,11 +38,7 @@ def rotated_feature_align(
 
     Source: R3Det, arXiv 1908.05612; the signature is mmcv's.
     """
-    op = "rotated_feature_align"
-    check_layout(op, "features", features, "[B, C, H, W]", *[None] * 4)
-    B, _, H, W = features.shape
-    check_layout(op, "best_rbboxes", best_rbboxes, f"{[B, H, W, 5]}", B, H, W, 5)
-    check_floating(op, features=features, best_rbboxes=best_rbboxes)
+    H, W = features.shape[2:]
     if points not in (1, 5):
         raise ValueError(f"rotated_feature_align: points must be 1 or 5, got {points}")
     if features.numel() == 0:
@@ -65,6 +63,7 @@ def rotated_feature_align(
     return features + sums[:, 0].transpose(1, 2).reshape(features.shape).to(features.dtype)
 
 
+@declared(input="floating [M, C, G, KH, KW]", indices="integers [G, KH, KW, R]")
 def active_rotated_filter(
     input: Tensor,  # [M, C, G, K, K]
     indices: Tensor,  # [G, K, K, R]
@@ -87,13 +86,10 @@ def active_rotated_filter(
 
     Source: Oriented response networks, arXiv 1701.01833; the signature is mmcv's, and S2ANet's filters use it.
     """
-    op = "active_rotated_filter"
-    check_layout(op, "input", input, "[M, C, G, K, K]", *[None] * 5)
-    check_floating(op, input=input)
-    M, C, G, height, width = input.shape
-    check_layout(op, "indices", indices, f"[{G}, {height}, {width}, R]", G, height, width, None)
-    check_device(op, "indices", indices, "input", input)
-    R = indices.shape[3]
+    (M, C, G, height, width), R = input.shape, indices.shape[3]
+    check_indices(
+        "active_rotated_filter", "indices", indices.long() - 1, G * height * width, "a filter, from 1 on"
+    )
     places = (indices.flatten(0, 2).long() - 1).T[None, :, None].expand(M, R, C, -1)
     # A gradient sums R numbers, which 16-bit types would round one by one. That of a scatter is a gather.
     filters = input.flatten(2).to(computation_dtype(input))[:, None].expand(places.shape)

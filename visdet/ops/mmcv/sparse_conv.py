@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections.abc import Sequence
-from operator import index as as_integer
 
 import torch
 from torch import Tensor
 
-from .._arguments import check_floating, check_layout, check_real, computation_dtype
+from .._arguments import check_layout, computation_dtype
+from .._declared import check_indices, declared
 from .voxels import rows_of_keys
 
 __all__ = [
@@ -20,6 +20,19 @@ __all__ = [
 ]
 
 
+MOST_TAPS = 4096  # of a kernel, as in mmcv
+
+
+@declared(
+    indices="integers",
+    batch_size="integer, at least 0",
+    out_shape="integer, at least 0",
+    spatial_shape="integer, at least 0",
+    ksize="integer, at least 1",
+    stride="integer, at least 1",
+    padding="integer, at least 0",
+    dilation="integer, at least 1",
+)
 def get_indice_pairs(
     indices: Tensor,  # [N, 1 + D]
     batch_size: int,
@@ -35,11 +48,11 @@ def get_indice_pairs(
     """Return the outputs of a sparse convolution, and which inputs reach which outputs by each tap of the kernel.
 
     Args:
-        indices: [N, 1 + D]. The image of the batch and the place of each input.
+        indices: [N, 1 + D]. The image of the batch and the place of each input. None is negative.
         batch_size: The size of the batch.
         out_shape: The size of the output in D dimensions.
         spatial_shape: The size of the input.
-        ksize: The size of the kernel. K is its product.
+        ksize: The size of the kernel. K is its product, at most 4096.
         stride: The stride.
         padding: The padding. A submanifold convolution pads by half of its dilated kernel instead.
         dilation: The distance of the taps.
@@ -54,7 +67,7 @@ def get_indice_pairs(
     It is not differentiable. It is deterministic. On a GPU, the host waits for the number of pairs.
 
     Raises:
-        ValueError: A size does not fit. The message names the argument.
+        ValueError: A size, type or index does not fit. The message names the argument.
 
     Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's. A dilated submanifold convolution of mmcv is not
         centered, and this one is.
@@ -62,14 +75,18 @@ def get_indice_pairs(
     D = len(out_shape)
     check_layout("get_indice_pairs", "indices", indices, f"[N, {1 + D}]", None, 1 + D)
     settings = {"ksize": ksize, "stride": stride, "padding": padding, "dilation": dilation}
-    for name, setting in settings.items():
+    for name, setting in (settings | {"spatial_shape": spatial_shape}).items():
         if len(setting) != D:
             raise ValueError(f"get_indice_pairs: {name} must have {D} numbers, got {list(setting)}")
-    ksize, stride, padding, dilation = ([as_integer(n) for n in setting] for setting in settings.values())
+    ksize, stride, padding, dilation = ([int(n) for n in setting] for setting in settings.values())
     if subm:
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]
     N, K = len(indices), math.prod(ksize)
+    if K > MOST_TAPS:
+        raise ValueError(f"get_indice_pairs: ksize must have at most {MOST_TAPS} taps, got {ksize}")
+    if N and int(indices.amin()) < 0:
+        raise ValueError(f"get_indice_pairs: indices must be 0 or more, got {int(indices.amin())}")
     image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
     taps = itertools.product(*([i * gap for i in range(n)] for n, gap in zip(ksize, dilation, strict=True)))
     tap = torch.tensor(list(taps), dtype=torch.int64, device=indices.device).view(K, D).T[:, :, None]
@@ -81,7 +98,7 @@ def get_indice_pairs(
     reaches = (place >= 0) & (place < extent)
     if not transpose:
         reaches &= place * step == shifted
-    reaches = reaches.all(0) & (image >= 0) & (image < batch_size)
+    reaches = reaches.all(0) & (image < batch_size)
     key = _key(image, place, out_shape)
     if subm:
         outids = indices
@@ -110,16 +127,27 @@ def _key(image: Tensor, place: Tensor, extents: Sequence[int]) -> Tensor:  # [N]
     return key
 
 
-def _of_each_tap(pairs: Tensor, counts: Tensor, inverse: bool = False) -> list[tuple[int, Tensor, Tensor]]:
+def _of_each_tap(
+    pairs: Tensor, counts: Tensor, inputs: int, outputs: int, inverse: bool = False
+) -> list[tuple[int, Tensor, Tensor]]:
     """Return the tap, the inputs and the outputs of each tap that has pairs."""
-    check_layout("indice_conv", "indice_pairs", pairs, "[K, 2, N]", None, 2, None)
-    check_layout("indice_conv", "indice_pair_num", counts, f"[{len(pairs)}]", len(pairs))
-    numbers = counts.tolist()
-    wide = pairs.long()
+    numbers, wide = counts.tolist(), pairs.long()
+    if any(not 0 <= number <= pairs.shape[2] for number in numbers):
+        raise ValueError(f"indice_conv: indice_pair_num must be in 0..{pairs.shape[2]}, got {numbers}")
     source, target = (1, 0) if inverse else (0, 1)
+    counts_pair = torch.arange(pairs.shape[2], device=pairs.device) < counts[:, None]
+    check_indices("indice_conv", "indice_pairs", wide[:, source][counts_pair], inputs, "inputs and outputs")
+    check_indices("indice_conv", "indice_pairs", wide[:, target][counts_pair], outputs, "inputs and outputs")
     return [(k, wide[k, source, :n], wide[k, target, :n]) for k, n in enumerate(numbers) if n > 0]
 
 
+@declared(
+    features="floating [N, C]",
+    filters="floating",
+    indice_pairs="integers [K, 2, P]",
+    indice_pair_num="integers [K]",
+    num_activate_out="integer, at least 0",
+)
 def indice_conv(
     features: Tensor,  # [N, C]
     filters: Tensor,  # [k1, k2, ..., C, O]
@@ -153,7 +181,9 @@ def indice_conv(
     dtype = computation_dtype(features)
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
     wide = features.to(dtype)  # The gradient of an input is a sum over the taps.
-    for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
+    for k, source, target in _of_each_tap(
+        indice_pairs, indice_pair_num, len(features), num_activate_out, inverse
+    ):
         product = wide[source].to(features.dtype) @ weights[k]
         output = output.index_add_(0, target, product.to(dtype))
     # The sums of no numbers make a result of no pairs differentiable.
@@ -161,8 +191,6 @@ def indice_conv(
 
 
 def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K, C, O]
-    check_layout("indice_conv", "features", features, "[N, C]", None, None)
-    check_floating("indice_conv", features=features, filters=filters)
     K, C = len(pairs), features.shape[1]
     if filters.dim() < 3 or filters.shape[-2] != C or filters.shape[:-2].numel() < K:
         raise ValueError(
@@ -171,6 +199,14 @@ def _weights(features: Tensor, filters: Tensor, pairs: Tensor) -> Tensor:  # [K,
     return filters.flatten(0, -3)[:K].to(features.dtype)
 
 
+@declared(
+    "indice_conv",
+    features="floating [N, C]",
+    filters="floating",
+    grad_output="floating [M, O]",
+    indice_pairs="integers [K, 2, P]",
+    indice_pair_num="integers [K]",
+)
 def indice_conv_gradients(
     features: Tensor,
     filters: Tensor,
@@ -185,13 +221,21 @@ def indice_conv_gradients(
     dtype = computation_dtype(features)
     grad_features = features.new_zeros(features.shape, dtype=dtype)
     grad_weights = weights.new_zeros(filters.flatten(0, -3).shape)
-    for k, source, target in _of_each_tap(indice_pairs, indice_pair_num, inverse):
+    for k, source, target in _of_each_tap(
+        indice_pairs, indice_pair_num, len(features), len(grad_output), inverse
+    ):
         grad = grad_output[target].to(features.dtype)
         grad_features.index_add_(0, source, (grad @ weights[k].T).to(dtype))
         grad_weights[k] = features[source].T @ grad
     return grad_features.to(features.dtype), grad_weights.view(filters.shape).to(filters.dtype)
 
 
+@declared(
+    features="real [N, C]",
+    indice_pairs="integers [K, 2, P]",
+    indice_pair_num="integers [K]",
+    num_activate_out="integer, at least 0",
+)
 def indice_maxpool(
     features: Tensor,  # [N, C]
     indice_pairs: Tensor,  # [K, 2, N]
@@ -216,21 +260,29 @@ def indice_maxpool(
 
     Source: Paper "SECOND" (Yan et al.). The argument order is mmcv's.
     """
-    check_layout("indice_maxpool", "features", features, "[N, C]", None, None)
-    check_real("indice_maxpool", features=features)
     output = features.new_zeros(num_activate_out, features.shape[1])
-    for _, source, target in _of_each_tap(indice_pairs, indice_pair_num):
+    taps = _of_each_tap(indice_pairs, indice_pair_num, len(features), num_activate_out)
+    for _, source, target in taps:
         # The outputs of a tap are different from each other.
         output[target] = output[target].maximum(features[source])
     return output
 
 
+@declared(
+    "indice_maxpool",
+    features="real [N, C]",
+    output="real [M, C]",
+    grad_output="real [M, C]",
+    indice_pairs="integers [K, 2, P]",
+    indice_pair_num="integers [K]",
+)
 def indice_maxpool_gradient(
     features: Tensor, output: Tensor, grad_output: Tensor, indice_pairs: Tensor, indice_pair_num: Tensor
 ) -> Tensor:
     """Return the gradient of the features. Each input that has the value of an output receives its whole gradient."""
     grad = torch.zeros_like(features, dtype=computation_dtype(features))
-    for _, source, target in _of_each_tap(indice_pairs, indice_pair_num):
+    taps = _of_each_tap(indice_pairs, indice_pair_num, len(features), len(output))
+    for _, source, target in taps:
         passed = torch.where(features[source] == output[target], grad_output[target], 0)
         grad.index_add_(0, source, passed.to(grad.dtype))
     return grad.to(features.dtype)

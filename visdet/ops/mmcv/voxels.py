@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import check_floating, check_integers, check_layout, check_real, computation_dtype
+from .._arguments import check_floating, check_layout, computation_dtype
+from .._declared import check_indices, declared
 
 __all__ = [
     "bev_pool",
@@ -22,6 +23,12 @@ __all__ = [
 REDUCTIONS = ("max", "sum", "mean")
 
 
+@declared(
+    points="real",
+    voxel_size="number, above 0",
+    coors_range="number, above -inf",
+    ndim="integer, at least 1",
+)
 def dynamic_voxelize(
     points: Tensor,  # [N, 3 or more]
     voxel_size: Sequence[float] | Tensor,
@@ -46,7 +53,6 @@ def dynamic_voxelize(
 
     Source: The signature is mmcv's.
     """
-    check_real("dynamic_voxelize", points=points)
     if points.dim() != 2 or points.shape[1] < ndim:
         raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
     dtype, device = computation_dtype(points), points.device
@@ -80,6 +86,13 @@ _registration.without_gradient(
 )
 
 
+@declared(
+    points="real",
+    voxel_size="number, above 0",
+    coors_range="number, above -inf",
+    max_points="integer, at least 1",
+    max_voxels="integer",
+)
 def hard_voxelize(
     points: Tensor,  # [N, 3 or more]
     voxel_size: Sequence[float] | Tensor,
@@ -107,8 +120,6 @@ def hard_voxelize(
 
     Source: The signature is mmcv's.
     """
-    if max_points < 1:
-        raise ValueError(f"hard_voxelize: max_points must be at least 1, got {max_points}")
     coordinates = dynamic_voxelize(points, voxel_size, coors_range)
     inside = (coordinates[:, 0] >= 0).nonzero()[:, 0]
     _, voxel, count = _unique_rows(coordinates[inside])
@@ -154,17 +165,14 @@ def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M
     return rows_of_keys(unique, extents[1:]).to(rows.dtype), inverse, counts
 
 
+@declared("dynamic_scatter", feats="real [N, C]", coors="integers [N, D]")
 def scatter_to_voxels(
     feats: Tensor, coors: Tensor, reduce_type: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M, C], [M, D], [N] int32, [M] int32
     """Return what ``dynamic_scatter`` returns, each point's voxel or -1, and the number of points of each voxel."""
-    check_layout("dynamic_scatter", "feats", feats, "[N, C]", None, None)
-    check_layout("dynamic_scatter", "coors", coors, f"[{len(feats)}, D]", len(feats), None)
     if reduce_type not in REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
         raise ValueError(f"dynamic_scatter: reduce_type must be one of {names}, got {reduce_type!r}")
-    check_real("dynamic_scatter", feats=feats)
-    check_integers("dynamic_scatter", coors=coors)
     if not coors.shape[1]:
         raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
     if reduce_type == "mean":
@@ -219,6 +227,14 @@ def _sum_into(cells: Tensor, values: Tensor, size: int) -> Tensor:  # [N] in 0..
     return summed[:size].to(values.dtype)
 
 
+@declared(
+    feats="real [N, C]",
+    coords="real [N, 4]",
+    B="integer, at least 0",
+    D="integer, at least 0",
+    H="integer, at least 0",
+    W="integer, at least 0",
+)
 def bev_pool(
     feats: Tensor,  # [N, C]
     coords: Tensor,  # [N, 4] (x, y, z, image)
@@ -248,9 +264,6 @@ def bev_pool(
 
     Source: Project BEVFusion (mit-han-lab). The signature is its function's, whose result is permuted.
     """
-    check_layout("bev_pool", "feats", feats, "[N, C]", None, None)
-    check_real("bev_pool", feats=feats)
-    check_layout("bev_pool", "coords", coords, f"[{len(feats)}, 4]", len(feats), 4)
     x, y, z, image = coords.long().unbind(1)
     is_inside = (coords >= 0).all(1) & (x < H) & (y < W) & (z < D) & (image < B)
     cells = B * D * H * W
@@ -258,6 +271,14 @@ def bev_pool(
     return _sum_into(cell, feats, cells).view(B, D, H, W, feats.shape[1])
 
 
+@declared(
+    depth="floating [B, V, D, H, W]",
+    feat="floating [B, V, H, W, C]",
+    ranks_depth="integers [N]",
+    ranks_feat="integers [N]",
+    ranks_bev="integers [N]",
+    cells="integer, at least 0",
+)
 def bev_pool_v2(
     depth: Tensor,  # [B, V, D, H, W]
     feat: Tensor,  # [B, V, H, W, C]
@@ -283,19 +304,20 @@ def bev_pool_v2(
 
     Raises:
         ValueError: A shape or type does not fit. The message names the argument.
-        RuntimeError: An index is too large.
+        RuntimeError: An index is negative or too large. On CUDA it is a failed assertion, as of torch's own indices.
 
     Source: Paper "BEVPoolv2" (Huang and Huang).
     """
-    for name, ranks in (("ranks_feat", ranks_feat), ("ranks_bev", ranks_bev)):
-        check_layout("bev_pool_v2", name, ranks, f"{list(ranks_depth.shape)}", *ranks_depth.shape)
-    check_floating("bev_pool_v2", depth=depth, feat=feat)
+    check_indices("bev_pool_v2", "ranks_depth", ranks_depth, depth.numel(), "depths")
+    check_indices("bev_pool_v2", "ranks_feat", ranks_feat, feat.shape[:-1].numel(), "pixels")
+    check_indices("bev_pool_v2", "ranks_bev", ranks_bev, cells, "cells")
     dtype = computation_dtype(feat)
     weight = depth.flatten().to(dtype)[ranks_depth.long(), None]
     values = feat.flatten(0, -2).to(dtype)[ranks_feat.long()] * weight
     return _sum_into(ranks_bev.long(), values, cells).to(feat.dtype)
 
 
+@declared(input_features="real [B, N, C]", geom_xyz="real [B, N, 3]", voxel_num="integer, at least 0")
 def voxel_pooling(
     geom_xyz: Tensor,  # [B, N, 3]
     input_features: Tensor,  # [B, N, C]
@@ -318,11 +340,7 @@ def voxel_pooling(
 
     Source: Project BEVDepth, whose result is permuted.
     """
-    check_layout("voxel_pooling", "input_features", input_features, "[B, N, C]", None, None, None)
-    check_real("voxel_pooling", input_features=input_features)
-    B, N, C = input_features.shape
-    check_layout("voxel_pooling", "geom_xyz", geom_xyz, f"[{B}, {N}, 3]", B, N, 3)
-    W, H, D = (int(size) for size in voxel_num)
+    (B, _, C), (W, H, D) = input_features.shape, (int(size) for size in voxel_num)
     x, y, z = geom_xyz.long().unbind(2)
     is_inside = (geom_xyz >= 0).all(2) & (x < W) & (y < H) & (z < D)
     image = torch.arange(B, device=x.device)[:, None]

@@ -1,0 +1,204 @@
+"""Bad indices, masks and sizes are refused by name, autocast moves nothing, and results do not depend on the origin."""
+
+import time
+
+import pytest
+import torch
+
+from tests.fuzz.operators import OPERATORS
+from tests.fuzz.problem import Draw
+from visdet import ops
+from visdet.ops.mmcv import aligned_pooling, filtered_activations, label_growth, map_correlation
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+def whole(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def bev(**given):
+    rank = torch.zeros(1, dtype=torch.int64)
+    ranks = dict(ranks_depth=rank, ranks_feat=rank, ranks_bev=rank, cells=1)
+    return ops.bev_pool_v2(ones(1, 1, 6, 1, 1), ones(1, 1, 1, 1, 1), **(ranks | given))
+
+
+def pairs(indices=((0, 1, 1),), **given):
+    sizes = dict(out_shape=(3, 3), spatial_shape=(3, 3), ksize=(3, 3), stride=(1, 1))
+    settings = sizes | dict(padding=(1, 1), dilation=(1, 1)) | given
+    return ops.get_indice_pairs(torch.as_tensor(indices), 1, **settings)
+
+
+def sparse(pairs=((0,), (0,)), counts=1, pool=False):
+    tables = torch.as_tensor(pairs)[None], torch.as_tensor(counts).view(1)
+    weight = () if pool else (ones(1, 1, 1),)
+    return (ops.indice_maxpool if pool else ops.indice_conv)(ones(1, 1), *weight, *tables, 1)
+
+
+def voxels(size=(1.0, 1.0, 1.0), **given):
+    return ops.dynamic_voxelize(ones(5, 3), size, (0, 0, 0, 4, 4, 4), **given)
+
+
+def groups(index, mask=torch.bool):
+    labels = torch.tensor([[0, 1, 0], [0, 0, 0]]).to(index)
+    return label_growth.pixel_group(
+        ones(2, 3), ones(2, 3).to(mask), torch.zeros(2, 3, 2), labels, labels > 0, 2, 1.0
+    )
+
+
+def correlated(**given):
+    size = dict.fromkeys(("kernel_size", "patch_size", "stride", "dilation", "dilation_patch"), (1, 1))
+    return map_correlation.correlation(
+        ones(1, 1, 3, 3), ones(1, 1, 3, 3), **(size | {"padding": (0, 0)} | given)
+    )
+
+
+BAD = {
+    "negative rank": ("bev_pool_v2: ranks_depth", lambda: bev(ranks_depth=whole(-1))),
+    "rank of no pixel": ("bev_pool_v2: ranks_feat", lambda: bev(ranks_feat=whole(1))),
+    "rank of no cell": ("bev_pool_v2: ranks_bev", lambda: bev(ranks_bev=whole(1))),
+    "rank with a fraction": ("bev_pool_v2: ranks_depth", lambda: bev(ranks_depth=ones(1) / 2)),
+    "complex rank": ("bev_pool_v2: ranks_bev", lambda: bev(ranks_bev=ones(1) + 0j)),
+    "rank without data": ("bev_pool_v2: ranks_bev", lambda: bev(ranks_bev=whole(0).to("meta"))),
+    "cells": ("bev_pool_v2: cells", lambda: bev(cells=-1)),
+    "place": ("get_indice_pairs: indices", lambda: pairs([[0, -1, 1]])),
+    "image": ("get_indice_pairs: indices", lambda: pairs([[-1, 1, 1]])),
+    "bool indices": ("get_indice_pairs: indices", lambda: pairs([[True, True, True]])),
+    "kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(0, 3))),
+    "huge kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(1 << 31, 1))),
+    "large kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(1 << 20, 1 << 20))),
+    "stride": ("get_indice_pairs: stride", lambda: pairs(stride=(1, 0))),
+    "dilation": ("get_indice_pairs: dilation", lambda: pairs(dilation=(0, 1))),
+    "padding": ("get_indice_pairs: padding", lambda: pairs(padding=(-1, 1))),
+    "size": ("get_indice_pairs: out_shape", lambda: pairs(out_shape=(3, 1.5))),
+    "counts": ("indice_conv: indice_pair_num", lambda: sparse(counts=2)),
+    "counts of a maximum": ("indice_maxpool: indice_pair_num", lambda: sparse(counts=-1, pool=True)),
+    "input": ("indice_conv: indice_pairs", lambda: sparse([[-1], [0]])),
+    "output": ("indice_maxpool: indice_pairs", lambda: sparse([[0], [1]], pool=True)),
+    "float pairs": ("indice_conv: indice_pairs", lambda: sparse([[0.0], [0.0]])),
+    **{
+        f"voxels of {size}": ("dynamic_voxelize: voxel_size", lambda size=size: voxels((1.0, size, 1.0)))
+        for size in (0, -1, float("nan"), float("inf"))
+    },
+    "voxels of a tensor": ("dynamic_voxelize: voxel_size", lambda: voxels(torch.zeros(3))),
+    "dimensions": ("dynamic_voxelize: ndim", lambda: voxels(ndim=0)),
+    "labels": ("pixel_group: kernel_label", lambda: groups(ones(2, 3))),
+    "complex mask": ("pixel_group: mask", lambda: groups(whole(1), torch.complex64)),
+    "group": ("group_points: indices", lambda: ops.group_points(ones(1, 2, 7), whole(7).view(1, 1, 1))),
+    "gather": ("gather_points: indices", lambda: ops.gather_points(ones(1, 2, 7), whole(-1).view(1, 1))),
+    "filter": (
+        "active_rotated_filter: indices",
+        lambda: ops.active_rotated_filter(ones(1, 1, 1, 1, 1), whole(0).view(1, 1, 1, 1)),
+    ),
+    "shift": ("tin_shift: shift", lambda: map_correlation.tin_shift(ones(1, 2, 2, 1), ones(1, 1) > 0)),
+    "steps": ("correlation: dilation_patch", lambda: correlated(dilation_patch=(0, 1))),
+    "factor": ("upfirdn2d: up", lambda: filtered_activations.upfirdn2d(ones(1, 1, 2, 2), ones(1, 1), (0, 1))),
+    "border": (
+        "border_align: pool_size",
+        lambda: aligned_pooling.border_align(ones(1, 4, 3, 3), ones(1, 1, 4), 100_000),
+    ),
+    "bins": (
+        "bezier_align: output_size",
+        lambda: aligned_pooling.bezier_align(ones(1, 1, 3, 3), ones(1, 17), (2, 1.5)),
+    ),
+    "many bins": (
+        "prroi_pool: output_size",
+        lambda: aligned_pooling.prroi_pool(ones(1, 1, 3, 3), ones(1, 5), (1 << 16, 1 << 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_indices_masks_and_sizes_are_refused_by_name(name):
+    named, call = BAD[name]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{named} "):
+        call()
+
+
+def test_an_integer_mask_is_one():
+    assert groups(whole(1)) == groups(whole(1), torch.int64) == groups(whole(1), torch.float32)
+
+
+TAKES_NUMPY = ("nms", "soft_nms", "nms_match")
+PLAIN = [
+    name
+    for name, operator in OPERATORS.items()
+    if hasattr(operator.call, "__wrapped__") and name not in TAKES_NUMPY
+]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_tensor_without_data_beside_others_is_refused(name):
+    problem = sound_problem(name)
+    tensors = [key for key, value in problem.arguments.items() if isinstance(value, torch.Tensor)]
+    for key in tensors[1:]:
+        given = problem.arguments | {key: problem.arguments[key].to("meta")}
+        with pytest.raises((ValueError, RuntimeError), match=f"^{name}: .* meta"):
+            OPERATORS[name].call(**given)
+
+
+def sound_problem(name):
+    problems = (OPERATORS[name].draw(Draw(name, seed, "cpu")) for seed in range(40))
+    return next(one for one in problems if not one.must_refuse and not one.may_refuse)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "autocast_linear"])
+def test_autocast_changes_neither_numbers_nor_types(name, device):
+    """Coordinates in 16 bits would be other ones. Values may have 16 bits, and results have the values' type."""
+    operator = OPERATORS[name]
+    for seed in range(5):
+        draw = Draw(name, seed, device)
+        draw.has_bad_numbers = False
+        problem = operator.draw(draw)
+        if problem.must_refuse or problem.may_refuse:
+            continue
+        expected = operator.call(**problem.arguments)
+        with torch.autocast(device, torch.bfloat16):
+            found = operator.call(**problem.arguments)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+SETS = torch.tensor([[0, 0, 4, 0, 4, 3, 0, 3, 2, 1, 1, 2, 3, 1, 2, 2, 1, 1.0]]).double()
+QUADS = torch.tensor([[1, 1, 5, 1, 5, 4, 1, 4.0]]).double()
+BOXES = torch.tensor([[[0, 0, 4, 3, 0.3], [1, 1, 2, 5, 0.0]]]).double()
+
+
+@pytest.mark.parametrize(
+    ("size", "origin"), [(1, 4.2e6), (1e-2, 1e5), (1e-3, 100), (1, -4.2e6), (1e3, 1e9)], ids=str
+)
+def test_overlaps_and_boxes_do_not_depend_on_the_origin(size, origin):
+    def at(points):
+        return points * size + origin
+
+    for one, other in zip(ops.convex_giou(SETS, QUADS), ops.convex_giou(at(SETS), at(QUADS)), strict=True):
+        torch.testing.assert_close(other * (1 if one.dim() == 1 else size), one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ops.convex_iou(at(SETS), at(QUADS)), ops.convex_iou(SETS, QUADS))
+    box = (ops.min_area_polygons(at(SETS)) - origin) / size
+    torch.testing.assert_close(box, ops.min_area_polygons(SETS), rtol=0, atol=1e-5)
+    found = []
+    for first, scale in (
+        (BOXES, 1),
+        (torch.cat([at(BOXES[..., :2]), BOXES[..., 2:4] * size, BOXES[..., 4:]], 2), size),
+    ):
+        leaf = first.clone().requires_grad_()
+        overlap = ops.diff_iou_rotated_2d(leaf, first.flip(1))
+        (grad,) = torch.autograd.grad(overlap.sum(), leaf)
+        found.append((overlap.detach(), grad[..., :4] * scale))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_regions_of_any_size_take_bounded_time_and_memory(aligned):
+    x, far = ones(1, 4, 50, 50), 1e9
+    curve = torch.tensor(
+        [[0, *(0, 0, far, far, 2 * far, far, 3 * far, 0), *(3 * far, far, 9, 9, 9, 9, 0, far)]]
+    )
+    begin = time.monotonic()
+    assert aligned_pooling.bezier_align(x, curve, (8, 32), 1.0, 0, aligned).isfinite().all()
+    rotated = torch.tensor([[0, 20.0, 20, far, far, 0.3]])
+    assert ops.roi_align_rotated(x, rotated, 7, 1.0, 0, aligned).sum() > 0
+    assert ops.riroi_align_rotated(x, rotated, 7, 1.0, 0, 4).isfinite().all()
+    assert time.monotonic() - begin < 20

@@ -1,0 +1,170 @@
+"""Operators whose arguments are checked by what is declared of them, and within which autocast is off."""
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ._arguments import check_device, check_floating, check_integers, check_real, check_tensors
+
+__all__ = ["check_indices", "declared"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_TENSOR = re.compile(r"(None or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
+_INTEGER: Any = (Integral, torch.SymInt)
+_REAL: Any = (Real, torch.SymInt, torch.SymFloat)
+_NUMBER = re.compile(r"(integer|number)(?:, (at least|above) ([^\s,]+))?(?:, at most (\S+))?")
+
+
+def declared(name: str = "", **arguments: str) -> Callable[[_Function], _Function]:
+    """Return a decorator of an operator that checks its arguments, in the order in which they are declared.
+
+    A tensor is declared by what it holds, "floating", "real" (those and integers), "integers", "mask" (real or bool)
+    or "any", and its layout, such as "floating [B, 4 * C, H, W]". A letter is the same size wherever it stands. All
+    tensors are on the device of the first one. A number, or a sequence of numbers, is "integer" or "number", with the
+    least one and the greatest one: "integer, at least 1, at most 9" or "number, above 0".
+
+    Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
+    type of the values. Errors of an operator that it calls have its own name.
+
+    Args:
+        name: The name in errors. The default is the function's.
+    """
+    checks = [(argument, *_parsed(text)) for argument, text in arguments.items()]
+
+    def decorate(function: _Function) -> _Function:
+        op, names = name or function.__name__, tuple(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | options
+            first: tuple[str, Any] = ("", None)
+            sizes: dict[str, Any] = {}
+            for argument, check, *expected in checks:
+                if argument in given:
+                    first = check(op, argument, given[argument], first, sizes, *expected)
+            device = "meta" if first[1] is None else first[1].device.type
+            try:
+                if device != "meta" and torch.is_autocast_enabled(device):
+                    with torch.autocast(device, enabled=False):
+                        return function(*args, **options)
+                return function(*args, **options)
+            except (RuntimeError, ValueError, TypeError) as error:
+                called, _, problem = str(error).partition(": ")
+                if called.isidentifier() and called != op:
+                    error.args = (f"{op}: {problem}",)
+                raise
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _parsed(text: str) -> tuple[Any, ...]:
+    """Return the function that checks what is so declared, and its last arguments."""
+    number = _NUMBER.fullmatch(text)
+    if number:
+        kind, comparison, least, most = number.groups()
+        bounds = -math.inf if least is None else float(least), math.inf if most is None else float(most)
+        return _check_number, kind == "integer", comparison, *bounds
+    tensor = _TENSOR.fullmatch(text)
+    assert tensor, text
+    may_be_none, kind, layout, note = tensor.groups()
+    sizes = None if layout is None else tuple(map(_size, layout.split(", ")))
+    return _check_tensor, bool(may_be_none), kind, sizes, note or ""
+
+
+def _size(text: str) -> tuple[int, str, str]:
+    """Return the factor and the letter of a size such as "4 * C", and itself."""
+    *factor, letter = text.split(" * ")
+    return (int(text), "", text) if text.isdigit() else (int(factor[0]) if factor else 1, letter, text)
+
+
+def _check_tensor(
+    op: str,
+    name: str,
+    tensor: Any,
+    first: tuple[str, Any],
+    sizes: dict[str, Any],
+    may_be_none: bool,
+    kind: str,
+    layout: tuple[tuple[int, str, str], ...] | None,
+    note: str,
+) -> tuple[str, Any]:
+    """Raise an error unless the tensor is as declared. Return the first tensor and its name."""
+    if may_be_none and tensor is None:
+        return first
+    check_tensors(op, **{name: tensor})
+    first = (name, tensor) if first[1] is None else first
+    if layout is not None:
+        known = dict(sizes)
+        if not _fits(tensor.shape, layout, sizes):
+            expected = ", ".join(
+                str(factor * known[letter]) if letter in known else text for factor, letter, text in layout
+            )
+            raise ValueError(f"{op}: {name} must be [{expected}]{note}, got {list(tensor.shape)}")
+    if kind == "floating":
+        check_floating(op, **dict((first, (name, tensor))))
+    elif kind == "integers":
+        check_integers(op, **{name: tensor})
+    elif kind == "real" or (kind == "mask" and tensor.dtype != torch.bool):
+        check_real(op, **{name: tensor})
+    check_device(op, name, tensor, *first)
+    return first
+
+
+def _fits(shape: torch.Size, layout: tuple[tuple[int, str, str], ...], sizes: dict[str, Any]) -> bool:
+    """Return whether a shape has this layout with the sizes of letters that are known, and add the others to them."""
+    if len(shape) != len(layout):
+        return False
+    for given, (factor, letter, _) in zip(shape, layout, strict=True):
+        if letter and letter not in sizes and (factor == 1 or given % factor == 0):
+            sizes[letter] = given if factor == 1 else given // factor
+        if given != factor * (sizes.get(letter, -1) if letter else 1):
+            return False
+    return True
+
+
+def _check_number(
+    op: str,
+    name: str,
+    given: Any,
+    first: tuple[str, Any],
+    sizes: dict[str, Any],
+    is_integer: bool,
+    comparison: str | None,
+    least: float,
+    most: float,
+) -> tuple[str, Any]:
+    """Raise an error unless the number, or each of several, is as declared."""
+    several: Any = given.tolist() if isinstance(given, Tensor) else given
+    for number in (several,) if isinstance(several, _REAL) or not isinstance(several, Iterable) else several:
+        expected = ""
+        if isinstance(number, bool) or not isinstance(number, _INTEGER if is_integer else _REAL):
+            raise TypeError(
+                f"{op}: {name} must be {'an integer' if is_integer else 'a number'}, got {given!r}"
+            )
+        if comparison and not (number > least or (number == least and comparison == "at least")):
+            expected = f"{comparison} {least:g}"
+        elif number > most:
+            expected = f"at most {most:g}"
+        elif is_integer and abs(number) >= 1 << 31:
+            expected = "below 2^31"
+        elif number != number or (comparison and abs(number) == math.inf):
+            expected = "finite"
+        if expected:
+            raise ValueError(f"{op}: {name} must be {expected}, got {given!r}")
+    return first
+
+
+def check_indices(op: str, name: str, indices: Tensor, count: int, of: str) -> None:
+    """Raise a RuntimeError unless the indices are those of ``count`` things. On CUDA it is a failed assertion."""
+    indices = indices.long()
+    is_index = ((indices >= 0) & (indices < count)).all()
+    torch._assert_async(is_index, f"{op}: {name} must be indices of {of}, from 0 to their number less 1")
