@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from visdet.checks.argument_types import converted_arguments
+from visdet.checks.arguments import check_constructor
 from visdet.errors import UnknownNameError, build_step
 from visdet.train_extra import require_train_extra
 
@@ -78,28 +78,36 @@ class Registry(_MMEngineRegistry):
         super().__init__(name, **options)
         self._variable = variable or name.upper()
 
+    def register_module(self, name: Any = None, force: bool = False, module: Any = None) -> Any:
+        """Register a class or a function; see mmengine. A class of visdet will check its arguments."""
+        if module is None:
+            return lambda given: self.register_module(name, force, given)
+        if inspect.isclass(module):
+            check_constructor(module)
+        return super().register_module(name, force, module)
+
     def build(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the object that a config dict describes; see mmengine's ``Registry.build``.
 
-        Raises:
-            UserError: an argument of a class of visdet does not fit; see :func:`converted_arguments`.
+        A type without a scope is one of this registry if there is one of that name, whatever the default scope is.
         """
         kind = cfg.get("type") if isinstance(cfg, dict) else None
         name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
         with build_step(str(name)):
-            if kind is not None:
-                cfg = self._checked(cfg, kwargs.get("default_args") or {})
+            if inspect.isclass(kind):
+                check_constructor(kind)
+            elif isinstance(kind, str) and cfg.get("_scope_") is None and (own := self._own(kind)):
+                cfg = cfg.copy()
+                cfg["type"] = own
             return super().build(cfg, *args, **kwargs)
 
-    def _checked(self, cfg: dict, default_args: dict) -> dict:
-        """Return a copy of a config whose arguments fit the annotations of its class."""
-        with self.switch_scope_and_registry(cfg.get("_scope_")) as registry:
-            target = registry.get(cfg["type"]) if isinstance(cfg["type"], str) else cfg["type"]
-        given = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
-        converted = converted_arguments(target, {**default_args, **given})
-        cfg = cfg.copy()
-        cfg.update({key: converted[key] for key, value in given.items() if converted[key] is not value})
-        return cfg
+    def _own(self, key: str) -> Any:
+        """Return what this registry itself has under a name, or None."""
+        for location in self._locations:
+            if key in self.module_dict:
+                break
+            import_module(location)
+        return self.module_dict.get(key)
 
     def get(self, key: str) -> Any:
         """Return the object of the name ``key`` in this registry or its parents.
@@ -107,12 +115,9 @@ class Registry(_MMEngineRegistry):
         Raises:
             UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
         """
-        for location in self._locations:  # Errors of these imports are not caught below.
-            if key in self.module_dict:
-                return self.module_dict[key]
-            import_module(location)
+        registered = self._own(key)  # Errors of the imports are not caught below.
         try:
-            registered = super().get(key)
+            registered = registered or super().get(key)
         except RuntimeError:  # mmengine raises this if a dotted path cannot be imported.
             registered = None
         if registered is None:

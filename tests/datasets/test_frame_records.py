@@ -210,9 +210,7 @@ def test_recordings_that_are_joined_stay_apart(dataset_of, infos):
         ValueError, match=r"infos.npz: two frames of scene train-drive-0 are 998 s apart.*different"
     ):
         dataset_of([*infos[:4], *later])
-    with pytest.raises(
-        ValueError, match=r"ann_file must be the path of one info file.*, got \['a.npz', 'b.npz'\]"
-    ):
+    with pytest.raises(ValueError, match="ann_file must be"):
         NuScenes3DDetTrackDataset(["a.npz", "b.npz"])
 
 

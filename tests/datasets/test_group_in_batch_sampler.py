@@ -123,7 +123,7 @@ def test_it_feeds_a_loader_and_tells_its_length():
 def test_too_few_sequences():
     with pytest.raises(ValueError, match=r"8 slots \(batch_size 4 x 2 ranks\) need as many sequences, got 6"):
         GroupInBatchSampler(dataset=Sequences(), batch_size=4, world_size=2, rank=0)
-    with pytest.raises(ValueError, match="list has no flag; set with_seq_flag=True"):
+    with pytest.raises(ValueError, match="dataset must be"):
         GroupInBatchSampler(dataset=[1, 2], batch_size=1)
 
 

@@ -335,7 +335,7 @@ def test_boxes_are_padded_to_one_number_or_two(boxes, rooms):
 
 def test_rejections():
     dataset = data([(9, 9)])
-    with pytest.raises(TypeError, match="sampler must be a torch Sampler, got list"):
+    with pytest.raises(ValueError, match="sampler must be"):
         PlannedBatchSampler([1, 2], 2)
     with pytest.raises(TypeError, match="dataset must have get_data_info"):
         PlannedBatchSampler(DefaultSampler([1, 2, 3]), 2)

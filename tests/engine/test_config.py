@@ -18,7 +18,7 @@ from visdet.engine import (
     complete_config,
     load_config,
 )
-from visdet.engine.config import _RUNNER_KEYS
+from visdet.engine.config_checks import SECTIONS
 from visdet.engine.foreign_scope import adopt_mmdet_scope
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_custom_imports(tmp_path, monkeypatch):
 
 
 def test_the_known_keys_are_the_arguments_of_the_runner():
-    assert set(inspect.signature(Runner).parameters) - {"cfg"} == _RUNNER_KEYS
+    assert set(inspect.signature(Runner).parameters) - {"cfg"} <= set(SECTIONS)
 
 
 @pytest.mark.parametrize(
@@ -116,24 +116,13 @@ def test_options_reach_lists_and_new_keys_of_known_sections():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("param_scheduler.9.end", "param_scheduler is a list of 2 items, which are counted from 0, got '9'"),
-        ("nonsense.x", "unknown key 'nonsense'"),
-    ],
-)
-def test_an_option_that_means_nothing(option, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(CONFIG, {option: 3})
-
-
-@pytest.mark.parametrize(
     ("text", "options", "value"),
     [
-        ("a = None", {"a.b": 1}, "a is None, which has no keys"),
-        ("a = dict(t=(1, 2))", {"a.t.0": 3}, r"a.t is \(1, 2\), which has no keys"),
-        ("a = [1]", {"a.x": 3}, "a is a list of 1 items"),
-        ("a = [1]", {"a.-1": 3}, "a is a list of 1 items"),
+        ("a = None", {"a.b": 1}, "the config has no such place"),
+        ("a = dict(t=(1, 2))", {"a.t.0": 3}, "the config has no such place"),
+        ("a = [1]", {"a.x": 3}, "the config has no such place"),
+        ("a = [1]", {"a.1": 3}, "the config has no such place"),
+        ("a = 1", {"a.x": 3}, "the config has no such place"),
         ("a = None", {"a": {"b": 1}}, {"b": 1}),
         ("a = dict(x=1, y=dict(z=2))", {"a": {"y": {"w": 3}}}, {"x": 1, "y": {"z": 2, "w": 3}}),
         ("a = dict(x=1)", {"a": {"_delete_": True, "w": 3}}, {"w": 3}),

@@ -32,62 +32,19 @@ def explained(tmp_path, **options) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
+    ("options", "names"),
     [
-        (
-            {"model__chanels": 3},
-            ["ToyDetector does not know the keyword 'chanels'. Did you mean 'channels'?", "explode_at"],
-        ),
-        (
-            {"train_dataloader__batchsize": 3},
-            ["DataLoader does not know the keyword 'batchsize'", "'batch_size'"],
-        ),
-        (
-            {"train_cfg__max_iter": 3},
-            ["IterBasedTrainLoop does not know the keyword 'max_iter'", "'max_iters'"],
-        ),
-        (
-            {"train_cfg": {"_delete_": True, "max_iter": 3}},
-            ["EpochBasedTrainLoop does not know the keyword 'max_iter'", "max_epochs"],
-        ),
-        (
-            {"default_hooks__checkpoint__max_keep": 3},
-            ["CheckpointHook does not know the keyword 'max_keep'", "'max_keep_ckpts'"],
-        ),
-        (
-            {"optim_wrapper__optimizer__weight_deacy": 3},
-            ["AdamW does not know the keyword 'weight_deacy'. Did you mean 'weight_decay'?"],
-        ),
-        (
-            {"train_dataloader__dataset__cuont": 3},
-            ["ToyBoxes does not know the keyword 'cuont'", "'count'", "ann_file"],
-        ),
-        (
-            {"param_scheduler__0__strat_factor": 3},
-            ["does not know the keyword 'strat_factor'", "'start_factor'"],
-        ),
-        (
-            {"model__type": "ToyDetecter"},
-            ["'ToyDetecter' is not in the visdet::model registry", "'ToyDetector'"],
-        ),
-        ({"val_evaluator__type": "ToyAcuracy"}, ["'ToyAcuracy' is not in the visdet::metric registry"]),
-        (
-            {
-                "optim_wrapper": {
-                    "type": "AmpOptimWrapper",
-                    "dtype": "float8",
-                    "optimizer": {"type": "SGD", "lr": 1},
-                }
-            },
-            ["dtype must be 'bfloat16' or 'float16', got 'float8'", "in the config: optim_wrapper"],
-        ),
+        ({"train_dataloader__batchsize": 3}, "train_dataloader 'batchsize'"),
+        ({"train_cfg__max_iter": 3}, "train_cfg 'max_iter' max_iters"),
+        ({"train_dataloader__dataset__cuont": 3}, "train_dataloader.dataset 'cuont' count ann_file"),
+        ({"train_dataloader__dataset__type": "ToyBoxez"}, "'ToyBoxez' @DATASETS.register_module()"),
+        ({"param_scheduler__0__strat_factor": 3}, "param_scheduler.0 'strat_factor' start_factor"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_in_a_config(tmp_path, options, parts):
+def test_a_mistake_in_a_config_is_one_message(tmp_path, options, names):
     message = explained(tmp_path, **options)
-    for part in parts:
-        assert part in message
-    assert "Traceback" not in message
+    assert all(name in message for name in names.split(" ")), message
 
 
 @pytest.mark.parametrize(
@@ -121,11 +78,6 @@ def test_data_sets_of_a_run_name_the_same_classes(tmp_path):
     message = explained(tmp_path, val_dataloader__dataset__metainfo={"classes": ("bright", "dark")})
     for part in ("train_dataloader.dataset", "val_dataloader.dataset", "label 0", "'dark'", "'bright'"):
         assert part in message
-
-
-def test_an_unknown_data_set_is_told_the_registry_of_data_sets(tmp_path):
-    message = explained(tmp_path, train_dataloader__dataset__type="ToyBoxez")
-    assert "'ToyBoxez' is not in" in message and "@DATASETS.register_module()" in message
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -231,9 +183,7 @@ def test_a_fatal_error_of_another_process_is_in_the_log_of_the_main_one(tmp_path
 
 def test_an_error_while_the_model_is_built_is_in_the_log(tmp_path):
     explained(tmp_path, model__chanels=3)
-    assert (
-        "does not know the keyword 'chanels'" in next(tmp_path.glob("*/*.log")).read_text().splitlines()[-1]
-    )
+    assert "'chanels'" in next(tmp_path.glob("*/*.log")).read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("checkpoint", ["torchvision://resnet18", "https://nowhere.invalid/resnet18.pth"])

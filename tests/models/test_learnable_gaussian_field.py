@@ -127,7 +127,7 @@ def test_rejects():
     with pytest.raises(ValueError, match="num_gaussians must be a positive whole number, got 0"):
         LearnableGaussianField(0)
     for size in (0.0, float("nan"), (1.0, 2.0)):
-        with pytest.raises(ValueError, match="volume_size must be a positive number, or three"):
+        with pytest.raises(ValueError, match="volume_size"):
             LearnableGaussianField(3, size)
     for call, error, message in (
         (lambda: field(torch.zeros(5, 2)), ValueError, r"points must be \[..., 3\] or \[3\], got \[5, 2\]"),

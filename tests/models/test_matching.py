@@ -146,7 +146,7 @@ def test_one_cost_may_stand_without_a_list():
     ("call", "error", "message"),
     [
         (lambda: HungarianAssigner([]), TypeError, "match_costs must be MatchCosts"),
-        (lambda: HungarianAssigner([1.0]), TypeError, "match_costs must be MatchCosts"),
+        (lambda: HungarianAssigner([1.0]), ValueError, "match_costs"),
         (lambda: HungarianAssigner([{"type": "FocalLosCost"}]), KeyError, "FocalLossCost"),
         (lambda: BBoxL1Cost(box_format="cxcywh"), ValueError, "box_format must be 'xyxy' or 'xywh'"),
         (lambda: IoUCost(iou_mode="ciou"), ValueError, "iou_mode must be 'iou' or 'giou'"),

@@ -107,10 +107,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         num_cameras: int = 6,
         metainfo: dict | None = None,
     ) -> None:
-        if not isinstance(ann_file, (str, Path)):
-            raise InvalidInputError(
-                f"ann_file must be the path of one info file, which may hold several recordings, got {ann_file!r}"
-            )
         if load_interval < 1:
             raise InvalidInputError(f"load_interval must be at least 1, got {load_interval}")
         self.data_root = data_root

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from visdet.checks.argument_types import check_seed
+from visdet.checks.arguments import Count, Positive, Seed, checked
 from visdet.checks.array_files import load_arrays
 from visdet.checks.finite import check_finite
 from visdet.errors import InvalidInputError, MissingFileError
@@ -182,7 +182,10 @@ class PointSampleDataset(FieldDataset):
         return self._points[indices]
 
 
-def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int = 0) -> np.ndarray:
+@checked
+def make_volume(
+    size: Positive | tuple[Positive, Positive, Positive] = 48, num_blobs: Count = 12, seed: Seed = 0
+) -> np.ndarray:
     """Return a float32 volume [D0, D1, D2] of smooth, rotated and stretched blobs, and of a ring, which no blob fits.
 
     Args:
@@ -194,9 +197,6 @@ def make_volume(size: int | Sequence[int] = 48, num_blobs: int = 12, seed: int =
         ValueError: the size is not one or three positive numbers.
     """
     shape = (size,) * 3 if isinstance(size, int) else tuple(size)
-    if len(shape) != 3 or min(shape) < 1:
-        raise InvalidInputError(f"make_volume: size must be one or three positive numbers, got {size}")
-    check_seed("make_volume", seed)
     rng = np.random.default_rng(seed)
     axes = [(np.arange(n) + 0.5) / max(shape) for n in shape]
     points = np.stack(np.meshgrid(*axes, indexing="ij"), -1)  # [D0, D1, D2, 3]

@@ -42,9 +42,9 @@ from visdet.registry import (
     VISUALIZERS,
 )
 
-from .build_errors import build_model, building, check_texts
+from .build_errors import build_model, building, check_arguments
 from .checkpoints.training_state import wrappers_of
-from .config_checks import schedules_of
+from .config_checks import is_iteration_based, schedules_of
 from .config_text import values_without_code
 from .console import ConsoleHandler
 from .distributed import start_process_group
@@ -216,17 +216,18 @@ def check_before_data(runner: Any, *stages: str) -> None:
         stages: 'train', 'val' or 'test'.
     """
     cfg = runner.cfg
+    loop: Any
     for stage in stages:
         sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
-        loop = EvaluationLoop
+        loop: type = EvaluationLoop
         if stage == "train":
-            loop = EpochBasedTrainLoop if (cfg.train_cfg or {}).get("by_epoch", True) else IterBasedTrainLoop
-        check_texts(cfg, *sections, defaults={sections[0]: loop, sections[1]: DataLoader})
+            loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
+        check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})
         if stage != "train" and cfg.get(sections[2]) is not None:
             with suppress(MissingFileError):  # The data set may be drawn later, or the loop says so.
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
-        check_texts(cfg, "optim_wrapper", "param_scheduler")
+        check_arguments(cfg, "optim_wrapper", "param_scheduler")
         with building(cfg, "optim_wrapper"):
             runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
         with building(cfg, "param_scheduler"):
@@ -285,11 +286,11 @@ def initialize_weights(cfg: Config, model: Any) -> None:
             ) from error
 
 
-def compile_step(cfg: Config, model: Any) -> None:
-    """Compile the training step of a wrapped model if the config says so."""
+def compile_step(cfg: Config, steps: Any) -> None:
+    """Compile the training step if the config says so."""
     if options := cfg.get("compile"):
         try:
-            model.train_step = torch.compile(model.train_step, **({} if options is True else options))
+            steps.train_step = torch.compile(steps.train_step, **({} if options is True else options))
         except (TypeError, RuntimeError) as error:  # The model is not run yet.
             raise ConfigError(f"compile: torch refuses {options}: {error}") from error
 
@@ -304,8 +305,7 @@ def build_train_loop(runner: Any) -> TrainLoop:
     name = "EpochBasedTrainLoop" if given.pop("by_epoch", True) else "IterBasedTrainLoop"
     kinds = {ByEpoch: EpochBasedTrainLoop, ByIteration: IterBasedTrainLoop}
     kind = _loop_class("train_cfg", given.pop("type", name), kinds)
-    defaults = {"train_cfg": kind, "train_dataloader": DataLoader}
-    with building(runner.cfg, "train_cfg", "train_dataloader", defaults=defaults):
+    with building(runner.cfg, "train_cfg", "train_dataloader"):
         loop = kind(runner, runner.build_dataloader(runner.cfg.train_dataloader), **given)
         check_training_data(loop.dataloader, loop.by_epoch)
         return loop
@@ -322,8 +322,7 @@ def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
     kind = _loop_class(
         config, given.pop("type", f"{stage.title()}Loop"), dict.fromkeys((ValLoop, TestLoop), EvaluationLoop)
     )
-    defaults = {config: kind, loader: DataLoader}
-    with building(runner.cfg, config, loader, evaluator, defaults=defaults):
+    with building(runner.cfg, config, loader, evaluator):
         data = runner.build_dataloader(runner.cfg[loader])
         metrics = runner.evaluators.get(stage) or build_evaluator(runner.cfg, stage)
         check_evaluation_data(data, loader)

@@ -1,15 +1,12 @@
-"""Errors that are raised while a runner builds its parts, completed by the place in the config."""
+"""Errors that are raised while the parts of a config are built, completed by their place in the config."""
 
 import collections
 import contextlib
 import enum
-import inspect
 import os
 import re
 import traceback
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,13 +17,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from visdet import registry
+from visdet.checks.arguments import misfits, parameters_of
 from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hint, built_names
 
-from .errors import nearest_names
-
-_UNEXPECTED = re.compile(
-    r"(?:(?P<owner>[\w.<>]+)\.)?(?P<function>\w+)\(\) got an unexpected keyword argument '(?P<keyword>\w+)'"
-)
+_UNEXPECTED = re.compile(r"\w+(\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
 # The registries whose names stand in each section.
 _REGISTRIES = {
     "model": (registry.MODELS, registry.TASK_UTILS, registry.WEIGHT_INITIALIZERS),
@@ -53,26 +47,22 @@ _REFUSALS = (
 
 
 @contextmanager
-def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> Iterator[None]:
+def building(cfg: Config, *sections: str) -> Iterator[None]:
     """Add a hint to an error of the block that names the part of the config it comes from.
 
     Args:
         cfg: the whole config.
         sections: the top-level keys that the block builds from.
-        defaults: the class that is built if a section has no ``type``, by the path of the section.
 
     Raises:
-        InvalidTypeError: replaces a ``TypeError`` about a keyword of the config that its class does not accept. The
-            message names the keyword, the class and the keywords that the class accepts.
+        InvalidTypeError: replaces Python's error on a keyword of the config.
         InvalidInputError: replaces an error by which a constructor of torch or mmengine refuses a value.
     """
     try:
         yield
     except Exception as error:
         given = {name: cfg[name] for name in sections if cfg.get(name) is not None}
-        if isinstance(error, TypeError) and (
-            message := unknown_keyword_message(str(error), given, defaults or {})
-        ):
+        if not isinstance(error, UserError) and (message := _unknown_keyword(error, given)):
             raise InvalidTypeError(message) from error
         place = _place(given, built_names(error)) or " or ".join(given)
         if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
@@ -80,6 +70,17 @@ def building(cfg: Config, *sections: str, defaults: dict[str, Callable] | None =
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error
         add_hint(error, f"in the config: {place}")
         raise
+
+
+def _unknown_keyword(error: Exception, given: dict[str, Any]) -> str | None:
+    """Return a message if an error is Python's on a keyword that stands in the sections of a config."""
+    match = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
+    for path, node in _nodes(given) if match else ():
+        if match and match[2] in node:
+            targets = _targets(node.get("type"), path.partition(".")[0])
+            known = ", ".join(name for target in targets for name in parameters_of(target))
+            return f"{path}: {match[0]}" + (f"; it accepts {known}" if known else "")
+    return None
 
 
 def _is_of_a_library(error: Exception) -> bool:
@@ -96,7 +97,7 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
     Raises:
         UserError: a constructor refuses a value, or a layer has a width of 0.
     """
-    check_texts(cfg, "model")
+    check_arguments(cfg, "model")
     with building(cfg, "model"):
         built = registry.MODELS.build(model)
         for name, parameter in built.named_parameters():
@@ -108,52 +109,25 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
     return built
 
 
-def check_texts(cfg: Config, *sections: str, defaults: dict[str, Callable] | None = None) -> None:
-    """Check that sections of a config have no text where their classes take numbers, such as ``lr='1e-3'``.
+def check_arguments(cfg: Config, *sections: str, classes: dict[str, Callable] | None = None) -> None:
+    """Compare what sections of a config give with the annotations of the classes that are built from it.
+
+    Args:
+        cfg: the whole config.
+        sections: its top-level keys.
+        classes: the class that is built from a section whatever its ``type`` is, by the path of the section.
 
     Raises:
-        InvalidTypeError: they do. The message names the path and the text.
+        InvalidInputError: a value does not fit, such as ``lr='1e-3'``. The message names its path.
     """
     for section in sections:
         for path, node in _nodes({section: cfg.get(section)}):
-            targets = list(_targets(node.get("type", (defaults or {}).get(path)), section))
-            for key, value in node.items():
-                if key == "type" or not targets:
-                    continue
-                is_list = isinstance(value, list | tuple)
-                has_text = any(isinstance(item, str) for item in (value if is_list else [value]))
-                if has_text and all(_takes_no_text(target, key, is_list) for target in targets):
-                    raise InvalidTypeError(f"{path}.{key} must not be a text, got {value!r}")
-
-
-def unknown_keyword_message(text: str, sections: dict[str, Any], defaults: dict[str, Callable]) -> str | None:
-    """Return a message about a keyword that a constructor does not accept, or None if the config does not contain it.
-
-    Args:
-        text: Python's message, which names the keyword and the function that refused it.
-        sections: the parts of a config by their top-level keys.
-        defaults: the class that is built if a section has no ``type``, by the path of the section.
-    """
-    match = _UNEXPECTED.search(text)
-    if match is None:
-        return None
-    refused_by = (match["owner"] or match["function"]).rsplit(".", 1)[-1]
-    for path, node in _nodes(sections):
-        if match["keyword"] not in node:
-            continue
-        for target in _targets(node.get("type", defaults.get(path)), path.split(".")[0]):
-            if refused_by in [kind.__name__ for kind in getattr(target, "__mro__", (target,))]:
-                return _message(path, match["keyword"], target)
-    return None
-
-
-def _message(path: str, keyword: str, target: Any) -> str:
-    accepted = _accepted_keywords(target)
-    lines = [f"{target.__name__} does not know the keyword {keyword!r}."]
-    if nearest := nearest_names(keyword, accepted, count=1):
-        lines.append(f"Did you mean {nearest[0]!r}?")
-    lines.append(f"It accepts: {', '.join(accepted)}. In the config it is {path}.{keyword}.")
-    return " ".join(lines)
+            found = [
+                misfits(target, node)
+                for target in _targets((classes or {}).get(path) or node.get("type"), section)
+            ]
+            if found and all(found):  # Several registries may have a name.
+                raise InvalidInputError(f"{path}.{found[0][0]}")
 
 
 def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
@@ -196,60 +170,3 @@ def _place(sections: dict[str, Any], names: list[str]) -> str | None:
 def _type_name(node: dict) -> str:
     kind = node.get("type", "")
     return kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", "")
-
-
-def _accepted_keywords(target: Any) -> list[str]:
-    """Return the keywords that a class or function accepts, including those that it passes on to its base classes."""
-    return list(_parameters(target))
-
-
-def _parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class or function, including those that it passes on to its base classes."""
-    accepted: dict[str, inspect.Parameter] = {}
-    bases: tuple[Any, ...] = inspect.getmro(target) if inspect.isclass(target) else ()
-    functions = [kind.__init__ for kind in bases] or [target]
-    for function in dict.fromkeys(functions):
-        if function is object.__init__:
-            continue
-        parameters = inspect.signature(function).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                accepted.setdefault(parameter.name, parameter)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    accepted.pop("self", None)
-    return accepted
-
-
-def _takes_no_text(target: Any, keyword: str, is_list: bool) -> bool:
-    """Return whether a keyword of a class or function takes numbers, or a list of numbers, and no text.
-
-    The annotation decides, or the default if there is no annotation.
-    """
-    parameter = _parameters(target).get(keyword)
-    if parameter is None:
-        return False
-    kinds = _kinds_of(parameter.annotation)
-    if not kinds and parameter.default not in (None, parameter.empty):
-        default = parameter.default
-        kinds = {type(default)} | (
-            {type(item) for item in default} if isinstance(default, list | tuple) else set()
-        )
-    if is_list:
-        kinds -= {list, tuple, type(None)}
-        return bool(kinds) and kinds <= {int, float}
-    return bool(kinds) and kinds <= {int, float, bool, list, tuple, type(None)}
-
-
-def _kinds_of(annotation: Any) -> set:
-    """Return the classes that an annotation names. The set is empty if it is missing or a text."""
-    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-        return set()
-    inner = [kind for kind in typing.get_args(annotation) if kind is not Ellipsis]
-    origin = typing.get_origin(annotation) or annotation
-    if inner and origin in (list, tuple, Sequence):
-        return {list}.union(*map(_kinds_of, inner))
-    if inner and origin in (typing.Union, types.UnionType):
-        return set().union(*map(_kinds_of, inner))
-    # A tensor is a number of its own kind, which no config holds.
-    return set() if origin in (Sequence, typing.Any) else {origin} - {torch.Tensor}

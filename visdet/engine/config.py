@@ -1,20 +1,18 @@
 """Reading, completing and checking configs before anything is built from them."""
 
 import copy
-import importlib.util
+import importlib
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
-import mmengine.registry
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import Registry
 
 from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
-from .config_checks import check_counting, check_sections, is_iteration_based, schedules_of
+from .config_checks import SECTIONS, check_counting, check_sections, is_iteration_based, schedules_of
 from .config_file import read_config
 from .errors import ConfigError, nearest_names
 from .foreign_scope import adopt_mmdet_scope
@@ -27,51 +25,6 @@ __all__ = [
     "load_config",
 ]
 
-# The arguments of mmengine's Runner, which takes seconds to import.
-_RUNNER_KEYS = {
-    "model",
-    "work_dir",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "train_cfg",
-    "val_cfg",
-    "test_cfg",
-    "auto_scale_lr",
-    "optim_wrapper",
-    "param_scheduler",
-    "val_evaluator",
-    "test_evaluator",
-    "default_hooks",
-    "custom_hooks",
-    "data_preprocessor",
-    "load_from",
-    "resume",
-    "launcher",
-    "env_cfg",
-    "log_processor",
-    "log_level",
-    "visualizer",
-    "default_scope",
-    "randomness",
-    "experiment_name",
-}
-# These keys are not arguments of mmengine's Runner. It reads some of them from the config, and this package the others.
-_OTHER_KEYS = {
-    "activation_checkpointing",
-    "allow_nonfinite_weights",
-    "compile",
-    "custom_imports",
-    "efficient_conv_bn_eval",
-    "find_unused_parameters",
-    "graph",
-    "model_wrapper_cfg",
-    "runner_type",
-    "strict_load",
-    "sync_bn",
-    "trust_checkpoint",
-}
-_KNOWN_KEYS = _RUNNER_KEYS | _OTHER_KEYS
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
 _CUSTOM_IMPORTS = {"imports", "allow_failed_imports"}
 _STAGES = {"val": "validation", "test": "testing"}
@@ -123,29 +76,19 @@ def _set_option(cfg: Config, option: str, value: Any) -> None:
     Raises:
         ConfigError: the path leads through a value that is neither a dict nor a list, or to no item of a list.
     """
-    node, done = cfg._cfg_dict, "the config"
-    keys: list[Any] = option.split(".")
-    for number, key in enumerate(keys):
-        if isinstance(node, list):
-            if not key.isdecimal() or int(key) >= len(node):
-                raise ConfigError(
-                    f"--cfg-options {option}={value}: {done} is a list of {len(node)} items, which are counted from 0, "
-                    f"got {key!r}"
-                )
-            keys[number] = key = int(key)
-        elif not isinstance(node, dict):
-            raise ConfigError(
-                f"--cfg-options {option}={value}: {done} is {node!r}, which has no keys; give {done} as a whole"
-            )
-        if number < len(keys) - 1:
-            if isinstance(node, dict) and key not in node:
-                node[key] = ConfigDict()
-            node, done = node[key], ".".join(map(str, keys[: number + 1]))
-    before = node[key] if isinstance(node, list) else node.get(key)
-    if isinstance(before, ConfigDict) and isinstance(value, dict):
-        before.merge(copy.deepcopy(value))
-    else:
-        node[key] = ConfigDict({"value": copy.deepcopy(value)})["value"]
+    node: Any = cfg._cfg_dict
+    *parents, last = option.split(".")
+    try:
+        for key in parents:
+            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, ConfigDict())
+        place: Any = int(last) if isinstance(node, list) else last
+        before = node[place] if isinstance(node, list) else node.get(place)
+        if isinstance(before, ConfigDict) and isinstance(value, dict):
+            before.merge(copy.deepcopy(value))
+        else:
+            node[place] = ConfigDict({"value": copy.deepcopy(value)})["value"]
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"--cfg-options {option}={value}: the config has no such place: {error}") from error
 
 
 def _import_custom_modules(cfg: Config, path: str) -> None:
@@ -188,7 +131,7 @@ def _check_top_level_keys(cfg: Config, path: str) -> None:
         ConfigError: the message names the key and the most similar known one.
     """
     for key in cfg:
-        if key not in _KNOWN_KEYS and (near := nearest_names(key, _KNOWN_KEYS, cutoff=0.86, count=1)):
+        if key not in SECTIONS and (near := nearest_names(key, SECTIONS, cutoff=0.86, count=1)):
             raise ConfigError(f"config {path}: unknown key {key!r}; did you mean {near[0]!r}?")
 
 
@@ -197,10 +140,10 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
     remarks = []
     for option in options:
         key = option.split(".")[0]
-        if key in _KNOWN_KEYS or key == "vis_backends":
+        if key in SECTIONS or key == "vis_backends":
             continue
         if key not in known_before:
-            near = nearest_names(key, _KNOWN_KEYS | known_before)
+            near = nearest_names(key, SECTIONS.keys() | known_before)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
@@ -227,7 +170,6 @@ def complete_config(cfg: Config) -> None:
     check_sections(cfg)
     if cfg.get("default_scope") is None:
         cfg.default_scope = "visdet"
-    _check_scope(cfg.default_scope)
     for part in ("train", "val", "test"):
         loader = cfg.get(f"{part}_dataloader")
         if isinstance(loader, dict) and loader.get("num_workers", 0) == 0:
@@ -259,15 +201,6 @@ def complete_config(cfg: Config) -> None:
             begin = schedule.get("begin", 0)
             if isinstance(begin, int) and isinstance(length, int) and begin >= length:
                 schedule.setdefault("end", begin + 1)
-
-
-def _check_scope(scope: Any) -> None:
-    """Raise a ConfigError if no registry has a scope, where mmengine would look for all names in its own ones."""
-    roots = [value for value in vars(mmengine.registry).values() if isinstance(value, Registry)]
-    known = {"mmengine", *(child for root in roots for child in root.children)}
-    is_name = isinstance(scope, str) and scope.isidentifier()
-    if not is_name or (scope not in known and importlib.util.find_spec(scope) is None):
-        raise ConfigError(f"default_scope must be the scope of a registry, such as 'visdet', got {scope!r}")
 
 
 def _section(parent: Any, key: str) -> Any:

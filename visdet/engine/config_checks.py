@@ -1,209 +1,74 @@
-"""Checks of the sections of a config, which need no class of a model or a data set."""
+"""The sections of a config: their types, and checks that concern several of them."""
 
-import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
+from visdet.checks.arguments import Positive, Range, Seed, checked_value
 from visdet.errors import ConfigError
 
-_LOADERS = tuple(f"{stage}_dataloader" for stage in ("train", "val", "test"))
-# The sections that must be dicts, lists of dicts, or one of both, with a ``type`` in each dict if they are "typed".
-_SHAPES = {
-    "model": "typed dict",
-    "optim_wrapper": "dict",
-    "optim_wrapper.optimizer": "typed dict",
-    "optim_wrapper.clip_grad": "dict",
-    "optim_wrapper.paramwise_cfg": "dict",
-    "default_hooks": "dict",
-    "default_hooks.*": "typed dict",
-    "custom_hooks": "typed list",
-    "param_scheduler": "dict or list",
-    "val_evaluator": "typed dict or list",
-    "test_evaluator": "typed dict or list",
-    "visualizer": "dict",
-    "visualizer.vis_backends": "typed list",
-    "env_cfg.*_cfg": "dict",
-    **dict.fromkeys(_LOADERS, "dict"),
-    **{
-        f"{loader}.{part}": "typed dict"
-        for loader in _LOADERS
-        for part in ("dataset", "sampler", "batch_sampler")
-    },
-    **{f"{loader}.dataset.pipeline": "typed list" for loader in _LOADERS},
-    **dict.fromkeys(
-        ("train_cfg", "val_cfg", "test_cfg", "auto_scale_lr", "data_preprocessor", "env_cfg"), "dict"
-    ),
-    **dict.fromkeys(("log_processor", "randomness", "model_wrapper_cfg"), "dict"),
+_STAGES = ("train", "val", "test")
+_Section = dict | None
+_Hooks = dict[str, dict | None]
+# The top-level keys and their types. Classes that are built from a section know what may stand in it.
+SECTIONS: dict[str, Any] = {
+    # The arguments of mmengine's Runner, which takes seconds to import.
+    "model": dict,
+    "work_dir": str | None,
+    **dict.fromkeys((f"{stage}_dataloader" for stage in _STAGES), _Section),
+    **dict.fromkeys((f"{stage}_cfg" for stage in _STAGES), _Section),
+    "auto_scale_lr": _Section,
+    "optim_wrapper": _Section,
+    "param_scheduler": dict | list[dict] | None,
+    **dict.fromkeys(("val_evaluator", "test_evaluator"), dict | list[dict] | None),
+    "default_hooks": _Hooks | None,
+    "custom_hooks": list[dict] | None,
+    "data_preprocessor": _Section,
+    "load_from": str | None,
+    "resume": bool | str | None,
+    "launcher": str | None,
+    "env_cfg": dict[str, Any],
+    "log_processor": _Section,
+    "log_level": int | str,
+    "visualizer": _Section,
+    "default_scope": str | None,
+    "randomness": dict,
+    "experiment_name": str | None,
+    # mmengine's Runner reads some of these from the config, and this package the others.
+    "activation_checkpointing": str | list[str] | None,
+    "allow_nonfinite_weights": bool | None,
+    "compile": bool | dict | None,
+    "custom_imports": _Section,
+    "efficient_conv_bn_eval": str | list[str] | None,
+    "find_unused_parameters": bool | None,
+    "graph": bool | None,
+    "model_wrapper_cfg": _Section,
+    "runner_type": str | None,
+    "strict_load": bool | None,
+    "sync_bn": str | None,
+    "trust_checkpoint": bool | None,
 }
-_NEVER_NONE = ("env_cfg", "randomness")
-_LEAST = {
-    "train_cfg.max_iters": 0,
-    "train_cfg.max_epochs": 0,
-    "train_cfg.val_interval": 1,
-    "train_cfg.val_begin": 0,
-    "*_dataloader.batch_size": 1,
-    "*_dataloader.num_workers": 0,
-    "*_dataloader.prefetch_factor": 1,
-    "optim_wrapper.accumulative_counts": 1,
-    "auto_scale_lr.base_batch_size": 1,
-    "default_hooks.logger.interval": 1,
-    "default_hooks.checkpoint.interval": -1,
-    "default_hooks.checkpoint.max_keep_ckpts": -1,
-    "log_processor.window_size": 1,
-    "log_processor.num_digits": 0,
-    "randomness.seed": 0,
+
+# The numbers of which mmengine or torch would complain only after the data have been read, or not at all.
+_NUMBERS = {
+    **{f"{stage}_dataloader.batch_size": Positive for stage in _STAGES},
+    **{f"{stage}_dataloader.num_workers": Annotated[int, Range(0, 512)] for stage in _STAGES},
+    "log_processor.window_size": Positive,
+    "randomness.seed": Seed | None,
 }
-_MOST = {
-    "train_cfg.max_iters": 2**31 - 1,
-    "train_cfg.max_epochs": 2**31 - 1,
-    "*_dataloader.batch_size": 2**20,
-    "*_dataloader.num_workers": 512,
-    "*_dataloader.prefetch_factor": 1024,
-    "randomness.seed": 2**32 - 1,
-}
-_OF_NORM = {"error_if_nonfinite", "foreach", "norm_type"}
-_MAY_BE_NONE = ("*_dataloader.prefetch_factor", "randomness.seed")
-_FLAGS = (
-    *("allow_nonfinite_weights", "find_unused_parameters", "graph", "strict_load", "trust_checkpoint"),
-    *("env_cfg.cudnn_benchmark", "randomness.deterministic", "randomness.diff_rank_seed"),
-)
-_OF_RANDOMNESS = {"deterministic", "diff_rank_seed", "seed"}
 
 
 def check_sections(cfg: Any) -> None:
-    """Check that each section of a config is a dict or a list, as it must be, and that counts are whole numbers.
+    """Check the types of the sections of a config.
 
     Raises:
-        ConfigError: one is not. The message names its path, what is expected and what was given.
+        InvalidInputError: one does not fit. The message names it, what is expected and what was given.
     """
-    for pattern, shape in _SHAPES.items():
-        for path, value in _found(cfg, pattern):
-            _check_shape(path, value, shape)
-    for pattern, least in _LEAST.items():
-        for path, value in _found(cfg, pattern):
-            # The loops make whole numbers of 1e4 and the like.
-            kinds = int if "dataloader" in path else int | float
-            is_count = (
-                isinstance(value, kinds) and not isinstance(value, bool) and value % 1 == 0 and value >= least
-            )
-            if not is_count and not (value is None and pattern in _MAY_BE_NONE):
-                raise ConfigError(f"{path} must be a whole number, {least} or more, got {value!r}")
-            if value is not None and pattern in _MOST and value > _MOST[pattern]:
-                raise ConfigError(f"{path} must be {_MOST[pattern]} or less, got {value!r}")
-    for _, clip in _found(cfg, "optim_wrapper.clip_grad"):
-        _check_clip_grad(clip)
-    for _, given in _found(cfg, "train_cfg.dynamic_intervals"):
-        if not (given is None or (isinstance(given, list) and all(map(_is_interval, given)))):
-            raise ConfigError(
-                "train_cfg.dynamic_intervals must be a list of tuples (begin, interval) of whole numbers from 0 and "
-                f"from 1 on, got {given!r}"
-            )
-    for schedule in schedules_of(cfg.get("param_scheduler")):
-        for name in ("step_size", "start_factor"):
-            value = schedule.get(name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise ConfigError(
-                    f"param_scheduler: {name} of {schedule.get('type')} must be positive, got {value!r}"
-                )
-    if not isinstance(cfg.get("compile"), bool | dict | None):
-        raise ConfigError(f"compile must be True, False or a dict, got {cfg['compile']!r}")
-    for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
-        names = cfg.get(key)
-        if not isinstance(names, str | list | None) or not all(isinstance(name, str) for name in names or ()):
-            raise ConfigError(f"{key} must be a list of names of parts of the model, got {names!r}")
-    for pattern in _FLAGS:
-        for path, flag in _found(cfg, pattern):
-            if not isinstance(flag, bool | None):
-                raise ConfigError(f"{path} must be True or False, got {flag!r}")
-    if unknown := set(cfg.get("randomness") or {}) - _OF_RANDOMNESS:
-        raise ConfigError(
-            f"randomness: unknown key {min(unknown)!r}; it may have {', '.join(sorted(_OF_RANDOMNESS))}"
-        )
-
-
-def _check_clip_grad(clip: Any) -> None:
-    """Check the keywords of gradient clipping, which mmengine passes to torch at the first iteration."""
-    if not clip or not isinstance(clip, dict):
-        return
-    norm = dict(clip)
-    by_value = norm.pop("type", "norm") == "value"
-    name, known = ("clip_value", {"foreach"}) if by_value else ("max_norm", _OF_NORM)
-    limit = norm.pop(name, None)
-    if unknown := set(norm) - known:
-        raise ConfigError(
-            f"optim_wrapper.clip_grad: unknown key {min(unknown)!r}; beside type and {name} it may have "
-            f"{', '.join(sorted(known))}"
-        )
-    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
-        raise ConfigError(f"optim_wrapper.clip_grad.{name} must be a positive number, got {limit!r}")
-
-
-def _is_interval(pair: Any) -> bool:
-    is_pair = isinstance(pair, tuple) and len(pair) == 2
-    return is_pair and all(isinstance(number, int) for number in pair) and pair[0] >= 0 and pair[1] >= 1
-
-
-def check_types(cfg: Any) -> None:
-    """Check that each part of a config that a class is built from names the class.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    for pattern, shape in _SHAPES.items():
-        for path, value in _found(cfg, pattern) if "typed" in shape else ():
-            for part in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(part, dict) and _is_no_class(kind := part.get("type")):
-                    raise ConfigError(f"{path}.type must be the name of a class, got {kind!r}")
-    for schedule in schedules_of(cfg.get("param_scheduler")):
-        if _is_no_class(schedule.get("type")):
-            raise ConfigError(f"param_scheduler: each schedule must have a type, got {schedule!r}")
-
-
-def check_parts(cfg: Any) -> None:
-    """Check that a complete config has the parts that a run is built from.
-
-    Raises:
-        ConfigError: a part names no class, or a loader has no data set or no sampler.
-    """
-    check_types(cfg)
-    for loader in _LOADERS:
-        for part in ("dataset", "sampler"):
-            given = cfg.get(loader)
-            is_replaced = part == "sampler" and isinstance(given, dict) and given.get("batch_sampler")
-            if isinstance(given, dict) and given.get(part) is None and not is_replaced:
-                raise ConfigError(f"{loader}.{part} is missing")
-
-
-def _is_no_class(kind: Any) -> bool:
-    return kind is None or isinstance(kind, int | float | list | tuple | dict)
-
-
-def _found(cfg: Any, pattern: str) -> Iterator[tuple[str, Any]]:
-    """Yield the paths of a config that fit a pattern of one or more keys, and their values."""
-    first, _, rest = pattern.partition(".")
-    for key in list(cfg):
-        if fnmatchcase(str(key), first):
-            if not rest:
-                yield key, cfg[key]
-            elif isinstance(cfg[key], dict):
-                for path, value in _found(cfg[key], rest):
-                    yield f"{key}.{path}", value
-
-
-def _check_shape(path: str, value: Any, shape: str) -> None:
-    if value is None and path not in _NEVER_NONE:
-        return
-    kinds = {"dict": dict, "list": list | tuple}
-    if isinstance(value, list | tuple) and "list" in shape:
-        for number, item in enumerate(value):
-            _check_shape(f"{path}.{number}", item, "typed dict")
-        return
-    # An object, such as a model that a program has built, is fine.
-    is_plain = value is None or isinstance(value, str | bytes | int | float | list | tuple)
-    if is_plain or (isinstance(value, dict) and "dict" not in shape):
-        expected = " or ".join(f"a {kind}" for kind in kinds if kind in shape)
-        raise ConfigError(f"{path} must be {expected}, got {value!r}")
+    for key in SECTIONS.keys() & set(cfg):
+        checked_value(key, cfg[key], SECTIONS[key])
+    for path, kind in _NUMBERS.items():
+        section, key = path.split(".")
+        if isinstance(given := cfg.get(section), dict) and key in given:
+            checked_value(path, given[key], kind)
 
 
 def check_counting(cfg: Any) -> None:

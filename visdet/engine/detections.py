@@ -12,7 +12,7 @@ from mmengine.structures import InstanceData
 from PIL import Image
 from torch import Tensor
 
-from visdet.checks.argument_types import check_paths
+from visdet.checks.arguments import checked
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, MissingPackageError, UserError
 from visdet.structures import DetDataSample
@@ -98,13 +98,13 @@ class Detections:
         """The pixels of the image, RGB uint8 [H, W, 3]."""
         return image_file_of(self.sample) if self._image is None else self._image
 
+    @checked
     def draw(self, out_file: str | os.PathLike | None = None) -> Image.Image:
         """Return a picture of the image with its detections, and write it to ``out_file`` if that is given.
 
         Raises:
             UserError: the file cannot be written.
         """
-        check_paths(out_file=out_file)
         if self._draw is None:
             raise UserError("these detections come from no detector, which would draw them")
         picture = Image.fromarray(self._draw(self.image, self.sample))

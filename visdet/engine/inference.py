@@ -11,11 +11,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import groupby, islice
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,17 +23,16 @@ from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
 from torch import nn
 
-from visdet.checks.argument_types import check_flags, check_paths
+from visdet.checks.arguments import Positive, Share, checked, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
-from .build_errors import build_model
+from .build_errors import build_model, building
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.weights import load_weights, weights_of
 from .config import complete_config, dataset_config, load_config
-from .config_checks import check_types
 from .default_device import cpu_by_default
 from .detections import Detections
 from .errors import ConfigError, UserError
@@ -46,6 +44,7 @@ from .picture_paths import PicturePaths
 from .places import check_work_dir
 from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
+from .stages import StagedModel
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
@@ -84,7 +83,6 @@ class Detector:
     ) -> None:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
-        check_types(cfg)
         init_default_scope(cfg.default_scope)
         trust = bool(cfg.get("trust_checkpoint", False))
         allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
@@ -109,18 +107,20 @@ class Detector:
         self.score_thresholds = [
             measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
         ]
-        self._pipeline = Compose(_test_pipeline(cfg))
+        with building(cfg, "test_dataloader"):
+            self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
+    @checked
     def __call__(
         self,
         images: Any,
-        batch_size: int = 1,
-        score_threshold: float | None = None,
+        batch_size: Positive = 1,
+        score_threshold: Share | None = None,
         *,
         amp: bool = False,
         graph: bool | None = None,
-        channel_order: str = "bgr",
+        channel_order: Literal["bgr", "rgb"] = "bgr",
         save_video: str | os.PathLike | None = None,
     ) -> Detections | list[Detections] | Iterator[Detections]:
         """Return the detections in one image or in many.
@@ -145,10 +145,6 @@ class Detector:
         Raises:
             UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
         """
-        if not isinstance(batch_size, Integral) or isinstance(batch_size, bool) or batch_size < 1:
-            raise InvalidInputError(f"batch_size must be a positive whole number, got {batch_size!r}")
-        _check_threshold(score_threshold, "score_threshold")
-        check_flags(amp=amp, graph=graph)
         images = as_array(images)
         thresholds = self._checked_thresholds() if score_threshold is None else score_threshold
         given = each_image(images, channel_order)
@@ -222,15 +218,13 @@ class Detector:
     @torch.no_grad()
     @cpu_by_default()
     def _predict(self, items: list[dict], amp: bool, graph: bool | None) -> list[DetDataSample]:
-        model: Any = self.model
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp), ExitStack() as stack:
-            if self._cfg.get("graph", True) if graph is None else graph:
-                for graphs in self._graphs:
-                    stack.enter_context(graphs.installed())
+        replays = self._cfg.get("graph", True) if graph is None else graph
+        model = StagedModel(self.model, self._graphs if replays else None)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
             return [sample.to("cpu") for sample in model.test_step(pseudo_collate(items))]
 
     @functools.cached_property
-    def _graphs(self) -> list[Any]:
+    def _graphs(self) -> dict[str, Any]:
         return graphs_for({"graph": True}, self.model, logging.getLogger(__name__))
 
     @functools.cached_property
@@ -247,6 +241,7 @@ class Detector:
         return self._visualizer.draw_sample(image, sample, draw_gt=False, pred_score_thr=-math.inf)[0]
 
 
+@checked
 def init_detector(
     config: str | os.PathLike | Config,
     checkpoint: str | os.PathLike | None = None,
@@ -263,7 +258,6 @@ def init_detector(
     Raises:
         UserError: see :class:`Detector`.
     """
-    check_paths(checkpoint=checkpoint)
     return Detector(load_config(config)[0], checkpoint, device)
 
 
@@ -324,7 +318,7 @@ def detect_files(
         the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
         cannot be read.
     """
-    _check_threshold(score_thr, "--score-thr")
+    checked_value("--score-thr", score_thr, Share | None)
     paths = [os.fspath(path) for path in one_or_several(files)]
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     pictures = PicturePaths(pictures_folder(out_dir))
@@ -386,12 +380,6 @@ def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> Non
     """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
-
-
-def _check_threshold(value: Any, name: str) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 <= value <= 1):
-        raise InvalidInputError(f"{name} must be a number from 0 to 1, got {value!r}")
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:

@@ -9,6 +9,8 @@ from mmengine.runner import IterBasedTrainLoop as _ByIteration
 from mmengine.runner.utils import calc_dynamic_intervals
 from torch.utils.data import DataLoader
 
+from visdet.checks.arguments import Count, Positive, checked
+
 from .checkpoints.resumable_batches import ResumableBatches, new_loader
 
 
@@ -70,17 +72,18 @@ class EpochBasedTrainLoop(TrainLoop):
 
     by_epoch = True
 
+    @checked
     def __init__(
         self,
         runner: Any,
         dataloader: DataLoader,
-        max_epochs: int,
-        val_begin: int = 1,
-        val_interval: int = 1,
+        max_epochs: Count,
+        val_begin: Count = 1,
+        val_interval: Positive = 1,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        self.max_epochs = int(max_epochs)
+        self.max_epochs = max_epochs
         self.max_iters = self.max_epochs * len(self.dataloader)
 
 
@@ -90,17 +93,18 @@ class IterBasedTrainLoop(TrainLoop):
 
     by_epoch = False
 
+    @checked
     def __init__(
         self,
         runner: Any,
         dataloader: DataLoader,
-        max_iters: int,
-        val_begin: int = 1,
-        val_interval: int = 1000,
+        max_iters: Count,
+        val_begin: Count = 1,
+        val_interval: Positive = 1000,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
-        self.max_epochs, self.max_iters = 1, int(max_iters)
+        self.max_epochs, self.max_iters = 1, max_iters
 
 
 class EvaluationLoop:
@@ -110,7 +114,7 @@ class EvaluationLoop:
         runner: the runner.
         dataloader: the data.
         evaluator: the metrics.
-        fp16: whether the model runs under autocast to 16 bits.
+        fp16: whether the model runs under autocast to bfloat16.
     """
 
     def __init__(self, runner: Any, dataloader: DataLoader, evaluator: Evaluator, fp16: bool = False) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visdet.checks.argument_types import check_flags, check_paths
-from visdet.errors import InvalidTypeError
+from visdet.checks.arguments import checked
 
 from .config import check_required_keys, load_config
 from .console import say
@@ -33,6 +32,7 @@ class TrainingResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@checked
 def train(
     config: "str | os.PathLike | Config",
     options: Mapping[str, Any] | None = None,
@@ -64,8 +64,6 @@ def train(
     """
     if isinstance(resume, bool):
         resume = "auto" if resume else None
-    check_paths(work_dir=work_dir, resume=resume)
-    check_flags(amp=amp, graph=graph, auto_scale_lr=auto_scale_lr)
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
     # These import torch, and a mistake in the config is told before.
     from .checkpoints.checkpoint import LAST_CHECKPOINT
@@ -98,6 +96,7 @@ def train(
     )
 
 
+@checked
 def evaluate(
     config: "str | os.PathLike | Config",
     checkpoint: str | os.PathLike,
@@ -107,6 +106,7 @@ def evaluate(
     work_dir: str | os.PathLike | None = None,
     out: str | os.PathLike | None = None,
     show_dir: str | os.PathLike | None = None,
+    amp: bool = False,
     graph: bool | None = None,
     launcher: str | None = None,
     **overrides: Any,
@@ -118,14 +118,11 @@ def evaluate(
         checkpoint: a checkpoint file or its http(s) address.
         out: a JSON file to write the predictions of every sample to.
         show_dir: a folder to write pictures of predictions and ground truth to.
+        amp: predict under bfloat16 autocast.
 
     Raises:
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
     """
-    if checkpoint is None:
-        raise InvalidTypeError("checkpoint must be a path, got None")
-    check_paths(checkpoint=checkpoint, work_dir=work_dir, out=out, show_dir=show_dir)
-    check_flags(graph=graph)
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
     from .default_device import cpu_by_default
     from .distributed import checked_launcher
@@ -135,6 +132,8 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if graph is not None:
         cfg.graph = graph
+    if amp:
+        cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
     if out:
         write_detections(cfg, os.fspath(out))
     if show_dir:
@@ -153,8 +152,6 @@ def evaluate(
 def _loaded(
     config: Any, options: Any, overrides: dict, work_dir: Any, for_training: bool
 ) -> tuple[Any, list[str]]:
-    if not isinstance(options, Mapping | None):
-        raise InvalidTypeError(f"options must be a dict of dotted keys, got {type(options).__name__}")
     folder = work_dir and os.path.expanduser(work_dir)
     cfg, remarks = load_config(config, {**(options or {}), **overrides}, folder)
     check_required_keys(cfg, for_training)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from visdet.checks.argument_types import check_paths
 from visdet.errors import UserError
 
 from .detections import Detections
@@ -29,7 +28,6 @@ def written_as_video(
     Raises:
         UserError: the file cannot be written, or a frame has another size than the first one.
     """
-    check_paths(save_video=path)
     path = os.path.expanduser(path)
     if not isinstance(path, str) or not path.lower().endswith(".mp4"):
         raise UserError(f"save_video must name an .mp4 file, got {path!r}")

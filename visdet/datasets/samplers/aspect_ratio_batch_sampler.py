@@ -30,10 +30,6 @@ class AspectRatioBatchSampler(BatchSampler):
     """
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:
-        if not isinstance(sampler, Sampler):
-            raise InvalidTypeError(
-                f"AspectRatioBatchSampler: sampler must be a torch Sampler, got {type(sampler).__name__}"
-            )
         dataset: Any = getattr(sampler, "dataset", None)
         if not hasattr(dataset, "get_data_info"):
             raise InvalidTypeError("AspectRatioBatchSampler: sampler.dataset must have get_data_info")

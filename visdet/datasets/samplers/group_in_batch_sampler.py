@@ -8,7 +8,7 @@ import numpy as np
 from mmengine.dist import get_dist_info, sync_random_seed
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from visdet.checks.argument_types import check_seed
+from visdet.checks.arguments import Seed
 from visdet.errors import InvalidInputError
 from visdet.registry import DATA_SAMPLERS
 
@@ -49,7 +49,7 @@ class GroupInBatchSampler(BatchSampler):
         sampler: Sampler | None = None,
         batch_size: int = 1,
         dataset: Dataset | None = None,
-        seed: int | None = None,
+        seed: Seed | None = None,
         skip_prob: float = 0.0,
         sequence_flip_prob: float = 0.0,
         rank: int | None = None,
@@ -65,7 +65,6 @@ class GroupInBatchSampler(BatchSampler):
         self.world_size = given_world_size if world_size is None else world_size
         seed = getattr(sampler, "seed", None) if seed is None else seed
         self.seed = sync_random_seed() if seed is None else seed
-        check_seed("GroupInBatchSampler", self.seed)
         self.skip_prob = skip_prob
         self.sequence_flip_prob = sequence_flip_prob
         flag = getattr(self.dataset, "flag", None)

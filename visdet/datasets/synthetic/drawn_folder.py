@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from visdet.checks.argument_types import check_seed
+from visdet.checks.arguments import Seed, checked_value
 from visdet.errors import InvalidInputError, UserError
 
 # The folder that each existing data set reads.
@@ -59,7 +59,7 @@ def draw_once(
             no seed.
     """
     folder = Path(folder)
-    check_seed(maker, stamp["seed"])
+    checked_value(f"{maker}: seed", stamp["seed"], Seed)
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
     _check_writable(folder, maker)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 
-from visdet.checks.argument_types import check_seed
+from visdet.checks.arguments import Positive, Seed
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures import TwoViewDataSample
@@ -57,7 +57,7 @@ class TwoViewPairs(BaseDataset):
 
     def __init__(
         self,
-        num_pairs: int,
+        num_pairs: Positive,
         image_size: tuple[int, int] = (48, 64),
         depth_range: tuple[float, float] = (1.5, 6.0),
         num_shapes: tuple[int, int] = (2, 4),
@@ -65,12 +65,9 @@ class TwoViewPairs(BaseDataset):
         max_turn: float = 0.04,
         noise: float = 3.0,
         depth_stride: int = 2,
-        seed: int = 0,
+        seed: Seed = 0,
         **base_arguments: Any,
     ) -> None:
-        check_seed("TwoViewPairs", seed)
-        if num_pairs < 1:
-            raise InvalidInputError(f"TwoViewPairs: num_pairs must be positive, got {num_pairs}")
         if any(side < 1 or side % depth_stride for side in image_size):
             raise InvalidInputError(
                 f"TwoViewPairs: image_size must be positive multiples of {depth_stride}, got {tuple(image_size)}"

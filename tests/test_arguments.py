@@ -1,0 +1,186 @@
+"""The arguments of a class of visdet are compared with the annotations of its constructor, however it is built."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import pytest
+from mmengine.registry import MODELS as ROOT_MODELS
+
+from visdet.checks.arguments import (
+    Above0,
+    Count,
+    Positive,
+    Range,
+    Share,
+    check_constructor,
+    checked,
+    checked_value,
+    misfits,
+)
+from visdet.errors import UserError
+from visdet.models import DINO, FocalLoss
+from visdet.registry import DATA_SAMPLERS, HOOKS, METRICS, MODELS, TRANSFORMS
+
+
+class Base:
+    def __init__(self, size: int = 1, mode: Literal["a", "b"] = "a") -> None:
+        self.size, self.mode = size, mode
+
+
+class Example(Base):
+    def __init__(
+        self,
+        needed: float,
+        flag: bool = False,
+        pair: float | tuple[int, int] | None = None,
+        names: Sequence[str] = (),
+        table: Mapping[str, float] | None = None,
+        layer: dict | Base | None = None,
+        function: Callable | None = None,
+        anything: Any = None,
+        widths: Positive | list[Positive] = 1,
+        seldom: "Unknown" = None,  # noqa: F821
+        **base: Any,
+    ) -> None:
+        super().__init__(**base)
+        self.given = dict(needed=needed, flag=flag, pair=pair, names=names, table=table, layer=layer)
+        self.given |= dict(function=function, anything=anything, widths=widths)
+
+
+Base.__module__ = Example.__module__ = "visdet.example"
+check_constructor(Example)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(needed=1, widths=[1, 2]),
+        dict(needed=math.inf, flag=True, pair=[3, 4], names=["a"], table={"a": 1}),
+        dict(needed=0.5, flag=1, pair=(3, 4), layer={"type": "x"}, function=max, widths=3),
+        dict(needed=0.5, pair=None, layer=Base(), anything=math.nan, names=(name for name in "ab")),
+    ],
+)
+def test_what_fits(arguments):
+    built = Example(**arguments, size=3, mode="b", seldom="x")
+    assert arguments.items() <= built.given.items() and (built.size, built.mode) == (3, "b")
+    assert misfits(Example, arguments) == []
+
+
+def test_whole_floats_become_integers():
+    built = Example(1, pair=[3.0, 4], size=5.0, widths=[2.0])
+    assert built.given["pair"] == [3, 4] and built.size == 5
+    assert [type(n) for n in (built.given["pair"][0], built.size, built.given["widths"][0])] == [
+        int,
+        int,
+        int,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(), r"Example\(\) missing a required argument: 'needed'"),
+        (dict(needed=1, siez=2), "Example.* 'siez'; it accepts size, mode"),
+        (dict(needed="1e-3"), "Example: needed must be float, got '1e-3'"),
+        (dict(needed=math.nan), "needed must be float, got nan"),
+        (dict(needed=True), "needed must be float, got True"),
+        (dict(needed=None), "needed must be float, got None"),
+        (dict(needed=1, flag="False"), "flag must be bool, got 'False'"),
+        (dict(needed=1, pair=(3, 4, 5)), r"pair must be float \| tuple\[int, int\] \| None, got \(3, 4, 5\)"),
+        (dict(needed=1, pair=(3, 4.5)), "pair must be"),
+        (dict(needed=1, pair=(3, "4")), "pair must be"),
+        (dict(needed=1, names="abc"), r"names must be Sequence\[str\], got 'abc'"),
+        (dict(needed=1, names=[1]), r"names must be Sequence\[str\], got \[1\]"),
+        (dict(needed=1, table=[("a", 1)]), r"table must be Mapping\[str, float\] \| None"),
+        (dict(needed=1, table={"a": "b"}), "table must be"),
+        (dict(needed=1, layer=3), "layer must be dict"),
+        (dict(needed=1, widths=[1, 0]), r"widths must be int of 1 or more \| list\[int of 1 or more\], got"),
+        (dict(needed=1, size=2.5), "Example: size must be int, got 2.5"),
+        (dict(needed=1, mode="c"), r"mode must be 'a' or 'b', got 'c'"),
+    ],
+)
+def test_what_does_not_fit(arguments, message):
+    with pytest.raises(UserError, match=message):
+        Example(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "outside"),
+    [
+        (Count, [0, 7], [-1]),
+        (Positive, [1], [0]),
+        (Above0, [0.1, math.inf], [0, -1.0]),
+        (Share, [0, 1, 0.5], [-0.1, 1.1, math.nan, "0.5"]),
+        (Annotated[float, Range(0, 180, is_open=True)], [180], [0, 181]),
+        (Positive | None, [None, 1], [0]),
+    ],
+)
+def test_ranges(kind, inside, outside):
+    assert [checked_value("x", value, kind) for value in inside] == inside
+    for value in outside:
+        with pytest.raises(UserError, match=r"x must be (int|float)"):
+            checked_value("x", value, kind)
+
+
+def test_a_function_checks_its_arguments_too():
+    @checked
+    def count(number: Positive, /, *rest: int, step: int = 1, **others: int) -> tuple:
+        return number, rest, step, others
+
+    assert count(3.0, "a", step=2, more="b") == (3, ("a",), 2, {"more": "b"})
+    with pytest.raises(UserError, match="count: number must be int of 1 or more, got 0"):
+        count(0)
+
+
+def test_of_other_packages_only_texts_in_place_of_numbers_are_refused():
+    def foreign(count: int, rate=0.1, name="x", *, pairs: list[int] = ()):
+        pass
+
+    assert misfits(foreign, {"count": 1.5, "rate": None, "name": 3, "more": "a"}) == []
+    assert len(misfits(foreign, {"count": "1", "rate": "2", "name": "y", "pairs": ["3"]})) == 3
+
+
+def test_arguments_are_checked_whoever_constructs():
+    class Own(FocalLoss):
+        pass
+
+    for build in (
+        lambda: FocalLoss(gamma="2"),
+        lambda: Own(gamma="2"),
+        lambda: ROOT_MODELS.build(dict(type="visdet.FocalLoss", gamma="2")),
+        lambda: DINO(dn_cfg=3),
+    ):
+        with pytest.raises(UserError, match=r"(FocalLoss|Own): gamma must be float|DINO: dn_cfg must be"):
+            build()
+
+
+@pytest.mark.parametrize(
+    "registry, config, message",
+    [
+        (TRANSFORMS, dict(type="Resize", scale="320"), "Resize: scale must be float"),
+        (TRANSFORMS, dict(type="Resize", scal=3), r"Resize\(\) got an unexpected keyword argument 'scal'"),
+        (TRANSFORMS, dict(type="RandomFlip"), r"RandomFlip\(\) missing a required argument: 'prob'"),
+        (
+            TRANSFORMS,
+            dict(type="VectorizeMap", roi_size="30", normalize=True),
+            "VectorizeMap: roi_size must be",
+        ),
+        (TRANSFORMS, dict(type="PackDetInputs", meta_keys="img_id"), "PackDetInputs: meta_keys must be"),
+        (TRANSFORMS, dict(type="NormalizeMultiviewImage", mean=1, std=[1, 1, 1]), "mean must be"),
+        (TRANSFORMS, dict(type="PhotoMetricDistortion", contrast_range=0.5), "contrast_range must be tuple"),
+        (
+            TRANSFORMS,
+            dict(type="RandomChoice", transforms=[[dict(type="RandomFlip", prob="0.5")]]),
+            "RandomFlip: prob must be",
+        ),
+        (METRICS, dict(type="CocoMetric", proposal_nums=100), "CocoMetric: proposal_nums must be Sequence"),
+        (DATA_SAMPLERS, dict(type="GroupInBatchSampler", skip_prob="0"), "skip_prob must be float, got '0'"),
+        (HOOKS, dict(type="DetVisualizationHook", draw="yes"), "DetVisualizationHook: draw must be bool"),
+        (MODELS, dict(type="MultiScaleDeformableAttention", embed_dims="256"), "embed_dims must be"),
+        (MODELS, dict(type="FocalLoss", gamma=None), "FocalLoss: gamma must be float, got None"),
+    ],
+)
+def test_every_registry_checks(registry, config, message):
+    with pytest.raises(UserError, match=message):
+        registry.build(config)

@@ -1,0 +1,259 @@
+"""The check of arguments: their types by the annotations of the function that gets them, their ranges by aliases.
+
+A class that a registry of visdet registers checks the arguments of its constructor, however it is constructed, and
+:func:`checked` lets a function do so. An annotation such as ``Positive`` or ``list[Share]`` has the range of a number.
+"""
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from visdet.errors import InvalidInputError, InvalidTypeError
+
+__all__ = [
+    "Above0",
+    "AtLeast0",
+    "Count",
+    "Positive",
+    "Range",
+    "Seed",
+    "Share",
+    "check_constructor",
+    "checked",
+    "checked_value",
+    "misfits",
+    "parameters_of",
+]
+
+# Other values, such as objects that a script passes, are not checked.
+_PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
+_Function = TypeVar("_Function", bound=Callable)
+
+
+class Range(NamedTuple):
+    """The range of a number, written in its annotation: ``Annotated[float, Range(0, 1)]``."""
+
+    least: float
+    most: float = math.inf
+    is_open: bool = False  # ``least`` itself is outside.
+
+    def has(self, value: float) -> bool:
+        """Return whether a number is in the range."""
+        return self.least <= value <= self.most and not (self.is_open and value == self.least)
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"above {self.least}" + (f" and up to {self.most}" if self.most < math.inf else "")
+        return f"from {self.least} to {self.most}" if self.most < math.inf else f"of {self.least} or more"
+
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+AtLeast0 = Annotated[float, Range(0)]
+Above0 = Annotated[float, Range(0, is_open=True)]
+Share = Annotated[float, Range(0, 1)]
+
+
+class _DoesNotFit(Exception):
+    """A value does not fit an annotation."""
+
+
+def checked(function: _Function) -> _Function:
+    """Return a function that compares its arguments with their annotations and then calls ``function``.
+
+    Values are compared as far as they are of the types of a config file. A list may stand for a tuple, an int for a
+    float, and a whole float such as 32.0 becomes an int where an int is expected. A NaN fits no annotation.
+
+    Raises (when it is called):
+        InvalidTypeError: an argument is missing or unknown.
+        InvalidInputError: a value does not fit. The message names the class or function, the argument, the annotation
+            and the value.
+    """
+    is_of_object = function.__name__ in ("__init__", "__call__")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature = _signature(function)
+        name = type(args[0]).__name__ if is_of_object else function.__name__
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            known = ", ".join(key for key in signature.parameters if key != "self")
+            accepts = f"; it accepts {known}" if "unexpected" in str(error) else ""
+            raise InvalidTypeError(f"{name}() {error}{accepts}") from None
+        for key, value in bound.arguments.items():
+            parameter = signature.parameters[key]
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                bound.arguments[key] = checked_value(f"{name}: {key}", value, parameter.annotation)
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def check_constructor(kind: type) -> None:
+    """Let a class of visdet, and its bases in visdet, check the arguments of their constructors."""
+    for base in kind.__mro__:
+        construct = vars(base).get("__init__")
+        if base.__module__.startswith("visdet.") and construct and not hasattr(construct, "__wrapped__"):
+            base.__init__ = checked(construct)  # type: ignore[misc]
+
+
+def checked_value(name: str, value: Any, hint: Any) -> Any:
+    """Return a value that fits an annotation, which may be a converted one.
+
+    Raises:
+        InvalidInputError: it does not fit. The message begins with ``name``.
+    """
+    try:
+        return _converted(value, hint)
+    except _DoesNotFit:
+        raise InvalidInputError(f"{name} must be {_text(hint)}, got {value!r:.200}") from None
+
+
+def misfits(target: Callable, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what a class or a function refuses of some of its arguments: a message for each.
+
+    Where it is of another package, whose annotations may be missing or loose, these are only texts in place of numbers.
+    """
+    is_ours = getattr(target, "__module__", "").startswith("visdet.")
+    found = []
+    for key, parameter in parameters_of(target).items():
+        value, hint = arguments.get(key), parameter.annotation
+        if hint is parameter.empty and isinstance(parameter.default, bool | int | float):
+            hint = bool | float
+        has_text = any(
+            isinstance(one, str) for one in (value if isinstance(value, list | tuple) else [value])
+        )
+        if key in arguments and (is_ours or has_text):
+            try:
+                checked_value(key, value, hint)
+            except InvalidInputError as error:
+                found.append(str(error))
+    return found
+
+
+@functools.cache
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or a function, including those that it passes on to its base classes."""
+    found: dict[str, inspect.Parameter] = {}
+    bases = target.__mro__ if inspect.isclass(target) else ()
+    for function in [vars(base)["__init__"] for base in bases[:-1] if "__init__" in vars(base)] or [target]:
+        parameters = _signature(function).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                found.setdefault(parameter.name, parameter)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    found.pop("self", None)
+    return found
+
+
+@functools.cache
+def _signature(function: Callable) -> inspect.Signature:
+    """Return the signature of a function with the annotations themselves in place of their texts."""
+    signature = inspect.signature(function)
+    names = getattr(function, "__globals__", {})
+    parameters = []
+    for parameter in signature.parameters.values():
+        if isinstance(parameter.annotation, str):
+            try:
+                parameter = parameter.replace(annotation=eval(parameter.annotation, names))
+            except NameError:  # It exists for type checkers alone.
+                parameter = parameter.replace(annotation=Any)
+        parameters.append(parameter)
+    return signature.replace(parameters=parameters)
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """Return a value that fits an annotation, or raise _DoesNotFit."""
+    if not (type(value) in _PLAIN or isinstance(value, dict)):
+        return value
+    if hint in (Any, inspect.Parameter.empty):
+        return value
+    if isinstance(value, float) and math.isnan(value):
+        raise _DoesNotFit
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        converted = _converted(value, inner[0])
+        return _accept(converted, all(limit.has(converted) for limit in inner[1:]))
+    if origin in (Union, UnionType):
+        # An option that takes the value as it is comes before one that converts it.
+        options = sorted(inner, key=lambda option: option is not type(value))
+        for option in options:
+            try:
+                return _converted(value, option)
+            except _DoesNotFit:
+                continue
+        raise _DoesNotFit
+    if origin is Literal:
+        return _accept(value, value in inner)
+    kind = origin or hint
+    if kind is None or kind is NoneType:
+        return _accept(value, value is None)
+    if kind is bool:
+        return _accept(value, isinstance(value, bool) or value in (0, 1))
+    if kind is int:
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        _accept(value, is_whole and not isinstance(value, bool))
+        return int(value) if isinstance(value, float) else value
+    if kind is float:
+        return _accept(value, isinstance(value, (int, float)) and not isinstance(value, bool))
+    if kind is str:
+        return _accept(value, isinstance(value, str))
+    if not inspect.isclass(kind):
+        return value
+    if issubclass(kind, Mapping):
+        _accept(value, isinstance(value, dict))
+        for item in value.values() if inner else ():
+            _converted(item, inner[1])
+        return value
+    if issubclass(kind, Collection) or kind.__module__ in ("collections.abc", "typing"):
+        return _converted_items(value, kind, inner)
+    # An object, which a config builds from a dict, or a path.
+    return _accept(
+        value,
+        isinstance(value, dict)
+        or kind is object
+        or (isinstance(value, str) and issubclass(kind, os.PathLike)),
+    )
+
+
+def _converted_items(value: Any, kind: type, inner: tuple) -> Any:
+    if kind.__name__ == "Callable":
+        return _accept(value, isinstance(value, dict))
+    if not isinstance(value, (list, tuple)):
+        return _accept(value, isinstance(value, dict) and kind.__name__ in ("Collection", "Iterable"))
+    if issubclass(kind, tuple) and inner and inner[-1] is not Ellipsis:
+        if len(inner) != len(value):
+            raise _DoesNotFit
+        pairs = list(zip(value, inner, strict=True))
+    else:
+        pairs = [(item, inner[0] if inner else Any) for item in value]
+    converted = type(value)(_converted(item, hint) for item, hint in pairs)
+    return value if all(new is old for new, old in zip(converted, value, strict=True)) else converted
+
+
+def _accept(value: Any, fits: bool) -> Any:
+    if not fits:
+        raise _DoesNotFit
+    return value
+
+
+def _text(hint: Any) -> str:
+    """Return an annotation as a reader writes it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([_text(inner[0]), *map(str, inner[1:])])
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_text, inner))
+    name = "None" if hint is NoneType else getattr(origin or hint, "__name__", str(hint))
+    return (
+        f"{name}[{', '.join('...' if one is Ellipsis else _text(one) for one in inner)}]" if inner else name
+    )
