@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class MemoryNotEnoughError(UserError):
 
 
 def prepare_sizes(
-    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Sequence[Any], logger: logging.Logger
+    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Iterable[Any], logger: logging.Logger
 ) -> None:
     """Try a training step of the largest batch, and capture one of each size, so that no later step needs more memory.
 
@@ -127,13 +127,7 @@ class ImaginedBatches:
         try:
             data = self.batch(number, size, self.plan.boxes[-1:])
             with self.optim_wrapper.optim_context(self.model):
-                # Only ``forward`` of a model of this package is replayed.
-                losses = (
-                    self.model.loss(**data)
-                    if hasattr(self.model, "loss")
-                    else self.model(**data, mode="loss")
-                )
-                total, _ = self.model.parse_losses(losses)
+                total, _ = self.model.parse_losses(self.model(**data, mode="loss"))
             learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             torch.autograd.grad(total, learning, allow_unused=True)
         except torch.OutOfMemoryError:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from visdet.execution.tensor_tree import layout_of, map_tensors, tensors_of
 
+from ..stages import state_after
 from .leaves import leaves_in_place_of, with_leaves
 from .memory import GraphMemory
 
@@ -71,7 +72,7 @@ class GraphedStep:
             for graph in self.graphs
         )
         with forward:
-            predictions, self.costs = self.model.predictions_and_costs(self.batch)
+            predictions, self.outputs = self.model.predictions_and_costs(self.batch)
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
@@ -81,14 +82,16 @@ class GraphedStep:
             _copy(self.static_gradients, gradients)
         self.values = values.detach()
 
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch of this shape, by name."""
+    def __call__(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return the losses of a batch of this shape by name, and what the model remembers, which no replay changes."""
         self.memory.replays += 1
         _copy(self.batch, batch)
         self.graphs[0].replay()
-        _copy(self.assignment, self.model.assign(self.costs, batch))
+        state = map_tensors(Tensor.clone, state_after(self.model, self.outputs, batch))
+        _copy(self.assignment, self.model.assign(self.outputs, batch))
         self.graphs[1].replay()
-        return dict(zip(self.names, _Replay.apply(self, *self.parameters).unbind(), strict=True))
+        losses = _Replay.apply(self, *self.parameters).unbind()
+        return dict(zip(self.names, losses, strict=True)), state
 
     def gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
         """Return the gradients of the parameters, in memory of their own."""
