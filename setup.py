@@ -43,10 +43,11 @@ X86_ISAS = {
     "avx2": ["-O3", "-march=x86-64-v3"],
     "avx512": ["-O3", "-march=x86-64-v4", "-mprefer-vector-width=512"],
 }
-# Native code runs on GPUs of its major capability from its minor one on: 100 serves 10.3 too, and 120 serves 12.1.
-WHEEL_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
-# PTX is compiled by the driver for any later GPU: that of 100 for 11.0, that of 120 for what comes after it, and that
-# of 80 for 8.7 and 8.8, embedded GPUs, for which native code of other GPUs is not promised to run.
+# Native code runs on GPUs of its major capability from its minor one on: 100 serves 10.3, too. 87, 110 and 121 are
+# embedded GPUs, for which native code of other GPUs is not promised to run. An nvcc before 13.0 lacks 110 and 121.
+WHEEL_ARCHITECTURES = ["75", "80", "86", "87", "89", "90", "100", "110", "120", "121"]
+# PTX is compiled by the driver for any later GPU: that of 80 for 8.8, that of 100 for 11.0 where the wheel lacks its
+# native code, and that of 120 for what comes after it.
 WHEEL_PTX = ["80", "100", "120"]
 OLDEST_NVCC = (12, 4)  # __maxnreg__
 # The .cu files that are compiled together, by the name of their object. Every compilation reads torch's headers, which
@@ -96,7 +97,8 @@ def cuda_architectures(nvcc, for_wheel):
         names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
     elif for_wheel:
         names = [name for name in WHEEL_ARCHITECTURES if name in known]
-        with_ptx = [name for name in names if name in WHEEL_PTX or name == names[-1]]
+        is_served = names[-1][:-1] in [name[:-1] for name in WHEEL_PTX]
+        with_ptx = [name for name in names if name in WHEEL_PTX or (name == names[-1] and not is_served)]
     else:
         names = present_gpus() or ["90"]
         with_ptx = [names[-1]]

@@ -29,6 +29,7 @@ from torch.autograd import DeviceType
 
 from visdet.engine.garbage import living_objects_not_collected
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.engine.stages import StagedModel
 
 from .case import dtype_name
 from .environment import describe
@@ -132,31 +133,33 @@ def _steps_of(
     model, batches = case.make(case.batch_size, count, folder, device.type == "cpu")
     model = model.to(device).train(case.trains)
     prepared = [model.data_preprocessor(batch, case.trains) for batch in batches]
-    step = training_step(model, MAX_NORM[case.model]) if case.trains else prediction(model)
+    graphed = GraphedLoss if case.trains else GraphedPrediction
+    graphs = {graphed.method: graphed(model)} if graph else {}
+    step = training_step(model, MAX_NORM[case.model], graphs) if case.trains else prediction(model, graphs)
 
     def new_autocast() -> torch.autocast:
         # An object of its own for each level: it keeps the state to restore.
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
     autocast = new_autocast()
-    graphed = GraphedLoss if case.trains else GraphedPrediction
     with ExitStack() as as_in_the_runner:
-        if graph:
-            as_in_the_runner.enter_context(graphed(model).installed())
         if case.trains:
             as_in_the_runner.enter_context(living_objects_not_collected())
         as_in_the_runner.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield [partial(step, batch, autocast) for batch in prepared]
 
 
-def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any], Any], torch.Tensor]:
+def training_step(
+    model: nn.Module, max_norm: float, graphs: Any = None
+) -> Callable[[dict[str, Any], Any], torch.Tensor]:
     """Return a function that runs a training step on a prepared batch: forward, backward, clipping and update."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    staged = StagedModel(model, graphs)
 
     def step(batch: dict[str, Any], autocast: Any) -> torch.Tensor:
         with autocast:
-            loss, _ = model.parse_losses(model(**batch, mode="loss"))
+            loss, _ = model.parse_losses(staged.losses(**batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         optimizer.step()
@@ -166,13 +169,14 @@ def training_step(model: nn.Module, max_norm: float) -> Callable[[dict[str, Any]
     return step
 
 
-def prediction(model: nn.Module) -> Callable[[dict[str, Any], Any], Any]:
+def prediction(model: nn.Module, graphs: Any = None) -> Callable[[dict[str, Any], Any], Any]:
     """Return a function that predicts on a prepared batch."""
+    staged = StagedModel(model, graphs)
 
     @torch.no_grad()
     def predict(batch: dict[str, Any], autocast: Any) -> Any:
         with autocast:
-            return model(**batch, mode="predict")
+            return staged.predictions(**batch)
 
     return predict
 

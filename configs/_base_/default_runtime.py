@@ -18,8 +18,8 @@ env_cfg = dict(
     dist_cfg=dict(backend="nccl"),
 )
 
-# On a GPU, training steps and predictions are replayed as CUDA graphs. Each size of a batch has its own graphs. With
-# model.data_preprocessor.pad_size_divisor=128 there are few sizes. With graph=False, the model runs eagerly.
+# On a GPU, training steps and predictions are replayed as CUDA graphs. Each size of a batch has its own graphs, so that
+# batches should have few sizes (PlannedBatchSampler). With graph=False, the model runs eagerly.
 graph = True
 
 vis_backends = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]

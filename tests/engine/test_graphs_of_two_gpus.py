@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from visdet.engine.graphs.methods import GraphedLoss
+from visdet.engine.stages import StagedModel
 
 sys.path[:0] = [
     str(Path(__file__).parents[1] / "models"),
@@ -48,20 +49,15 @@ def run_process(rank, folder, family, graph):
         model, device_ids=[rank], find_unused_parameters=True, broadcast_buffers=False
     )
     graphs = GraphedLoss(model)
+    staged = StagedModel(model, {"loss": graphs} if graph else None)
     losses, gradients = [], []
     torch.manual_seed(rank)
     torch.cuda.manual_seed(rank)
     with torch.autograd.set_multithreading_enabled(False):
         for index in range(STEPS):
             images, samples = data_of(index, rank)
-            data = dict(
-                inputs=images.cuda(), data_samples=[sample.to("cuda") for sample in samples], mode="loss"
-            )
-            if graph:
-                with graphs.installed():
-                    total, log = model.parse_losses(parallel(**data))
-            else:
-                total, log = model.parse_losses(parallel(**data))
+            data = dict(inputs=images.cuda(), data_samples=[sample.to("cuda") for sample in samples])
+            total, log = model.parse_losses(parallel(**data, mode=staged.losses))
             total.backward()
             losses.append(torch.stack([value.detach() for value in log.values()]).cpu())
             found = [p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]

@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmengine.hooks import Hook
 from mmengine.structures import InstanceData
 from PIL import Image
+from torch import nn
 from toy_run import toy_config, toy_runner, train
 
+import visdet
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
 from visdet.engine.detections import Detections, detections_of
 from visdet.engine.inference import detect_files
@@ -224,3 +227,17 @@ def test_a_test_writes_the_detections_of_every_image(tmp_path, trained):
     found = json.loads((tmp_path / "out" / "found.json").read_text())
     assert len(found) == 13 and all(len(image["detections"]) == 1 for image in found)
     assert metrics["toy/images"] == 13
+
+
+def test_an_evaluation_with_amp_computes_in_bfloat16(tmp_path, trained):
+    seen = set()
+
+    class SeesTypes(Hook):
+        def before_test(self, runner):
+            layers = [part for part in runner.model.modules() if isinstance(part, nn.Conv2d | nn.Linear)]
+            layers[0].register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
+
+    cfg = toy_config(tmp_path, custom_hooks=[dict(type=SeesTypes)])
+    visdet.evaluate(cfg, trained)
+    visdet.evaluate(cfg, trained, amp=True)
+    assert seen == {torch.float32, torch.bfloat16}

@@ -15,6 +15,7 @@ from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 from visdet.engine.data_workers import explain_collation
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.engine.graphs.planned import ImaginedBatches, MemoryNotEnoughError, prepare_sizes, shapes_of
+from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import layout_of
 from visdet.models import DetDataPreprocessor
 
@@ -77,7 +78,7 @@ def test_an_attempt_changes_neither_weights_nor_gradients():
     ("most", "words"),
     [
         (90 * 90, ["2 images of 90 x 90", "train_dataloader.batch_size=1", "at most", "with_cp=True"]),
-        (10, ["2 images of 90 x 90", "No smaller one does"]),
+        (10, ["2 images of 90 x 90", "Lower train_dataloader.batch_size"]),
     ],
 )
 def test_what_would_fit_is_said(most, words, monkeypatch):
@@ -124,10 +125,10 @@ def test_all_steps_of_a_run_are_replayed_and_memory_does_not_grow():
     assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     reserved = 0
-    with graphs.installed():
-        for _ in range(3):
-            for batch in loader:
-                model.train_step(batch, wrapper)
-            reserved = reserved or torch.cuda.max_memory_reserved()
+    staged = StagedModel(model, {"loss": graphs})
+    for _ in range(3):
+        for batch in loader:
+            staged.train_step(batch, wrapper)
+        reserved = reserved or torch.cuda.max_memory_reserved()
     assert set(graphs.counts) == {"replayed"}, graphs.report()
     assert torch.cuda.max_memory_reserved() == reserved

@@ -11,11 +11,12 @@ import torch
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset
-from toy_detection import ToyDetector
+from toy_detection import Stack, ToyDetector
 from toy_run import losses, toy_config, toy_runner, train, weights
 
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.models.base_detector import BaseDetector
 from visdet.registry import MODELS
 
 EPOCHS = {
@@ -44,6 +45,9 @@ def interrupted(work_dir, at: int, **options):
         runner.train()
 
 
+PLANNED = {"train_dataloader__batch_sampler": {"type": "PlannedBatchSampler"}}
+
+
 class Start(Hook):
     """Keeps the weights with which training begins."""
 
@@ -57,6 +61,8 @@ class Start(Hook):
         pytest.param({"train_cfg__max_iters": 24}, "DefaultSampler", id="iterations-finite"),
         pytest.param({"train_cfg__max_iters": 24}, "InfiniteSampler", id="iterations-endless"),
         pytest.param(EPOCHS, "DefaultSampler", id="inside-an-epoch"),
+        pytest.param(EPOCHS | PLANNED, "DefaultSampler", id="planned-inside-an-epoch"),
+        pytest.param({"train_cfg__max_iters": 24} | PLANNED, "InfiniteSampler", id="planned-endless"),
     ],
 )
 def test_two_halves_equal_the_whole(tmp_path, loop, sampler):
@@ -79,23 +85,43 @@ def test_two_halves_equal_the_whole(tmp_path, loop, sampler):
 
 
 @MODELS.register_module()
-class ToyTracker(ToyDetector):
-    """Remembers its last losses, outside of the weights, and adds them to the next."""
+class ToyTracker(BaseDetector):
+    """A model with stages, which adds the losses of the step before, halved, to those of the next."""
 
-    memory = 0.0
+    def __init__(self):
+        super().__init__(data_preprocessor=Stack())
+        self.part = ToyDetector()
+        self.conv = self.part.conv
 
-    def forward(self, inputs, data_samples=None, mode="tensor"):
-        outputs = super().forward(inputs, data_samples, mode)
-        if mode == "loss":
-            outputs["loss_memory"] = torch.as_tensor(self.memory) + 0 * self.conv.bias.sum()
-            self.memory = 0.5 * float(sum(loss.detach() for loss in outputs.values()))
-        return outputs
+    def training_batch(self, inputs, data_samples, state=None):
+        return inputs, data_samples, 0.0 if state is None else state
 
-    def temporal_state_dict(self):
-        return {"memory": self.memory}
+    def predictions_and_costs(self, batch):
+        losses = self.part(*batch[:2], mode="loss")
+        return losses, float(sum(loss.detach() for loss in losses.values()))
 
-    def load_temporal_state_dict(self, plain):
-        self.memory = plain["memory"]
+    def assign(self, outputs, batch):
+        return None
+
+    def losses(self, predictions, batch, assignment):
+        return {**predictions, "loss_memory": batch[2] + 0 * self.conv.bias.sum()}
+
+    def state_after(self, outputs, batch):
+        return 0.5 * (outputs + batch[2])
+
+    def plain_state(self, state):
+        return {"memory": state}
+
+    def state_of_plain(self, plain):
+        return plain["memory"]
+
+    def loss(self, inputs, data_samples):
+        raise AssertionError("the trainer calls the stages")
+
+    def predict(self, inputs, data_samples):
+        return self.part(inputs, data_samples, mode="predict")
+
+    raw_outputs = predict
 
 
 @pytest.mark.parametrize(
@@ -141,6 +167,7 @@ def test_a_model_of_sequences_remembers(tmp_path):
     interrupted(tmp_path / "halves", at=9, **options)
     rest = train(tmp_path / "halves", resume="auto", **options)
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
+    assert rest.steps.state == whole.steps.state > 0
 
 
 def test_the_seed_of_an_unseeded_run_is_resumed(tmp_path):

@@ -104,7 +104,7 @@ class ToyBoxes(BaseDataset):
         super().__init__(ann_file="", **base)
 
     def load_data_list(self) -> list[dict]:
-        return [{"index": i} for i in range(self.count)]
+        return [{"index": i, "height": 32, "width": 32} for i in range(self.count)]
 
     def prepare_data(self, idx: int) -> dict:
         rng = np.random.default_rng([7, idx])

@@ -1,7 +1,6 @@
 """Training steps and predictions by CUDA graphs: the numbers of eager ones, whatever the batch, and what falls back."""
 
 import copy
-import logging
 import re
 import weakref
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from visdet.engine.graphs import methods as cuda_graphs
 from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.graphs.steps import GraphedStep
+from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import map_tensors
 from visdet.ops.fused import suits_autocast_linear
 from visdet.structures import DetDataSample
@@ -50,17 +50,14 @@ def train(model, wrapper, graphs=None, steps=STEPS, **options):
     torch.manual_seed(5)
     losses = []
     for data in batches()[:steps]:
-        if graphs is None:
-            losses.append(_step(model, wrapper, data))
-            continue
-        with graphs.installed():
-            losses.append(_step(model, wrapper, data))
+        losses.append(_step(StagedModel(model, graphs and {"loss": graphs}), wrapper, data))
     return torch.stack(losses)
 
 
-def _step(model, wrapper, data):
+def _step(staged, wrapper, data):
+    model = staged.model
     with wrapper.optim_context(model):
-        losses = model(**data, mode="loss")
+        losses = staged.losses(**data)
     total, log = model.parse_losses(losses)
     wrapper.update_params(total)
     return torch.stack([value.detach() for value in log.values()])
@@ -88,7 +85,6 @@ def test_replayed_steps_are_eager_steps(variant, wrapper, options, least_rows, t
     torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
     for a, b in zip(graphed.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4 if wrapper is OptimWrapper else 3e-3)
-    assert "loss" not in vars(graphed)
 
 
 @pytest.mark.cuda
@@ -242,12 +238,10 @@ def test_without_a_gpu_steps_are_eager_and_counted():
     images, samples = batch()
     expected = model(images, samples, mode="loss")
     graphs = GraphedLoss(model)
-    with graphs.installed():
-        losses = model(images, samples, mode="loss")
+    losses = StagedModel(model, {"loss": graphs}).losses(images, samples)
     assert losses.keys() == expected.keys()
     assert all(torch.equal(losses[name], expected[name]) for name in losses)
-    assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
-    assert not model.replays
+    assert graphs.report() == "graphs of loss: 1 batches, 1 without a GPU; 0 shapes hold 0 MiB"
 
 
 def images_without_boxes(index, device="cpu"):
@@ -259,11 +253,10 @@ def images_without_boxes(index, device="cpu"):
     return {"inputs": images.to(device) + 0.1 * index, "data_samples": samples}
 
 
-def predictions(model, data):
-    return [
-        sample.pred_instances.clone()
-        for sample in model(data["inputs"], copy.deepcopy(data["data_samples"]), mode="predict")
-    ]
+def predictions(model, data, graphs=None):
+    staged = StagedModel(model, graphs and {"predict": graphs})
+    samples = staged.predictions(data["inputs"], copy.deepcopy(data["data_samples"]))
+    return [sample.pred_instances.clone() for sample in samples]
 
 
 def assert_same_boxes(found, expected, tolerance):
@@ -285,8 +278,7 @@ def test_replayed_predictions_are_eager_predictions(variant, mode):
         data = images_without_boxes(index, "cuda")
         with mode():
             expected = predictions(model, data)
-            with graphs.installed():
-                found = model(data["inputs"], copy.deepcopy(data["data_samples"]), mode="predict")
+            found, _ = graphs(data["inputs"], copy.deepcopy(data["data_samples"]))
         kept.append(([sample.pred_instances for sample in found], expected))
         if index == 5:  # training between two validations changes the weights where they lie
             with torch.no_grad():
@@ -295,7 +287,6 @@ def test_replayed_predictions_are_eager_predictions(variant, mode):
     assert graphs.counts == {"of a new shape": 2, "replayed": 8}, graphs.report()
     for found, expected in kept:  # at the end: no replay writes over what an earlier one gave
         assert_same_boxes(found, expected, 1e-5)
-    assert not model.replays
 
 
 @pytest.mark.cuda
@@ -306,8 +297,7 @@ def test_predictions_under_autocast_have_graphs_of_their_own():
     for enabled in (False, True) * 3:
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=enabled):
             expected = predictions(model, data)
-            with graphs.installed():
-                assert_same_boxes(predictions(model, data), expected, 1e-5)
+            assert_same_boxes(predictions(model, data, graphs), expected, 1e-5)
     assert graphs.counts == {"of a new shape": 2, "replayed": 4}, graphs.report()
 
 
@@ -324,8 +314,7 @@ def test_predictions_that_cannot_be_captured_are_eager(monkeypatch):
     for _ in range(4):
         with torch.no_grad():
             expected = predictions(model, data)
-            with graphs.installed():
-                assert_same_boxes(predictions(model, data), expected, 1e-5)
+            assert_same_boxes(predictions(model, data, graphs), expected, 1e-5)
     assert graphs.counts == {"of a new shape": 1, "after a failed capture": 3}
     assert len(said) == 1 and "cannot be captured" in said[0]
 
@@ -350,7 +339,8 @@ class RecordedStep(GraphedStep):
 
     def __init__(self, weight, memory):
         self.memory, self.model = memory, SimpleNamespace(assign=lambda costs, batch: torch.zeros(1))
-        self.batch, self.assignment, self.costs = torch.zeros(2), torch.zeros(1), None
+        self.batch, self.assignment = torch.zeros(2), torch.zeros(1)
+        self.outputs = None
         self.names, self.parameters = ["a", "b"], [weight]
         self.values, self.grad_of_losses, self.static_gradients = (
             torch.zeros(2),
@@ -376,19 +366,19 @@ def test_a_backward_after_another_replay_is_refused():
     memory = SimpleNamespace(replays=0)
     one, other = RecordedStep(weight, memory), RecordedStep(weight, memory)
     x = torch.tensor([3.0, 4.0])
-    sum(one(x).values()).backward()
+    sum(one(x)[0].values()).backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach() * x.square())
     for next_step in (one, other):
-        before, after = one(x), next_step(2 * x)
+        before, after = one(x)[0], next_step(2 * x)[0]
         with pytest.raises(RuntimeError, match="must run once, and before the next step"):
             sum(before.values()).backward()
         sum(after.values()).backward()
-    losses = one(x)
+    losses, _ = one(x)
     torch.autograd.grad(losses["a"], weight, retain_graph=True)
     with pytest.raises(RuntimeError, match="must run once"):
         torch.autograd.grad(losses["b"], weight)
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(one(x)["a"], weight, create_graph=True)
+        torch.autograd.grad(one(x)[0]["a"], weight, create_graph=True)
 
 
 def test_predictions_without_a_gpu_are_eager_and_counted():
@@ -397,23 +387,8 @@ def test_predictions_without_a_gpu_are_eager_and_counted():
     graphs = GraphedPrediction(model)
     with torch.no_grad():
         expected = predictions(model, data)
-        with graphs.installed():
-            assert_same_boxes(predictions(model, data), expected, 0)
-    assert graphs.report() == "graphs of predict: 1 batches, 1 without a GPU or stages; 0 shapes hold 0 MiB"
-
-
-def test_a_copy_of_a_model_with_graphs_runs_eagerly():
-    """EMAHook copies the model where its method is replaced already."""
-    model = build("base").eval()
-    graphs = GraphedPrediction(model, say=logging.getLogger("graphs").info)
-    data = images_without_boxes(1)
-    with torch.no_grad():
-        expected = predictions(model, data)
-        with graphs.installed():
-            copied = copy.deepcopy(model)
-            assert_same_boxes(predictions(copied, data), expected, 0)
-    assert copied.replays["predict"] == copied.predict
-    assert not graphs.counts
+        assert_same_boxes(predictions(model, data, graphs), expected, 0)
+    assert graphs.report() == "graphs of predict: 1 batches, 1 without a GPU; 0 shapes hold 0 MiB"
 
 
 @pytest.mark.cuda
@@ -423,16 +398,10 @@ def test_replays_outlive_the_tables_that_the_model_keeps():
     data = images_without_boxes(1, "cuda")
     with torch.no_grad():
         expected = predictions(model, data)
-        with graphs.installed():
-            for _ in range(2):
-                predictions(model, data)
-            for height in range(64, 64 + 70):  # more sizes than the model keeps tables of
-                predictions(
-                    model,
-                    {
-                        "inputs": torch.randn(1, 3, height, 96, device="cuda"),
-                        "data_samples": [DetDataSample()],
-                    },
-                )
-            assert_same_boxes(predictions(model, data), expected, 1e-5)
+        for _ in range(2):
+            predictions(model, data, graphs)
+        for height in range(64, 64 + 70):  # more sizes than the model keeps tables of
+            images = torch.randn(1, 3, height, 96, device="cuda")
+            predictions(model, {"inputs": images, "data_samples": [DetDataSample()]}, graphs)
+        assert_same_boxes(predictions(model, data, graphs), expected, 1e-5)
     assert graphs.counts == {"of a new shape": 71, "replayed": 2}, graphs.report()

@@ -416,6 +416,21 @@ def test_soft_nms_by_hand():
     assert soft_nms(BOXES, SCORES, 0.3, min_score=0.1)[1].tolist() == [0, 3, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("threshold", [-0.1, 0.0, 1 / 3, 0.5, 1.0])
+def test_nms_match_puts_boxes_into_the_first_group_that_takes_them(threshold, dtype):
+    corners, sides = torch.randint(40, (300, 2), dtype=dtype), torch.randint(9, (300, 2), dtype=dtype)
+    dets = torch.cat([corners, corners + sides, torch.randint(20, (300, 1), dtype=dtype)], 1)
+    dets[::17, 2] = torch.nan
+    order, expected = dets[:, 4].sort(descending=True, stable=True).indices, []
+    while len(order):
+        joins = bbox_overlaps(dets[order[:1], :4], dets[order, :4])[0] >= threshold
+        joins[0] = True
+        expected.append(order[joins].tolist())
+        order = order[~joins]
+    assert [group.tolist() for group in nms_match(dets, threshold)] == expected
+
+
 def test_nms_match_takes_overlaps_at_the_threshold():
     dets = torch.cat([BOXES, SCORES[:, None]], 1)
     assert [g.tolist() for g in nms_match(dets, 1 / 3)] == [[0, 1, 2], [3]]

@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,7 @@ def measure(
             training: [{"inputs": data["img"], "data_samples": samples_of(data)} for data in batches]
             for training, batches in frames.items()
         }
-        with ExitStack() as as_in_the_runner:
-            if device != "cpu":
-                as_in_the_runner.enter_context(GraphedLoss(ours).installed())
-                as_in_the_runner.enter_context(GraphedPrediction(ours).installed())
-            as_in_the_runner.enter_context(torch.autograd.set_multithreading_enabled(False))
+        with torch.autograd.set_multithreading_enabled(False):
             cells = timed(own_steps(ours, device, half), ours, own_frames, device)
         report.add("time", ["visdet", "bfloat16" if half else "float32", *cells])
         del ours
@@ -90,7 +85,10 @@ def upstream_steps(
 def own_steps(model: Any, device: str, half: bool) -> dict[bool, Callable]:
     """Return a training step and a prediction of visdet's model, on batches in its own form."""
     autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=half)
-    steps = {True: training_step(model, MAX_NORM["sparsedrive"]), False: prediction(model)}
+    graphed = () if device == "cpu" else (GraphedLoss, GraphedPrediction)
+    graphs = {kind.method: kind(model) for kind in graphed}
+    train, predict = training_step(model, MAX_NORM["sparsedrive"], graphs), prediction(model, graphs)
+    steps: dict[bool, Callable] = {True: train, False: predict}
     return {training: partial(step, autocast=autocast) for training, step in steps.items()}
 
 

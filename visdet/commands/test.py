@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE.json", help="write the predictions of every sample to this file"
     )
+    parser.add_argument("--amp", action="store_true", help="predict in bfloat16 where torch's autocast does")
     parser.add_argument(
         "--show-dir", metavar="FOLDER", help="write pictures of predictions and ground truth to this folder"
     )
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
         work_dir=args.work_dir,
         out=args.out,
         show_dir=args.show_dir,
+        amp=args.amp,
         graph=args.graph,
         launcher=args.launcher,
     )

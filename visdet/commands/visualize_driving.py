@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine import UserError, check_work_dir, dataset_config, load_config
     from visdet.engine.sample_images import image_of_inputs, is_bgr
     from visdet.engine.score_thresholds import measured_thresholds
+    from visdet.engine.stages import StagedModel
     from visdet.registry import DATASETS, VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
@@ -85,11 +86,11 @@ def run(args: argparse.Namespace) -> None:
         if option is not None:
             thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), option)
 
-    def draw(item: dict) -> np.ndarray:
+    def draw(frames_of_scene: Any, item: dict) -> np.ndarray:
         sample = item["data_samples"]
         if model is not None:
             with torch.no_grad():
-                (sample,) = model.test_step(pseudo_collate([item]))
+                (sample,) = frames_of_scene.test_step(pseudo_collate([item]))
         image = image_of_inputs(item["inputs"], is_bgr(cfg))
         return visualizer.draw_sample(image, sample, pred_score_thr=thresholds)[0]
 
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
                 f"scenes, got {scene}"
             )
         frames = range(bounds[scene], min(bounds[scene + 1], bounds[scene] + args.max_frames))
-        write_scene(map(draw, (dataset[index] for index in frames)), out_dir / f"scene_{scene:03d}")
+        frames_of_scene = StagedModel(model) if model is not None else None
+        drawn = (draw(frames_of_scene, dataset[index]) for index in frames)
+        write_scene(drawn, out_dir / f"scene_{scene:03d}")
 
 
 def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         write_detections,
     )
     from .run import TrainingResult, evaluate, train
+    from .stages import StagedModel
     from .trainer import DetRunner
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -91,6 +92,7 @@ else:
             ],
             "checkpoints.resume": ["newest_readable_checkpoint"],
             "run": ["TrainingResult", "evaluate", "train"],
+            "stages": ["StagedModel"],
             "trainer": ["DetRunner"],
         },
     )

@@ -216,6 +216,7 @@ def check_before_data(runner: Any, *stages: str) -> None:
         stages: 'train', 'val' or 'test'.
     """
     cfg = runner.cfg
+    loop: Any
     for stage in stages:
         sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
         loop: type = EvaluationLoop
@@ -285,11 +286,11 @@ def initialize_weights(cfg: Config, model: Any) -> None:
             ) from error
 
 
-def compile_step(cfg: Config, model: Any) -> None:
-    """Compile the training step of a wrapped model if the config says so."""
+def compile_step(cfg: Config, steps: Any) -> None:
+    """Compile the training step if the config says so."""
     if options := cfg.get("compile"):
         try:
-            model.train_step = torch.compile(model.train_step, **({} if options is True else options))
+            steps.train_step = torch.compile(steps.train_step, **({} if options is True else options))
         except (TypeError, RuntimeError) as error:  # The model is not run yet.
             raise ConfigError(f"compile: torch refuses {options}: {error}") from error
 

@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import groupby, islice
 from numbers import Real
 from pathlib import Path
@@ -45,6 +44,7 @@ from .picture_paths import PicturePaths
 from .places import check_work_dir
 from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
+from .stages import StagedModel
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
@@ -218,15 +218,13 @@ class Detector:
     @torch.no_grad()
     @cpu_by_default()
     def _predict(self, items: list[dict], amp: bool, graph: bool | None) -> list[DetDataSample]:
-        model: Any = self.model
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp), ExitStack() as stack:
-            if self._cfg.get("graph", True) if graph is None else graph:
-                for graphs in self._graphs:
-                    stack.enter_context(graphs.installed())
+        replays = self._cfg.get("graph", True) if graph is None else graph
+        model = StagedModel(self.model, self._graphs if replays else None)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=amp):
             return [sample.to("cpu") for sample in model.test_step(pseudo_collate(items))]
 
     @functools.cached_property
-    def _graphs(self) -> list[Any]:
+    def _graphs(self) -> dict[str, Any]:
         return graphs_for({"graph": True}, self.model, logging.getLogger(__name__))
 
     @functools.cached_property

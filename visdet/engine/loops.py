@@ -114,7 +114,7 @@ class EvaluationLoop:
         runner: the runner.
         dataloader: the data.
         evaluator: the metrics.
-        fp16: whether the model runs under autocast to 16 bits.
+        fp16: whether the model runs under autocast to bfloat16.
     """
 
     def __init__(self, runner: Any, dataloader: DataLoader, evaluator: Evaluator, fp16: bool = False) -> None:

@@ -106,6 +106,7 @@ def evaluate(
     work_dir: str | os.PathLike | None = None,
     out: str | os.PathLike | None = None,
     show_dir: str | os.PathLike | None = None,
+    amp: bool = False,
     graph: bool | None = None,
     launcher: str | None = None,
     **overrides: Any,
@@ -117,6 +118,7 @@ def evaluate(
         checkpoint: a checkpoint file or its http(s) address.
         out: a JSON file to write the predictions of every sample to.
         show_dir: a folder to write pictures of predictions and ground truth to.
+        amp: predict under bfloat16 autocast.
 
     Raises:
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
@@ -130,6 +132,8 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if graph is not None:
         cfg.graph = graph
+    if amp:
+        cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
     if out:
         write_detections(cfg, os.fspath(out))
     if show_dir:

@@ -21,6 +21,7 @@ from .config import complete_config, dataset_config
 from .config_file import read_config
 from .given_images import GivenImage
 from .inference import Detector, takes_images
+from .stages import StagedModel
 
 __all__ = ["model_summary"]
 
@@ -49,6 +50,7 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
         detector = Detector(cfg, device="cpu")
         height, width = shape or _resized_to(cfg)
         model: Any = detector.model
+        frames = StagedModel(model)
         what = f"an image of {height} x {width} pixels (height x width)"
         item = detector.item_of(GivenImage(pixels=np.zeros((height, width, 3), np.uint8)))
     else:
@@ -57,13 +59,14 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
             earlier, item, what = _samples(cfg)
         except (MissingFileError, ConfigError) as error:
             return "\n".join([*_rows(model, {}), f"FLOPs are not counted without a sample: {error}"])
+        frames = StagedModel(model)
         with torch.no_grad():
-            model.test_step(pseudo_collate([earlier]))
+            frames.test_step(pseudo_collate([earlier]))
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # The counter fails on a parameter that a part gets as an argument.
     with torch.no_grad(), counter:
-        model.test_step(pseudo_collate([item]))
+        frames.test_step(pseudo_collate([item]))
     for parameter in trained:
         parameter.requires_grad_(True)
     counts = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}

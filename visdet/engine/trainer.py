@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import autocast, get_priority, set_random_seed
+from mmengine.runner import get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
 from torch.utils.data import DataLoader
@@ -43,6 +43,7 @@ from .loaders import build_dataloader
 from .loops import EvaluationLoop, TrainLoop
 from .places import only_training_in
 from .run_config import RunConfig
+from .stages import StagedModel
 
 _VALIDATED = "validated_at_iter"
 
@@ -196,7 +197,7 @@ class DetRunner:
         build.initialize_weights(self.cfg, self._module)
         random_state = self._start_from(found)
         self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-        build.compile_step(self.cfg, self.model)
+        build.compile_step(self.cfg, self.steps)
         self.call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.
             self.call_hook("before_train_epoch")
@@ -207,7 +208,8 @@ class DetRunner:
         try:
             with living_objects_not_collected():
                 self.model.train()
-                prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, self.graphs, self.logger)
+                graphs = self.graphs.values()
+                prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, graphs, self.logger)
                 (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
         finally:
             loop.stop_workers()
@@ -243,7 +245,7 @@ class DetRunner:
 
     def _train_step(self, index: int, batch: Any) -> None:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
-        losses = self.model.train_step(batch, optim_wrapper=self.optim_wrapper)
+        losses = self.steps.train_step(batch, self.optim_wrapper)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
         self.train_loop.iter += 1
 
@@ -290,14 +292,17 @@ class DetRunner:
         self.call_hook(f"before_{stage}")
         self.call_hook(f"before_{stage}_epoch")
         self.model.eval()
+        device = next(self.model.parameters()).device.type
+        steps = StagedModel(self.model, self.graphs)  # An evaluation begins without memory.
         for index, batch in enumerate(loop.dataloader):
             with torch.no_grad():
                 self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
-                with autocast(enabled=loop.fp16):
-                    outputs = getattr(self.model, f"{stage}_step")(batch)
+                with torch.autocast(device, torch.bfloat16, enabled=loop.fp16):
+                    outputs = steps.test_step(batch, f"{stage}_step")
                 loop.evaluator.process(data_samples=outputs, data_batch=batch)
                 self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
-        metrics = loop.evaluator.evaluate(len(loop.dataloader.dataset))
+        dataset: Any = loop.dataloader.dataset
+        metrics = loop.evaluator.evaluate(len(dataset))
         self.call_hook(f"after_{stage}_epoch", metrics=metrics)
         self.call_hook(f"after_{stage}")
         return metrics
@@ -417,26 +422,29 @@ class DetRunner:
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """Run a stage by graphs if the config wants it, and end it in order, even if it fails.
+        """Run a stage, and end it in order, even if it fails.
 
         The ``on_exit`` of hooks releases the terminal.
         """
         with self._logging_fatal_errors():
             try:
-                with worker_failures_explained(), ExitStack() as stack:
-                    for graphs in self.graphs:
-                        stack.enter_context(graphs.installed())
+                with worker_failures_explained():
                     yield
-                for graphs in self.graphs:
+                for graphs in self.graphs.values():
                     if graphs.counts:
                         self.logger.info(graphs.report())
             finally:
                 self.call_hook("on_exit")
 
     @functools.cached_property
-    def graphs(self) -> list[GraphedMethod]:
-        """The objects that replay steps of the model as CUDA graphs. The list is empty if graphs are not used."""
+    def graphs(self) -> dict[str, GraphedMethod]:
+        """What replays the losses and the predictions as CUDA graphs, by the name of the method, if graphs are used."""
         return graphs_for(self.cfg, self.model, self.logger)
+
+    @functools.cached_property
+    def steps(self) -> StagedModel:
+        """The steps of training, and what the model remembers from one to the next."""
+        return StagedModel(self.model, self.graphs)
 
     @contextmanager
     def _logging_fatal_errors(self) -> Iterator[None]:

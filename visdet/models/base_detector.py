@@ -67,11 +67,12 @@ class BaseDetector(BaseModel, ABC):
         if isinstance(data_preprocessor, dict):  # It is built from this scope, whatever the default is.
             data_preprocessor = MODELS.build(data_preprocessor)
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
-        # What computes 'loss' and 'predict' in place of the methods, by name: the runner's CUDA graphs.
-        self.replays: dict[str, Callable[..., Any]] = {}
 
     def forward(
-        self, inputs: Tensor, data_samples: Sequence[BaseDataElement] | None = None, mode: str = "tensor"
+        self,
+        inputs: Tensor,
+        data_samples: Sequence[BaseDataElement] | None = None,
+        mode: str | Callable[[Tensor, Sequence[Any]], Any] = "tensor",
     ) -> Any:
         """Run the model on a batch that ``data_preprocessor`` has prepared.
 
@@ -81,7 +82,8 @@ class BaseDetector(BaseModel, ABC):
             data_samples: one ``sample_type`` per input, with the meta information that the model needs. Mode 'loss'
                 also needs the ground truth.
             mode: 'loss' returns {name: scalar}, 'predict' returns the samples with the predictions filled in, and
-                'tensor' returns the raw outputs.
+                'tensor' returns the raw outputs. It may also be a function of the inputs and the samples, which is
+                called instead, so that a wrapper such as DistributedDataParallel sees a call of the stages.
 
         Raises:
             TypeError: the inputs are not a tensor with the axes of ``input_shape``.
@@ -93,16 +95,18 @@ class BaseDetector(BaseModel, ABC):
                 f"{type(self).__name__}: inputs must be a [{', '.join(self.input_shape)}] tensor, got {got}. "
                 "Call model.data_preprocessor on raw samples first"
             )
+        if callable(mode):
+            return mode(inputs, data_samples or [])
         if mode == "loss":
             if data_samples is None:
                 raise ValueError(
                     f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth"
                 )
-            return self.replays.get("loss", self.loss)(inputs, data_samples)
+            return self.loss(inputs, data_samples)
         if mode == "predict":
             if data_samples is None:
                 data_samples = [self.sample_type() for _ in inputs]
-            return self.replays.get("predict", self.predict)(inputs, data_samples)
+            return self.predict(inputs, data_samples)
         if mode == "tensor":
             return self.raw_outputs(inputs, data_samples)
         raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")

@@ -1,7 +1,7 @@
 """A field of 3-D Gaussians with learnable means, covariances and weights."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,7 +114,7 @@ class LearnableGaussianField(BaseDetector):
         self,
         inputs: Tensor,  # [M, 3]; in mode 'tensor' [..., 3], or [3] for one point
         data_samples: Sequence[FieldDataSample] | None = None,
-        mode: str = "tensor",
+        mode: str | Callable[[Tensor, Sequence[Any]], Any] = "tensor",
     ) -> Tensor | dict[str, Tensor] | list[FieldDataSample]:
         """Return the field at points, in the wider dtype of points and parameters.
 

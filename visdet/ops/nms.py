@@ -14,6 +14,8 @@ from .box_iou_rotated import box_iou_rotated_reference
 
 __all__ = ["nms", "nms_match"]
 
+PAIRS_AT_ONCE = 1 << 17  # of boxes that nms_match compares at a time, in the processor's cache
+
 
 @renamed_arguments(iou_thr="iou_threshold")
 @declared(iou_threshold="number", score_threshold="number", max_num="integer")
@@ -96,14 +98,19 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     if table.dim() != 2 or table.shape[1] != 5:
         raise ValueError(f"nms_match: dets must be [N, 5], got {list(table.shape)}")
     table = table.cpu() if table.dtype == torch.float64 else table.cpu().float()
-    order = table[:, 4].sort(descending=True, stable=True).indices
-    groups = []
-    while len(order):
-        overlap = overlaps_with(table[order[0], :4], table[order[1:], :4], 0)
-        joins = overlap >= iou_threshold
-        groups.append(torch.cat([order[:1], order[1:][joins]]))
-        order = order[1:][~joins]
-    return [group.numpy() if is_numpy else group.to(dets.device) for group in groups]
+    boxes, scores = table[:, :4], table[:, 4]
+    threshold = torch.tensor(iou_threshold, dtype=table.dtype)
+    # An overlap is at least the threshold if it is greater than the next smaller number.
+    leaders = kept_indices(boxes, scores, threshold.nextafter(torch.full_like(threshold, -torch.inf)).item())
+    order = scores.sort(descending=True, stable=True).indices
+    group = torch.full_like(order, -1)
+    group[leaders] = torch.arange(len(leaders))
+    for members in order[group[order] < 0].split(PAIRS_AT_ONCE // len(leaders) + 1):
+        overlaps = overlaps_with(boxes[members, None], boxes[leaders], 0)
+        group[members] = (overlaps >= iou_threshold).byte().argmax(1)
+    order = order[group[order].sort(stable=True).indices].to("cpu" if is_numpy else dets.device)
+    groups = order.split(group.bincount().tolist())
+    return [members.numpy() for members in groups] if is_numpy else list(groups)
 
 
 def widened(boxes: Tensor) -> torch.dtype:
@@ -184,13 +191,10 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
 
 
 def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
-    """Return the IoU of one box [4] with each of boxes [N, 4]. Widths are x2 - x1 + offset."""
-    sides = (torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2]) + offset).clamp(
-        min=0
-    )
-    intersection = sides[:, 0] * sides[:, 1]
-    areas = (boxes[:, 2] - boxes[:, 0] + offset) * (boxes[:, 3] - boxes[:, 1] + offset)
-    area = (box[2] - box[0] + offset) * (box[3] - box[1] + offset)
+    """Return the IoU of a box [..., 4] with each of boxes [..., 4]. Widths are x2 - x1 + offset."""
+    ends, starts = torch.minimum(box[..., 2:], boxes[..., 2:]), torch.maximum(box[..., :2], boxes[..., :2])
+    intersection = (ends - starts + offset).clamp(min=0).prod(-1)
+    area, areas = ((one[..., 2:] - one[..., :2] + offset).prod(-1) for one in (box, boxes))
     return intersection / (area + areas - intersection)
 
 

@@ -8,6 +8,7 @@ import torch
 from driving_samples import samples_of
 from golden import golden, golden_state, under
 
+from visdet.engine.stages import StagedModel
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
 from visdet.models.sparsedrive.sample_batch import batch_of
@@ -108,10 +109,10 @@ def matches_of(index, counts):
 def evaluate(model, arrays):
     """Run both frames; yield what each returns: {det, map, motion, planning, decoded}, with banks in det and map."""
     model.eval()
-    model.reset_temporal_state()
+    state = None
     for index in range(2):
         images, samples = frame_of(arrays, index)
-        outs = model(images, samples, mode="tensor")
+        outs, state = model.step(images, samples, state)
         results = of_samples(model.head.select(outs, batch_of(samples)), model.head.of_sample)
         for result in results:
             result["cls_scores_aligned"] = result.get("cls_scores")
@@ -122,7 +123,7 @@ def evaluate(model, arrays):
             for name, out in zip(("det", "map", "motion", "planning"), outs, strict=True)
         }
         for name in ("det", "map"):
-            bank = model.temporal_state.head[name].bank
+            bank = state.head[name].bank
             values[name]["bank"] = {
                 "cached_anchor": bank.cached_anchor,
                 "confidence": bank.confidence,
@@ -157,7 +158,7 @@ class TrainingStep(NamedTuple):
 def train(model, arrays):
     """Run both frames in training without an update of the weights; yield a ``TrainingStep`` of each."""
     model.train()
-    model.reset_temporal_state()
+    staged = StagedModel(model)
     for index in range(2):
         images, samples = frame_of(arrays, index)
         model.zero_grad()
@@ -165,7 +166,7 @@ def train(model, arrays):
         handle = model.head.register_forward_hook(
             lambda module, args, result, seen=seen: seen.update(outs=result[0])
         )
-        losses = dict(model(images, samples, mode="loss"))
+        losses = dict(staged.losses(images, samples))
         handle.remove()
         losses["total"] = sum(losses.values())
         losses["total"].backward()

@@ -8,6 +8,7 @@ import torch
 from mmengine.config import Config
 from tiny_driving import frame, tiny_config
 
+from visdet.engine.stages import StagedModel
 from visdet.registry import MODELS
 
 STAGE2 = Path(__file__).resolve().parents[3] / "configs" / "sparsedrive" / "sparsedrive_toy_stage2.py"
@@ -46,8 +47,9 @@ def test_only_motion_and_planning_learn():
     model = tiny_stage2().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    staged = StagedModel(model)
     for time in (0.0, 0.5, 1.0):
-        losses = model(*motion_frame([time, time]), mode="loss")
+        losses = staged.losses(*motion_frame([time, time]))
         assert all(name.startswith(("motion_loss", "planning_loss")) for name in losses)
         optimizer.zero_grad()
         sum(losses.values()).backward()
@@ -67,8 +69,9 @@ def test_motion_learns_from_the_same_instances_as_with_all_losses():
     whole.train()
     for part in (whole.img_backbone, whole.img_neck, whole.head.det_head, whole.head.map_head):
         part.eval()  # statistics as learned, and no denoising
+    staged = [StagedModel(model) for model in (frozen, whole)]
     for time in (0.0, 0.5):
-        losses = [model(*motion_frame([time, time]), mode="loss") for model in (frozen, whole)]
+        losses = [one.losses(*motion_frame([time, time])) for one in staged]
         for name, value in losses[0].items():
             torch.testing.assert_close(value, losses[1][name])
     assert len(losses[1]) > len(losses[0])
@@ -79,10 +82,12 @@ def test_a_plan_is_what_differs_from_going_on():
     branch = model.head.motion_plan_head.layers[-1].plan_reg_branch[-1]
     with torch.no_grad():
         branch.weight.zero_(), branch.bias.fill_(0.25)
+    staged = StagedModel(model)
     for time, ahead in ((0.0, 0.0), (0.5, 3.0), (1.0, 8.0)):
         pose = np.eye(4)
         pose[1, 3] = ahead
-        (result,) = model(*motion_frame([time], poses=[pose]), mode="predict")
+        with torch.no_grad():
+            (result,) = staged.predictions(*motion_frame([time], poses=[pose]))
     steps = result.pred_plan.final_planning.diff(dim=0, prepend=torch.zeros(1, 2))
     # 5 m in the last 0.5 s go on, and 0.25 m a step are predicted on top.
     torch.testing.assert_close(steps, torch.tensor([0.25, 5.25]).expand(6, 2), atol=1e-4, rtol=0)

@@ -22,14 +22,15 @@ def test_from_images_to_results_there_is_one_graph():
     model = tiny_stage2(two_layers).eval()
     torch._dynamo.reset()
     compiled = torch.compile(lambda batch: model.detections(batch), fullgraph=True, backend="eager")
+    state = None
     with torch.no_grad():
         for time in (0.0, 0.5):  # without and with a frame before
-            batch = model.prediction_batch(*motion_frame([time, time], seed=int(2 * time)))
+            batch = model.prediction_batch(*motion_frame([time, time], seed=int(2 * time)), state)
             found, _ = compiled(batch)
             expected = model.detections(batch)
             for one, other in zip(tensors_of(found), tensors_of(expected[0]), strict=True):
                 torch.testing.assert_close(one, other)
-            model.with_detections(expected, motion_frame([time, time])[1])
+            state = model.state_after(expected, batch)
 
 
 def test_frames_of_a_compiled_model_are_those_of_the_model():
@@ -37,13 +38,13 @@ def test_frames_of_a_compiled_model_are_those_of_the_model():
     two_layers(config.head)
     model = MODELS.build(config).eval()
     model.init_weights()
-    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    compiled = torch.compile(copy.deepcopy(model).step, backend="eager")
     torch._dynamo.reset()
+    states = [None, None]
     with torch.no_grad():
         for time in (0.0, 0.5):
             images, data = frame([time, time], seed=int(2 * time))
-            found = compiled(images, data, mode="tensor")
-            for one, other in zip(
-                tensors_of(found), tensors_of(model(images, data, mode="tensor")), strict=True
-            ):
+            found, states[0] = compiled(images, data, states[0])
+            expected, states[1] = model.step(images, data, states[1])
+            for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
                 torch.testing.assert_close(one, other)

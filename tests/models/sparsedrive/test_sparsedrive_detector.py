@@ -12,28 +12,29 @@ import torch
 from mmengine.config import Config
 from tiny_driving import CONFIG, NUM_DET, frame, tiny_config, tiny_model
 
+from visdet.engine.stages import StagedModel
 from visdet.models.sparsedrive import SparseDrive
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
 
-def raw(model, images, data):
-    """Return the head's outputs as one flat dict of tensors."""
+def raw(model, images, data, state=None):
+    """Return the head's outputs as one flat dict of tensors, and the state after the frame."""
     with torch.no_grad():
-        det, lines, *_ = model(images, data, mode="tensor")
+        (det, lines, *_), state = model.step(images, data, state)
     out = {}
     for name, outs in (("det", det), ("map", lines)):
         for key, value in (outs or {}).items():
             for i, tensor in enumerate(value if isinstance(value, list) else [value]):
                 if tensor is not None and key != "instance_id":
                     out[f"{name}.{key}.{i}"] = tensor
-    return out
+    return out, state
 
 
 def test_a_batch_of_two_sequences_equals_two_single_runs():
-    both = tiny_model().eval()
-    single = [copy.deepcopy(both), copy.deepcopy(both)]
+    model = tiny_model().eval()
+    both, single = None, [None, None]
     scenes = [
         ("a", "x"),
         ("a", "x"),
@@ -44,8 +45,8 @@ def test_a_batch_of_two_sequences_equals_two_single_runs():
         times, poses = [0.5 * i, 3 + 0.4 * i], [np.eye(4), np.eye(4)]
         poses[0][1, 3], poses[1][0, 3] = 2.0 * i, -1.0 * i
         images, data = frame(times, seed=[(i, 0), (i, 1)], scenes=pair, poses=poses)
-        together = raw(both, images, data)
-        assert both.temporal_state.clock.scene == pair
+        together, both = raw(model, images, data, both)
+        assert both.clock.scene == pair
         for sample in range(2):
             alone_images, alone_data = frame(
                 times[sample : sample + 1],
@@ -54,13 +55,12 @@ def test_a_batch_of_two_sequences_equals_two_single_runs():
                 poses=poses[sample : sample + 1],
             )
             assert torch.equal(alone_images[0], images[sample])
-            alone = raw(single[sample], alone_images, alone_data)
+            alone, single[sample] = raw(model, alone_images, alone_data, single[sample])
             for name, value in alone.items():
                 torch.testing.assert_close(together[name][sample], value[0], atol=2e-4, rtol=2e-4, msg=name)
         if i == 2:
-            fresh = copy.deepcopy(single[0])
-            fresh.reset_temporal_state()
-            for name, value in raw(fresh, *frame(times[:1], seed=[(i, 0)], poses=poses[:1])).items():
+            fresh, _ = raw(model, *frame(times[:1], seed=[(i, 0)], poses=poses[:1]))
+            for name, value in fresh.items():
                 torch.testing.assert_close(together[name][0], value[0], atol=2e-4, rtol=2e-4, msg=name)
 
 
@@ -75,66 +75,53 @@ def test_history_matters_and_can_be_put_back():
     assert torch.equal(outs[0]["prediction"][-1], again[0]["prediction"][-1])
     assert torch.equal(outs[0]["instance_id"], again[0]["instance_id"])
     assert not torch.allclose(outs[0]["prediction"][-1], without[0]["prediction"][-1])
-    assert model.temporal_state is None and after.clock.timestamp == (0.5,)
+    assert after.clock.timestamp == (0.5,)
 
 
-def test_evaluation_starts_anew_and_training_goes_on():
-    model = tiny_model().train()
-    model(*frame([0.0], seed=0), mode="loss")
-    state = model.temporal_state
-    assert state.head["det"].bank.cached_anchor is not None and state.head["det"].denoising is not None
-    model.eval()
-    assert model.temporal_state is None
-    model(*frame([9.0], seed=5), mode="predict")
-    assert model.temporal_state.clock.timestamp == (9.0,)
-    model.train()
-    assert model.temporal_state is state
-    model.reset_temporal_state()
-    assert model.temporal_state is None
-
-
-def test_state_is_no_part_of_the_weights_and_survives_a_copy():
-    model = tiny_model().train()
-    names = set(model.state_dict())
-    model(*frame([0.0], seed=0), mode="loss")
-    assert set(model.state_dict()) == names
-    again = copy.deepcopy(model)
-    assert torch.equal(
-        again.temporal_state.head["det"].bank.cached_anchor,
-        model.temporal_state.head["det"].bank.cached_anchor,
+def test_the_model_keeps_nothing_and_frames_without_a_state_have_no_ids():
+    model = tiny_model().eval()
+    (first,), (second,) = (model(*frame([time], seed=0), mode="predict") for time in (0.0, 0.5))
+    boxes = [one.pred_instances_3d for one in (first, second)]
+    assert torch.equal(boxes[0].scores_3d, boxes[1].scores_3d)
+    assert all((one.instance_ids == -1).all() for one in boxes)
+    staged = StagedModel(model)
+    (first,), (second,) = (staged.predictions(*frame([time], seed=0)) for time in (0.0, 0.5))
+    linked = set(first.pred_instances_3d.instance_ids.tolist()) & set(
+        second.pred_instances_3d.instance_ids.tolist()
     )
+    assert linked - {-1}
 
 
 def test_the_state_survives_a_checkpoint(tmp_path):
     model = tiny_model().train()
-    model(*frame([0.0], scenes=["a"]), mode="loss")
-    torch.save(model.temporal_state_dict(), tmp_path / "state.pth")
-    other = tiny_model().train()
-    other.load_state_dict(model.state_dict())
-    other.load_temporal_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+    staged = StagedModel(model)
+    staged.losses(*frame([0.0], scenes=["a"]))
+    torch.save(model.plain_state(staged.state), tmp_path / "state.pth")
+    other = StagedModel(model)
+    other.state = model.state_of_plain(torch.load(tmp_path / "state.pth", weights_only=True))
     outcomes = []
-    for one in (model, other):
+    for one in (staged, other):
+        before = one.state
         torch.manual_seed(0)
-        one.eval().train()  # a validation in between
-        outcomes.append(one(*frame([0.5], seed=1, scenes=["a"]), mode="loss"))
+        outcomes.append(one.losses(*frame([0.5], seed=1, scenes=["a"])))
+        one.state = before
     for name, loss in outcomes[0].items():
         assert torch.equal(loss, outcomes[1][name]), name
     assert len(outcomes[0]) > 20
-    assert_older_checkpoints_load(model)
+    assert_older_checkpoints_load(model, staged.state)
     with pytest.raises(ValueError, match="unknown 'Elsewhere'"):
-        other.load_temporal_state_dict({"kind": "Elsewhere"})
+        model.state_of_plain({"kind": "Elsewhere"})
 
 
-def assert_older_checkpoints_load(model):
+def assert_older_checkpoints_load(model, state):
     """Load the state in the form in which each bank had a clock of its own."""
-    plain = model.temporal_state_dict()
+    plain = model.plain_state(state)
     older = dict(plain["head"])
     for name, part in older.items():
         older[name] = {**part, "bank": {**part["bank"], "clock": plain["clock"], "frame": None}}
-    again = tiny_model().train()
-    again.load_temporal_state_dict(older)
-    assert again.temporal_state.clock.scene == model.temporal_state.clock.scene
-    anchors = [one.temporal_state.head["det"].bank.cached_anchor for one in (again, model)]
+    again = model.state_of_plain(older)
+    assert again.clock.scene == state.clock.scene
+    anchors = [one.head["det"].bank.cached_anchor for one in (again, state)]
     assert torch.equal(*anchors)
 
 
@@ -142,11 +129,11 @@ def test_a_state_put_in_is_not_changed():
     model = tiny_model().train()
     pose = np.eye(4)
     pose[0, 3] = 5.0
-    model(*frame([0.0]), mode="loss")
-    state = model.temporal_state
-    det = state.head["det"]
+    staged = StagedModel(model)
+    staged.losses(*frame([0.0]))
+    det = staged.state.head["det"]
     before = det.denoising["dn_anchor"].clone(), det.bank.cached_anchor.clone()
-    model(*frame([0.5], seed=1, poses=[pose]), mode="loss")
+    staged.losses(*frame([0.5], seed=1, poses=[pose]))
     assert torch.equal(det.denoising["dn_anchor"], before[0])
     assert torch.equal(det.bank.cached_anchor, before[1])
 
@@ -154,10 +141,11 @@ def test_a_state_put_in_is_not_changed():
 def test_every_parameter_gets_a_gradient_whatever_the_targets():
     for num_boxes, num_lines in (([4, 3], [3, 2]), ([0, 2], [0, 1]), ([0, 0], [0, 0])):
         model = tiny_model().train()
+        staged = StagedModel(model)
         for time, seed in ((0.0, 0), (0.5, 1)):
             model.zero_grad()
             images, data = frame([time] * 2, seed, num_boxes=num_boxes, num_lines=num_lines)
-            losses = model(images, data, mode="loss")
+            losses = staged.losses(images, data)
             assert all(loss.isfinite() for loss in losses.values())
             sum(losses.values()).backward()
             for name, parameter in model.named_parameters():
@@ -185,11 +173,11 @@ def test_no_depth_ground_truth():
 
 
 def test_denoising_over_frames_with_changing_numbers_of_boxes():
-    model = tiny_model().train()
+    staged = StagedModel(tiny_model().train())
     for i, count in enumerate((3, 1, 5, 0, 2)):
-        losses = model(*frame([0.5 * i], seed=i, num_boxes=[count]), mode="loss")
+        losses = staged.losses(*frame([0.5 * i], seed=i, num_boxes=[count]))
         assert all(loss.isfinite() for loss in losses.values())
-        carried = model.temporal_state.head["det"].denoising
+        carried = staged.state.head["det"].denoising
         assert (carried is None) == (count == 0)
         if carried is not None:
             assert carried["dn_anchor"].shape[:3] == (1, 2, 2 * count)
@@ -202,12 +190,13 @@ def test_losses_depend_on_the_state_alone_and_no_sampler_remembers_a_frame():
     assert samplers
 
     def losses_of(state, seed):
-        model.temporal_state = state
+        staged = StagedModel(model)
+        staged.state = state
         torch.manual_seed(seed)
-        found = model(*frame([0.5 * seed], seed=seed, num_boxes=[3]), mode="loss")
-        return torch.stack([found[name].detach() for name in sorted(found)]), model.temporal_state
+        found = staged.losses(*frame([0.5 * seed], seed=seed, num_boxes=[3]))
+        return torch.stack([found[name].detach() for name in sorted(found)]), staged.state
 
-    _, first = losses_of(model.temporal_state, 0)
+    _, first = losses_of(None, 0)
     alone, _ = losses_of(first, 1)
     losses_of(losses_of(first, 2)[1], 3)  # frames of another sequence between the two
     among_others, _ = losses_of(first, 1)
@@ -271,7 +260,6 @@ def test_bfloat16_stays_close_and_boxes_stay_float32():
     images, data = frame([0.0])
     with torch.no_grad():
         exact = model(images, data, mode="tensor")[0]
-        model.reset_temporal_state()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rough = model(images, data, mode="tensor")[0]
             losses = model.train()(images, data, mode="loss")
@@ -283,13 +271,13 @@ def test_bfloat16_stays_close_and_boxes_stay_float32():
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.float16, torch.bfloat16)], ids=str)
 def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
     """A run that is resumed may have another precision than the one that saved its temporal state."""
-    model = tiny_model().train()
+    staged = StagedModel(tiny_model().train())
     for time, dtype in enumerate(dtypes):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            losses = model(*frame([0.5 * time]), mode="loss")
+            losses = staged.losses(*frame([0.5 * time]))
         sum(losses.values()).backward()
         assert all(loss.isfinite() for loss in losses.values())
-    assert model.temporal_state.head["det"].bank.history == (True,)
+    assert staged.state.head["det"].bank.history == (True,)
 
 
 def test_nan_in_annotations_gives_finite_losses():
@@ -385,9 +373,9 @@ def test_a_tiny_batch_is_learned():
     frames = [frame([0.0], seed=0), frame([0.5], seed=1)]
     for _, (images, data) in zip(range(60), itertools.cycle(frames), strict=False):
         if data[0].timestamp == 0:
-            model.reset_temporal_state()
+            staged = StagedModel(model)
         optimizer.zero_grad()
-        total = sum(model(images, data, mode="loss").values())
+        total = sum(staged.losses(images, data).values())
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 25)
         optimizer.step()
@@ -397,11 +385,11 @@ def test_a_tiny_batch_is_learned():
 
 @pytest.mark.cuda
 def test_a_training_step_waits_for_the_device_nowhere():
-    model = tiny_model().cuda().train()
+    staged = StagedModel(tiny_model().cuda().train())
 
     def step(i):
         images, data = frames[i]
-        sum(model(images, data, mode="loss").values()).backward()
+        sum(staged.losses(images, data).values()).backward()
 
     frames = [frame([0.5 * i], seed=i) for i in range(3)]
     frames = [

@@ -1,6 +1,5 @@
 """SparseDrive by CUDA graphs: the numbers of eager steps along a sequence, and nothing in them that needs the host."""
 
-import contextlib
 import functools
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import layout_of, map_tensors
 from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.structures.driving_data_sample import predictions_of
@@ -38,9 +38,10 @@ def test_nothing_in_a_prediction_needs_the_host(known):
     model = tiny_model().eval()
     sequence = frames("cpu")
     with torch.no_grad():
+        staged = StagedModel(model)
         for images, samples in sequence[: known + 1]:
-            model.predict(images, samples)
-        batch = model.prediction_batch(*sequence[known + 1])
+            staged.predictions(images, samples)
+        batch = model.prediction_batch(*sequence[known + 1], staged.state)
         expected = model.detections(batch)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             found = model.detections(fake(batch, fakes))
@@ -50,9 +51,10 @@ def test_nothing_in_a_prediction_needs_the_host(known):
 def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
     model = tiny_model().train()
     sequence = frames("cpu")
+    staged = StagedModel(model)
     for images, samples in sequence[:2]:
-        model.loss(images, samples)
-    batch = model.training_batch(*sequence[2])
+        staged.losses(images, samples)
+    batch = model.training_batch(*sequence[2], staged.state)
     predictions, outputs = model.predictions_and_costs(batch)
     targets = model.assign(outputs, batch)
     expected = model.losses(predictions, batch, targets)
@@ -64,17 +66,15 @@ def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
     assert layout_of(fake_outputs[1]) == layout_of(outputs[1])
 
 
-def test_the_state_after_a_step_is_a_copy_with_the_clock_of_its_frame():
+def test_the_state_after_a_step_has_the_clock_of_its_frame():
     model = tiny_model().train()
     images, samples = frames("cpu")[0]
     batch = model.training_batch(images, samples)
-    _, (outs, state) = model.predictions_and_costs(batch)
+    _, outputs = model.predictions_and_costs(batch)
     samples[0].set_metainfo({"timestamp": 7.0})
-    model.assign((outs, state), model.training_batch(images, samples))
-    assert model.temporal_state.clock.timestamp[0] == 7.0 and batch.clock.timestamp[0] == 0.0
-    kept = model.temporal_state.head["det"].bank
-    state["det"].bank.cached_anchor.zero_()
-    assert kept.cached_anchor.abs().sum() > 0
+    later = model.state_after(outputs, model.training_batch(images, samples))
+    assert later.clock.timestamp[0] == 7.0 and model.state_after(outputs, batch).clock.timestamp[0] == 0.0
+    assert later.head is outputs[1]
 
 
 def test_the_losses_of_the_head_in_one_call_are_those_of_the_stages():
@@ -104,15 +104,16 @@ def train(model, wrapper, graphs=None):
     )
     wrapper = wrapper(optimizer=optimizer, clip_grad={"max_norm": 25.0})
     torch.manual_seed(5)
+    staged = StagedModel(model, graphs and {"loss": graphs})
 
     def step(images, samples):
         with wrapper.optim_context(model):
-            losses = (model.loss if graphs is None else graphs)(images, samples)
+            losses = staged.losses(images, samples)
         wrapper.update_params(sum(losses.values()))
         return torch.stack([loss.detach() for loss in losses.values()])  # no graph outlives its step
 
     found = [step(*data) for data in frames("cuda")]
-    return torch.stack(found), torch.cat([grad.flatten() for grad in gradients[-1]]), model.temporal_state
+    return torch.stack(found), torch.cat([grad.flatten() for grad in gradients[-1]]), staged.state
 
 
 @pytest.mark.cuda
@@ -147,10 +148,10 @@ def test_predictions_by_graphs_are_those_of_eager_ones_along_a_sequence():
     model = tiny_model().cuda().eval()
     graphs = GraphedPrediction(model, say=lambda text: None)
     with torch.no_grad():
-        expected = [[predictions_of(s) for s in model(*data, mode="predict")] for data in frames("cuda")]
-        model.reset_temporal_state()
-        with graphs.installed():
-            found = [[predictions_of(s) for s in model(*data, mode="predict")] for data in frames("cuda")]
+        expected, found = (
+            [[predictions_of(s) for s in staged.predictions(*data)] for data in frames("cuda")]
+            for staged in (StagedModel(model), StagedModel(model, {"predict": graphs}))
+        )
     assert_same_predictions(found, expected)
     assert graphs.counts["replayed"] >= len(SCENES) - 3
 
@@ -164,15 +165,15 @@ def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
     parameters = list(getattr(model, moving).parameters())
     of_turn = [[p.data for p in parameters], [1.05 * p.data for p in parameters]]
 
-    def run(context):
-        model.reset_temporal_state()
+    def run(graphs):
+        staged = StagedModel(model, graphs)
         found = []
-        with torch.no_grad(), context:
+        with torch.no_grad():
             for index, data in enumerate(frames("cuda") * 2):
                 for parameter, values in zip(parameters, of_turn[index // 3 % 2], strict=True):
                     parameter.data = values
-                found.append([predictions_of(s) for s in model(*data, mode="predict")])
+                found.append([predictions_of(s) for s in staged.predictions(*data)])
         return found
 
-    assert_same_predictions(run(graphs.installed()), run(contextlib.nullcontext()))
+    assert_same_predictions(run({"predict": graphs}), run(None))
     assert graphs.counts["replayed"] >= len(SCENES), graphs.report()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from mmengine.dataset import InfiniteSampler
-from mmengine.dist import get_dist_info, sync_random_seed
+from mmengine.dist import broadcast_object_list, get_dist_info, sync_random_seed
 from torch.utils.data import BatchSampler, Sampler
 
 from visdet.errors import InvalidInputError, InvalidTypeError
@@ -103,6 +103,10 @@ class PlannedBatchSampler(BatchSampler):
             seen = self._seen_sizes(drawn)
             if seen != [image.size for image in drawn[:_READ]]:
                 sizes, self._is_known = choose_sizes(seen, max_sizes), False
+            common: list[Any] = [sizes, self._is_known]
+            # What a transform of the user's draws may differ between processes.
+            broadcast_object_list(common)
+            sizes, self._is_known = common
         found = {image.size for image in drawn} if are_all else set()
         filled = frozenset(sizes) if found == set(sizes) else frozenset()
         self.plan = BatchPlan(None, sizes, filled, _rooms(boxes))

@@ -16,7 +16,7 @@ from .accumulated_gradients import restore_gradients
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
 from .plain_state import restore_message_hub, to_plain
 from .random_state import preserved_random_state, set_random_state
-from .temporal_states import restore_temporal_state
+from .temporal_states import restored_temporal_state
 from .training_state import optimizers_of, wrappers_of
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
@@ -206,7 +206,7 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
     _adapt_to_epoch_length(runner, path, meta.get("iterations_per_epoch"))
     with _restoring(path, "meta['temporal_states']"):
         states = meta.get("temporal_states") or []
-        restore_temporal_state(runner.model, states, runner.rank, runner.world_size)
+        runner.steps.state = restored_temporal_state(runner.model, states, runner.rank, runner.world_size)
     states = meta.get("random_states")
     with _restoring(path, "meta['random_states']"):
         if states is not None and len(states) == runner.world_size:

@@ -1,13 +1,10 @@
 """Training steps and predictions replayed as CUDA graphs, so that the GPU does not wait for Python."""
 
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from types import MethodType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -18,15 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from visdet.execution.tensor_tree import layout_of, map_tensors
 
+from ..stages import has_stages, losses_by_stages, memory_for, predictions_by_stages, state_after
 from .memory import GraphMemory
-from .steps import GraphedDetections, GraphedFeatures, GraphedStep, nothing_changes
+from .steps import GraphedDetections, GraphedFeatures, GraphedStep
 
 _LEARNS = attrgetter("requires_grad")
 _living: "WeakSet[GraphedMethod]" = WeakSet()
 
 
-def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> "list[GraphedMethod]":
-    """Return the methods of a model that CUDA graphs replay. There are none without a GPU or with ``graph=False``.
+def graphs_for(
+    config: Mapping[str, Any], model: nn.Module, logger: logging.Logger
+) -> "dict[str, GraphedMethod]":
+    """Return what CUDA graphs replay of a model, by the names of its methods. Without a GPU, that is nothing.
 
     In a run of several processes, each process replays its own graphs. The processes exchange gradients outside the
     graphs, as ``DistributedDataParallel`` does. With another wrapper of models or ``SyncBatchNorm``, training is eager.
@@ -37,7 +37,7 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
         logger: the logger that gets a line about each capture, and about what cannot be replayed.
     """
     if not config.get("graph", True) or not torch.cuda.is_available():
-        return []
+        return {}
     obstacle = ""
     if is_model_wrapper(model):
         if not isinstance(model, DistributedDataParallel):
@@ -46,12 +46,12 @@ def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logg
             obstacle = "SyncBatchNorm exchanges statistics within the forward pass"
     module: Any = model.module if is_model_wrapper(model) else model
     kinds: list[type[GraphedMethod]] = [
-        kind for kind in (GraphedLoss, GraphedPrediction) if kind.is_method_of(module)
+        kind for kind in (GraphedLoss, GraphedPrediction) if has_stages(module, kind.method)
     ]
     if obstacle and GraphedLoss in kinds:
         logger.info(f"graph: training steps run eagerly, because {obstacle}")
         kinds.remove(GraphedLoss)
-    return [kind(module, say=logger.info) for kind in kinds]
+    return {kind.method: kind(module, say=logger.info) for kind in kinds}
 
 
 class GraphedMethod(ABC):
@@ -63,14 +63,13 @@ class GraphedMethod(ABC):
     capture that fails, all batches run eagerly. ``report`` counts the batches.
 
     Args:
-        model: the detector. Without the methods named in ``stages`` it runs eagerly. Its parameters and buffers may
-            change their values and places, but must stay the same objects, because a search takes milliseconds.
+        model: the detector, which has the stages of ``visdet.engine.stages``. Its parameters and buffers may change
+            their values and places, but must stay the same objects, because a search takes milliseconds.
         max_shapes: number of shapes whose graphs are kept. All graphs share one pool of memory.
         say: a function that is called with a text about each capture or failure.
     """
 
-    method: ClassVar[str]  # the name of the replaced method
-    stages: ClassVar[tuple[str, ...]]  # the names of the methods that the model must have
+    method: ClassVar[str]  # the name of the method whose stages are replayed
     default_max_shapes: ClassVar[int]
     patience: ClassVar[int]
 
@@ -87,38 +86,13 @@ class GraphedMethod(ABC):
         self.counts: Counter[str] = Counter()
         _living.add(self)
 
-    @classmethod
-    def is_method_of(cls, model: nn.Module) -> bool:
-        """Return whether the stages compute what the method does.
-
-        They may not if a subclass of the model that defines them, or the model itself, has a method of its own.
-        """
-        order = type(model).__mro__
-        names = (cls.method, *cls.stages)
-        places = [next((i for i, owner in enumerate(order) if name in vars(owner)), None) for name in names]
-        found = [place for place in places if place is not None]
-        return len(found) == len(names) and found[0] == max(found) and cls.method not in vars(model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the method that this object replaces, of the copy of the model. A copy of a model runs eagerly."""
-        return MethodType(getattr(type(self.model), self.method), copy.deepcopy(self.model, memo))
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Let ``forward`` of the model call this object in place of the method within the block."""
-        self.model.replays[self.method] = self
-        try:
-            yield
-        finally:
-            del self.model.replays[self.method]
-
-    def __call__(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
-        """Return the result of the model's method."""
-        if inputs.is_cuda and self._serves() and all(hasattr(self.model, name) for name in self.stages):
+    def __call__(self, inputs: Tensor, data_samples: Sequence[Any], state: Any = None) -> tuple[Any, Any]:
+        """Return the result of the stages, and what the model remembers, given what it remembered before."""
+        if inputs.is_cuda and self._serves():
             with torch.cuda.device(inputs.device):
-                return self._run(inputs, data_samples)
-        self.counts["without a GPU or stages"] += 1
-        return getattr(type(self.model), self.method)(self.model, inputs, data_samples)
+                return self._run(inputs, data_samples, state)
+        self.counts["without a GPU"] += 1
+        return self._by_stages(inputs, data_samples, state)
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
@@ -133,8 +107,12 @@ class GraphedMethod(ABC):
         """Return whether graphs may serve a call under torch's current settings."""
 
     @abstractmethod
-    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> Any:
-        """Return the result of the model's method, which is computed by ``_compute``."""
+    def _by_stages(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
+        """Return the result and the state without graphs."""
+
+    @abstractmethod
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
+        """Return the result and the state, which ``_compute`` computes."""
 
     @abstractmethod
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
@@ -189,7 +167,7 @@ class GraphedMethod(ABC):
             oldest = next((other for other in self._graphs if other[1:] != key[1:]), next(iter(self._graphs)))
             if oldest[1:] == key[1:] and self.counts.total() - self._used.get(oldest, 0) < self.patience:
                 return False
-            del self._graphs[oldest]
+            del self._graphs[oldest], self._examples[oldest]
         return True
 
     def _captured(self, key: Hashable, batch: Any) -> Any:
@@ -251,7 +229,6 @@ class GraphedLoss(GraphedMethod):
     """
 
     method = "loss"
-    stages = ("training_batch", "predictions_and_costs", "assign", "losses")
     # Those that are captured when a run of planned batches begins, and some others.
     default_max_shapes = 24
     patience = 2400  # A capture takes the time of some ten steps.
@@ -259,27 +236,36 @@ class GraphedLoss(GraphedMethod):
     def _serves(self) -> bool:
         return torch.is_grad_enabled()
 
-    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
-        batch = self.model.training_batch(inputs, data_samples)
+    def _by_stages(
+        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
+    ) -> tuple[dict[str, Tensor], Any]:
+        return losses_by_stages(self.model, inputs, data_samples, state)
+
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[dict[str, Tensor], Any]:
+        batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, state))
         return self._compute(batch, (layout_of(batch), self._key_of_model()))
 
     def capture(self, inputs: Tensor, data_samples: Sequence[Any]) -> bool:
-        """Capture the graphs for batches of this shape, and return whether there are some. Nothing else changes."""
+        """Capture the graphs for batches of this shape, and return whether there are some. Nothing else changes.
+
+        All processes must call this for the same shapes in the same order.
+        """
         with torch.cuda.device(inputs.device):
-            batch = self.model.training_batch(inputs, data_samples)
+            batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, None))
             key = layout_of(batch), self._key_of_model()
             if key not in self._graphs and not self._has_failed and self._has_room(key):
-                with torch.no_grad(), nothing_changes(self.model):
-                    self._examples[key] = self._compute_eagerly(batch)[1]
+                self._examples[key] = None
                 step = self._captured(key, batch)
                 if step is not None:
                     self._graphs[key] = step
         return key in self._graphs
 
-    def _compute_eagerly(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
-        predictions, costs = self.model.predictions_and_costs(batch)
-        assignment = self.model.assign(costs, batch)
-        return self.model.losses(predictions, batch, assignment), map_tensors(_shape_alone, assignment)
+    def _compute_eagerly(self, batch: Any) -> tuple[tuple[dict[str, Tensor], Any], Any]:
+        predictions, outputs = self.model.predictions_and_costs(batch)
+        assignment = self.model.assign(outputs, batch)
+        losses = self.model.losses(predictions, batch, assignment)
+        result = losses, state_after(self.model, outputs, batch)
+        return result, map_tensors(_shape_alone, assignment)
 
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedStep:
         return GraphedStep(self.model, batch, example, memory)
@@ -299,7 +285,6 @@ class GraphedPrediction(GraphedMethod):
     """
 
     method = "predict"
-    stages = ("prediction_batch", "detections", "with_detections")
     default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
     patience = 256
 
@@ -320,23 +305,27 @@ class GraphedPrediction(GraphedMethod):
     def _serves(self) -> bool:
         return not torch.is_grad_enabled()
 
-    def _run(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
+    def _by_stages(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
+        return predictions_by_stages(self.model, inputs, data_samples, state)
+
+    def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
         modes = self._modes()
         if modes != self._last_modes:  # In training mode, a graph changes the statistics of normalisations.
             self._last_features = self._last_key = None
             self._last_modes = modes
         features = self._begun_features(inputs)
         self._last_detections = None
-        batch = self.model.prediction_batch(inputs, data_samples)
+        batch = self.model.prediction_batch(inputs, data_samples, *memory_for(self.model, state))
         detections = self._replayed_at_once(batch, features)
         if detections is None:
             key = layout_of(batch), self._key_of_model()
             detections = self._compute(batch, key, features)
             self._last_key = key if key in self._graphs else None
+        state = state_after(self.model, detections, batch)
         # To free all tensors takes the host a tenth of a millisecond. It is done while the GPU has work.
         del batch
         self._last_detections = detections
-        return self.model.with_detections(detections, data_samples)
+        return self.model.with_detections(detections, data_samples), state
 
     def _begun_features(self, images: Tensor) -> GraphedFeatures | None:
         """Start the graph of the features of the images and return it, or return None if there is none.

@@ -4,10 +4,11 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from mmengine.dist import get_world_size
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class MemoryNotEnoughError(UserError):
 
 
 def prepare_sizes(
-    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Sequence[Any], logger: logging.Logger
+    model: nn.Module, optim_wrapper: Any, dataloader: Any, graphs: Iterable[Any], logger: logging.Logger
 ) -> None:
     """Try a training step of the largest batch, and capture one of each size, so that no later step needs more memory.
 
@@ -126,13 +127,7 @@ class ImaginedBatches:
         try:
             data = self.batch(number, size, self.plan.boxes[-1:])
             with self.optim_wrapper.optim_context(self.model):
-                # Only ``forward`` of a model of this package is replayed.
-                losses = (
-                    self.model.loss(**data)
-                    if hasattr(self.model, "loss")
-                    else self.model(**data, mode="loss")
-                )
-                total, _ = self.model.parse_losses(losses)
+                total, _ = self.model.parse_losses(self.model(**data, mode="loss"))
             learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             torch.autograd.grad(total, learning, allow_unused=True)
         except torch.OutOfMemoryError:
@@ -146,11 +141,13 @@ class ImaginedBatches:
             return
         torch.cuda.empty_cache()
         advice = []
-        smaller = next((n for n in _halves(number) if self.fits(n, largest)), None)
+        # Several processes may not try alike, and would wait for one another.
+        halves, sizes = (_halves(number), self.plan.sizes[-2::-1]) if get_world_size() == 1 else ([], ())
+        smaller = next((n for n in halves if self.fits(n, largest)), None)
         if smaller:
             advice.append(f"batches of {smaller} would (train_dataloader.batch_size={smaller})")
         torch.cuda.empty_cache()
-        size = next((size for size in reversed(self.plan.sizes[:-1]) if self.fits(number, size)), None)
+        size = next((size for size in sizes if self.fits(number, size)), None)
         if size:
             advice.append(
                 f"images of at most {size[0]} x {size[1]} would (the scales of the pipeline's Resize)"
@@ -162,7 +159,7 @@ class ImaginedBatches:
         raise MemoryNotEnoughError(
             f"a training step of {number} images of {largest[0]} x {largest[1]} (height x width), the largest of the "
             f"run, does not fit into the {held:.0f} GiB of the GPU. "
-            + "; ".join(advice or ["No smaller one does"])
+            + "; ".join(advice or ["Lower train_dataloader.batch_size"])
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from visdet.execution.tensor_tree import layout_of, map_tensors, tensors_of
 
+from ..stages import state_after
 from .leaves import leaves_in_place_of, with_leaves
 from .memory import GraphMemory
 
@@ -18,7 +19,8 @@ class GraphedStep:
     """A training step of one shape of batches: three CUDA graphs, and the tensors that they read and write.
 
     The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
-    ``capture`` makes the graphs.
+    ``capture`` makes the graphs. ``example`` has the layout of an assignment. Without it, the constructor makes one,
+    for which processes may exchange numbers.
 
     The graphs are captured with leaf tensors that share the memory of the parameters, and not with the parameters
     themselves. An earlier step or ``DistributedDataParallel`` may hold the autograd nodes of the parameters. Such nodes
@@ -29,14 +31,14 @@ class GraphedStep:
         self.model = model
         self.memory = memory
         self.batch = map_tensors(Tensor.clone, batch)
-        self.assignment = map_tensors(
-            lambda shape: torch.ones_like(shape, device=memory.stream.device), example
-        )
+        self.assignment = self._ones_like(example)
         self.leaves = leaves_in_place_of(model)
         learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-            predictions, _ = model.predictions_and_costs(self.batch)
+            predictions, costs = model.predictions_and_costs(self.batch)
+            if example is None:
+                self.assignment = self._ones_like(model.assign(costs, self.batch))
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
             with _no_autocast():
@@ -49,6 +51,9 @@ class GraphedStep:
         self.parameters = [parameter for parameter, leaf in self.leaves.items() if leaf in used]
         self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+
+    def _ones_like(self, assignment: Any) -> Any:
+        return map_tensors(lambda part: torch.ones_like(part, device=self.memory.stream.device), assignment)
 
     def capture(self) -> None:
         """Record the three graphs.
@@ -67,7 +72,7 @@ class GraphedStep:
             for graph in self.graphs
         )
         with forward:
-            predictions, self.costs = self.model.predictions_and_costs(self.batch)
+            predictions, self.outputs = self.model.predictions_and_costs(self.batch)
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
@@ -77,14 +82,16 @@ class GraphedStep:
             _copy(self.static_gradients, gradients)
         self.values = values.detach()
 
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch of this shape, by name."""
+    def __call__(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return the losses of a batch of this shape by name, and what the model remembers, which no replay changes."""
         self.memory.replays += 1
         _copy(self.batch, batch)
         self.graphs[0].replay()
-        _copy(self.assignment, self.model.assign(self.costs, batch))
+        state = map_tensors(Tensor.clone, state_after(self.model, self.outputs, batch))
+        _copy(self.assignment, self.model.assign(self.outputs, batch))
         self.graphs[1].replay()
-        return dict(zip(self.names, _Replay.apply(self, *self.parameters).unbind(), strict=True))
+        losses = _Replay.apply(self, *self.parameters).unbind()
+        return dict(zip(self.names, losses, strict=True)), state
 
     def gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
         """Return the gradients of the parameters, in memory of their own."""

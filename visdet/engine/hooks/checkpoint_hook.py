@@ -69,7 +69,7 @@ class CheckpointHook(_CheckpointHook):
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         meta["random_states"] = gather_random_states()
-        meta["temporal_states"] = gather_temporal_states(runner.model)
+        meta["temporal_states"] = gather_temporal_states(runner)
         meta["accumulated_gradients"] = gather_gradients(runner.model, runner.optim_wrapper)
         name, previous = self.filename_tmpl.format(step), runner.message_hub.get_info("last_ckpt")
         path = os.path.join(self.out_dir, name)

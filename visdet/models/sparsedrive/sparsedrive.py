@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
-from visdet.execution.tensor_tree import ON_HOST, map_tensors
+from visdet.execution.tensor_tree import ON_HOST
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
@@ -54,12 +54,11 @@ class SparseDrive(BaseDetector):
         train_cfg, test_cfg, pretrained: accepted for compatibility. They must be None.
 
     **Temporal state**: frames of a sequence must come in order, and sample i of a batch must continue sample i of the
-    batch before. The state is an argument and a result of ``step`` and of the head, its banks and its queue, none of
-    which remembers anything. Between the calls of ``loss`` and of ``predict``, the value ``temporal_state`` is kept,
-    which can be read and put back. A sample starts anew by itself if its scene changes or its clock jumps. All samples
-    do if the batch size changes or ``reset_temporal_state`` is called. Evaluation starts without memory, and training
-    goes on afterwards with the memory it had. No part of the state is a parameter or a buffer. Each process of a
-    distributed run has its own, and ``temporal_state_dict`` carries it through a checkpoint.
+    batch before. The state is an argument and a result of ``step``, of the stages, and of the head, its banks and its
+    queue, none of which remembers anything. ``visdet.engine.StagedModel`` keeps it from batch to batch, as the trainer
+    does. A sample starts anew by itself if its scene changes or its clock jumps, and all samples do if the batch size
+    changes or no state is given. Modes 'loss' and 'predict' are given none: no frame follows on another, and no
+    instance has a track id.
 
     Source: arXiv 2405.19620; keywords and parameter names are SparseDrive's.
     """
@@ -107,40 +106,21 @@ class SparseDrive(BaseDetector):
                 self.head.map_head,
             )
             self.frozen_parts = [part.requires_grad_(False) for part in parts if part is not None]
-        self._kept: dict[bool, TemporalState | None] = {
-            True: None,
-            False: None,
-        }  # in training and in evaluation
-
-    @property
-    def temporal_state(self) -> TemporalState | None:
-        """Everything that the model remembers of the frames so far. Put the value back to continue from there."""
-        return self._kept[self.training]
-
-    @temporal_state.setter
-    def temporal_state(self, state: TemporalState | None) -> None:
-        self._kept[self.training] = state
-
-    def reset_temporal_state(self) -> None:
-        """Forget all frames. Track ids are counted from 0 again."""
-        self.temporal_state = None
 
     def train(self, mode: bool = True) -> "SparseDrive":
-        """Set the mode. Evaluation starts without memory, and training goes on with the memory it had."""
-        if self.training and not mode:
-            self._kept[False] = None
+        """Set the mode. Frozen parts stay in evaluation."""
         super().train(mode)
         for part in self.frozen_parts:
             part.eval()
         return self
 
-    def temporal_state_dict(self) -> Any:
-        """Return the training's temporal state as plain types, for a checkpoint."""
-        return to_plain_values(self._kept[True])
+    def plain_state(self, state: TemporalState | None) -> Any:
+        """Return a state as plain types, for a checkpoint."""
+        return to_plain_values(state)
 
-    def load_temporal_state_dict(self, plain: Any) -> None:
-        """Let training continue from a result of ``temporal_state_dict``."""
-        self._kept[True] = from_plain_values(_with_one_clock(plain), next(self.parameters()).device)
+    def state_of_plain(self, plain: Any) -> TemporalState | None:
+        """Return the state that ``plain_state`` was given, on the device of the model."""
+        return from_plain_values(_with_one_clock(plain), next(self.parameters()).device)
 
     def step(
         self,
@@ -199,11 +179,10 @@ class SparseDrive(BaseDetector):
         return (features, depths) if return_depth else features
 
     def raw_outputs(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample] | None) -> Any:
-        """Return the head's raw outputs for the next frame of each sample's sequence."""
+        """Return the head's raw outputs for frames that follow on none. ``step`` takes a state."""
         if data_samples is None:
             raise ValueError(f"{type(self).__name__}: data_samples with the cameras and poses are needed")
-        outs, self.temporal_state = self.step(inputs, data_samples, self.temporal_state)
-        return outs
+        return self.step(inputs, data_samples)[0]
 
     def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
         """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
@@ -211,12 +190,14 @@ class SparseDrive(BaseDetector):
         predictions, costs_and_state = self.predictions_and_costs(batch)
         return self.losses(predictions, batch, self.assign(costs_and_state, batch))
 
-    def training_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
+    def training_batch(
+        self, inputs: Tensor, data_samples: Sequence[DrivingDataSample], state: TemporalState | None = None
+    ) -> DrivingBatch:
         """Return the next frame of each sample's sequence with ground truth and denoising queries. The host works."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
         truth = self._ground_truth(data)
-        return self._entered(inputs, data, self.temporal_state, denoising=denoising, truth=truth)
+        return self._entered(inputs, data, state, denoising=denoising, truth=truth)
 
     def predictions_and_costs(
         self, batch: DrivingBatch
@@ -239,13 +220,12 @@ class SparseDrive(BaseDetector):
     def assign(
         self, costs_and_state: tuple[dict[str, PairCosts], Any], batch: DrivingBatch
     ) -> dict[str, Assignment]:
-        """Return what each prediction has to learn, and keep the state for the next frame.
+        """Return what each prediction has to learn."""
+        return assigned_instances(costs_and_state[0], batch.truth)
 
-        The state is copied, because the next batch may overwrite the tensors that are given.
-        """
-        costs, state = costs_and_state
-        self.temporal_state = TemporalState(batch.clock, map_tensors(Tensor.clone, state))
-        return assigned_instances(costs, batch.truth)
+    def state_after(self, outputs: tuple[Any, Any], batch: DrivingBatch) -> TemporalState:
+        """Return the state after a frame, given what ``assign`` is given or what ``detections`` returned."""
+        return TemporalState(batch.clock, outputs[1])
 
     def losses(
         self,
@@ -269,13 +249,22 @@ class SparseDrive(BaseDetector):
 
     @torch.no_grad()
     def predict(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> list[DrivingDataSample]:
-        """Return the samples with ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` of the model's tasks."""
-        detections = self.detections(self.prediction_batch(inputs, data_samples))
-        return self.with_detections(detections, data_samples)
+        """Return the samples with ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` of the model's tasks.
 
-    def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> DrivingBatch:
+        Nothing links the frames of two calls, so that no instance has a track id.
+        """
+        detections = self.detections(self.prediction_batch(inputs, data_samples))
+        samples = self.with_detections(detections, data_samples)
+        for sample in samples:
+            if "instance_ids" in sample.get("pred_instances_3d", ()):
+                sample.pred_instances_3d.instance_ids.fill_(-1)
+        return samples
+
+    def prediction_batch(
+        self, inputs: Tensor, data_samples: Sequence[DrivingDataSample], state: TemporalState | None = None
+    ) -> DrivingBatch:
         """Return the next frame of each sample's sequence. The host does this."""
-        return self._entered(inputs, batch_of(data_samples, evaluates=True), self.temporal_state)
+        return self._entered(inputs, batch_of(data_samples, evaluates=True), state)
 
     def image_features(self, images: Tensor) -> Any:
         """Return the feature pyramid, which ``detections`` takes. It does not depend on anything but the images."""
@@ -294,13 +283,11 @@ class SparseDrive(BaseDetector):
     def with_detections(
         self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]
     ) -> list[DrivingDataSample]:
-        """Return the samples with their results filled in, and keep the state for the next frame."""
-        results, state = detections
-        metas = {"img_metas": [sample.metainfo for sample in data_samples]}
-        clock = FrameClock.of(metas) if self.head.is_temporal else None
-        self.temporal_state = TemporalState(clock, state)
+        """Return the samples with their results filled in."""
         of_samples(
-            results, self.head.of_sample, lambda index, result: data_samples[index].set_predictions(result)
+            detections[0],
+            self.head.of_sample,
+            lambda index, result: data_samples[index].set_predictions(result),
         )
         return list(data_samples)
 

@@ -49,10 +49,13 @@ const Table& best_kernels() {
 
 }  // namespace visdet
 
-// VISDET_KERNELS(Table, functions...) fills Table<T, A> for the four types T of values and the types A that their sums
-// are taken in. The functions are those of the table, in its order, and may name T and A: VISDET_KERNELS(CarafeKernels,
-// upsample_row<T, A>). VISDET_KERNELS_OF fills one table, VISDET_SUM_KERNELS Table<A> for operators of float32 and
-// float64 alone. They stand behind the namespace of the kernels.
+// A kernel file ends, behind the namespace of its kernels, with one of these macros, which fills the operator's tables:
+//
+//   VISDET_KERNELS(CarafeKernels, upsample_row<T, A>)
+//
+// fills CarafeKernels<T, A> for each of the four types T of values, where A is the type in which their sums are taken.
+// The functions follow in the order of the struct's members. VISDET_SUM_KERNELS fills Table<A> for operators that take
+// only float32 and float64. VISDET_KERNELS_OF fills the table of a single pair of types.
 #define VISDET_KERNELS(Table, ...)                      \
   VISDET_KERNELS_OF(Table, double, double, __VA_ARGS__) \
   VISDET_KERNELS_OF(Table, float, float, __VA_ARGS__)   \

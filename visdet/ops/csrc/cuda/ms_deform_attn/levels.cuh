@@ -19,9 +19,11 @@ struct Levels {
   const int64_t* shapes;  // [L, 2] (height, width) on the device, or null
   const int64_t* starts;  // [L] on the device, or null
   int32_t H[kMaxHostLevels], W[kMaxHostLevels], start[kMaxHostLevels];
-  int32_t P;                    // the samples that a row has on each level, or 0 if levels differ in that, see `end`
-  int32_t end[kMaxHostLevels];  // the number of a row's samples on the levels up to and including this one
-  bool contiguous;              // The levels are given by value, and fill the S rows of value in order, without a gap.
+  // If a row has equally many samples on each level, P is their number. Otherwise P is 0, and end[l] is the number of
+  // the row's samples on the levels 0 to l.
+  int32_t P;
+  int32_t end[kMaxHostLevels];
+  bool contiguous;  // The levels are given by value, and fill the S rows of value in order, without a gap.
 
   __host__ __device__ __forceinline__ bool by_value() const { return shapes == nullptr && starts == nullptr; }
 };

@@ -14,7 +14,7 @@
 // GRAD also counts the samples of each cell for the scatter pass; the count that a sample finds is its rank there.
 #pragma once
 
-#include "cuda/sample/nhwc_copy.cuh"
+#include "cuda/sample/inputs.cuh"
 
 namespace visdet::sample {
 namespace {

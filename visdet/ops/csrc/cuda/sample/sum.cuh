@@ -7,7 +7,7 @@
 // output is written once.
 #pragma once
 
-#include "cuda/sample/nhwc_copy.cuh"
+#include "cuda/sample/inputs.cuh"
 
 namespace visdet::sample {
 namespace {

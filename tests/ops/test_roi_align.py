@@ -1,0 +1,266 @@
+"""roi_align on all devices beside its definition, and the CUDA kernel of roi_align_rotated, which shares its code."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from visdet.ops import _library, roi_align, roi_align_rotated
+from visdet.ops.roi_align import roi_align_reference
+from visdet.ops.roi_align_rotated import roi_align_rotated_reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Shapes [B, C, H, W], regions, and (output size, spatial scale, sampling ratio, aligned).
+CASES = {
+    "B2-C3-H9-W11-N7-adaptive": ((2, 3, 9, 11), 7, ((3, 2), 0.7, 0, True)),
+    "B2-C3-H9-W11-N7-shifted": ((2, 3, 9, 11), 7, ((3, 2), 0.7, 0, False)),
+    "B1-C37-H40-W50-N60-one-window": ((1, 37, 40, 50), 60, ((7, 7), 1.0, 0, True)),
+    "B3-C17-H40-W50-N2-own-windows": ((3, 17, 40, 50), 2, ((4, 3), 1.0, 2, True)),
+    "B1-C5-H60-W70-N3-sparse-samples": ((1, 5, 60, 70), 3, ((1, 2), 1.0, 3, False)),
+    "B1-C2-H1-W1-N5-one-pixel": ((1, 2, 1, 1), 5, ((2, 2), 1.0, 2, True)),
+    "B2-C20-H13-W8-N9-many-bins": ((2, 20, 13, 8), 9, ((14, 13), 1.0, 0, True)),
+}
+CASES_OF_CUDA = {
+    **CASES,
+    "B1-C67-H40-W50-N60-odd-channels": ((1, 67, 40, 50), 60, ((7, 7), 1.0, 0, True)),
+    "B1-C130-H40-W50-N9-two-slabs": ((1, 130, 40, 50), 9, ((7, 7), 1.0, 2, True)),
+    "B3-C17-H90-W70-N20-sparse-samples": ((3, 17, 90, 70), 20, ((4, 3), 1.0, 2, True)),
+    "B1-C3-H1-W300-N9-wider-than-a-window": ((1, 3, 1, 300), 9, ((2, 5), 1.0, 0, True)),
+    "B1-C3-H200-W310-N9-some-windows": ((1, 3, 200, 310), 9, ((7, 7), 1.0, 0, True)),
+    "B2-C5-H50-W60-N9-groups-of-rows": ((2, 5, 50, 60), 9, ((32, 32), 1.0, 0, True)),
+    "B2-C5-H20-W30-N9-more-bins-than-lanes": ((2, 5, 20, 30), 9, ((40, 3), 1.0, 0, True)),
+}
+
+
+def make(name, dtype, turned=False, device="cpu"):
+    (B, C, H, W), N, settings = CASES_OF_CUDA[name]
+    generator = torch.Generator().manual_seed(len(name))
+    x = torch.randn(B, C, H, W, generator=generator).to(dtype)
+    corner = torch.rand(N, 2, generator=generator) * torch.tensor([W + 2, H + 2]) - 2
+    extent = torch.rand(N, 2, generator=generator) * torch.tensor([W, H])
+    if N > 2:
+        extent[-1] *= 0.05
+    index = torch.randint(B, (N, 1), generator=generator)
+    if turned:
+        boxes = torch.cat([corner, extent], 1) / settings[1]
+        numbers = [index, boxes, torch.rand(N, 1, generator=generator) * 14 - 7]
+    else:
+        if N > 2:
+            corner[0], extent[0] = 1.0, -0.4  # backwards: nothing, or samples that go back
+        numbers = [index, torch.cat([corner, corner + extent], 1) / settings[1]]
+    rois = torch.cat(numbers, 1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return x.to(device), rois.to(device), settings
+
+
+def both(function, x, rois, settings, gradient=None):
+    x = x.detach().requires_grad_()
+    output = function(x, rois, *settings)
+    if gradient is None:
+        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    return output.detach(), torch.autograd.grad(output, x, gradient)[0], gradient
+
+
+def upright(function):
+    return lambda x, rois, size, scale, ratio, aligned: function(x, rois, size, scale, ratio, "avg", aligned)
+
+
+@pytest.fixture
+def in_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def compare(turned, name, dtype, device):
+    x, rois, settings = make(name, dtype, turned, device)
+    function, reference = (
+        (roi_align_rotated, roi_align_rotated_reference)
+        if turned
+        else (upright(roi_align), upright(roi_align_reference))
+    )
+    output, grad, gradient = both(function, x, rois, settings)
+    assert output.dtype == grad.dtype == dtype and (turned or output.any())
+    expected = both(reference, x.double(), rois.double(), settings, gradient.double())
+    for found, wanted in zip((output, grad), expected[:2], strict=True):
+        peak = max(wanted.abs().max().item(), 1)
+        close = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * peak)
+        torch.testing.assert_close(found.double(), wanted, **close)
+    return both(function, x, rois, settings)[1]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_cpu_kernel_matches_the_definition(name, dtype):
+    compare(False, name, dtype, "cpu")
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_instruction_sets(isa):
+    """All cases with kernels of at most this set, read once a process. The best set runs in the other tests."""
+    expected = min(torch.ops.visdet.cpu_isa(), ("baseline", "avx2").index(isa))
+    script = f"""
+import test_roi_align as tests, torch
+assert torch.ops.visdet.cpu_isa() == {expected}
+for name in tests.CASES:
+    for dtype in tests.TOLERANCE:
+        tests.test_the_cpu_kernel_matches_the_definition(name, dtype)
+print("done")
+"""
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": paths, "VISDET_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-4000:]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES_OF_CUDA)
+@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+def test_the_cuda_kernels_match_the_definitions(turned, name, dtype):
+    compare(turned, name, dtype, "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES_OF_CUDA)
+@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+def test_gradients_in_order(turned, name, dtype, in_order):
+    first = compare(turned, name, dtype, "cuda")
+    assert all(torch.equal(compare(turned, name, dtype, "cuda"), first) for _ in range(2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
+def test_gradients_in_order_of_any_size(scale, device, in_order):
+    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float64, False, device)
+    output, expected, gradient = both(upright(roi_align_reference), x, rois, settings)
+    _, found, _ = both(upright(roi_align), x, rois, settings, gradient * scale)
+    torch.testing.assert_close(found / scale, expected, rtol=1e-10, atol=1e-10)
+    gradient[output[:, 1, 0, 0].abs().argmax(), 1, 0, 0] = math.nan
+    _, found, _ = both(upright(roi_align), x, rois, settings, gradient)
+    assert found.isnan().flatten(2).any(2).sum() == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+def test_regions_that_count_for_nothing(turned, device):
+    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, turned, device)
+    bad = rois[[1] * 6].clone()
+    bad[0, 0], bad[1, 0], bad[2, 0], bad[3, 0] = -1, 2, 0.5, math.nan
+    bad[4, 2], bad[5, -1] = math.nan, math.nan
+    if turned:
+        bad[5, -1] = math.inf
+    huge = rois[[1] * 3].clone()
+    huge[0, 3], huge[1, 1:5], huge[2, 1:3] = 1e30, math.inf, -1e9
+    function = roi_align_rotated if turned else upright(roi_align)
+    reference = roi_align_rotated_reference if turned else upright(roi_align_reference)
+    output, grad, gradient = both(function, x, torch.cat([bad, huge]), settings)
+    expected = both(reference, x, torch.cat([bad, huge]), settings, gradient)
+    assert not output[:6].any()
+    torch.testing.assert_close((output, grad), expected[:2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pixel_spoils_the_bins_that_sample_it_alone(device, ratio, value):
+    """Pixel (0, 0) is not what samples outside of the map read."""
+    x = torch.ones(1, 2, 8, 8)
+    x[0, 0, 0, 0] = value
+    outside = torch.tensor([[0.0, -9, -9, -3, -3], [0, 4.3, 4.3, 20.1, 20.1], [0, 0.2, 0.2, 7, 7]])
+    out = roi_align(x.to(device), outside.to(device), 2, 1.0, ratio).cpu()
+    assert not out[0].any() and out[1].isfinite().all() and out[1, :, 0, 0].all()
+    assert out[2, 0].isfinite().tolist() == [[False, True], [True, True]] and out[2, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bad_gradient_spreads_to_the_pixels_of_its_bin(device, ordered):
+    x = torch.ones(1, 2, 8, 8, device=device, requires_grad=True)
+    rois = torch.tensor([[0.0, 1.3, 1.3, 5.3, 5.3], [0, -9, -9, -3, -3]], device=device)
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        out = roi_align(x, rois, 2, 1.0, 0)
+        gradient = torch.ones_like(out)
+        gradient[0, 0, 0, 0] = gradient[1] = math.nan
+        out.backward(gradient)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert x.grad[0, 0, 1:4, 1:4].isnan().all() and x.grad[0, 0].isnan().sum() == 9
+    assert x.grad[0, 1].isfinite().all()
+
+
+def test_values_as_large_as_the_type_holds_do_not_overflow():
+    for dtype in (torch.float32, torch.float16):
+        most = torch.finfo(dtype).max
+        out = roi_align(torch.full((1, 1, 9, 9), most, dtype=dtype), torch.tensor([[0.0, 1, 1, 8, 8]]), 2)
+        torch.testing.assert_close(out, torch.full_like(out, most), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
+def test_gradients_numerically(turned, device):
+    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float64, turned, device)
+    function = roi_align_rotated if turned else upright(roi_align)
+    assert torch.autograd.gradcheck(
+        lambda x: function(x, rois, *settings), x.requires_grad_(), nondet_tol=1e-12
+    )
+
+
+def test_torchvision_serves_where_the_library_is_missing(monkeypatch):
+    pytest.importorskip("torchvision")
+    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.bfloat16)
+    *expected, gradient = both(upright(roi_align), x, rois, settings)
+    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    found = both(upright(roi_align), x, rois, settings, gradient)[:2]
+    torch.testing.assert_close(found, tuple(expected))
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_an_output_of_more_than_2_31_numbers():
+    N = 172_000
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("it needs 24 GiB of memory")
+    x = torch.randn(1, 256, 20, 30, device="cuda", dtype=torch.float16)
+    rois = torch.tensor([[0, 1.0, 2, 20, 15]], device="cuda").expand(N, 5)
+    output = roi_align(x, rois, 7)
+    assert output.numel() > 1 << 31
+    one = roi_align(x, rois[:1], 7)[0]
+    assert one.any() and torch.equal(output[-1], one) and torch.equal(output[N // 2], one)
+
+
+X, ROIS = torch.zeros(2, 3, 4, 5), torch.zeros(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X[0], ROIS, 2, 2, 1.0, 0, True), r"roi_align: input must be \[B, C, H, W\], got \[3, 4, 5\]"),
+        ((X.int(), ROIS, 2, 2, 1.0, 0, True), "input must be float64, float32, float16 or bfloat16, got Int"),
+        ((X, ROIS[:, 1:], 2, 2, 1.0, 0, True), r"roi_align: rois must be \[N, 5\], got \[6, 4\]"),
+        (
+            (X, ROIS.double(), 2, 2, 1.0, 0, True),
+            "roi_align: rois must be Float for input of type Float, got Double",
+        ),
+        ((X, ROIS, 2, 0, 1.0, 0, True), "output_size must be positive, got 2 x 0"),
+        ((X, ROIS, 2, 2, math.inf, 0, True), "spatial_scale must be positive and finite, got inf"),
+        ((X, ROIS, 2, 2, -1.0, 0, True), "spatial_scale must be positive and finite, got -1"),
+        ((X, ROIS, 2, 2, 1.0, 1 << 40, True), r"fewer than 2\^31 samples, got 1099511627776 for 2 x 2 bins"),
+        ((X, ROIS, 2, 2, 1.0, 30000, True), r"fewer than 2\^31 samples, got 30000 for 2 x 2 bins"),
+    ],
+)
+def test_refusals_of_the_operator(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.visdet.roi_align(*arguments)
