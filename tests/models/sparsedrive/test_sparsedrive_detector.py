@@ -347,6 +347,7 @@ def test_errors_say_what_is_wrong():
             lambda: MODELS.build({"type": "SparseDriveHead", "task_config": {}}),
             "task_config must have a task",
         ),
+        (lambda: tiny_model(head__map_head__task_prefix="det"), "task_prefix of det_head and map_head must"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

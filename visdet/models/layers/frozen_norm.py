@@ -90,13 +90,10 @@ def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
     if norm.running_mean is None or norm.weight is None:
         return False
     of_conv, of_norm = (dict(layer.named_parameters(recurse=False)) for layer in (conv, norm))
-    if not all(map(_is_plain_parameter, (of_conv.get("weight"), of_norm.get("weight"), of_norm.get("bias")))):
+    parameters = of_conv.get("weight"), of_norm.get("weight"), of_norm.get("bias")
+    if not all(type(x) in (Tensor, nn.Parameter) or (x is not None and is_traced()) for x in parameters):
         return False  # A hook makes the weight before each call (pruning), or processes share it (FSDP).
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
-
-
-def _is_plain_parameter(weight: Tensor | None) -> bool:
-    return weight is not None and (type(weight) in (Tensor, nn.Parameter) or is_traced())
 
 
 def _conv_bias_relu(
@@ -135,15 +132,13 @@ class _ConvBiasReLU(torch.autograd.Function):
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     """Return whether cuDNN's kernel is available and faster. With a residual, it is faster for 16-bit dtypes only."""
-    if not x.is_cuda or x.dtype != weight.dtype or is_traced() or not _uses_cudnn():
+    if not x.is_cuda or x.dtype != weight.dtype or is_traced():
+        return False
+    if not (torch.backends.cudnn.enabled and _has_cudnn()):
         return False
     if residual is None:
         return x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return residual.dtype == x.dtype and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def _uses_cudnn() -> bool:
-    return torch.backends.cudnn.enabled and _has_cudnn()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
@@ -14,7 +15,7 @@ from ..layers.precision import as_autocast_input
 from .ffn import AsymmetricFFN
 
 
-class InstanceOperations(nn.Module):
+class InstanceOperations(BaseModule):
     """Base class of heads whose ``layers`` are operations on instances, one for each name in ``operation_order``.
 
     Source: the parameter names are Sparse4D's.

@@ -1,6 +1,6 @@
 """Sparse4D's head: a decoder over instances, for boxes and for polylines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,13 +8,16 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import map_tensors
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import constants_on, to_device
+from .base_target import Assignment, PairCosts
 from .boxes.denoising import DenoisingQueries
 from .instance_operations import InstanceOperations
+from .padded_instances import PaddedInstances
 from .sparse4d_loss import Sparse4DLoss
 from .temporal.frame_clock import FrameStep
 from .temporal.instance_bank import InstanceBankState
@@ -54,7 +57,7 @@ def _built(config: dict[str, Any] | None, registry: Any) -> Any:
 
 
 @MODELS.register_module()
-class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
+class Sparse4DHead(InstanceOperations):
     """Detects boxes or polylines by decoder layers that refine instances.
 
     An instance consists of a feature and an anchor. The layers attend to the images, to the other instances and to the
@@ -124,8 +127,6 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
         self.with_instance_id = with_instance_id
         self.task_prefix = task_prefix
-        self.reg_weights = [1.0] * 10 if reg_weights is None else list(reg_weights)
-        self.cls_threshold_to_reg = cls_threshold_to_reg
 
         self.instance_bank = MODELS.build(instance_bank)
         self.anchor_encoder = MODELS.build(anchor_encoder)
@@ -133,6 +134,15 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         self.decoder = _built(decoder, TASK_UTILS)
         self.loss_cls = _built(loss_cls, MODELS)
         self.loss_reg = _built(loss_reg, MODELS)
+        self.criterion = Sparse4DLoss(
+            self.sampler,
+            self.loss_cls,
+            self.loss_reg,
+            [1.0] * 10 if reg_weights is None else list(reg_weights),
+            cls_threshold_to_reg,
+            num_single_frame_decoder,
+            task_prefix,
+        )
         configs = {
             "temp_gnn": temp_graph_model,
             "gnn": graph_model,
@@ -164,10 +174,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             step: what lies between the two frames, or None if the frame has no predecessor.
         """
         state = Sparse4DState() if state is None else state
-        carried = state.denoising
-        if carried is not None and len(carried["dn_anchor"]) != batch_size:
-            carried = None
-        return Sparse4DState(self.instance_bank.enter(state.bank, batch_size, step), carried)
+        bank = self.instance_bank.enter(state.bank, batch_size, step)
+        return Sparse4DState(bank, None if bank.step is None else state.denoising)
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the ground truth in ``metas``, or None in evaluation or without denoising groups.
@@ -208,8 +216,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
         batch_size, bank = len(feature_maps[0]), self.instance_bank
         state = self.enter(None, batch_size, None) if state is None else state
-        feature, anchor, time_interval, kept = bank.get(state.bank, batch_size)
-        carried, memory = self._carried(state), self._memory(kept, feature)
+        feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
+        memory = self._memory(bank_state, feature)
         attn_mask, updated = None, None
         if denoising is not None:
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
@@ -235,10 +243,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
                 prediction.append(anchor)
                 quality.append(qt)
                 if len(prediction) == self.num_single_frame_decoder < self.operation_order.count("refine"):
-                    feature, anchor, kept = bank.update(kept, feature, anchor, cls)
-                    feature, anchor, updated = self._update_denoising(
-                        feature, anchor, denoising, kept.mask, carried
-                    )
+                    feature, anchor, bank_state = bank.update(bank_state, feature, anchor, cls)
+                    feature, anchor, updated = self._update_denoising(feature, anchor, denoising, state)
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
@@ -246,7 +252,11 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
 
         N, is_alone = bank.num_anchor, denoising is None and updated is None
         output = self._denoising_output(classification, prediction, denoising, updated)
-        denoising_kept = self._to_keep(feature[:, N:], anchor[:, N:], updated or denoising)
+        queries, joined = None, updated or denoising
+        if joined is not None:
+            queries = self.sampler.cache_dn(
+                feature[:, N:], anchor[:, N:], joined.cls_target, joined.valid_mask, joined.id_target
+            )
         output.update(
             classification=classification if is_alone else [cls[:, :N] for cls in classification],
             prediction=prediction if is_alone else [anchors[:, :N] for anchors in prediction],
@@ -254,27 +264,19 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             instance_feature=feature[:, :N],
             anchor_embed=embed[:, :N],
         )
-        kept = bank.cache(kept, feature[:, :N], anchor[:, :N], cls[:, :N])
+        bank_state = bank.cache(bank_state, feature[:, :N], anchor[:, :N], cls[:, :N])
         if self.with_instance_id:
             threshold = None if self.decoder is None else self.decoder.score_threshold
-            output["instance_id"], kept = bank.get_instance_id(kept, cls[:, :N], threshold)
-        return output, Sparse4DState(kept, denoising_kept)
+            output["instance_id"], bank_state = bank.get_instance_id(bank_state, cls[:, :N], threshold)
+        return output, Sparse4DState(bank_state, queries)
 
-    def _carried(self, state: Sparse4DState) -> dict[str, Tensor] | None:
-        """Return the denoising queries of the previous frame, with their anchors moved to this frame."""
-        if state.denoising is None:
-            return None
-        anchor = state.denoising["dn_anchor"]
-        moved = self.instance_bank.moved(anchor.flatten(1, 2), state.bank.step).view_as(anchor)
-        return {**state.denoising, "dn_anchor": moved}
-
-    def _memory(self, kept: InstanceBankState, feature: Tensor) -> _Memory:
+    def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory:
         """Return what the layers attend to of the previous frame."""
-        memory = _Memory(None, None, None, kept.history)
-        if kept.cached_anchor is not None and kept.cached_feature is not None:
-            memory.embed = as_autocast_input(self.anchor_encoder(kept.cached_anchor))
+        memory = _Memory(None, None, None, state.history)
+        if state.cached_anchor is not None and state.cached_feature is not None:
+            memory.embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
             # The previous frame may have been computed with another type of autocast.
-            memory.feature = kept.cached_feature.to(autocast_dtype(feature))
+            memory.feature = state.cached_feature.to(autocast_dtype(feature))
             if "temp_gnn" in self.operation_order and any(memory.history):
                 memory.value = self.fc_before(memory.feature)
         return memory
@@ -316,8 +318,7 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         feature: Tensor,
         anchor: Tensor,
         denoising: DenoisingQueries | None,
-        has_history: Tensor | None,
-        carried: dict[str, Tensor] | None,
+        state: Sparse4DState,
     ) -> tuple[Tensor, Tensor, DenoisingQueries | None]:
         """Return features, anchors and queries after the groups of the previous frame have replaced the first groups.
 
@@ -325,6 +326,11 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
         """
         if denoising is None or denoising.id_target is None or self.sampler.num_temp_dn_groups <= 0:
             return feature, anchor, None
+        queries = state.denoising
+        if queries is not None:
+            past = queries["dn_anchor"]
+            moved = self.instance_bank.moved(past.flatten(1, 2), state.bank.step).view_as(past)
+            queries = {**queries, "dn_anchor": moved}
         feature, anchor, reg_target, cls_target, valid_mask, id_target = self.sampler.update_dn(
             feature,
             anchor,
@@ -333,8 +339,8 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             denoising.valid_mask,
             denoising.id_target,
             self.instance_bank.num_anchor,
-            has_history,
-            carried,
+            state.bank.mask,
+            queries,
         )
         updated = denoising._replace(
             reg_target=reg_target, cls_target=cls_target, valid_mask=valid_mask, id_target=id_target
@@ -367,22 +373,67 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             )
         return output
 
-    def _to_keep(
-        self, feature: Tensor, anchor: Tensor, denoising: DenoisingQueries | None
-    ) -> dict[str, Tensor] | None:
-        """Return what the next frame needs of the denoising queries, or None if there are none."""
-        if denoising is None:
-            return None
-        return self.sampler.cache_dn(
-            feature, anchor, denoising.cls_target, denoising.valid_mask, denoising.id_target
-        )
+    def ground_truth(self, data: dict[str, Any]) -> dict[str, PaddedInstances]:
+        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, padded and on the device, by task.
 
-    def select(self, model_outs: dict[str, Any], output_idx: int = -1) -> dict[str, Tensor]:
+        Raises:
+            InvalidInputError: a label on the host is not a class of the refinement layers.
+        """
+        layers: Any = self.layers
+        num_classes = min((layer.num_cls for layer in layers if hasattr(layer, "num_cls")), default=None)
+        for index, labels in enumerate(data[self.gt_cls_key]):
+            # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
+            # are there already are not looked at, because the host would have to wait for them.
+            if (
+                num_classes is not None
+                and labels.device.type == "cpu"
+                and not ((labels >= 0) & (labels < num_classes)).all()
+            ):
+                raise InvalidInputError(
+                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{num_classes - 1}, "
+                    f"got {labels.unique().tolist()}"
+                )
+        device = self.instance_bank.anchor.device
+        truth = self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
+        return {self.task_prefix: truth}
+
+    def _with_queries(self, model_outs: dict[str, Any]) -> dict[str, Any]:
+        """Return the outputs, in training with denoising queries.
+
+        If this process has none, they are empty, because another process may have some.
+        """
+        if "dn_prediction" in model_outs or not (self.training and self.sampler.num_dn_groups > 0):
+            return model_outs
+        none = {name: [x[:, :0] for x in model_outs[name]] for name in ("prediction", "classification")}
+        boxes = none["prediction"][-1].detach()
+        label = boxes[..., 0].long()
+        targets = {"dn_reg_target": boxes, "dn_cls_target": label, "dn_valid_mask": label.bool()}
+        return {**model_outs, **{f"dn_{name}": of_layers for name, of_layers in none.items()}, **targets}
+
+    def pair_costs(
+        self, model_outs: dict[str, Any], truth: Mapping[str, Any], only_last: bool = False
+    ) -> dict[str, PairCosts]:
+        """Return what it costs to assign ``truth`` to the predictions of all layers, or of the last one, by task."""
+        outs = self._with_queries(model_outs)
+        return {self.task_prefix: self.criterion.pair_costs(outs, truth[self.task_prefix], only_last)}
+
+    def losses(
+        self,
+        model_outs: dict[str, Any],
+        data: dict[str, Any],
+        truth: Mapping[str, Any],
+        costs: Mapping[str, PairCosts],
+        assigned: Mapping[str, Assignment],
+    ) -> dict[str, Tensor]:
+        """Return the losses by name; see ``Sparse4DLoss.losses``. Of each argument, the head's own task is read."""
+        task = self.task_prefix
+        return self.criterion.losses(self._with_queries(model_outs), truth[task], costs[task], assigned[task])
+
+    def select(self, model_outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
         """Return the results of the batch on its device. All work runs on the device."""
         return self.decoder.select(
             model_outs["classification"],
             model_outs["prediction"],
             model_outs.get("instance_id"),
             model_outs.get("quality"),
-            output_idx=output_idx,
         )

@@ -1,58 +1,35 @@
 """The losses of Sparse4D's head."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from visdet.errors import InvalidInputError
 
 from ..transfer import constants_on
 from .base_target import Assignment, PairCosts
 from .padded_instances import PaddedInstances
 
 
+@dataclass(frozen=True)
 class Sparse4DLoss:
-    """The losses of ``Sparse4DHead``, for matched instances and for denoising queries.
+    """The losses of a ``Sparse4DHead``, for matched instances and for denoising queries.
 
     ``pair_costs`` and ``losses`` run on the device of one process alone. Between them, ``assigned_instances`` solves
     the assignments and averages the counts over the processes. Every process takes part in that, whatever its ground
     truth, so that no process waits for another one in vain.
+
+    Attributes: see ``Sparse4DHead``.
     """
 
-    # These attributes belong to the head.
-    training: bool
-    layers: Any
     sampler: Any
     loss_cls: Any
     loss_reg: Any
-    reg_weights: list[float]
+    reg_weights: Sequence[float]
     cls_threshold_to_reg: float
     num_single_frame_decoder: int
-    gt_cls_key: str
-    gt_reg_key: str
     task_prefix: str
-
-    def ground_truth(self, data: dict[str, Any], device: torch.device) -> PaddedInstances:
-        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, one tensor per sample, on ``device``.
-
-        Raises:
-            InvalidInputError: a label on the host is not a class of the refinement layers.
-        """
-        num_classes = min((layer.num_cls for layer in self.layers if hasattr(layer, "num_cls")), default=None)
-        for index, labels in enumerate(data[self.gt_cls_key]):
-            # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
-            # are there already are not looked at, because the host would have to wait for them.
-            if (
-                num_classes is not None
-                and labels.device.type == "cpu"
-                and not ((labels >= 0) & (labels < num_classes)).all()
-            ):
-                raise InvalidInputError(
-                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{num_classes - 1}, "
-                    f"got {labels.unique().tolist()}"
-                )
-        return self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
 
     def pair_costs(
         self, model_outs: dict[str, Any], truth: PaddedInstances, only_last: bool = False
@@ -61,7 +38,7 @@ class Sparse4DLoss:
         with torch.autocast(truth.labels.device.type, enabled=False):
             cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
             pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
-            valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs, cls)]
+            valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs)]
             return pairs._replace(num_denoising=torch.stack(valid)) if valid else pairs
 
     def losses(
@@ -95,10 +72,10 @@ class Sparse4DLoss:
                 (cls_target, reg_target, reg_weight, is_matched),
                 assigned.num_positive[: len(cls)],
             )
-            queries = self._denoising_targets(model_outs, cls)
+            queries = self._denoising_targets(model_outs)
             if queries:
                 num_valid = assigned.num_positive[len(cls) :]
-                losses |= self._denoising_losses(model_outs, cls, queries, num_valid, reg_scale)
+                losses |= self._denoising_losses(model_outs, queries, num_valid, reg_scale)
             return losses
 
     def _losses_of_layers(
@@ -134,21 +111,15 @@ class Sparse4DLoss:
         )
         return _by_layer(elements, num_positive, "_")
 
-    def _denoising_targets(
-        self, model_outs: dict[str, Any], cls: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _denoising_targets(self, model_outs: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return (class, box, valid) of the queries, [n], [n, D] and [n].
 
-        The list has two elements, for the layers before and after the queries of the previous frame have joined. If
-        this process has no queries, their tensors are empty, because another process may have some. Without denoising
-        the list is empty.
+        The list has two elements, for the layers before and after the queries of the previous frame have joined.
+        Without denoising it is empty.
         """
-        if not (self.training and self.sampler.num_dn_groups > 0) and "dn_prediction" not in model_outs:
+        if "dn_prediction" not in model_outs:
             return []
         D = len(self.reg_weights)
-        if "dn_prediction" not in model_outs:
-            empty = torch.zeros(0, dtype=torch.int64, device=cls.device)
-            return [(empty, cls.new_zeros(0, D), empty.bool())] * 2
         later = "temp_" if "temp_dn_valid_mask" in model_outs else ""
         return [
             (
@@ -162,25 +133,21 @@ class Sparse4DLoss:
     def _denoising_losses(
         self,
         model_outs: dict[str, Any],
-        cls: Tensor,
         queries: list[tuple[Tensor, Tensor, Tensor]],
         num_valid: Tensor,
         reg_scale: Tensor,
     ) -> dict[str, Tensor]:
         """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
-        num_layers, _, _, background = cls.shape
+        scores, boxes = (
+            torch.stack([x.float() for x in model_outs[name]])
+            for name in ("dn_classification", "dn_prediction")
+        )
+        num_layers, background = len(scores), scores.shape[-1]
+        scores, boxes = scores.flatten(0, 2), boxes.flatten(0, 2)
         is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
         cls_target, reg_target, is_valid = (
             torch.cat([of_query[later] for later in is_later]) for of_query in zip(*queries, strict=True)
         )
-        if "dn_prediction" in model_outs:
-            scores, boxes = (
-                torch.stack([x.float() for x in model_outs[name]]).flatten(0, 2)
-                for name in ("dn_classification", "dn_prediction")
-            )
-        else:
-            scores = cls.flatten(0, 2)[:0]
-            boxes = torch.cat([x.float().flatten(0, 1)[:0] for x in model_outs["prediction"]])
         elements = {
             f"{self.task_prefix}_loss_cls": self.loss_cls(
                 scores,

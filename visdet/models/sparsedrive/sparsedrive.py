@@ -135,19 +135,19 @@ class SparseDrive(BaseDetector):
             state: the state that the previous ``step`` returned, or None for a first frame.
         """
         batch = self._entered(images, batch_of(data_samples), state)
-        outs, kept = self.head(self.extract_feat(images), batch.metas, batch.state)
-        return outs, TemporalState(batch.clock, kept)
+        outs, of_head = self.head(self.extract_feat(images), batch.metas, batch.state)
+        return outs, TemporalState(batch.clock, of_head)
 
     def _entered(
-        self, images: Tensor, data: dict[str, Any], before: TemporalState | None, **training: Any
+        self, images: Tensor, data: dict[str, Any], state: TemporalState | None, **training: Any
     ) -> DrivingBatch:
         """Return the batch of the next frames. The head has entered them, which is all work of the host."""
         clock = FrameClock.of(data) if self.head.is_temporal else None
-        step, kept = None, None
-        if clock is not None and before is not None:
-            step, kept = clock.since(before.clock), before.head
-        state = self.head.enter(kept, len(images), step)
-        return DrivingBatch.of(images, data, state, clock=clock, **training)
+        step, of_head = None, None
+        if clock is not None and state is not None:
+            step, of_head = clock.since(state.clock), state.head
+        of_head = self.head.enter(of_head, len(images), step)
+        return DrivingBatch.of(images, data, of_head, clock=clock, **training)
 
     def extract_feat(
         self, img: Tensor, return_depth: bool = False, metas: dict[str, Any] | None = None
@@ -196,7 +196,7 @@ class SparseDrive(BaseDetector):
         """Return the next frame of each sample's sequence with ground truth and denoising queries. The host works."""
         data = batch_of(data_samples)
         denoising = self.head.denoising_queries(data)
-        truth = self._ground_truth(data)
+        truth = self.head.ground_truth(data)
         return self._entered(inputs, data, state, denoising=denoising, truth=truth)
 
     def predictions_and_costs(
@@ -214,7 +214,7 @@ class SparseDrive(BaseDetector):
         else:
             features, depths = self.extract_feat(batch.images, return_depth=True, metas=batch.metas)
         outs, state = self.head(features, batch.metas, batch.state, batch.denoising)
-        costs = self._pair_costs(outs, batch.truth)
+        costs = self.head.pair_costs(outs, batch.truth)
         return (outs, depths, costs), (costs, state)
 
     def assign(
@@ -235,7 +235,7 @@ class SparseDrive(BaseDetector):
     ) -> dict[str, Tensor]:
         """Return the losses by name. All work runs on the device."""
         outs, depths, costs = predictions
-        losses = self._head_losses(outs, batch, costs, assigned)
+        losses = self.head.losses(outs, batch.metas, batch.truth, costs, assigned)
         if depths is not None:
             known = batch.metas.get("gt_depth")
             # Without ground truth, a zero keeps the branch in the graph, because in a distributed run every parameter
@@ -278,7 +278,7 @@ class SparseDrive(BaseDetector):
         """
         features = self.image_features(batch.images) if features is None else features
         outs, state = self.head(features, batch.metas, batch.state)
-        return self._selected(outs, batch.metas), state
+        return self.head.select(outs, batch.metas), state
 
     def with_detections(
         self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]
@@ -288,20 +288,6 @@ class SparseDrive(BaseDetector):
             sample.set_predictions(result)
         return list(data_samples)
 
-    def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
-        return self.head.ground_truth(data)
-
-    def _pair_costs(self, outs: Any, truth: dict[str, Any]) -> dict[str, PairCosts]:
-        return self.head.pair_costs(outs, truth)
-
-    def _head_losses(
-        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Assignment]
-    ) -> dict[str, Tensor]:
-        return self.head.losses(outs, batch.metas, batch.truth, costs, assigned)
-
-    def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
-        return self.head.select(outs, data)
-
 
 @MODELS.register_module()
 class Sparse4D(SparseDrive):
@@ -309,20 +295,6 @@ class Sparse4D(SparseDrive):
 
     Source: arXiv 2311.11722; keywords and parameter names are Sparse4D's.
     """
-
-    def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {"det": self.head.ground_truth(data, next(self.parameters()).device)}
-
-    def _pair_costs(self, outs: Any, truth: dict[str, Any]) -> dict[str, PairCosts]:
-        return {"det": self.head.pair_costs(outs, truth["det"])}
-
-    def _head_losses(
-        self, outs: Any, batch: DrivingBatch, costs: dict[str, PairCosts], assigned: dict[str, Assignment]
-    ) -> dict[str, Tensor]:
-        return self.head.losses(outs, batch.truth["det"], costs["det"], assigned["det"])
-
-    def _selected(self, outs: Any, data: dict[str, Any]) -> dict[str, Any]:
-        return self.head.select(outs)
 
 
 def _with_one_clock(plain: Any) -> Any:

@@ -1,6 +1,7 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
-from collections.abc import Callable, Container, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class SparseDriveHead(BaseModule):
         self.task_config = {
             name: bool(task_config.get(name, False)) for name in ("with_det", "with_map", "with_motion_plan")
         }
+        self.with_det, self.with_map, self.with_motion_plan = self.task_config.values()
         if self.with_motion_plan and not (self.with_det and self.with_map):
             raise InvalidInputError(
                 f"SparseDriveHead: with_motion_plan needs with_det and with_map, got {dict(task_config)}"
@@ -59,16 +61,17 @@ class SparseDriveHead(BaseModule):
             self.det_head = MODELS.build(det_head)
         if self.with_map:
             self.map_head = MODELS.build(map_head)
+        if self.with_det and self.with_map and self.det_head.task_prefix == self.map_head.task_prefix:
+            raise InvalidInputError(
+                f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {self.map_head.task_prefix!r}"
+            )
         if self.with_motion_plan:
             self.motion_plan_head = MODELS.build(motion_plan_head)
             # Each box of the results gets its trajectories.
             decoder, boxes = self.motion_plan_head.motion_decoder, self.det_head.decoder
-            if decoder.num_output is None:
-                decoder.num_output = boxes.num_output
-            if decoder.score_threshold is None:
-                decoder.score_threshold = boxes.score_threshold
-            if decoder.min_distance is None:
-                decoder.min_distance = boxes.min_distance
+            for option in ("num_output", "score_threshold", "min_distance"):
+                if getattr(decoder, option) is None:
+                    setattr(decoder, option, getattr(boxes, option))
             self._check_motion_anchor()
 
     def _check_motion_anchor(self) -> None:
@@ -84,26 +87,26 @@ class SparseDriveHead(BaseModule):
             )
 
     @property
-    def with_det(self) -> bool:
-        return self.task_config["with_det"]
-
-    @property
-    def with_map(self) -> bool:
-        return self.task_config["with_map"]
-
-    @property
-    def with_motion_plan(self) -> bool:
-        return self.task_config["with_motion_plan"]
-
-    @property
     def is_temporal(self) -> bool:
         """Whether something is kept from frame to frame, for which the times and poses of frames are needed."""
-        return self.with_motion_plan or any(head.is_temporal for head in self._tasks().values())
+        return self.with_motion_plan or any(head.is_temporal for head in self._perception().values())
 
-    def _tasks(self) -> dict[str, Any]:
-        """Return the heads by the names of their tasks."""
-        names = {"det": "det_head", "map": "map_head", "motion_plan": "motion_plan_head"}
-        return {name: getattr(self, head) for name, head in names.items() if self.task_config[f"with_{name}"]}
+    def _perception(self) -> dict[str, Any]:
+        """Return the heads of detection and map by the names of their tasks."""
+        return {
+            name: getattr(self, f"{name}_head") for name in ("det", "map") if self.task_config[f"with_{name}"]
+        }
+
+    def _perceived(self, call: Callable[[str, Any], Any], reads: Any = ()) -> dict[str, Any]:
+        """Return the results of ``call(task, head)`` by task, of detection and map side by side.
+
+        Args:
+            reads: the tensors that both read and that were made for this call.
+        """
+        heads = self._perception()
+        calls = [functools.partial(call, *task) for task in heads.items()]
+        results = in_parallel(calls[0], calls[1], reads) if len(calls) == 2 else [calls[0]()]
+        return dict(zip(heads, results, strict=True))
 
     def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
         """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
@@ -112,10 +115,10 @@ class SparseDriveHead(BaseModule):
             state: what the frame before left, or None in a first frame. batch_size: B.
             step: what lies between the two frames, or None if the frame has no predecessor.
         """
-        return {
-            name: head.enter(None if state is None else state[name], batch_size, step)
-            for name, head in self._tasks().items()
-        }
+        parts = self._perception()
+        if self.with_motion_plan:
+            parts["motion_plan"] = self.motion_plan_head.instance_queue
+        return {name: part.enter(state and state[name], batch_size, step) for name, part in parts.items()}
 
     def denoising_queries(self, metas: dict[str, Any]) -> DenoisingQueries | None:
         """Return noisy copies of the boxes in ``metas``, from which detection learns, or None if there are none."""
@@ -140,13 +143,11 @@ class SparseDriveHead(BaseModule):
         """
         state = self.enter(None, len(feature_maps[0]), None) if state is None else state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
-            outputs = _of_tasks(
-                [name for name in ("det", "map") if self.task_config[f"with_{name}"]],
-                det=lambda: self.det_head(feature_maps, metas, state["det"], denoising),
-                map=lambda: self.map_head(feature_maps, metas, state["map"]),
-                reads=feature_maps,
+            queries = {"det": denoising}
+            outputs = self._perceived(
+                lambda task, head: head(feature_maps, metas, state[task], queries.get(task)), feature_maps
             )
-        after = {name: kept for name, (_, kept) in outputs.items()}
+        after = {name: state for name, (_, state) in outputs.items()}
         det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
         if self.with_motion_plan:
@@ -171,16 +172,13 @@ class SparseDriveHead(BaseModule):
             ``PaddedInstances`` for ``det`` and ``map``, and for ``motion`` the future steps [B, N, T, 2] and masks
             [B, N, T] of the boxes.
         """
-        device = next(self.parameters()).device
-        truth: dict[str, Any] = {}
-        if self.with_det:
-            truth["det"] = self.det_head.ground_truth(data, device)
-        if self.with_map and not self.freeze_perception:
-            truth["map"] = self.map_head.ground_truth(data, device)
+        heads = [self.det_head] if self.freeze_perception else self._perception().values()
+        truth: dict[str, Any] = _merged(head.ground_truth(data) for head in heads)
         if self.with_motion_plan:
-            futures = (data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"])
+            device = next(self.parameters()).device
             truth["motion"] = tuple(
-                padded_rows([row.cpu().float() for row in rows], device) for rows in futures
+                padded_rows([row.cpu().float() for row in data[name]], device)
+                for name in ("gt_agent_fut_trajs", "gt_agent_fut_masks")
             )
         return truth
 
@@ -192,12 +190,10 @@ class SparseDriveHead(BaseModule):
         Args:
             model_outs: the result of ``forward``. truth: the result of ``ground_truth``.
         """
-        det_output, map_output, *_ = model_outs
-        return _of_tasks(
-            truth,
-            det=lambda: self.det_head.pair_costs(det_output, truth["det"], only_last=self.freeze_perception),
-            map=lambda: self.map_head.pair_costs(map_output, truth["map"]),
-        )
+        if self.freeze_perception:
+            return self.det_head.pair_costs(model_outs[0], truth, only_last=True)
+        outs = dict(zip(("det", "map"), model_outs, strict=False))
+        return _merged(self._perceived(lambda task, head: head.pair_costs(outs[task], truth)).values())
 
     def losses(
         self,
@@ -215,18 +211,19 @@ class SparseDriveHead(BaseModule):
             assigned: the result of ``assigned_instances``.
         """
         det_output, map_output, motion_output, planning_output = model_outs
-        of_tasks = _of_tasks(
-            () if self.freeze_perception else truth,
-            det=lambda: self.det_head.losses(det_output, truth["det"], costs["det"], assigned["det"]),
-            map=lambda: self.map_head.losses(map_output, truth["map"], costs["map"], assigned["map"]),
-        )
-        losses = {name: value for of_task in of_tasks.values() for name, value in of_task.items()}
+        losses: dict[str, Tensor] = {}
+        if not self.freeze_perception:
+            outs = {"det": det_output, "map": map_output}
+            losses = _merged(
+                self._perceived(
+                    lambda task, head: head.losses(outs[task], data, truth, costs, assigned)
+                ).values()
+            )
         if self.with_motion_plan:
             # It learns from the boxes that the last layer of detection has matched.
-            futures = self.motion_plan_head.motion_sampler.futures(
-                *truth["motion"], assigned["det"].index[-1]
-            )
-            num_matched = assigned["det"].num_positive[len(assigned["det"].index) - 1]
+            matched = assigned[self.det_head.task_prefix]
+            futures = self.motion_plan_head.motion_sampler.futures(*truth["motion"], matched.index[-1])
+            num_matched = matched.num_positive[len(matched.index) - 1]
             losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures, num_matched)
         return losses
 
@@ -235,11 +232,8 @@ class SparseDriveHead(BaseModule):
     ) -> dict[str, dict[str, Any]]:
         """Return the results of the batch by task, on its device. All work runs on the device."""
         det_output, map_output, motion_output, planning_output = model_outs
-        selected = {}
-        if self.with_det:
-            selected["det"] = self.det_head.select(det_output)
-        if self.with_map:
-            selected["map"] = self.map_head.select(map_output)
+        outs = {"det": det_output, "map": map_output}
+        selected = {task: head.select(outs[task], data) for task, head in self._perception().items()}
         if self.with_motion_plan:
             selected["motion_plan"] = self.motion_plan_head.select(
                 det_output, motion_output, planning_output, data
@@ -247,15 +241,5 @@ class SparseDriveHead(BaseModule):
         return selected
 
 
-def _of_tasks(
-    tasks: Container[str], det: Callable[[], Any], map: Callable[[], Any], reads: Any = ()
-) -> dict[str, Any]:
-    """Return the results of the functions of detection and map, of those that are in ``tasks``, by task.
-
-    Args:
-        reads: the tensors that both read and that were made for this call.
-    """
-    if "det" in tasks and "map" in tasks:
-        of_det, of_map = in_parallel(det, map, reads)
-        return {"det": of_det, "map": of_map}
-    return {name: function() for name, function in (("det", det), ("map", map)) if name in tasks}
+def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

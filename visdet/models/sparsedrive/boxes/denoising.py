@@ -174,7 +174,7 @@ class BoxDenoising:
         dn_id_target: Tensor | None,
         num_normal_anchor: int,
         temporal_valid_mask: Tensor | None,
-        carried: Mapping[str, Tensor] | None,
+        state: Mapping[str, Tensor] | None,
     ) -> tuple[Any, ...]:
         """Replace the first groups of queries by those that were kept from the previous frame.
 
@@ -186,33 +186,33 @@ class BoxDenoising:
             dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
             num_normal_anchor: N.
             temporal_valid_mask: [B] bool, whether a sample has history. With None no sample has.
-            carried: the result of ``cache_dn`` for the previous frame, with its anchors moved to this frame.
+            state: the result of ``cache_dn`` for the previous frame, with its anchors moved to this frame.
 
         Returns:
             The first six arguments, with the kept queries in them.
         """
         unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
-        if carried is None or temporal_valid_mask is None or dn_id_target is None:
+        if state is None or temporal_valid_mask is None or dn_id_target is None:
             return unchanged
         if instance_feature.shape[1] <= num_normal_anchor:
             return unchanged
         N, G = num_normal_anchor, self.num_dn_groups
         ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
-        carried_ids = carried["dn_id_target"]
-        T = carried_ids.shape[1]  # temporal groups
-        is_same = carried_ids[..., None] == ids[:, :T, None]  # [B, T, n_carried, n]
-        cls_target = torch.where(is_same.any(-1), carried["dn_cls_target"], _PADDING)
-        of_carried = (
-            carried["dn_instance_feature"],
-            carried["dn_anchor"],
+        state_ids = state["dn_id_target"]
+        T = state_ids.shape[1]  # temporal groups
+        is_same = state_ids[..., None] == ids[:, :T, None]  # [B, T, n before, n]
+        cls_target = torch.where(is_same.any(-1), state["dn_cls_target"], _PADDING)
+        of_state = (
+            state["dn_instance_feature"],
+            state["dn_anchor"],
             torch.einsum("btij,btjd->btid", is_same.to(reg_target.dtype), reg_target[:, :T]),
             cls_target,
-            carried["valid_mask"],
-            carried_ids,
+            state["valid_mask"],
+            state_ids,
         )
         fresh: tuple[Any, ...] = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
         merged = []
-        for old, new in zip(of_carried, fresh, strict=True):
+        for old, new in zip(of_state, fresh, strict=True):
             new = _grouped(new, G)
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
             old = torch.where(has_history, _fitted(old, new.shape[2]).to(new.dtype), new[:, :T])

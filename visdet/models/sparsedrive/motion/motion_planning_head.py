@@ -15,7 +15,6 @@ from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
 from ..instance_operations import InstanceOperations
 from ..mlp import linear_relu_ln
 from ..sample_batch import field_of
-from ..temporal.frame_clock import FrameStep
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
 from .motion_target import best_modes
@@ -144,13 +143,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             if op == "refine":
                 layer.init_weights()
 
-    def enter(
-        self, state: InstanceQueueState | None, batch_size: int, step: FrameStep | None
-    ) -> InstanceQueueState:
-        """Return the state with which a frame starts. This is all work on the host that a frame needs."""
-        state = InstanceQueueState() if state is None else state
-        return self.instance_queue.enter(state, batch_size, step)
-
     def forward(
         self,
         det_output: dict[str, Any],
@@ -165,7 +157,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
 
         Args:
             det_output, map_output: raw outputs of the other heads. feature_maps: as in ``Sparse4DHead``.
-            state: the result of ``enter``.
+            state: the result of the queue's ``enter``.
             anchor_encoder: embeds the boxes of instances and of the ego.
             mask: [B] bool, whether a sample continues its sequence. It is None for the first frame.
             anchor_handler: module with ``anchor_projection``, which moves boxes in space and time.

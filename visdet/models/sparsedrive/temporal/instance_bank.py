@@ -244,8 +244,8 @@ class InstanceBank(ModuleWithAnchors):
             state = replace(state, confidence=None, instance_id=None)
         confidence = confidence.detach().float().amax(-1).sigmoid()
         if state.confidence is not None:
-            carried = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
-            confidence = torch.cat([carried, confidence[:, K:]], dim=1)
+            decayed = torch.maximum(state.confidence * self.confidence_decay, confidence[:, :K])
+            confidence = torch.cat([decayed, confidence[:, K:]], dim=1)
         best, (feature, anchor) = topk(confidence, K, instance_feature.detach(), anchor.detach())
         return replace(
             state,

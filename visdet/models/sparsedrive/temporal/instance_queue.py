@@ -105,14 +105,16 @@ class InstanceQueue(BaseModule):
             waves = 2 * 2 * 2 * _NUM_WAVES  # velocity and change, two axes, sine and cosine
             self.ego_motion_encoder = nn.Sequential(*linear_relu_ln(embed_dims, 2, 1, waves))
 
-    def enter(self, state: InstanceQueueState, batch_size: int, step: FrameStep | None) -> InstanceQueueState:
+    def enter(
+        self, state: InstanceQueueState | None, batch_size: int, step: FrameStep | None
+    ) -> InstanceQueueState:
         """Return the state with which a frame starts. This is all work on the host that a frame needs.
 
         Args:
-            state: what the frame before left. batch_size: B.
+            state: what the frame before left, or None in a first frame. batch_size: B.
             step: what lies between the two frames. Without one, the queue starts anew.
         """
-        if step is None or state.period is None or len(state.period) != batch_size:
+        if state is None or step is None or state.period is None or len(state.period) != batch_size:
             return InstanceQueueState()
         # The mask that ``get`` receives tells whether the history of a sample counts.
         on_device = DeviceStep.of(step, [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32)
