@@ -39,7 +39,7 @@ HOOKS = {
     "ParamSchedulerHook": (
         {},
         "param_scheduler",
-        lambda runner, folder: runner.param_schedulers[1].last_step == 20,
+        lambda runner, folder: runner.param_schedulers[1].last_step > 0,
     ),
     "ProfilerHook": (
         {"by_epoch": False, "profile_times": 2, "json_trace_path": "trace.json"},
