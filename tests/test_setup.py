@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from visdet import doctor, ops
-from visdet.ops import _library
+from visdet.ops import _library, _torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -217,3 +217,13 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         and "pip install --no-build-isolation -e ." in done.stdout
         and "torch.Size([3, 1, 2, 2])" in done.stdout
     )
+
+
+def test_the_doctor_names_a_torchvision_that_does_not_load(monkeypatch):
+    pytest.importorskip("mmengine")
+    monkeypatch.setattr(_torchvision, "_problems", {"cpu": None})
+    text = doctor.report()[0]
+    assert "nms on cpu: visdet's kernels" in text and "roi_align on cpu: visdet's kernels" in text
+    monkeypatch.setattr(_torchvision, "_problems", {"cpu": "torchvision does not import (why)"})
+    text, advice = doctor.report()
+    assert any("does not import (why)" in line for line in advice)

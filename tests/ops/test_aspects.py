@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
+from visdet.ops import _library
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SIZED = [(name, number) for name, operator in OPERATORS.items() for number in range(len(operator.of_size))]
@@ -194,3 +195,13 @@ def test_threads_change_no_bit(name):
         torch.set_num_threads(threads)
     for others in found[1:]:
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_plain_torch_serves_where_the_library_is_missing(name, monkeypatch):
+    problems = [problem_of(name, number, 3, "cpu") for number in range(len(OPERATORS[name].of_size))]
+    problems = problems or large_problems(name)
+    expected = [results(name, problem) for problem in problems]
+    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
+    for problem, wanted in zip(problems, expected, strict=True):
+        torch.testing.assert_close(results(name, problem), wanted, rtol=1e-2, atol=1e-2, equal_nan=True)

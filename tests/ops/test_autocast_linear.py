@@ -1,5 +1,7 @@
 """A linear layer under autocast, against torch's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,3 +187,23 @@ def test_what_suits(change):
         with torch.no_grad():
             assert not suits_autocast_linear(x, layer.weight, layer.bias)
     assert not suits_autocast_linear(x, layer.weight, layer.bias)
+
+
+HAS_AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
+
+
+@pytest.mark.xfail(
+    HAS_AMX, reason="torch's product of bfloat16 reads beyond a row on CPUs with AMX", strict=False
+)
+def test_a_product_of_torch_reads_its_rows_alone():
+    """Linear layers under autocast use it; autocast_linear does not on CPUs."""
+    memory = torch.full((17 * 80 + 64,), float("nan"), dtype=torch.bfloat16)
+    rows, weight = memory[: 17 * 80].view(17, 80), torch.ones(22, 80, dtype=torch.bfloat16)
+    rows[:-1] = 1
+    assert torch.mm(rows, weight.T)[:-1].isfinite().all()
+
+
+def test_a_product_of_autocast_linear_reads_its_rows_alone():
+    rows, weight = torch.ones(17, 80), torch.ones(22, 80)
+    rows[-1] = float("nan")
+    assert autocast_linear(rows, weight, torch.zeros(22), torch.bfloat16)[:-1].isfinite().all()

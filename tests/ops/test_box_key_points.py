@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, largest, rand
-from visdet.ops import _library, box_key_points, box_key_points_reference
+from visdet.ops import box_key_points, box_key_points_reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 
@@ -154,11 +154,3 @@ def test_rejects(name, device):
     case[index] = change(case[index])
     with pytest.raises(RuntimeError, match=message):
         box_key_points(*case)
-
-
-def test_without_a_library_plain_torch_computes_the_same(monkeypatch):
-    case = make_case(2, 3, 11, 7, 6)
-    expected = box_key_points(*case)
-    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    monkeypatch.delattr(torch.ops, "visdet")  # nothing of it may be asked for
-    torch.testing.assert_close(box_key_points(*case), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from visdet.ops import _library, carafe, roi_pool, sigmoid_focal_loss, soft_nms
+from visdet.ops import roi_pool, sigmoid_focal_loss, soft_nms
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
@@ -314,29 +314,6 @@ def test_soft_nms_rejections(arguments, message):
         torch.ops.visdet.soft_nms(*arguments, *settings[len(arguments) - 2 :])
     with pytest.raises(ValueError, match="soft_nms: sigma must be positive, got 0"):
         soft_nms(torch.zeros(3, 4), torch.zeros(3), sigma=0, method="gaussian")
-
-
-def test_without_the_library_the_reference_runs(monkeypatch):
-    boxes, scores = soft_boxes(30, torch.float32)
-    x, logits = draw(1, 4, 3, 3).float(), draw(5, 3).float()
-    masks, target, rois = (
-        draw(1, 9, 6, 6).float(),
-        torch.tensor([0, 3, 1, 2, 0]),
-        torch.tensor([[0.0, 0, 0, 2, 2]]),
-    )
-
-    def everything():
-        return [
-            *soft_nms(boxes, scores),
-            roi_pool(x, rois, 2),
-            carafe(x, masks, 3, 1, 2),
-            sigmoid_focal_loss(logits, target),
-        ]
-
-    served = everything()
-    monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    for one, other in zip(served, everything(), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.cuda

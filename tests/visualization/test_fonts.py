@@ -74,3 +74,14 @@ def test_what_is_drawn_and_the_warning_that_names_fonts(monkeypatch, capfd):
     texts = [legible(text)[0][0] for text in ("bolt 0.9", "螺栓 0.9", "a\nb", "垫")]
     assert texts == ["bolt 0.9", "U+87BA U+6813 0.9", "a U+000A b", "U+57AB"]
     assert len(warnings) == 1 and "'螺栓 0.9'" in warnings[0] and "fonts-noto-cjk" in warnings[0]
+
+
+def test_a_font_of_the_system_that_has_the_characters_is_used(monkeypatch):
+    """The font is one of matplotlib's own, which has a character of a script that DejaVu Sans Bold lacks."""
+    own = set(fonts._opened(fonts._own_font()).get_charmap())
+    other = fonts._own_font().replace("DejaVuSans-Bold", "DejaVuSansDisplay")
+    other = other if set(fonts._opened(other).get_charmap()) - own else fonts._own_font().replace("-Bold", "")
+    character = next(c for c in map(chr, set(fonts._opened(other).get_charmap()) - own) if c.isprintable())
+    monkeypatch.setattr(fonts, "_system_fonts", lambda: [other])
+    monkeypatch.setattr(fonts, "_characters_of_the_system", lambda: {ord(character)})
+    assert legible(character) == ([character], other)

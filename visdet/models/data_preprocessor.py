@@ -97,7 +97,8 @@ class DetDataPreprocessor(ImgDataPreprocessor):
                 divisor = self.pad_size_divisor
                 sides = zip(planned, inputs.shape[-2:], strict=True)
                 padded = [max(-(-side // divisor) * divisor, given) for side, given in sides]
-                inputs = _pad_to(inputs, padded, self.pad_value)
+                if padded != list(inputs.shape[-2:]):
+                    inputs = _pad_to(inputs, padded, self.pad_value)
             batch_size = tuple(inputs.shape[-2:])
             for sample, size in zip(data_samples, image_sizes, strict=True):
                 self._complete(sample, size, batch_size, training)

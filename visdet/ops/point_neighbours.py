@@ -98,7 +98,7 @@ def ball_query(
     Raises:
         ValueError: A shape does not fit. The message names the argument.
 
-    Source: The signature is mmcv's.
+    Source: The signature is mmcv's without its two last arguments, the batch counts: see ``stack_ball_query``.
     """
     return _in_balls(xyz, center_xyz, min_radius**2, max_radius**2, sample_num, False)
 
@@ -223,7 +223,8 @@ def knn(
     Raises:
         ValueError: A shape or ``k`` does not fit. The message names the argument.
 
-    Source: The signature is mmcv's, which reads three numbers for each point whatever D is.
+    Source: mmcv's ``knn(k, xyz, center_xyz, transposed=False)`` returns the indices alone, [B, k, M], and reads three
+        numbers for each point whatever D is. ``visdet.compat`` provides mmcv's entry.
     """
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)

@@ -82,7 +82,12 @@ class _AutocastLinear(torch.autograd.Function):
         rows, weight, bias = input.to(dtype), weight.to(dtype), bias.to(dtype)
         output = rows.new_empty(*input.shape[:-1], len(bias))
         # Written into a tensor, a product takes no part in autocast, and the output is no view, which may be changed.
-        torch.addmm(bias, _as_matrix(rows), weight.T, out=_as_matrix(output))
+        if rows.is_cuda:
+            torch.addmm(bias, _as_matrix(rows), weight.T, out=_as_matrix(output))
+        else:  # Products of bfloat16 on CPUs with AMX read beyond a row in torch 2.14.
+            exact = rows.new_empty(output.shape, dtype=torch.float32)
+            torch.addmm(bias.float(), _as_matrix(rows).float(), weight.float().T, out=_as_matrix(exact))
+            output.copy_(exact)
         ctx.save_for_backward(rows, weight)
         ctx.input_dtype = input.dtype
         return output
@@ -107,7 +112,10 @@ def _as_matrix(rows: Tensor) -> Tensor:
 
 
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two matrices in this type. On CUDA, a kernel writes it in this type."""
+    """Return the product of two matrices in this type. On CUDA, a kernel writes it in this type.
+
+    On the CPU it is a product of float32, for the reason in the forward.
+    """
     if one.is_cuda and one.dtype != dtype:
         return torch.mm(one, other, out_dtype=dtype)
-    return torch.mm(one, other).to(dtype)
+    return torch.mm(*((one, other) if one.is_cuda else (one.float(), other.float()))).to(dtype)

@@ -65,7 +65,7 @@ def pixel_group(
     Raises:
         ValueError: A shape or a label does not fit. The message names the argument.
 
-    Source: Paper "PAN" (Wang et al.). The signature is mmcv's.
+    Source: Paper "PAN" (Wang et al.). The signature is mmcv's, which takes NumPy arrays, too.
     """
     W = score.shape[1]
     labels = kernel_label.flatten().long().clamp(min=0)
@@ -120,7 +120,7 @@ def contour_expand(
     Raises:
         ValueError: A shape does not fit. The message names the argument.
 
-    Source: Paper "PSENet" (Wang et al.). The signature is mmcv's.
+    Source: Paper "PSENet" (Wang et al.). The signature is mmcv's, which takes NumPy arrays, too.
     """
     shape = kernel_mask.shape[1:]
     given = internal_kernel_label.flatten().long()

@@ -181,10 +181,11 @@ def indice_conv(
     dtype = computation_dtype(features)
     output = features.new_zeros(num_activate_out, weights.shape[2], dtype=dtype)
     wide = features.to(dtype)  # The gradient of an input is a sum over the taps.
+    operands = dtype if features.device.type == "cpu" else features.dtype  # as in autocast_linear
     for k, source, target in _of_each_tap(
         indice_pairs, indice_pair_num, len(features), num_activate_out, inverse
     ):
-        product = wide[source].to(features.dtype) @ weights[k]
+        product = wide[source].to(operands) @ weights[k].to(operands)
         output = output.index_add_(0, target, product.to(dtype))
     # The sums of no numbers make a result of no pairs differentiable.
     return output.to(features.dtype) + features[:0].sum() + weights[:0].sum()
