@@ -14,7 +14,7 @@ from visdet.datasets.transforms import (
     PackDrivingInputs,
     multi_view,
 )
-from visdet.engine.detections import detections_of
+from visdet.engine.inference.detections import detections_of
 from visdet.evaluation import CocoMetric, MotionMetric, NuScenesMetric, TrackingMetric, VectorMapMetric
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.planned_batch import say_size
 
-from .checkpoints.random_state import preserved_random_state
+from ..checkpoints.random_state import preserved_random_state
 
 SHARED_MEMORY = "/dev/shm"
 _PLENTY = 4 << 30
