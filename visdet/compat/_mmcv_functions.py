@@ -164,8 +164,8 @@ def deform_roi_pool_gradient(
     if offset is not None and is_loaded(input.device.type):
         return deform_roi_pool_gradients(grad_output, input, rois, offset, *settings)
 
-    def pool(input: Tensor, *offset: Tensor) -> Tensor:
-        return ops.deform_roi_pool(input, rois, *(offset or [None]), *settings)
+    def pool(input: Tensor, offset: Tensor | None = None) -> Tensor:
+        return ops.deform_roi_pool(input, rois, offset, *settings)
 
     inputs = [input] if offset is None else [input, offset]
     return gradients_of("mmcv._ext.deform_roi_pool_backward", pool, inputs, [grad_output])
@@ -222,9 +222,9 @@ def modulated_deform_conv(
             return maps
         return maps.flatten(1)[:, : maps.shape[1] * size.numel()].unflatten(1, (maps.shape[1], *size))
 
-    maps = from_start(offset), from_start(mask)
+    offset, mask, given_bias = from_start(offset), from_start(mask), bias if with_bias else None
     settings = stride, padding, dilation, groups, deform_groups
-    return ops.modulated_deform_conv2d(input, *maps, weight, bias if with_bias else None, *settings)
+    return ops.modulated_deform_conv2d(input, offset, mask, weight, given_bias, *settings)
 
 
 def masked_im2col(

@@ -21,6 +21,8 @@ from ._entries import functions_of
 
 __all__ = ["FUNCTIONS"]
 
+_Rows = dict[str, tuple[Callable[..., Any], str]]
+
 
 # Boxes. visdet's are (x, y, z, dx, dy, dz, heading), with z at the bottom where points are looked for in them.
 def _from_corners(boxes: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def _paired_overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
     return (iou * areas / (1 + iou))[:, None]
 
 
-def _boxes_iou3d(of: Callable[[Tensor], Tensor]) -> dict[str, tuple[Callable[..., Any], str]]:
+def _boxes_iou3d(of: Callable[[Tensor], Tensor]) -> _Rows:
     """Return the rows of functions that get the boxes which ``of`` turns into visdet's."""
 
     def overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def _boxes_iou3d(of: Callable[[Tensor], Tensor]) -> dict[str, tuple[Callable[...
     }
 
 
-def _points_in(of: Callable[[Tensor], Tensor]) -> dict[str, tuple[Callable[..., Any], str]]:
+def _points_in(of: Callable[[Tensor], Tensor]) -> _Rows:
     """Return the rows of functions that look for points in the boxes which ``of`` turns into visdet's."""
 
     def part(boxes: Tensor, points: Tensor) -> Tensor:
@@ -226,21 +228,21 @@ _ASSIGN = "b n m count k dim aggregate"
 _MAPS = ("feat_c2 feat_c3 feat_c4 feat_c5", "feat_c2 feat_c3 feat_c4 feat_c5 feat_c6")
 _AT = "sampling_loc attn_weight"
 
-_GATHER = {
+_GATHER: _Rows = {
     "gather_points_wrapper": (ops.gather_points, "b c n m features indices >out"),
     "gather_points_grad_wrapper": (own.gather_gradient, "b c n m grad index >points"),
 }
-_SAMPLE = (ops.furthest_point_sample, "b n num_points points_xyz temp >idx")
-_GROUP = {
+_SAMPLE: tuple[Callable[..., Any], str] = (ops.furthest_point_sample, "b n num_points points_xyz temp >idx")
+_GROUP: _Rows = {
     "group_points_wrapper": (ops.group_points, "b c n m nsample features indices >out"),
     "group_points_grad_wrapper": (own.group_gradient, "b c n m nsample grad index >points"),
 }
-_INTERPOLATE = {
+_INTERPOLATE: _Rows = {
     "three_nn_wrapper": (own.three_nn, "b n m unknown known >dist2 >idx"),
     "three_interpolate_wrapper": (ops.three_interpolate, "b c m n features indices weight >out"),
     "three_interpolate_grad_wrapper": (own.interpolation_gradient, "b c n m grad index weight >points"),
 }
-_SPARSE: dict[str, tuple[Callable[..., Any], str]] = {
+_SPARSE: _Rows = {
     "get_indice_pairs_2d": (ops.get_indice_pairs, f"indices {_PAIRS}"),
     "get_indice_pairs_3d": (ops.get_indice_pairs, f"indices {_PAIRS}"),
     "get_indice_pairs_4d": (ops.get_indice_pairs, f"indices {_PAIRS}"),
@@ -266,7 +268,7 @@ for _type in ("fp32", "half"):
     }
 _PAIRED = (_paired_overlap, "boxes_a boxes_b >ans_overlap")
 
-_ROWS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
+_ROWS: dict[str, _Rows] = {
     # mmdet3d
     "assign_score_withk_ext": {
         "assign_score_withk_forward_wrapper": (
