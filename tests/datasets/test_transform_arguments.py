@@ -117,7 +117,7 @@ def test_arguments_that_cannot_be_meant(config, message):
     ids=lambda value: getattr(getattr(value, "func", value), "__name__", value),
 )
 def test_a_text_is_not_read_letter_by_letter(make, argument):
-    with pytest.raises(ValueError, match=rf"{argument} must be a tuple of names, got 'mAP'; .*\('mAP',\)"):
+    with pytest.raises(ValueError, match=f"{argument} must be .*got 'mAP'"):
         make(**{argument: "mAP"})
 
 

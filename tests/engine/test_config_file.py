@@ -74,6 +74,11 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
         ("_base_ = ['one.py']\n_base_ += ['three.py']", r"set once and at the top level \(line 2\)"),
         ("_base_ = 'one.py'\nn = dict(a=1)", "does not fit its bases: n="),
         ("_base_ = 'one.py'\nx = n + 1", r"NameError.*a_config\.py, line 2"),
+        (
+            f"{READ_BASE}from visdet.models import Nothing\nmodel = dict(type=Nothing)",
+            "Nothing from visdet.models",
+        ),
+        (f"{READ_BASE}from no_such_package import Nothing\nmodel = [dict(a=Nothing)]", "no_such_package"),
         ("filename = 1", "filename is reserved"),
         ("r = '{{$A-B}}'", r"must be {{\$NAME}}"),
         ("r = '{{$VISDET_UNSET}}'", "environment variable VISDET_UNSET, which is not set"),
@@ -84,6 +89,7 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, message):
     written(tmp_path, "_base_ = 'a_config.py'", "circle.py")
+    written(tmp_path, "x = 1", "base.py")
     for name in ("one.py", "two.py", "three.py"):
         written(tmp_path, "n = 1", name)
     path = written(tmp_path, text)

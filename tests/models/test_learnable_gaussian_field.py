@@ -124,7 +124,7 @@ def test_predictions_hold_the_gaussians_the_heaviest_first():
 
 def test_rejects():
     field = make_field()
-    with pytest.raises(ValueError, match="num_gaussians must be a positive whole number, got 0"):
+    with pytest.raises(ValueError, match="num_gaussians must be"):
         LearnableGaussianField(0)
     for size in (0.0, float("nan"), (1.0, 2.0)):
         with pytest.raises(ValueError, match="volume_size"):

@@ -11,6 +11,7 @@ from mmengine.dataset import Compose
 from mmengine.logging import print_log
 from torch.utils.data import Dataset
 
+from visdet.checks.arguments import Positive
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
@@ -89,7 +90,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         data_root: str | None = None,
         classes: Sequence[str] | None = None,
         map_classes: Sequence[str] | None = None,
-        load_interval: int = 1,
+        load_interval: Positive = 1,
         with_velocity: bool = True,
         modality: dict | None = None,
         test_mode: bool = False,
@@ -107,8 +108,6 @@ class NuScenes3DDetTrackDataset(Dataset):
         num_cameras: int = 6,
         metainfo: dict | None = None,
     ) -> None:
-        if load_interval < 1:
-            raise InvalidInputError(f"load_interval must be at least 1, got {load_interval}")
         self.data_root = data_root
         self.ann_file = ann_file
         self.with_velocity = with_velocity

@@ -42,7 +42,7 @@ def read_config(path: str) -> Config:
     program, or a JSON or YAML file. It inherits from the files that ``_base_`` names, where ``visdet::`` begins the
     names of the package's configs. Modules, functions and classes at its top level are not part of the result. mmengine
     reads configs that inherit by ``with read_base():`` or that import other packages than Python's own and have no
-    ``_base_``; imported names are looked up in them only when a part is built.
+    ``_base_``; imported names cannot be called in them.
 
     Raises:
         ConfigError: the file or one of its bases does not exist or cannot be read. The message names the file and, if
@@ -254,13 +254,14 @@ def _is_lazy(tree: ast.Module) -> bool:
 
 
 def _read_lazily(path: str) -> Config:
-    """Return a config whose imported names are looked up only when a part is built."""
+    """Return a config that mmengine reads, whose imported names stand for what they import."""
     absolute = os.path.abspath(path)
     try:
         cfg = Config.fromfile(absolute, import_custom_modules=False, lazy_import=True)
         for key, value in list(dict.items(cfg._cfg_dict)):
             cfg._cfg_dict[key] = rebuilt(value, Placeholders(absolute).text)
         object.__setattr__(cfg, "_filename", path)
+        _look_up(cfg._cfg_dict)
         return cfg
     except Exception as error:
         if isinstance(error, RuntimeError) and not str(error):
@@ -268,8 +269,16 @@ def _read_lazily(path: str) -> Config:
                 f"config {path} calls a name that it imports. Without {BASE}, an import gives its value only when a "
                 f"part is built. Write `{BASE} = []` instead of read_base, and an import works as in any program"
             ) from error
-        _raise_as_config_error(error, path)
+        if isinstance(error, ImportError) or not str(error).startswith("Failed to import "):
+            _raise_as_config_error(error, path)
         raise
+
+
+def _look_up(value: Any) -> None:
+    """Import what a config names, which mmengine does when a value is read."""
+    is_list = isinstance(value, list | tuple)
+    for item in value.values() if isinstance(value, dict) else value if is_list else ():
+        _look_up(item)
 
 
 def _warn_of_deprecation(notice: Any, path: str) -> None:

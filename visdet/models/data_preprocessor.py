@@ -9,6 +9,7 @@ from mmengine.model import ImgDataPreprocessor
 from mmengine.structures import PixelData
 from torch import Tensor, nn
 
+from visdet.checks.arguments import Above0, Positive
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
@@ -46,8 +47,8 @@ class DetDataPreprocessor(ImgDataPreprocessor):
     def __init__(
         self,
         mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        pad_size_divisor: int = 1,
+        std: Sequence[Above0] | None = None,
+        pad_size_divisor: Positive = 1,
         pad_value: float = 0,
         pad_mask: bool = False,
         mask_pad_value: int = 0,
@@ -64,12 +65,6 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         if (mean is None) != (std is None):
             raise InvalidInputError(
                 f"DetDataPreprocessor: mean and std must be given together, got mean={mean}, std={std}"
-            )
-        if std is not None and not all(deviation > 0 for deviation in std):
-            raise InvalidInputError(f"DetDataPreprocessor: std must be positive numbers, got {std}")
-        if pad_size_divisor < 1:
-            raise InvalidInputError(
-                f"DetDataPreprocessor: pad_size_divisor must be at least 1, got {pad_size_divisor}"
             )
         super().__init__(mean, std, pad_size_divisor, pad_value, bgr_to_rgb, rgb_to_bgr, non_blocking)
         self.pad_mask = pad_mask

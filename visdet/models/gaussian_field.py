@@ -10,6 +10,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
+from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError, check_choice
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
@@ -64,17 +65,13 @@ class LearnableGaussianField(BaseDetector):
 
     def __init__(
         self,
-        num_gaussians: int,
+        num_gaussians: Positive,
         volume_size: float | Sequence[float] = 10.0,
         use_full_cov: bool = True,
         tolerance: float = 0.0,
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
     ) -> None:
         super().__init__(data_preprocessor or PointsDataPreprocessor())
-        if int(num_gaussians) != num_gaussians or num_gaussians < 1:
-            raise InvalidInputError(
-                f"LearnableGaussianField: num_gaussians must be a positive whole number, got {num_gaussians}"
-            )
         sides = torch.as_tensor(volume_size, dtype=torch.get_default_dtype(), device="cpu")
         if sides.shape not in ((), (3,)) or not bool((sides > 0).all() and sides.isfinite().all()):
             raise InvalidInputError(

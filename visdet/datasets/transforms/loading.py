@@ -2,6 +2,7 @@
 
 import io
 import threading
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from mmengine import fileio
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError, MissingFileError, UserError
 from visdet.registry import TRANSFORMS
 
@@ -17,7 +19,6 @@ from .tv_results import set_boxes, set_image
 
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 
-_COLOR_TYPES = ("color", "color_ignore_orientation")
 _MAX_PIXELS = 2**30  # OpenCV's own limit
 _PILLOW_LIMIT = threading.Lock()
 
@@ -56,29 +57,16 @@ class LoadImageFromFile(BaseTransform):
     def __init__(
         self,
         to_float32: bool = False,
-        color_type: str = "color",
-        channel_order: str = "bgr",
-        imdecode_backend: str = "pillow",
+        color_type: Literal["color", "color_ignore_orientation"] = "color",
+        channel_order: Literal["bgr", "rgb"] = "bgr",
+        imdecode_backend: Literal["pillow"] = "pillow",
         ignore_empty: bool = False,
         backend_args: dict | None = None,
-        max_pixels: int | None = _MAX_PIXELS,
+        max_pixels: Positive | None = _MAX_PIXELS,
     ) -> None:
-        for argument, value, allowed in (
-            ("color_type", color_type, _COLOR_TYPES),
-            ("channel_order", channel_order, ("bgr", "rgb")),
-            ("imdecode_backend", imdecode_backend, ("pillow",)),
-        ):
-            if value not in allowed:
-                raise InvalidInputError(
-                    f"LoadImageFromFile: {argument} must be one of {allowed}, got {value!r}"
-                )
         self.to_float32 = to_float32
         self.color_type = color_type
         self.channel_order = channel_order
-        if max_pixels is not None and max_pixels < 1:
-            raise InvalidInputError(
-                f"LoadImageFromFile: max_pixels must be positive or None, got {max_pixels}"
-            )
         self.max_pixels = max_pixels
         self.ignore_empty = ignore_empty
         self.backend_args = backend_args

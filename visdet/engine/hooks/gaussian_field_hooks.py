@@ -1,13 +1,13 @@
 """Hooks that fit a field of Gaussians: one initializes it from data, the other splits Gaussians during training."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import AtLeast0, Positive, Range
 from visdet.registry import HOOKS, MODELS
 
 from ..errors import ConfigError
@@ -70,17 +70,12 @@ class SplitGaussiansHook(Hook):
 
     def __init__(
         self,
-        interval: int = 100,
+        interval: Positive = 100,
         begin: int = 0,
         end: int | None = None,
-        prune_below: float = 0.02,
-        max_share: float = 0.1,
+        prune_below: AtLeast0 = 0.02,
+        max_share: Annotated[float, Range(0, 0.5)] = 0.1,
     ) -> None:
-        if interval < 1 or prune_below < 0 or not 0 <= max_share <= 0.5:
-            raise InvalidInputError(
-                "SplitGaussiansHook: interval must be at least 1, prune_below at least 0 and max_share in 0..0.5, "
-                f"got {interval}, {prune_below}, {max_share}"
-            )
         self.interval, self.begin, self.end = interval, begin, end
         self.prune_below, self.max_share = prune_below, max_share
 

@@ -8,6 +8,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
@@ -78,7 +79,7 @@ class DeformableDETRHead(BaseModule):
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: Positive,
         embed_dims: int = 256,
         num_reg_fcs: int = 2,
         sync_cls_avg_factor: bool = False,
@@ -93,8 +94,6 @@ class DeformableDETRHead(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if num_classes < 1:
-            raise InvalidInputError(f"DeformableDETRHead: num_classes must be at least 1, got {num_classes}")
         self.num_classes = num_classes
         self.embed_dims = embed_dims
         self.sync_cls_avg_factor = sync_cls_avg_factor

@@ -1,12 +1,13 @@
 """Encoder and decoder of Deformable DETR."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
@@ -104,16 +105,14 @@ class DeformableDetrTransformerEncoder(BaseModule):
 
     def __init__(
         self,
-        num_layers: int,
+        num_layers: Positive,
         layer_cfg: dict[str, Any],
         num_cp: int = -1,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if num_layers < 1 or num_cp > num_layers:
-            raise InvalidInputError(
-                f"encoder: need num_layers >= 1 and num_cp <= num_layers, got {num_layers} and {num_cp}"
-            )
+        if num_cp > num_layers:
+            raise InvalidInputError(f"encoder: num_cp must be at most num_layers {num_layers}, got {num_cp}")
         self.num_layers = num_layers
         self.num_cp = num_cp
         layers = [
@@ -212,19 +211,13 @@ class DeformableDetrTransformerDecoder(BaseModule):
 
     def __init__(
         self,
-        num_layers: int,
+        num_layers: Positive,
         layer_cfg: dict[str, Any],
-        post_norm_cfg: dict[str, Any] | None = None,
-        return_intermediate: bool = True,
+        post_norm_cfg: None = None,
+        return_intermediate: Literal[True] = True,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if num_layers < 1:
-            raise InvalidInputError(f"decoder: num_layers must be at least 1, got {num_layers}")
-        if post_norm_cfg is not None:
-            raise InvalidInputError(f"decoder: post_norm_cfg must be None, got {post_norm_cfg}")
-        if not return_intermediate:
-            raise InvalidInputError("decoder: return_intermediate must be True, the head reads every layer")
         self.num_layers = num_layers
         layers = [
             MODELS.build({"type": DeformableDetrTransformerDecoderLayer, **layer_cfg})

@@ -6,6 +6,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.checks.arguments import AtLeast0
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
@@ -38,8 +39,8 @@ class CdnQueryGenerator(BaseModule):
         self,
         num_classes: int,
         embed_dims: int,
-        label_noise_scale: float = 0.5,
-        box_noise_scale: float = 1.0,
+        label_noise_scale: AtLeast0 = 0.5,
+        box_noise_scale: AtLeast0 = 1.0,
         group_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -50,11 +51,6 @@ class CdnQueryGenerator(BaseModule):
             raise InvalidInputError(
                 "CdnQueryGenerator: group_cfg must have dynamic=True and num_dn_queries >= 1, or dynamic=False and "
                 f"num_groups >= 1, got {group_cfg}"
-            )
-        if min(label_noise_scale, box_noise_scale) < 0:
-            raise InvalidInputError(
-                "CdnQueryGenerator: label_noise_scale and box_noise_scale must not be negative, got "
-                f"{label_noise_scale} and {box_noise_scale}"
             )
         self.num_classes = num_classes
         self.label_noise_scale = label_noise_scale

@@ -7,7 +7,7 @@ from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
 from visdet import ops
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Count, Positive
 from visdet.registry import MODELS
 
 from .precision import at_least_float32
@@ -44,26 +44,16 @@ class FusedSampleAttention(BaseModule):
 
     def __init__(
         self,
-        embed_dims: int = 128,
-        num_heads: int = 4,
-        image_dims: int | None = None,
-        num_octaves: int = 6,
+        embed_dims: Positive = 128,
+        num_heads: Positive = 4,
+        image_dims: Positive | None = None,
+        num_octaves: Count = 6,
         dropout: float = 0.0,
         fused: bool = True,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
         image_dims = embed_dims if image_dims is None else image_dims
-        for name, number, least in (
-            ("embed_dims", embed_dims, 1),
-            ("num_heads", num_heads, 1),
-            ("image_dims", image_dims, 1),
-            ("num_octaves", num_octaves, 0),
-        ):
-            if number < least:
-                raise InvalidInputError(
-                    f"FusedSampleAttention: {name} must be at least {least}, got {number}"
-                )
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.image_dims = image_dims

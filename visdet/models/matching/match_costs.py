@@ -5,12 +5,11 @@ images and decoder layers at once by ``pairwise``.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from visdet.errors import check_choice
 from visdet.registry import TASK_UTILS
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
@@ -120,9 +119,8 @@ class BBoxL1Cost(MatchCost):
     Source: Carion et al., DETR; names and defaults are mmdet's.
     """
 
-    def __init__(self, box_format: str = "xyxy", weight: float = 1.0) -> None:
+    def __init__(self, box_format: Literal["xyxy", "xywh"] = "xyxy", weight: float = 1.0) -> None:
         super().__init__(weight)
-        check_choice("BBoxL1Cost: box_format", box_format, ("xyxy", "xywh"))
         self.box_format = box_format
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
@@ -142,9 +140,8 @@ class IoUCost(MatchCost):
     Source: Carion et al., DETR; names and defaults are mmdet's.
     """
 
-    def __init__(self, iou_mode: str = "giou", weight: float = 1.0) -> None:
+    def __init__(self, iou_mode: Literal["iou", "giou"] = "giou", weight: float = 1.0) -> None:
         super().__init__(weight)
-        check_choice("IoUCost: iou_mode", iou_mode, ("iou", "giou"))
         self.iou_mode = iou_mode
 
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
