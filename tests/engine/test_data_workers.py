@@ -1,9 +1,7 @@
 """What data workers need is said before they start, and a worker that fails ends the run with its cause."""
 
 import os
-import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,18 +91,6 @@ def test_full_shared_memory_is_explained(text):
     assert _explanation(RuntimeError("another error"), "another error") is None
     text = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. "
     assert _explanation(RuntimeError(text), text) == "data worker 7 died of signal Segmentation fault"
-
-
-@pytest.mark.parametrize(("free", "warns"), [(64 << 10, True), (8 << 30, False)])
-def test_shared_memory_is_compared_with_what_workers_need(tmp_path, monkeypatch, free, warns, capsys):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    runner = toy_runner(tmp_path, train_dataloader__num_workers=8)
-    before = torch.get_rng_state()
-    runner.build_dataloader(runner.cfg.train_dataloader)
-    assert torch.equal(before, torch.get_rng_state()), "the sample that is measured draws from the generator"
-    out = capsys.readouterr().out
-    assert ("8 data workers of ToyBoxes prepare up to 16 batches of about" in out) == warns
-    assert ("--shm-size" in out) == warns
 
 
 @TRANSFORMS.register_module()

@@ -1,22 +1,15 @@
-"""Failures of data workers: what they need is said before they start, and a failure ends the run with its cause."""
+"""Failures of data workers, which end a run with their cause."""
 
-import contextlib
 import copy
 import functools
-import io
-import logging
 import multiprocessing
 import multiprocessing.queues
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from mmengine.logging import print_log
 from torch._C import _error_if_any_worker_fails
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
@@ -24,11 +17,7 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.planned_batch import say_size
 
-from .checkpoints.random_state import preserved_random_state
-
 SHARED_MEMORY = "/dev/shm"
-_PLENTY = 4 << 30
-_MIB = 1 << 20
 _DIED = re.compile(
     r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
 )
@@ -78,32 +67,6 @@ def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
             f"samples of different sizes cannot be joined to a batch. Their parts are {found:.200}; a pipeline must "
             "end with a transform such as PackDetInputs, which gives inputs and data_samples to pseudo_collate"
         ) from error
-
-
-def check_shared_memory(loader: DataLoader) -> None:
-    """Warn if the batches that data workers prepare do not fit the shared memory. The first sample gives the size.
-
-    Nothing is read where 4 GiB are free.
-    """
-    if loader.num_workers == 0 or not os.path.isdir(SHARED_MEMORY):
-        return
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free >= _PLENTY:
-        return
-    written = io.BytesIO()
-    with preserved_random_state(), contextlib.suppress(Exception):  # The workers will report this error.
-        torch.save(loader.dataset[0], written)
-    count = loader.num_workers * (loader.prefetch_factor or 2) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    batch_size: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    size = written.tell() * batch_size
-    if count * size > free:
-        print_log(
-            f"{loader.num_workers} data workers of {type(loader.dataset).__name__} prepare up to {count} batches of "
-            f"about {size / _MIB:.1f} MiB, {count * size / _MIB:.0f} MiB together, but {SHARED_MEMORY} has "
-            f"{free / _MIB:.0f} MiB: {_MORE}",
-            logger="current",
-            level=logging.WARNING,
-        )
 
 
 @contextmanager

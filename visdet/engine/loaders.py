@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from visdet.registry import DATASETS
 
 from .console import WorkerStart
-from .data_workers import check_shared_memory, explain_collation, report_lost_batches
+from .data_workers import explain_collation, report_lost_batches
 from .errors import ConfigError
 
 
@@ -32,7 +32,6 @@ def build_dataloader(
         loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)
     explain_collation(loader)
-    check_shared_memory(loader)
     return loader
 
 
