@@ -2,6 +2,7 @@
 
 import multiprocessing
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,7 +56,7 @@ def test_processes_with_unequal_numbers_of_frames(tmp_path):
 
 def test_what_is_predicted_of_a_sample_and_of_its_dict():
     sample = DrivingDataSample(metainfo={"token": "a"}, gt_labels_3d=torch.zeros(1))
-    results = {"scores_3d": torch.ones(3), "labels": torch.ones(2), "final_planning": torch.ones(6, 2)}
+    results = {"scores_3d": torch.ones(3), "labels": np.ones(2), "final_planning": torch.ones(6, 2)}
     sample.set_predictions(results)
     assert len(sample.pred_instances_3d) == 3 and len(sample.pred_map) == 2
     for form in (sample, sample.to_dict()):

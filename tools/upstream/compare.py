@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
+from visdet.models.sparsedrive.boxes.box3d_decoder import results_of
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
@@ -71,7 +71,7 @@ def predicted(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tup
         boxes = theirs(**copy.deepcopy(data))[0]["img_bbox"]
     samples = samples_of(data)
     outs = ours(data["img"], samples, mode="tensor")
-    own = of_samples(ours.head.select(outs, batch_of(samples)), ours.head.of_sample)[0]
+    own = results_of(ours.head.select(outs, batch_of(samples)))[0]
     # The order of cls_scores differs, and boxes that are found at the same time may be numbered in another order.
     names = [name for name in boxes if name in own and name not in ("cls_scores", "instance_ids")]
     found, own = ({name: as_tensor(values[name]) for name in names} for values in (boxes, own))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .tensor_tree import tensors_of
 
@@ -73,6 +75,21 @@ def in_parallel(first: Callable[[], A], second: Callable[[], B], reads: Any = ()
             if tensor.is_cuda:
                 tensor.record_stream(stream)
     return result, side_result
+
+
+def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
+    """Return ``layer(input, *others)``, which keeps only its arguments for the backward pass and is run again there.
+
+    In the capture of a graph, a layer that drops anything keeps everything: The backward pass is another graph, in
+    which it would draw other numbers.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        rates = [
+            getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
+        ]
+        if any(isinstance(rate, int | float) and rate > 0 for rate in rates):
+            return layer(input, *others)
+    return checkpoint(layer, input, *others, use_reentrant=False)
 
 
 def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

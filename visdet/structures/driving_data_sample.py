@@ -35,8 +35,14 @@ class DrivingDataSample(BaseDataElement):
     """
 
     def set_predictions(self, results: dict[str, Any]) -> None:
-        """Fill in ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` from one dict with the results of all heads."""
+        """Fill in ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` from one dict with the results of all heads.
+
+        Tensors of the map become arrays, and its lines a list.
+        """
         of_map = {name: results[name] for name in _OF_MAP if name in results}
+        of_map |= {name: value.numpy() for name, value in of_map.items() if isinstance(value, Tensor)}
+        if "vectors" in of_map:
+            of_map["vectors"] = list(of_map["vectors"])
         of_plan = {name: results[name] for name in _OF_PLAN if name in results}
         of_boxes = {name: results[name] for name in results if name not in _OF_MAP + _OF_PLAN}
         if of_boxes:

@@ -10,7 +10,7 @@ from golden import golden, golden_state, under
 
 from visdet.engine.stages import StagedModel
 from visdet.models.sparsedrive.base_target import assigned_instances
-from visdet.models.sparsedrive.boxes.box3d_decoder import of_samples
+from visdet.models.sparsedrive.boxes.box3d_decoder import results_of
 from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS, TASK_UTILS
 
@@ -113,11 +113,9 @@ def evaluate(model, arrays):
     for index in range(2):
         images, samples = frame_of(arrays, index)
         outs, state = model.step(images, samples, state)
-        results = of_samples(model.head.select(outs, batch_of(samples)), model.head.of_sample)
+        results = results_of(model.head.select(outs, batch_of(samples)))
         for result in results:
             result["cls_scores_aligned"] = result.get("cls_scores")
-            if "vectors" in result:
-                result["vectors"] = np.stack(result["vectors"])
         values = {
             name: out if out is None else dict(out)
             for name, out in zip(("det", "map", "motion", "planning"), outs, strict=True)
@@ -188,4 +186,4 @@ def train(model, arrays):
 
 def decoded(decoder, *arguments):
     """Return the results of each sample on the CPU."""
-    return of_samples(decoder.select(*arguments), decoder.of_sample)
+    return results_of(decoder.select(*arguments))

@@ -7,6 +7,7 @@ from sparsedrive_golden import built, close, decoded
 
 from visdet.models.necks import FPN
 from visdet.models.sparsedrive import GridMask, SparseBox3DDecoder, SparsePoint3DDecoder
+from visdet.models.sparsedrive.boxes.box3d_decoder import results_of
 from visdet.registry import TASK_UTILS
 
 
@@ -78,7 +79,24 @@ def test_line_decoder_matches_golden():
 def test_line_threshold():
     logits = torch.tensor([[[3.0, -3.0], [-3.0, -3.0]]])
     (result,) = decoded(SparsePoint3DDecoder(score_threshold=0.5), [logits], [torch.zeros(1, 2, 8)])
-    assert len(result["vectors"]) == 1 and result["vectors"][0].shape == (4, 2) and result["labels"] == [0]
+    assert (
+        len(result["vectors"]) == 1
+        and result["vectors"][0].shape == (4, 2)
+        and result["labels"].tolist() == [0]
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_results_have_memory_of_their_own(device):
+    boxes, ids = torch.arange(12.0, device=device).view(3, 2, 2), torch.arange(3, device=device)
+    is_kept = torch.tensor([[True, True], [False, True], [False, False]], device=device)
+    results = results_of({"det": {"boxes": boxes, "is_kept": is_kept}, "plan": {"inner": {"ids": ids}}})
+    boxes.zero_()
+    results[0]["boxes"].fill_(-1)
+    assert [result["boxes"].tolist() for result in results] == [[[-1, -1], [-1, -1]], [[6, 7]], []]
+    assert [result["ids"].item() for result in results] == [0, 1, 2]
+    assert all(result["boxes"].untyped_storage().nbytes() <= 16 for result in results)
+    assert results_of({"boxes": torch.zeros(0, 4)}) == results_of({}) == []
 
 
 def test_grid_mask_blanks_stripes():

@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from visdet.errors import InvalidInputError
-from visdet.execution.capture import keeps_tables
+from visdet.execution.capture import keeps_tables, recomputed
 from visdet.registry import MODELS
 
-from ..layers.dropout import build_dropout, draws_in_a_capture
+from ..layers.dropout import build_dropout
 from ..layers.feed_forward import FFN
 from ..layers.normalization import build_norm_layer
 from ..transfer import to_device
@@ -179,10 +178,7 @@ class SwinStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, H, W, C] from x [B, H, W, C]."""
         for block in self.blocks:
-            if self.with_cp and x.requires_grad and not draws_in_a_capture(block, x):
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = recomputed(block, x) if self.with_cp and x.requires_grad else block(x)
         return x
 
 

@@ -15,7 +15,7 @@ from visdet.structures import DetDataSample
 
 from ..base_detector import BaseDetector, image_sizes
 from ..layers.normalization import LayerNorm
-from ..matching.padded_targets import PaddedTargets
+from ..matching.padded_targets import PaddedTargets, room_for
 from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid, flatten_pyramid
@@ -191,8 +191,8 @@ class DeformableDetectionTransformer(BaseDetector):
         plan = data_samples[0].metainfo
         targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
         least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.assigns_all_pixels else _LEAST_ROOM
-        power_of_two = 1 << max(max(targets.counts) - 1, least - 1).bit_length()
-        room = next((n for n in plan.get("batch_boxes", ()) if n >= max(targets.counts)), power_of_two)
+        most = max(targets.counts)
+        room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room_for(most, least))
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         may_be_padded = plan.get("batch_is_padded", False)
         return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets)

@@ -5,13 +5,12 @@ from typing import Any, Literal
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError
+from visdet.execution.capture import recomputed
 from visdet.registry import MODELS
 
-from ..layers.dropout import draws_in_a_capture
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
@@ -131,11 +130,9 @@ class DeformableDetrTransformerEncoder(BaseModule):
         """Return the memory [B, S, C], the features of the last layer."""
         memory, reference_points = pyramid.features, pyramid.reference_points
         for index, layer in enumerate(self.layers):
+            inputs = memory, reference_points, pyramid
             recomputes = index < self.num_cp and torch.is_grad_enabled()
-            if recomputes and not draws_in_a_capture(layer, memory):
-                memory = checkpoint(layer, memory, reference_points, pyramid, use_reentrant=False)
-            else:
-                memory = layer(memory, reference_points, pyramid)
+            memory = recomputed(layer, *inputs) if recomputes else layer(*inputs)
         return memory
 
 

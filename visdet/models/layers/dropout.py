@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from visdet.registry import MODELS
 
@@ -29,16 +28,3 @@ def build_dropout(dropout_layer: dict[str, Any] | None) -> nn.Module:
 
         return StochasticDepth(options.get("drop_prob", 0.1), "row")
     return MODELS.build(options)
-
-
-def draws_in_a_capture(layer: nn.Module, input: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured of a layer that drops anything.
-
-    The backward pass is another graph, in which a recomputation would draw other numbers.
-    """
-    if not input.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return False
-    rates = [
-        getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")
-    ]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

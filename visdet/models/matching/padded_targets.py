@@ -16,6 +16,11 @@ from visdet.structures import DetDataSample
 from ..transfer import to_device
 
 
+def room_for(count: int, least: int) -> int:
+    """Return the number of rows to which ``count`` are padded, so that there are few shapes: a power of two."""
+    return 1 << max(count - 1, least - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class PaddedTargets:
     """The boxes of several images. Shorter lists are padded to a common length with empty boxes of class 0.

@@ -10,9 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visdet.execution.tensor_tree import ON_HOST
 
+from ..matching.padded_targets import room_for
 from ..transfer import to_device
 
-_LEAST_ROOM = 16
+LEAST_ROOM = 16
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,11 @@ class PaddedInstances:
         )
 
 
-def room_for(count: int) -> int:
-    """Return the number of rows to which ``count`` are padded for a GPU: a power of two, at least 16."""
-    return 1 << max(count - 1, _LEAST_ROOM - 1).bit_length()
-
-
 def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return tensors [N_i, ...] of all samples on ``device`` as one tensor [B, N, ...], padded with zeros."""
     padded = pad_sequence(list(rows), batch_first=True)
     if device.type != "cpu":
-        missing = room_for(padded.shape[1]) - padded.shape[1]
+        missing = room_for(padded.shape[1], LEAST_ROOM) - padded.shape[1]
         padded = torch.cat([padded, padded.new_zeros(len(rows), missing, *padded.shape[2:])], 1)
     return to_device(padded, device)
 

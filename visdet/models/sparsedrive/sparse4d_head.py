@@ -386,7 +386,3 @@ class Sparse4DHead(Sparse4DLoss, InstanceOperations, BaseModule):
             model_outs.get("quality"),
             output_idx=output_idx,
         )
-
-    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the results of a sample, given what ``select`` returns for it on the CPU."""
-        return self.decoder.of_sample(selected)

@@ -15,7 +15,7 @@ from visdet.structures import DrivingDataSample
 
 from ..base_detector import BaseDetector
 from .base_target import Assignment, PairCosts, assigned_instances
-from .boxes.box3d_decoder import of_samples
+from .boxes.box3d_decoder import results_of
 from .grid_mask import GridMask
 from .sample_batch import DrivingBatch, batch_of
 from .temporal.frame_clock import FrameClock
@@ -284,11 +284,8 @@ class SparseDrive(BaseDetector):
         self, detections: tuple[dict[str, Any], Any], data_samples: Sequence[DrivingDataSample]
     ) -> list[DrivingDataSample]:
         """Return the samples with their results filled in."""
-        of_samples(
-            detections[0],
-            self.head.of_sample,
-            lambda index, result: data_samples[index].set_predictions(result),
-        )
+        for sample, result in zip(data_samples, results_of(detections[0]), strict=True):
+            sample.set_predictions(result)
         return list(data_samples)
 
     def _ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:

@@ -246,17 +246,6 @@ class SparseDriveHead(BaseModule):
             )
         return selected
 
-    def of_sample(self, selected: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return the results of all tasks of a sample, given what ``select`` returns for it on the CPU."""
-        results: dict[str, Any] = {}
-        if self.with_det:
-            results |= self.det_head.of_sample(selected["det"])
-        if self.with_map:
-            results |= self.map_head.of_sample(selected["map"])
-        if self.with_motion_plan:
-            results |= self.motion_plan_head.of_sample(selected["motion_plan"])
-        return results
-
 
 def _of_tasks(
     tasks: Container[str], det: Callable[[], Any], map: Callable[[], Any], reads: Any = ()

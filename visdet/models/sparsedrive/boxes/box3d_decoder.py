@@ -1,15 +1,14 @@
 """The decoder that turns box predictions into results, and what it shares with the decoders of other tasks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.registry import TASK_UTILS
 
-from ...transfer import SamplesOnHost
 from .box3d import CNS, decode_box
 
 
@@ -89,39 +88,31 @@ def rows_to_keep(
     return {"is_kept": is_kept}
 
 
-def of_samples(
-    selected: dict[str, Any],
-    of_sample: Callable[[dict[str, Any]], dict[str, Any]],
-    then: Callable[[int, dict[str, Any]], None] | None = None,
-) -> list[dict[str, Any]]:
-    """Return the results of each sample of a batch on the CPU.
-
-    Where no rows are left out, the host arranges the results while the device still computes them.
+def results_of(selected: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of each sample of a batch, in memory of its own on the CPU. The host waits for them.
 
     Args:
-        selected: the results of ``select``, a dict or nested dicts.
-        of_sample: a function such as ``ResultDecoder.of_sample``.
-        then: a function of the index of a sample and its results, which reads no numbers.
+        selected: the results of ``select``, a dict or nested dicts, which become one dict. Rows that are not marked by
+            the ``is_kept`` of their dict are left out.
     """
-    arriving = SamplesOnHost(selected)
-    if _leaves_rows_out(selected):
-        arriving.wait()
-    results = [of_sample(sample) for sample in arriving.samples]
-    if then is not None:
-        for index, result in enumerate(results):
-            then(index, result)
-    arriving.wait()
-    return results
+    on_host = map_tensors(Tensor.cpu, selected)
+    num_samples = len(next(iter(tensors_of(on_host)), ()))
+    return [_result_of(on_host, index) for index in range(num_samples)]
 
 
-def _leaves_rows_out(selected: dict[str, Any]) -> bool:
-    return "is_kept" in selected or any(
-        _leaves_rows_out(value) for value in selected.values() if isinstance(value, dict)
-    )
+def _result_of(selected: dict[str, Any], index: int) -> dict[str, Any]:
+    is_kept = selected.get("is_kept")
+    result: dict[str, Any] = {}
+    for name, value in selected.items():
+        if isinstance(value, dict):
+            result |= _result_of(value, index)
+        elif name != "is_kept":
+            result[name] = value[index].clone() if is_kept is None else value[index][is_kept[index]]
+    return result
 
 
 class ResultDecoder(ABC):
-    """Base class of the decoders of all tasks. ``select`` runs on the device, and ``of_sample`` on the host."""
+    """Base class of the decoders of all tasks."""
 
     @abstractmethod
     def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
@@ -129,19 +120,6 @@ class ResultDecoder(ABC):
 
         They may have ``is_kept`` [B, n], which tells whether a row counts.
         """
-
-    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the results of a sample, the rows that ``is_kept`` marks or, without it, all rows.
-
-        Args:
-            selected: what ``select`` returns for the sample, on the CPU. Without ``is_kept``, no number is read.
-        """
-        is_kept = selected.get("is_kept")
-        return {
-            name: value if is_kept is None else value[is_kept]
-            for name, value in selected.items()
-            if name != "is_kept"
-        }
 
 
 @TASK_UTILS.register_module()

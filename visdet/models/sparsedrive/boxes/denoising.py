@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...matching.assignment import for_solver, solve_padded
+from ...matching.padded_targets import room_for
 from ...transfer import to_device
-from ..padded_instances import room_for
+from ..padded_instances import LEAST_ROOM
 
 _PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
 
@@ -136,7 +137,8 @@ class BoxDenoising:
         """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
         most = self._most(cls_target)
         if pads:
-            most = min(room_for(most), self.max_dn_gt) if self.max_dn_gt > 0 else room_for(most)
+            room = room_for(most, LEAST_ROOM)
+            most = min(room, self.max_dn_gt) if self.max_dn_gt > 0 else room
 
         def padded(values: Sequence[Tensor], filler: int) -> Tensor:
             rows = [value[:most] for value in values]

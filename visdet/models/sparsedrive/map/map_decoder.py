@@ -1,7 +1,5 @@
 """The decoder that turns polyline predictions into results."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -56,8 +54,3 @@ class SparsePoint3DDecoder(ResultDecoder):
         if self.score_threshold is not None:
             results["is_kept"] = best.score >= self.score_threshold
         return results
-
-    def of_sample(self, selected: dict[str, Tensor]) -> dict[str, Any]:
-        """Return ``vectors`` (n arrays [points, coords_dim]), ``scores`` [n] and ``labels`` [n] of a sample."""
-        result = {name: value.numpy() for name, value in super().of_sample(selected).items()}
-        return {**result, "vectors": list(result["vectors"])}

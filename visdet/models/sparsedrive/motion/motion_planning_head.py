@@ -340,11 +340,3 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         )
         planning = self.planning_decoder.select(det_output, motion_output, planning_output, data)
         return {"motion": motion, "planning": planning}
-
-    def of_sample(self, selected: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-        """Return the results of a sample, given what ``select`` returns for it on the CPU."""
-        motion, planning = (
-            self.motion_decoder.of_sample(selected["motion"]),
-            self.planning_decoder.of_sample(selected["planning"]),
-        )
-        return motion | planning

@@ -128,7 +128,7 @@ class FrameClock:
             scene=tuple(sample.get("scene_token") for sample in samples),
         )
         if not (np.isfinite(clock.timestamp).all() and np.isfinite(clock.to_world.numpy()).all()):
-            raise InvalidInputError("InstanceBank: timestamps and T_global must be finite numbers")
+            raise InvalidInputError("FrameClock: timestamps and T_global must be finite numbers")
         return clock
 
     def since(self, previous: "FrameClock | None") -> FrameStep | None:
@@ -156,6 +156,6 @@ def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tup
     if all("timestamp" in sample for sample in samples):
         return tuple(float(sample["timestamp"]) for sample in samples)
     if stamps is None:
-        raise InvalidInputError("InstanceBank: metas must hold timestamp [B] in seconds")
+        raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
     # This waits for the device, so that it is done only if the host has no times.
     return tuple(torch.as_tensor(stamps).double().tolist())
