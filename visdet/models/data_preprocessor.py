@@ -19,8 +19,8 @@ from visdet.structures import DetDataSample
 class DetDataPreprocessor(ImgDataPreprocessor):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
-    If the batch was planned (see docs/batches.md), images are padded to the ``batch_input_shape`` that the samples have.
-    The metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
+    Images of a planned batch (see docs/batches.md) are padded to the ``batch_input_shape`` that the samples have. The
+    metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
     size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if the pipeline has
     not set it.
 
