@@ -114,7 +114,7 @@ def test_arguments_that_cannot_be_meant(config, message):
         (partial(detections_of, DetDataSample()), "classes"),
         (partial(NuScenes3DDetTrackDataset, "none.npz"), "map_classes"),
     ],
-    ids=str,
+    ids=lambda value: getattr(getattr(value, "func", value), "__name__", value),
 )
 def test_a_text_is_not_read_letter_by_letter(make, argument):
     with pytest.raises(ValueError, match=f"{argument} must be .*got 'mAP'"):
