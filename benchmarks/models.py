@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from visdet.engine.garbage import living_objects_not_collected
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.engine.process.garbage import living_objects_not_collected
 from visdet.engine.stages import StagedModel
 
 from .case import dtype_name

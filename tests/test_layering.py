@@ -39,7 +39,7 @@ ALLOWED = {
 # They say which extra to install before they import its packages.
 NEED_TRAIN_EXTRA = {"structures", "registry", "models", "datasets", "evaluation", "engine", "visualization"}
 EXCEPTIONS = {
-    "engine/config.py": {"command_line"},  # for users who parse --cfg-options in programs of their own
+    "engine/config/load.py": {"command_line"},  # for users who parse --cfg-options in programs of their own
     "ops/registration.py": {"registry", "ops"},
 }  # puts the operators into OPS; nothing imports it but the registry
 

@@ -47,8 +47,8 @@ def test_type_checkers_see_the_same_names_in_the_same_modules(package):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    _, get_attribute, _ = lazy_names("visdet.engine", {"config": ["load_config"]})
-    assert get_attribute("load_config").__module__ == "visdet.engine.config"
-    assert get_attribute("config").__name__ == "visdet.engine.config"
-    with pytest.raises(AttributeError, match=r"module 'visdet\.engine' has no attribute 'load_confg'"):
-        get_attribute("load_confg")
+    _, get_attribute, _ = lazy_names("visdet.engine", {"run": ["evaluate"]})
+    assert get_attribute("evaluate").__module__ == "visdet.engine.run"
+    assert get_attribute("run").__name__ == "visdet.engine.run"
+    with pytest.raises(AttributeError, match=r"module 'visdet\.engine' has no attribute 'evaluat'"):
+        get_attribute("evaluat")

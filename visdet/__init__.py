@@ -13,15 +13,15 @@ from .lazy_names import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .engine.detections import Detections
-    from .engine.inference import Detector, init_detector
+    from .engine.inference.detections import Detections
+    from .engine.inference.detector import Detector, init_detector
     from .engine.run import TrainingResult, evaluate, train
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "engine.detections": ["Detections"],
-            "engine.inference": ["Detector", "init_detector"],
+            "engine.inference.detections": ["Detections"],
+            "engine.inference.detector": ["Detector", "init_detector"],
             "engine.run": ["TrainingResult", "evaluate", "train"],
         },
     )

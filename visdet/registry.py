@@ -197,7 +197,7 @@ TRANSFORMS = _child(
     ],
 )
 
-METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.dump_detections"])
+METRICS = _child("METRICS", ["visdet.evaluation", "visdet.engine.inference.dump_detections"])
 EVALUATOR = _child("EVALUATOR", ["mmengine.evaluator"])
 
 RUNNERS = _child("RUNNERS", ["visdet.engine.trainer"])
@@ -205,8 +205,8 @@ RUNNER_CONSTRUCTORS = _child("RUNNER_CONSTRUCTORS", [])
 LOOPS = _child("LOOPS", ["mmengine.runner"])
 HOOKS = _child("HOOKS", ["visdet.engine.hooks"])
 LOG_PROCESSORS = _child("LOG_PROCESSORS", ["mmengine.runner"])
-OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine.muon", "mmengine.optim"])
-OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine.optim_wrapper", "mmengine.runner"])
+OPTIMIZERS = _child("OPTIMIZERS", ["visdet.engine.optim.muon", "mmengine.optim"])
+OPTIM_WRAPPERS = _child("OPTIM_WRAPPERS", ["visdet.engine.optim.optim_wrapper", "mmengine.runner"])
 OPTIM_WRAPPER_CONSTRUCTORS = _child("OPTIM_WRAPPER_CONSTRUCTORS", ["mmengine.optim"])
 PARAM_SCHEDULERS = _child("PARAM_SCHEDULERS", ["mmengine.optim"])
 STRATEGIES = _child("STRATEGIES", ["mmengine.runner"])

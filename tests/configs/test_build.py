@@ -9,8 +9,8 @@ from golden import published_shapes
 from mmengine.config import Config
 
 from visdet.engine import load_config
-from visdet.engine.config_text import config_text
-from visdet.engine.packaged_configs import packaged_configs
+from visdet.engine.config.packaged import packaged_configs
+from visdet.engine.config.text import config_text
 from visdet.engine.summary import model_summary
 from visdet.registry import MODELS
 

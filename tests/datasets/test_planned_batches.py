@@ -24,7 +24,7 @@ from visdet.datasets.samplers import AspectRatioBatchSampler, PlannedBatchSample
 from visdet.datasets.samplers.batch_sizes import choose_sizes, last_batches
 from visdet.datasets.transforms.base import planned_size
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
-from visdet.engine.loaders import build_dataloader
+from visdet.engine.data.loaders import build_dataloader
 from visdet.models import DetDataPreprocessor
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import BatchPlan, PlannedBatch, holds, sample_draws

@@ -14,7 +14,7 @@ from visdet.datasets.transforms import (
     PackDrivingInputs,
     multi_view,
 )
-from visdet.engine.detections import detections_of
+from visdet.engine.inference.detections import detections_of
 from visdet.evaluation import CocoMetric, MotionMetric, NuScenesMetric, TrackingMetric, VectorMapMetric
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
@@ -114,7 +114,7 @@ def test_arguments_that_cannot_be_meant(config, message):
         (partial(detections_of, DetDataSample()), "classes"),
         (partial(NuScenes3DDetTrackDataset, "none.npz"), "map_classes"),
     ],
-    ids=str,
+    ids=lambda value: getattr(getattr(value, "func", value), "__name__", value),
 )
 def test_a_text_is_not_read_letter_by_letter(make, argument):
     with pytest.raises(ValueError, match=f"{argument} must be .*got 'mAP'"):

@@ -9,7 +9,7 @@ from test_resume import EPOCHS
 from toy_run import losses, toy_runner, train, weights
 
 from visdet.engine import enable_auto_scale_lr
-from visdet.engine.process_group import leave_process_group
+from visdet.engine.process.process_group import leave_process_group
 
 AT = 8  # Updates follow iterations 5, 10, 15 and so on, and an epoch has six iterations.
 OPTIONS = {

@@ -2,7 +2,7 @@
 
 import gc
 
-from visdet.engine.garbage import living_objects_not_collected
+from visdet.engine.process.garbage import living_objects_not_collected
 
 
 def test_a_training_leaves_living_objects_to_the_collector_afterwards():

@@ -18,8 +18,8 @@ from visdet.engine import (
     complete_config,
     load_config,
 )
-from visdet.engine.config_checks import SECTIONS
-from visdet.engine.foreign_scope import adopt_mmdet_scope
+from visdet.engine.config.checks import SECTIONS
+from visdet.engine.config.foreign_scope import adopt_mmdet_scope
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from mmengine.config import Config
 
 from visdet.engine import load_config
-from visdet.engine.config_text import config_text, values_without_code
-from visdet.engine.run_config import RunConfig
+from visdet.engine.config.run_config import RunConfig
+from visdet.engine.config.text import config_text, values_without_code
 
 VALUES = {
     "steps": list(range(60)),

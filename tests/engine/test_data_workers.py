@@ -13,7 +13,7 @@ from toy_detection import ToyBoxes
 from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import UserError, build_runner, set_resume
-from visdet.engine.data_workers import WorkerError, _explanation, explain_collation
+from visdet.engine.data.data_workers import WorkerError, _explanation, explain_collation
 from visdet.errors import hints_of
 from visdet.registry import DATASETS, TRANSFORMS
 

@@ -17,7 +17,7 @@ from test_inference import PIPELINE
 from toy_run import toy_config
 
 import visdet
-from visdet.engine.inference import detect_files
+from visdet.engine.inference.detector import detect_files
 from visdet.errors import MissingPackageError, UserError
 
 RGB = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
@@ -397,6 +397,6 @@ def test_the_names_of_the_package_come_at_their_first_use():
         "assert not {'torch', 'mmengine', 'numpy'} & set(sys.modules)\n"
         "assert {'init_detector', 'train', 'evaluate', 'Detections'} <= set(visdet.__all__) & set(dir(visdet))\n"
         "assert visdet.train.__module__ == 'visdet.engine.run' and 'torch' not in sys.modules\n"
-        "assert visdet.init_detector.__module__ == 'visdet.engine.inference'\n"
+        "assert visdet.init_detector.__module__ == 'visdet.engine.inference.detector'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(visdet.__file__).parents[1])

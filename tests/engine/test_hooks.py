@@ -17,9 +17,9 @@ from rich.file_proxy import FileProxy
 from toy_run import losses, toy_runner, train, weights
 
 from visdet.engine import ConfigError, NonFiniteLossError
-from visdet.engine import console as console_module
 from visdet.engine.hooks import check_invalid_loss_hook, progress_hook, run_report_hook
 from visdet.engine.hooks.check_invalid_loss_hook import CheckInvalidLossHook
+from visdet.engine.process import console as console_module
 from visdet.errors import MissingPackageError
 
 ROOT = Path(__file__).resolve().parents[2]

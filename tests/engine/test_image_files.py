@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from visdet.engine import UserError, find_images
-from visdet.engine.image_files import pictures_folder
+from visdet.engine.inference.image_files import pictures_folder
 
 
 def save(path, form=None):

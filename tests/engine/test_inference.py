@@ -15,11 +15,11 @@ from toy_run import toy_config, toy_runner, train
 
 import visdet
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
-from visdet.engine.detections import Detections, detections_of
-from visdet.engine.inference import detect_files
-from visdet.engine.picture_paths import PicturePaths
+from visdet.engine.inference.detections import Detections, detections_of
+from visdet.engine.inference.detector import detect_files
+from visdet.engine.inference.picture_paths import PicturePaths
+from visdet.engine.inference.sample_images import image_file_of
 from visdet.engine.prepare import write_detections
-from visdet.engine.sample_images import image_file_of
 from visdet.structures import DetDataSample
 
 PIPELINE = [

@@ -17,10 +17,10 @@ from toy_run import toy_config
 
 from visdet.datasets import make_shapes
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
-from visdet.engine.build_errors import build_model
 from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
+from visdet.engine.config.build_errors import build_model
 from visdet.engine.errors import explain
-from visdet.engine.places import only_training_in
+from visdet.engine.process.places import only_training_in
 from visdet.registry import METRICS
 
 PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
@@ -222,9 +222,9 @@ def test_a_disk_that_becomes_full_keeps_the_last_checkpoint(tmp_path, monkeypatc
 
 
 def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("visdet.engine.places._PATIENCE", 0.1)
+    monkeypatch.setattr("visdet.engine.process.places._PATIENCE", 0.1)
     code = (
-        "import time\nfrom visdet.engine.places import only_training_in\n"
+        "import time\nfrom visdet.engine.process.places import only_training_in\n"
         f"with only_training_in({str(tmp_path)!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

@@ -15,9 +15,9 @@ from visdet.engine import (
     ConfigError,
     UserError,
     enable_auto_scale_lr,
-    loaders,
 )
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.data import loaders
 from visdet.engine.monitored_metrics import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.registry import METRICS

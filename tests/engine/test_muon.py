@@ -8,7 +8,7 @@ from torch import nn
 from toy_run import losses, train
 
 from visdet.engine import MuonWithAuxAdam
-from visdet.engine.muon import orthogonalized
+from visdet.engine.optim.muon import orthogonalized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from visdet.datasets.samplers import PlannedBatchSampler
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
-from visdet.engine.data_workers import explain_collation
+from visdet.engine.data.data_workers import explain_collation
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.engine.graphs.planned import ImaginedBatches, MemoryNotEnoughError, prepare_sizes, shapes_of
 from visdet.engine.stages import StagedModel

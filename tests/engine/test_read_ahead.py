@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from visdet.engine.read_ahead import computed_ahead
+from visdet.engine.inference.read_ahead import computed_ahead
 
 
 def test_results_come_in_order_and_values_are_taken_as_they_are_needed():

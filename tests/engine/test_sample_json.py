@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from visdet.engine import ConfigError
-from visdet.engine.dump_detections import DumpDetections
-from visdet.engine.sample_json import record_of
+from visdet.engine.inference.dump_detections import DumpDetections
+from visdet.engine.inference.sample_json import record_of
 from visdet.structures import DrivingDataSample, FieldDataSample, TwoViewDataSample
 
 META = {"classes": ("car", "bus"), "map_classes": ("divider", "boundary")}

@@ -11,7 +11,7 @@ from toy_run import toy_config, train
 
 import visdet
 from visdet.engine import Detector, build_runner
-from visdet.engine.score_thresholds import measured_thresholds
+from visdet.engine.inference.score_thresholds import measured_thresholds
 from visdet.errors import UserError
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample

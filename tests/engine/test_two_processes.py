@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from toy_run import toy_runner
 
 from visdet.engine import NonFiniteLossError
-from visdet.engine.process_group import leave_process_group
+from visdet.engine.process.process_group import leave_process_group
 
 
 class Snapshots(Hook):

@@ -7,7 +7,7 @@ from mmengine.structures import InstanceData
 from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from visdet.engine.process_group import leave_process_group
+from visdet.engine.process.process_group import leave_process_group
 from visdet.models import DeformableDETRHead
 from visdet.models.deformable_detr.decoder_start import DecoderStart
 from visdet.models.matching import PaddedTargets

@@ -193,7 +193,7 @@ def is_ours(output):
     [(4, 8, 1, 1), (1, 24, 3, 5), (3, 64, 37, 21), (2, 264, 9, 4), (2, 2056, 5, 3), (6, 64, 120, 160)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize(("has_residual", "relu"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize(("has_residual", "relu"), [*itertools.product([False, True], repeat=2)])
 def test_kernels_compute_what_torch_does_in_float64(shape, dtype, has_residual, relu):
     tensors = draw(shape, dtype, "cuda", has_residual)
     exact = [None if x is None else x.detach().double().requires_grad_() for x in tensors]

@@ -11,8 +11,8 @@ from mmengine.config import Config
 
 import visdet
 from visdet.commands import _MODULES
-from visdet.engine.config_file import files_of_config, read_config
-from visdet.engine.packaged_configs import CONFIGS, find_config, packaged_configs
+from visdet.engine.config.files import files_of_config, read_config
+from visdet.engine.config.packaged import CONFIGS, find_config, packaged_configs
 
 SHAPES = "deformable_detr/deformable-detr_shapes"
 

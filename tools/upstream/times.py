@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.models import MAX_NORM, prediction, training_step
-from visdet.engine.garbage import living_objects_not_collected
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
+from visdet.engine.process.garbage import living_objects_not_collected
 from visdet.registry import MODELS
 
 from .compare import samples_of

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> None:
 
     from visdet.datasets import FieldDataset
     from visdet.engine import check_work_dir, dataset_config, load_config, say
-    from visdet.engine.loaders import check_there_are_samples
-    from visdet.engine.sample_images import image_of_inputs, is_bgr
+    from visdet.engine.data.loaders import check_there_are_samples
+    from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
     from visdet.models.data_preprocessor import check_packed
     from visdet.registry import DATASETS, VISUALIZERS
 

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from itertools import takewhile
 
-    from visdet.engine.packaged_configs import CONFIGS, packaged_configs
+    from visdet.engine.config.packaged import CONFIGS, packaged_configs
 
     if args.action == "copy":
         copy(args.name, args.folder)
@@ -50,8 +50,8 @@ def copy(name: str, folder: str) -> None:
     from pathlib import Path
 
     from visdet.engine import UserError, check_work_dir, say
-    from visdet.engine.config_file import files_of_config
-    from visdet.engine.packaged_configs import CONFIGS, PACKAGE
+    from visdet.engine.config.files import files_of_config
+    from visdet.engine.config.packaged import CONFIGS, PACKAGE
 
     name = PACKAGE + name.removeprefix(PACKAGE)
     files = {file: Path(folder, file.relative_to(CONFIGS)) for file in files_of_config(name)}

@@ -38,7 +38,7 @@ def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
     """Yield the results, and show how many there are, and how many come in a second."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from visdet.engine.console import console
+    from visdet.engine.process.console import console
 
     start, rate = time.perf_counter(), "{task.completed} images, {task.fields[rate]:.1f} a second"
     with Progress(BarColumn(), TextColumn(rate), console=console, transient=True) as bar:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         load_config,
         say,
     )
-    from visdet.engine.places import check_out_file
+    from visdet.engine.process.places import check_out_file
 
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:

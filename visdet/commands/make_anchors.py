@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
 
     from visdet.engine import check_work_dir
-    from visdet.engine.packaged_configs import find_config
+    from visdet.engine.config.packaged import find_config
     from visdet.errors import UserError, add_hint
 
     path = Path(args.infos)

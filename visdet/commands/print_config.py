@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import load_config
-    from visdet.engine.config_text import config_text, values_without_code
+    from visdet.engine.config.text import config_text, values_without_code
 
     cfg, remarks = load_config(args.config, args.cfg_options)
     if args.summary:

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> None:
     from mmengine.registry import init_default_scope
 
     from visdet.engine import UserError, check_work_dir, dataset_config, load_config
-    from visdet.engine.sample_images import image_of_inputs, is_bgr
-    from visdet.engine.score_thresholds import measured_thresholds
+    from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
+    from visdet.engine.inference.score_thresholds import measured_thresholds
     from visdet.engine.stages import StagedModel
     from visdet.registry import DATASETS, VISUALIZERS
 
@@ -111,9 +111,9 @@ def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":
     """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 
-    from visdet.engine.build_errors import build_model
     from visdet.engine.checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
     from visdet.engine.checkpoints.weights import load_weights, weights_of
+    from visdet.engine.config.build_errors import build_model
 
     trust, allow_nonfinite = (
         bool(cfg.get(key, False)) for key in ("trust_checkpoint", "allow_nonfinite_weights")

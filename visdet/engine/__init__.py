@@ -10,17 +10,13 @@ require_train_extra(__name__)
 if TYPE_CHECKING:
     from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
     from .checkpoints.resume import newest_readable_checkpoint
-    from .config import (
+    from .config.load import (
         CfgOptions,
         check_required_keys,
         complete_config,
         dataset_config,
         load_config,
     )
-    from .console import say
-    from .detections import Detections
-    from .distributed import checked_launcher
-    from .dump_detections import DumpDetections
     from .errors import CheckpointError, ConfigError, UserError, tool_session
     from .hooks import (
         CheckInvalidLossHook,
@@ -32,12 +28,13 @@ if TYPE_CHECKING:
         RunReportHook,
         RuntimeInfoHook,
     )
-    from .image_files import find_images
-    from .inference import Detector, detect_files, init_detector
+    from .inference.detections import Detections
+    from .inference.detector import Detector, detect_files, init_detector
+    from .inference.dump_detections import DumpDetections
+    from .inference.image_files import find_images
     from .log_curves import draw_curves, read_scalars
-    from .muon import MuonWithAuxAdam
-    from .optim_wrapper import AmpOptimWrapper, OptimWrapper
-    from .places import check_out_file, check_work_dir
+    from .optim.muon import MuonWithAuxAdam
+    from .optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
     from .prepare import (
         build_runner,
         draw_detections,
@@ -46,6 +43,9 @@ if TYPE_CHECKING:
         set_resume,
         write_detections,
     )
+    from .process.console import say
+    from .process.distributed import checked_launcher
+    from .process.places import check_out_file, check_work_dir
     from .run import TrainingResult, evaluate, train
     from .stages import StagedModel
     from .trainer import DetRunner
@@ -54,17 +54,17 @@ else:
         __name__,
         {
             "checkpoints.checkpoint": ["read_checkpoint", "write_checkpoint"],
-            "config": [
+            "config.load": [
                 "CfgOptions",
                 "check_required_keys",
                 "complete_config",
                 "dataset_config",
                 "load_config",
             ],
-            "console": ["say"],
-            "distributed": ["checked_launcher"],
-            "detections": ["Detections"],
-            "dump_detections": ["DumpDetections"],
+            "process.console": ["say"],
+            "process.distributed": ["checked_launcher"],
+            "inference.detections": ["Detections"],
+            "inference.dump_detections": ["DumpDetections"],
             "errors": ["CheckpointError", "ConfigError", "UserError", "tool_session"],
             "hooks": [
                 "CheckInvalidLossHook",
@@ -76,12 +76,12 @@ else:
                 "RunReportHook",
                 "RuntimeInfoHook",
             ],
-            "image_files": ["find_images"],
-            "inference": ["Detector", "detect_files", "init_detector"],
+            "inference.image_files": ["find_images"],
+            "inference.detector": ["Detector", "detect_files", "init_detector"],
             "log_curves": ["draw_curves", "read_scalars"],
-            "muon": ["MuonWithAuxAdam"],
-            "optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
-            "places": ["check_out_file", "check_work_dir"],
+            "optim.muon": ["MuonWithAuxAdam"],
+            "optim.optim_wrapper": ["AmpOptimWrapper", "OptimWrapper"],
+            "process.places": ["check_out_file", "check_work_dir"],
             "prepare": [
                 "build_runner",
                 "draw_detections",

@@ -9,8 +9,8 @@ from typing import Any
 
 from visdet.errors import UserError, add_hint
 
-from .data_workers import WorkerError
-from .places import short_path
+from .data.data_workers import WorkerError
+from .process.places import short_path
 
 _UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* does not exist)")
 

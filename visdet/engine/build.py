@@ -42,17 +42,17 @@ from visdet.registry import (
     VISUALIZERS,
 )
 
-from .build_errors import build_model, building, check_arguments
 from .checkpoints.training_state import wrappers_of
-from .config_checks import is_iteration_based, schedules_of
-from .config_text import values_without_code
-from .console import ConsoleHandler
-from .distributed import start_process_group
-from .environment import environment
+from .config.build_errors import build_model, building, check_arguments
+from .config.checks import is_iteration_based, schedules_of
+from .config.text import values_without_code
+from .data.loaders import check_evaluation_data, check_training_data
 from .errors import nearest_names
-from .loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
+from .process.console import ConsoleHandler
+from .process.distributed import start_process_group
+from .process.environment import environment
 
 # The first six are mmengine's. The default_hooks of a config change a hook under its key, or remove it by None.
 _DEFAULT_HOOKS = {

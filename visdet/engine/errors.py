@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from visdet.errors import ConfigError, UserError, hints_of
 
-from .interrupts import Interrupted, signals_interrupt
-from .process_group import leave_process_group
+from .process.interrupts import Interrupted, signals_interrupt
+from .process.process_group import leave_process_group
 
 __all__ = [
     "CheckpointError",

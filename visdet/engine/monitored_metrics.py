@@ -9,7 +9,7 @@ from mmengine.hooks import CheckpointHook, EarlyStoppingHook
 
 from visdet.errors import ConfigError
 
-from .config_checks import schedules_of
+from .config.checks import schedules_of
 from .errors import nearest_names
 
 

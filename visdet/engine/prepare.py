@@ -12,7 +12,7 @@ from visdet.registry import RUNNERS
 from .checkpoints.checkpoint import LAST_CHECKPOINT, check_checkpoint_exists
 from .checkpoints.resume import AUTO
 from .errors import ConfigError
-from .places import check_out_file, check_work_dir
+from .process.places import check_out_file, check_work_dir
 
 
 def build_runner(cfg: Config) -> Any:

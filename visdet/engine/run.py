@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from visdet.checks.arguments import checked
 
-from .config import check_required_keys, load_config
-from .console import say
-from .places import check_work_dir
+from .config.load import check_required_keys, load_config
+from .process.console import say
+from .process.places import check_work_dir
 
 if TYPE_CHECKING:
     from mmengine.config import Config
@@ -67,10 +67,10 @@ def train(
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
     # These import torch, and a mistake in the config is told before.
     from .checkpoints.checkpoint import LAST_CHECKPOINT
-    from .default_device import training_defaults
-    from .distributed import checked_launcher
     from .hooks import RunReportHook
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
+    from .process.default_device import training_defaults
+    from .process.distributed import checked_launcher
 
     cfg.launcher = checked_launcher(launcher)
     if amp:
@@ -124,9 +124,9 @@ def evaluate(
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
     """
     cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
-    from .default_device import cpu_by_default
-    from .distributed import checked_launcher
     from .prepare import build_runner, draw_detections, write_detections
+    from .process.default_device import cpu_by_default
+    from .process.distributed import checked_launcher
 
     cfg.launcher = checked_launcher(launcher)
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from visdet.errors import ConfigError, MissingFileError
 from visdet.registry import DATASETS
 
-from .build_errors import build_model
-from .config import complete_config, dataset_config
-from .config_file import read_config
-from .given_images import GivenImage
-from .inference import Detector, takes_images
+from .config.build_errors import build_model
+from .config.files import read_config
+from .config.load import complete_config, dataset_config
+from .inference.detector import Detector, takes_images
+from .inference.given_images import GivenImage
 from .stages import StagedModel
 
 __all__ = ["model_summary"]

@@ -24,25 +24,25 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .build_errors import building, check_arguments
 from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
 from .checkpoints.training_state import training_state
-from .config import complete_config
-from .console import say
-from .data_workers import worker_failures_explained
+from .config.build_errors import building, check_arguments
+from .config.load import complete_config
+from .config.run_config import RunConfig
+from .data.data_workers import worker_failures_explained
+from .data.loaders import build_dataloader
 from .errors import log_fatal_error
-from .garbage import living_objects_not_collected
 from .graphs.methods import GraphedMethod, graphs_for
 from .graphs.planned import prepare_sizes
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
-from .loaders import build_dataloader
 from .loops import EvaluationLoop, TrainLoop
-from .places import only_training_in
-from .run_config import RunConfig
+from .process.console import say
+from .process.garbage import living_objects_not_collected
+from .process.places import only_training_in
 from .stages import StagedModel
 
 _VALIDATED = "validated_at_iter"

@@ -19,10 +19,10 @@ from visdet.structures import DetDataSample
 class DetDataPreprocessor(ImgDataPreprocessor):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
-    In training, images are padded to the ``batch_input_shape`` that the samples have, if the batch was planned (see
-    docs/batches.md). The metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and
-    ``pad_shape``, the size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if
-    the pipeline has not set it.
+    Images of a planned batch (see docs/batches.md) are padded to the ``batch_input_shape`` that the samples have. The
+    metainfo of each sample gets ``batch_input_shape``, the (height, width) of the batch, and ``pad_shape``, the
+    size of the image rounded up to a multiple of ``pad_size_divisor``. It also gets ``img_shape`` if the pipeline has
+    not set it.
 
     Args:
         mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
@@ -87,7 +87,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         data = super().forward(data, training)
         inputs, data_samples = data["inputs"], data["data_samples"]
         if data_samples is not None:
-            planned = data_samples[0].metainfo.get("batch_input_shape") if training and data_samples else None
+            planned = data_samples[0].metainfo.get("batch_input_shape") if data_samples else None
             if planned is not None:
                 divisor = self.pad_size_divisor
                 sides = zip(planned, inputs.shape[-2:], strict=True)

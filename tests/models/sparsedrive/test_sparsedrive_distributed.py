@@ -7,7 +7,7 @@ from tiny_driving import frame, tiny_model
 from torch.distributed.nn import functional  # noqa: F401 - see start_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from visdet.engine.process_group import leave_process_group
+from visdet.engine.process.process_group import leave_process_group
 from visdet.engine.stages import StagedModel
 
 COUNTS = (4, 0)

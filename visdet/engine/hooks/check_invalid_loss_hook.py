@@ -13,7 +13,7 @@ from visdet.execution.host_copy import HostCopy, stack_numbers
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError, UserError
-from ..optim_wrapper import OptimWrapper
+from ..optim.optim_wrapper import OptimWrapper
 
 _NUM_BAD = "number of processes with a bad loss"
 

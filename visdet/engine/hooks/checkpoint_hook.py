@@ -14,7 +14,7 @@ from ..checkpoints.checkpoint import LAST_CHECKPOINT, write_atomically
 from ..checkpoints.random_state import gather_random_states
 from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError
-from ..places import check_free_space, check_work_dir
+from ..process.places import check_free_space, check_work_dir
 
 
 @HOOKS.register_module()

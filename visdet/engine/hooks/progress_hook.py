@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from visdet.registry import HOOKS
 
-from ..console import console, is_main_process, say
+from ..process.console import console, is_main_process, say
 
 _REFRESH_SECONDS = 0.2
 

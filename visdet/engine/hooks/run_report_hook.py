@@ -13,9 +13,9 @@ from rich.table import Table
 import visdet
 from visdet.registry import HOOKS
 
-from ..console import console, is_main_process, say
-from ..places import short_path
-from ..score_thresholds import write_curves
+from ..inference.score_thresholds import write_curves
+from ..process.console import console, is_main_process, say
+from ..process.places import short_path
 from .visualization_hook import val_pictures_folder
 
 

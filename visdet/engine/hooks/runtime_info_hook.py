@@ -8,7 +8,7 @@ from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 from visdet.execution.host_copy import HostCopy
 from visdet.registry import HOOKS
 
-from ..optim_wrapper import OptimWrapper
+from ..optim.optim_wrapper import OptimWrapper
 from .progress_hook import ProgressHook
 
 

@@ -13,9 +13,9 @@ from mmengine.structures import BaseDataElement
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError
-from ..picture_paths import PicturePaths
-from ..sample_images import image_of, is_bgr
-from ..score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
+from ..inference.picture_paths import PicturePaths
+from ..inference.sample_images import image_of, is_bgr
+from ..inference.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
 
 
 def val_pictures_folder(runner: Any) -> str:

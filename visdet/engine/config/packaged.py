@@ -7,7 +7,7 @@ from mmengine.config.utils import MODULE2PACKAGE
 
 from visdet.errors import ConfigError
 
-from .errors import nearest_names
+from ..errors import nearest_names
 
 __all__ = [
     "CONFIGS",
@@ -19,7 +19,7 @@ __all__ = [
     "packaged_configs",
 ]
 
-CONFIGS = Path(__file__).parents[1] / ".mim" / "configs"  # where mmengine looks for the configs of a package
+CONFIGS = Path(__file__).parents[2] / ".mim" / "configs"  # where mmengine looks for the configs of a package
 PACKAGE = "visdet::"
 MODULE2PACKAGE.setdefault("visdet", "visdet")  # mmengine's own Config finds ``visdet::...``, too.
 _MOST_FILES_TO_LOOK_AT = 2000

@@ -6,8 +6,8 @@ from typing import Any
 
 from visdet.errors import UserError
 
+from ..process.places import check_out_file
 from .detections import Detections
-from .places import check_out_file
 
 __all__ = ["written_as_video"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .errors import UserError
+from ..errors import UserError
 
 _LOCK = ".training.lock"
 # The data workers of a run that was killed end within five seconds, and hold its lock until then.

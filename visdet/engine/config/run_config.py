@@ -4,7 +4,7 @@ import copy
 
 from mmengine.config import Config
 
-from .config_text import config_text
+from .text import config_text
 
 
 class RunConfig(Config):

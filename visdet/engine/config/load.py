@@ -12,9 +12,9 @@ from mmengine.config import Config, ConfigDict
 from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
-from .config_checks import SECTIONS, check_counting, check_sections, is_iteration_based, schedules_of
-from .config_file import read_config
-from .errors import ConfigError, nearest_names
+from ..errors import ConfigError, nearest_names
+from .checks import SECTIONS, check_counting, check_sections, is_iteration_based, schedules_of
+from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
 
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 
 from visdet.errors import check_choice
 
-from .errors import UserError
+from ..errors import UserError
 
 
 def checked_launcher(launcher: str | None) -> str:

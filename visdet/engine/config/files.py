@@ -18,8 +18,8 @@ from mmengine.config import Config, ConfigDict
 
 from visdet.errors import ConfigError, add_hint
 
-from .config_placeholders import BASE, Placeholders, rebuilt
-from .packaged_configs import PACKAGE, did_you_mean, existing_config, named_like
+from .packaged import PACKAGE, did_you_mean, existing_config, named_like
+from .placeholders import BASE, Placeholders, rebuilt
 
 _SUFFIXES = (".py", ".json", ".yaml", ".yml")
 _DEPRECATION = "_deprecation_"

@@ -29,22 +29,22 @@ from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
-from .build_errors import build_model, building
-from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
-from .checkpoints.weights import load_weights, weights_of
-from .config import complete_config, dataset_config, load_config
-from .default_device import cpu_by_default
+from ..checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+from ..checkpoints.weights import load_weights, weights_of
+from ..config.build_errors import build_model, building
+from ..config.load import complete_config, dataset_config, load_config
+from ..errors import ConfigError, UserError
+from ..graphs.methods import graphs_for
+from ..hooks.num_class_check_hook import classes_of_heads
+from ..process.default_device import cpu_by_default
+from ..process.places import check_work_dir
+from ..stages import StagedModel
 from .detections import Detections
-from .errors import ConfigError, UserError
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
-from .graphs.methods import graphs_for
-from .hooks.num_class_check_hook import classes_of_heads
 from .image_files import is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
-from .places import check_work_dir
 from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
-from .stages import StagedModel
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from visdet.registry import DATASETS
 
-from .console import WorkerStart
+from ..errors import ConfigError
+from ..process.console import WorkerStart
 from .data_workers import explain_collation, report_lost_batches
-from .errors import ConfigError
 
 
 def build_dataloader(

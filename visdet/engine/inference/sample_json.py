@@ -5,8 +5,8 @@ from typing import Any
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.structures.driving_data_sample import predictions_of
 
+from ..errors import ConfigError
 from .detections import detections_of
-from .errors import ConfigError
 
 
 def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:

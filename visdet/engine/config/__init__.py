@@ -1,0 +1,1 @@
+"""Reading, completing and checking configs."""

@@ -1,0 +1,1 @@
+"""Detectors for images and videos, and what they read and give."""
