@@ -117,7 +117,7 @@ class ImagesOfToy(ToyBoxes):
 @pytest.mark.parametrize("missing", [False, True])
 def test_an_unreadable_image_says_how_to_go_on_without_it(tmp_path, workers, missing):
     for index in range(24):
-        Image.new("RGB", (8, 8)).save(tmp_path / f"{index}.png")
+        Image.new("RGB", (32, 32)).save(tmp_path / f"{index}.png")
     (tmp_path / "7.png").unlink() if missing else (tmp_path / "7.png").write_bytes(b"cut")
     pipeline = [{"type": "PathOfToy", "folder": str(tmp_path)}, {"type": "LoadImageFromFile"}]
     options = {

@@ -144,6 +144,8 @@ def bits(tensor):
 @sized
 def test_a_graph_repeats_a_step(name, number):
     """A graph of forward and backward on a stream of its own reads what its arguments hold when it is replayed."""
+    if name == "dynamic_voxelize":
+        pytest.skip("its sizes are lists, which a graph cannot copy to the device")
     problem = problem_of(name, number, 5, "cuda")
     first = next(value for value in problem.arguments.values() if isinstance(value, Tensor))
     expected, numbers = results(name, problem), first.clone()

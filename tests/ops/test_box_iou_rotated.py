@@ -469,7 +469,7 @@ def test_entries_of_mmcv(device):
         )
         getattr(mmcv_ext, entry)(boxes, keep, count, nms_overlap_thresh=0.2)
         assert torch.equal(keep[:count], suppress(boxes, boxes.new_zeros(40), 0.2)) and 3 < count < 40
-        with pytest.raises(ValueError, match=rf"mmcv\._ext\.{entry}: keep must be \[40\], got \[3\]"):
+        with pytest.raises(ValueError, match=rf"mmcv\._ext\.{entry}: keep must be \[.*\], got \[3\]"):
             getattr(mmcv_ext, entry)(boxes, keep[:3], count, nms_overlap_thresh=0.2)
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import torch
 
 from visdet.errors import InvalidInputError
 
@@ -22,9 +21,8 @@ def check_finite(owner: str, hint: str = "", /, **values: Any) -> None:
         InvalidInputError: a value is NaN or infinite. The message has its name and the place of the first one.
     """
     for name, value in values.items():
-        array = (
-            value.detach().double().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-        )
+        is_tensor = hasattr(value, "detach")  # Programs without a model need not import torch for this.
+        array = value.detach().double().cpu().numpy() if is_tensor else np.asarray(value)
         if array.dtype.kind not in "fc" or (is_finite := np.isfinite(array)).all():
             continue
         first = np.argwhere(~is_finite)[0].tolist()

@@ -129,8 +129,8 @@ def _write(entry: str, targets: list[Any], given: dict[str, Any], result: Any) -
             continue
         if word.mark == "~":
             if target.dim() and len(target) < len(values):
-                expected = [f"{len(values)} or more", *values.shape[1:]]
-                raise ValueError(f"{entry}: {name} must be {expected}, got {list(target.shape)}")
+                sizes = ", ".join(map(str, [f"{len(values)} or more", *values.shape[1:]]))
+                raise ValueError(f"{entry}: {name} must be [{sizes}], got {list(target.shape)}")
             target = target[: len(values)]
         _copy(entry, name, target, values)
     rest = results[len(targets) :]

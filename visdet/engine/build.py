@@ -216,10 +216,9 @@ def check_before_data(runner: Any, *stages: str) -> None:
         stages: 'train', 'val' or 'test'.
     """
     cfg = runner.cfg
-    loop: Any
     for stage in stages:
         sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
-        loop: type = EvaluationLoop
+        loop: Any = EvaluationLoop
         if stage == "train":
             loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
         check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})

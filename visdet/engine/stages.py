@@ -56,7 +56,8 @@ def has_stages(model: Any, method: str) -> bool:
     Args:
         model: the model. method: 'loss' or 'predict'.
     """
-    return _is_class_of_stages(type(model), method) and not vars(model).keys() & set(_CALLERS[method])
+    kind: Any = type(model)
+    return _is_class_of_stages(kind, method) and not vars(model).keys() & set(_CALLERS[method])
 
 
 @functools.cache
