@@ -114,7 +114,7 @@ def test_load_interval(dataset_of, infos):
     assert [dataset.get_info(i)["token"] for i in range(3)] == [infos[i]["token"] for i in (0, 3, 6)]
     assert np.bincount(dataset.flag).tolist() == [3, 3, 2]
     for interval in (0, -1):
-        with pytest.raises(UserError, match=f"load_interval must be at least 1, got {interval}"):
+        with pytest.raises(UserError, match=f"load_interval must be .* got {interval}"):
             dataset_of(infos, load_interval=interval)
 
 

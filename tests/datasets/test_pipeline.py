@@ -84,7 +84,7 @@ def test_brightness_alone_by_hand():
     [
         (dict(contrast_range=(1.5, 0.5)), "contrast_range must be 0 <= lowest <= highest"),
         (dict(saturation_range=(-1, 1)), "saturation_range must be"),
-        (dict(hue_delta=200), "hue_delta be in 0..180"),
+        (dict(hue_delta=200), "hue_delta must be"),
     ],
 )
 def test_wrong_arguments_of_the_distortion(arguments, message):

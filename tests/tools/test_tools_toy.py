@@ -67,7 +67,7 @@ def test_two_processes_on_the_cpu(tmp_path):
         (
             "train",
             [TOY_CONFIG, "--cfg-options", "model.chanels=2"],
-            "ToyDetector does not know the keyword 'chanels'",
+            "unexpected keyword argument 'chanels'",
         ),
         ("train", [TOY_CONFIG, "--work-dir", "/proc/nowhere"], "folder /proc/nowhere cannot be written"),
         ("train", [TOY_CONFIG, "--launcher", "pytorch"], "--launcher pytorch needs torchrun"),
