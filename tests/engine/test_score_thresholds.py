@@ -107,7 +107,7 @@ def test_train_and_evaluate_return_what_they_measured(tmp_path):
     )
     assert metrics["toy/images"] == 13 and len(json.loads((tmp_path / "found.json").read_text())) == 13
     assert cfg.train_cfg.max_iters == 20 and cfg.get("load_from") is None, "the config is not changed"
-    with pytest.raises(UserError, match="checkpoint must be .* got None"):
+    with pytest.raises(UserError, match=r"checkpoint must be .* got None"):
         visdet.evaluate(cfg, None)
     with pytest.raises(UserError, match="unknown key 'train_cgf'"):
         visdet.train(cfg, train_cgf={"max_iters": 3})
