@@ -61,6 +61,27 @@ def test_module_is_built_from_a_foreign_config():
     assert "sampling_offsets" in out and "Failed to" not in out
 
 
+@pytest.mark.parametrize("config", ["dino/dino_shapes.py", "deformable_detr/deformable-detr_shapes.py"])
+def test_parts_without_a_scope_are_ours_under_the_default_scope_of_another_package(config):
+    run(
+        "import sys\n"
+        "from types import ModuleType\n"
+        "from mmengine.config import Config\n"
+        "from mmengine.registry import DefaultScope, MODELS, Registry, TASK_UTILS\n"
+        "sys.modules['mmdet'] = ModuleType('mmdet')\n"
+        "for parent in (MODELS, TASK_UTILS):\n"
+        "    theirs = Registry('theirs', scope='mmdet', parent=parent)\n"
+        "    for name in ('ResNet', 'ChannelMapper', 'DetDataPreprocessor', 'DINOHead', 'DeformableDETRHead', 'FocalLoss',\n"
+        "                 'L1Loss', 'GIoULoss', 'HungarianAssigner', 'FocalLossCost', 'BBoxL1Cost', 'IoUCost',\n"
+        "                 'SinePositionalEncoding', 'MultiScaleDeformableAttention'):\n"
+        "        theirs.register_module(name=name, module=type(name, (), {}))\n"
+        "DefaultScope.get_instance('test', scope_name='mmdet')\n"
+        f"model = Config.fromfile({str(Path(__file__).parents[1] / 'configs' / config)!r}).model\n"
+        "built = MODELS.build({**model, 'type': f'visdet.{model.type}'})\n"
+        "assert not [part for part in built.modules() if type(part).__module__ == '__main__']\n"
+    )
+
+
 def test_unknown_name_answers_with_the_nearest_and_where_they_are():
     with pytest.raises(KeyError) as caught:
         MODELS.build(dict(type="MultiScaleDeformableAttenton"))
