@@ -200,6 +200,9 @@ def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any
     model = revert_sync_batchnorm(MODELS.build(model_config)).to(device)
     if hasattr(model, "init_weights"):
         model.init_weights()
+    for part in model.modules():
+        if type(part).__name__ == "TridentConv":  # mmdet leaves its weight as the memory was, which may hold NaN.
+            torch.nn.init.kaiming_uniform_(part.weight)
     loss, sample = train_and_predict(model, inputs)
     if "pred_panoptic_seg" in sample:
         return f"loss {loss:.3f}, {len(sample.pred_panoptic_seg.sem_seg.unique())} segments"
