@@ -201,7 +201,9 @@ def step_and_predict(config_path: Path, device: str, inputs: Callable[[int], Any
     if hasattr(model, "init_weights"):
         model.init_weights()
     for part in model.modules():
-        if type(part).__name__ == "TridentConv":  # mmdet leaves its weight as the memory was, which may hold NaN.
+        if (
+            type(part).__name__ == "TridentConv"
+        ):  # mmdet leaves its weight as the memory was, which may hold NaN.
             torch.nn.init.kaiming_uniform_(part.weight)
     loss, sample = train_and_predict(model, inputs)
     if "pred_panoptic_seg" in sample:
