@@ -1,6 +1,7 @@
 """Pooling at the borders of boxes, along Bezier curves, and by the integral of the map (PrRoIPool)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import computation_dtype
@@ -147,6 +148,31 @@ def _integral(position: Tensor) -> Tensor:
     return 0.5 + position - position * position.abs() / 2
 
 
+def _sums_of_windows(maps: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """Return the sums of maps [C, H, W] with the weights [N, PH, H] and [N, PW, W] as [N, C, PH, PW].
+
+    A bin reads only the pixels from its first weight to its last. It can be differentiated once.
+    """
+    (y, of_y), (x, of_x) = _windows(down), _windows(across)
+    (N, PH), PW, W = down.shape[:2], across.shape[1], maps.shape[2]
+    pixels = (y[:, :, None, :, None] * W + x[:, None, :, None, :]).reshape(N * PH * PW, -1)
+    weights = (of_y[:, :, None, :, None] * of_x[:, None, :, None, :]).reshape(pixels.shape)
+    rows = maps.flatten(1).t().contiguous()
+    sums = F.embedding_bag(pixels, rows, per_sample_weights=weights, mode="sum")
+    return sums.view(N, PH, PW, -1).permute(0, 3, 1, 2)
+
+
+def _windows(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places [N, P, K] of the weights [N, P, size] that count, which are neighbours, and their values."""
+    counts, places = weights.detach() != 0, torch.arange(weights.shape[2])
+    first = torch.where(counts, places, weights.shape[2]).amin(-1).clamp(max=weights.shape[2] - 1)
+    length = int(counts.sum(-1).max())
+    window = first[..., None] + torch.arange(max(length, 1))
+    is_within = window < weights.shape[2]
+    window = window.clamp(max=weights.shape[2] - 1)
+    return window, torch.where(is_within, weights.gather(2, window), 0)
+
+
 @declared(
     features="floating [B, C, H, W]",
     rois="real [N, 5]",
@@ -170,8 +196,8 @@ def prroi_pool(
     Returns:
         [N, C, PH, PW]. The means. The map is 0 outside. A region without area, or with a NaN, has 0.
 
-    It is differentiable with respect to ``features`` and to the corners of ``rois``. 16-bit types are computed in
-    float32.
+    It is differentiable with respect to ``features`` and to the corners of ``rois``, on a CPU once. 16-bit types are
+    computed in float32.
 
     Raises:
         ValueError: A size does not fit. The message names the argument.
@@ -198,6 +224,10 @@ def prroi_pool(
     pooled = corners.new_zeros(len(rois), features.shape[1], *output_size) + 0 * features[:0].sum()
     for image, maps in enumerate(features.to(dtype)):
         chosen = (is_known & (index == image)).nonzero()[:, 0]
-        values = torch.einsum("nph,chw,nqw->ncpq", weights[0][chosen], maps, weights[1][chosen])
+        down, across = (weight[chosen] for weight in weights)
+        if features.device.type == "cpu" and chosen.numel() and maps.numel():
+            values = _sums_of_windows(maps, down, across)
+        else:
+            values = torch.einsum("nph,chw,nqw->ncpq", down, maps, across)
         pooled = pooled.index_copy(0, chosen, values)
     return pooled.to(features.dtype)
