@@ -366,9 +366,14 @@ def test_gradients():
     assert check(lambda d, f: bev_pool_v2(d, f, *ranks, 5), (wide(1, 1, 2, 3, 4), wide(1, 1, 3, 4, 2)))
     points, voxels, means, centers, opacities, semantics, radii, entries, _ = gaussians(3, 9)
     inputs = [tensor.requires_grad_() for tensor in (means, opacities, semantics, entries)]
-    assert check(
-        lambda m, o, s, e: local_aggregate(points, voxels, m, centers, o, s, radii, e, 4, 4, 4), inputs
-    )
+    for aggregate in (local_aggregate, local_aggregate_prob):
+        assert check(
+            lambda m, o, s, e, aggregate=aggregate: aggregate(
+                points, voxels, m, centers, o, s, radii, e, 4, 4, 4
+            ),
+            inputs,
+            check_forward_ad=True,
+        )
 
 
 @pytest.mark.parametrize(

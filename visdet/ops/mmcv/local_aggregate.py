@@ -144,8 +144,10 @@ def local_aggregate_prob(
         summed = _sum_by_point(point, rows, weight[:, None] * values)
         is_seen = (total > 1e-9)[:, None]
         expected = torch.where(is_seen, summed / torch.where(is_seen, total[:, None], 1), 1 / max(C - 1, 1))
-        free = torch.ones_like(total).scatter_reduce(0, point, 1 - density, "prod")
-        parts.append((expected, 1 - free, _sum_by_point(point, rows, density)))
+        # A product by point has no forward derivative in torch, but a sum of logarithms has.
+        log_free = _sum_by_point(point, rows, (1 - density).clamp(min=1e-30).log())
+        occupied = -torch.expm1(log_free)
+        parts.append((expected, occupied, _sum_by_point(point, rows, density)))
     expected, occupied, density = (torch.cat(part).to(semantics.dtype) for part in zip(*parts, strict=True))
     return expected, occupied, density
 
