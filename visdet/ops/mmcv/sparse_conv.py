@@ -220,14 +220,15 @@ def indice_conv_gradients(
     weights = _weights(features, filters, indice_pairs)
     check_layout("indice_conv", "grad_output", grad_output, "[M, O]", None, weights.shape[2])
     dtype = computation_dtype(features)
+    operands = dtype if features.device.type == "cpu" else features.dtype  # as in autocast_linear
     grad_features = features.new_zeros(features.shape, dtype=dtype)
     grad_weights = weights.new_zeros(filters.flatten(0, -3).shape)
     for k, source, target in _of_each_tap(
         indice_pairs, indice_pair_num, len(features), len(grad_output), inverse
     ):
-        grad = grad_output[target].to(features.dtype)
-        grad_features.index_add_(0, source, (grad @ weights[k].T).to(dtype))
-        grad_weights[k] = features[source].T @ grad
+        grad = grad_output[target].to(operands)
+        grad_features.index_add_(0, source, (grad @ weights[k].T.to(operands)).to(dtype))
+        grad_weights[k] = features[source].T.to(operands) @ grad
     return grad_features.to(features.dtype), grad_weights.view(filters.shape).to(filters.dtype)
 
 
