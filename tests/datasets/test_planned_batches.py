@@ -221,7 +221,12 @@ def test_what_is_left_over_goes_where_it_makes_full_batches():
     wide, high, small = [(80, 100)] * 5, [(100, 80)] * 5, [(60, 60), (60, 50)] * 7
     batches = last_batches([*wide, *high, *small], lambda size: size, sizes, 4, Random(0))
     assert all(size in sizes and all(holds(size, item) for item in items) for size, items in batches)
+    # Small images make full batches of the widest and of the highest ones.
+    sizes = [(80, 120), (120, 80), (75, 130), (130, 75)]
+    items = [(70, 125), (125, 70), *[(60, 60)] * 8]
+    assert {size for size, _ in last_batches(items, lambda size: size, sizes, 2, Random(0))} <= {*sizes}
     # Nothing fits into both, so that the images left over have a batch of their own.
+    sizes = [(80, 100), (100, 80)]
     *_, (size, items) = last_batches([*wide, *high], lambda size: size, sizes, 4, Random(0))
     assert size == (100, 100) and sorted(items) == [(80, 100), (100, 80)]
 
