@@ -113,7 +113,7 @@ REFUSED = [
     ),
     (
         lambda: process("TrackingMetric", {"pred_instances_3d": {"boxes_3d": 0}}),
-        "frame t has no instance_ids",
+        "frame t has no gt_bboxes_3d",
     ),
     (lambda: process("VectorMapMetric", {"pred_map": {"vectors": []}}), "frame t has no vectors"),
 ]
