@@ -1,6 +1,7 @@
 """Comparison of the predicted and the true trajectories of other road users."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from mmengine.logging import print_log
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 
-from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
+from .detection_curves import Boxes, match_frames, take_nearest, tp_error
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
@@ -194,7 +195,7 @@ def motion_scores(
         running = {
             name: matches.running_mean(column, known) for name, column in zip(_NAMES, errors.T, strict=False)
         }
-        curve = Curve(matches.precision, matches.confidence, running)
+        curve = replace(matches, errors=running)
         scores |= {name: tp_error(curve, name, unreached=float("nan")) for name in running}
     found = sum(
         int(
