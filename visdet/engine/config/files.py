@@ -69,7 +69,9 @@ def read_config(path: str) -> Config:
         if isinstance(error, ConfigError) or hints_of(error):  # The hint is that of :func:`_told`.
             raise
         reason = " ".join(str(error).split())
-        raise ConfigError(f"config {_shown(path)} cannot be read: {type(error).__name__}: {reason}") from error
+        raise ConfigError(
+            f"config {_shown(path)} cannot be read: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _read(path: str, environment: dict[str, str]) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def _substituted(text: str, path: str, environment: dict[str, str]) -> str:
     file = Path(os.path.abspath(path))
     parts = {"Dirname": file.parent.as_posix(), "Basename": file.name, "BasenameNoExtension": file.stem}
     for name, part in {**parts, "Extname": file.suffix}.items():
-        text = re.sub(rf"\{{\{{\s*file{name}\s*\}}\}}", lambda _, part=part: part, text)
+        text = re.sub(rf"\{{\{{\s*file{name}\s*\}}\}}", part.replace("\\", r"\\"), text)
 
     def value_of(match: re.Match) -> str:
         _, name, default = match.groups()
@@ -195,12 +197,11 @@ def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, A
 
 
 def _told(error: BaseException, path: str) -> BaseException:
-    """Return the ConfigError to raise if a config or mmengine raised an error, and the error if code of the user did."""
+    """Return a ConfigError if a config raised an error, and the error with a hint if code of the user did."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     if last.filename == os.path.abspath(path):
-        return ConfigError(
-            f"config {_shown(path)} cannot be read: {type(error).__name__}: {error} ({_shown(path)}, line {last.lineno})"
-        )
+        place = f"({_shown(path)}, line {last.lineno})"
+        return ConfigError(f"config {_shown(path)} cannot be read: {type(error).__name__}: {error} {place}")
     if not last.filename.startswith(os.path.dirname(mmengine.__file__)) or str(error).startswith("Failed to"):
         add_hint(error, f"while reading the config {_shown(path)}")
     return error
@@ -217,7 +218,7 @@ def _read_lazily(path: str) -> Config:
                 f"config {path} calls a name that it imports. Without {_BASE}, an import gives its value only when a "
                 f"part is built. Write `{_BASE} = []` instead of read_base, and an import works as in any program"
             ) from error
-        raise _told(error, path) if not isinstance(error, ImportError) else error
+        raise (error if isinstance(error, ImportError) else _told(error, path)) from error.__cause__
     object.__setattr__(cfg, "_filename", path)
     return cfg
 
