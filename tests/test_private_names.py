@@ -35,7 +35,6 @@ REASONS = {
     "_backward_pre_hooks": "See _backward_hooks.",
     "_forward_hooks": "See _backward_hooks.",
     "_forward_pre_hooks": "See _backward_hooks.",
-    "_has_any_global_hook": "See _backward_hooks.",
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
@@ -78,7 +77,6 @@ REASONS = {
     "_save_checkpoint_with_step": "Old files go after the new one is written.",
     "_serialize_data": "``full_init`` checks the images before.",
     # Python and other packages
-    "_active_collector": "It tells which outputs a model of transformers was asked for.",
     "_C": "The extension of groundingdino has this name, which users import.",
     "_export": "rfdetr's models tell by it that they are being exported.",
     "_fields": "Python documents it for named tuples.",
