@@ -12,7 +12,7 @@ from visdet.errors import UserError, add_hint
 from .data.data_workers import WorkerError
 from .process.places import short_path
 
-_UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* does not exist)")
+_UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* (does not exist|cannot be read))")
 
 
 @contextmanager

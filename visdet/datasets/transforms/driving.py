@@ -159,7 +159,7 @@ class VectorizeMap(BaseTransform):
         permute: whether all orders are given, see above. This needs ``sample_num``.
 
     Raises:
-        ValueError: the arguments do not fit together, or a line is NaN or infinite or has no points.
+        ValueError: the arguments do not fit together.
 
     Source: the name and keywords are SparseDrive's. Difference: shapely is not used, and lines come from ``map_annos``.
     """
@@ -200,15 +200,9 @@ class VectorizeMap(BaseTransform):
         labels, lines = [], []
         for label, annotated in results["map_annos"].items():
             for line in annotated:
-                if len(line) == 0 or not np.isfinite(line).all():
-                    problem = "is NaN or infinite" if len(line) else "has no points"
-                    raise InvalidInputError(
-                        f"frame {results.get('token')}: a line of map class {label} {problem}"
-                    )
-                if len(line) == 1:  # what a map's border has left of a line
-                    continue
                 whole = np.asarray(line, dtype=np.float64)[:, : self.coords_dim]
-                for part in cut_to_region(whole, label == 0, self.roi_size):
+                # One point is what a map's border has left of a line.
+                for part in cut_to_region(whole, label == 0, self.roi_size) if len(line) > 1 else ():
                     labels.append(int(label))
                     lines.append(self._vectorize(part))
         if self.permute:
