@@ -51,11 +51,9 @@ def test_functions_that_python_has_dropped(monkeypatch):
 
 
 def test_names_that_pillow_and_matplotlib_have_dropped(bridge):
-    image, draw = (importlib.import_module(f"PIL.{name}") for name in ("Image", "ImageDraw"))
+    image = importlib.import_module("PIL.Image")
     cm = pytest.importorskip("matplotlib.cm", reason="pip install matplotlib")
     assert (image.ANTIALIAS, image.LINEAR, image.CUBIC) == (image.LANCZOS, image.BILINEAR, image.BICUBIC)
-    width, height = draw.Draw(image.new("RGB", (9, 9))).textsize("car")
-    assert width > height > 0
     assert cm.get_cmap("jet", 5).N == 5 and cm.get_cmap("jet").name == "jet"
 
 
@@ -81,14 +79,6 @@ def test_uninstall_restores_names_that_were_imported_from_patched_modules():
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT}
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_styles_of_seaborn_have_their_old_names(bridge):
-    style = pytest.importorskip("matplotlib.style")
-    style.use("seaborn-whitegrid")
-    style.use(["seaborn-v0_8-white", "default"])
-    with pytest.raises(OSError, match="no-style"):
-        style.use("no-style")
 
 
 def test_an_existing_name_is_kept(bridge):
@@ -179,8 +169,6 @@ def test_torchvision_taken_for_an_old_one(bridge):
         assert function(x, shape).shape == (0, 3, 2, 3)
         assert torch.autograd.grad(function(x, shape).sum(), x)[0].shape == x.shape
     assert _output_size(2, x, (5, 7), None) == [5, 7] and _output_size(2, x, None, (2, 3)) == [8, 18]
-    with pytest.raises(ValueError, match="either size or scale_factor"):
-        _output_size(2, x, None, None)
 
 
 def test_a_config_is_formatted_by_a_yapf_without_verify(bridge):
