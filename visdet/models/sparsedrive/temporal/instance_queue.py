@@ -84,7 +84,6 @@ class InstanceQueue(BaseModule):
         ego_motion_from_poses: bool = False,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
         self.queue_length = queue_length
         self.tracking_threshold = tracking_threshold
 
