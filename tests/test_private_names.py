@@ -58,6 +58,7 @@ REASONS = {
     "_get_cfg_path": "See _dict_to_config_dict.",
     "_merge_a_into_b": "See _dict_to_config_dict.",
     "_parse_scope": "See _dict_to_config_dict.",
+    "_substitute_base_vars": "See _dict_to_config_dict.",
     "_clip_grad": "The norm stays on the device until it is logged.",
     "_dataset_meta": "The metric reads its file when it gets the classes.",
     "_dump_init_info": "mmengine would log two lines for each parameter.",
@@ -81,7 +82,6 @@ REASONS = {
     "_fields": "Python documents it for named tuples.",
     "_replace": "Python documents it for named tuples.",
     "_on_queue_feeder_error": "multiprocessing calls it for an object that cannot be sent.",
-    "_Unpickler": "Python's unpickler in C allocates as much memory as a file says.",
     "_vendor.tomli": "Python 3.10 has no tomllib, and the tool runs before anything is installed.",
 }
 # Where a public name would be, with a pattern of it. There is none in torch 2.10 to 2.14.

@@ -51,12 +51,14 @@ def test_labels_follow_the_config_and_not_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"filter_cfg": {"min_size": "3"}}, "min_size of filter_cfg must be a number"),
-        ({"filter_cfg": {"filter_empty_gt": 1}}, "filter_empty_gt True or False"),
+        ({"filter_cfg": {"min_size": "3"}}, "filter_cfg: min_size must be"),
         ({"indices": [5]}, "indices must be below 2"),
         ({"data_prefix": {"img": None}}, r"data_prefix must be dict\(img="),
         ({"data_prefix": {"img_path": "images/"}}, "data_prefix must be dict"),
-        ({"filter_cfg": {"filter_empty": True}}, r"filter_cfg knows .* got \['filter_empty'\]"),
+        (
+            {"filter_cfg": {"filter_empty": True}},
+            "filter_cfg.* unexpected keyword argument .filter_empty.; it accepts filter_empty_gt, min_size",
+        ),
         ({"ann_file": "images"}, "annotation file .*images cannot be read: Is a directory"),
         ({"ann_file": "ann.json/a.json"}, "annotation file .* cannot be read: Not a directory"),
         ({"filter_cfg": {"min_size": 99}}, r"no image is left of the 2 in .*ann\.json"),
@@ -112,7 +114,7 @@ def test_categories_beyond_the_default_classes_are_refused(tmp_path):
 
 def test_a_file_without_any_of_the_classes(tmp_path):
     write_coco(tmp_path, [], names=("Cats", "Dogs"))
-    with pytest.raises(ValueError, match=r"ann\.json: none of its 2 categories .*did you mean 'Dogs'"):
+    with pytest.raises(ValueError, match=r"ann\.json: none of its 2 categories .*Cats, Dogs"):
         build(tmp_path)
 
 
