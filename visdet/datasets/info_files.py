@@ -18,7 +18,7 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, reading
-from visdet.restricted_pickle import load_numpy_pickle
+from visdet.restricted_load import load_numpy_pickle
 
 from .frame_records import value_of
 
