@@ -86,7 +86,7 @@ def test_activation_by_name():
         (lambda: build_norm_layer({"type": "BatchNorm"}, 8), KeyError, "BatchNorm"),
         (lambda: build_norm_layer({"type": "GN"}, 8), TypeError, "needs num_groups"),
         (lambda: build_activation_layer({"type": "Relu"}), KeyError, "ReLU"),
-        (lambda: FFN(num_fcs=1), ValueError, "num_fcs must be at least 2, got 1"),
+        (lambda: FFN(num_fcs=1), ValueError, "num_fcs"),
         (
             lambda: MultiheadAttention(10, 3),
             ValueError,

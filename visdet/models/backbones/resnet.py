@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from visdet.errors import InvalidInputError, check_choice
+from visdet.errors import InvalidInputError
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 
@@ -205,7 +205,7 @@ class ResNet(BaseModule):
 
     def __init__(
         self,
-        depth: int,
+        depth: Literal[18, 34, 50, 101, 152],
         in_channels: int = 3,
         stem_channels: int | None = None,
         base_channels: int = 64,
@@ -213,7 +213,7 @@ class ResNet(BaseModule):
         strides: Sequence[int] = (1, 2, 2, 2),
         dilations: Sequence[int] = (1, 1, 1, 1),
         out_indices: Sequence[int] = (0, 1, 2, 3),
-        style: str = "pytorch",
+        style: Literal["pytorch", "caffe"] = "pytorch",
         frozen_stages: int = -1,
         norm_cfg: dict[str, Any] = _BN,
         norm_eval: bool = True,
@@ -226,7 +226,7 @@ class ResNet(BaseModule):
             if init_cfg is not None:
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
-        _check_options(depth, num_stages, strides, dilations, out_indices, style, frozen_stages)
+        _check_options(num_stages, strides, dilations, out_indices, frozen_stages)
         from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
         super().__init__(_DEFAULT_INIT if from_checkpoint or init_cfg is None else init_cfg)
         self.pretrained = dict(init_cfg) if isinstance(init_cfg, dict) and from_checkpoint else None
@@ -326,16 +326,12 @@ class ResNet(BaseModule):
 
 
 def _check_options(
-    depth: int,
     num_stages: int,
     strides: Sequence[int],
     dilations: Sequence[int],
     out_indices: Sequence[int],
-    style: str,
     frozen_stages: int,
 ) -> None:
-    if depth not in ResNet.ARCHITECTURES:
-        raise InvalidInputError(f"ResNet: depth must be one of {sorted(ResNet.ARCHITECTURES)}, got {depth}")
     if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
         raise InvalidInputError(
             "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
@@ -345,6 +341,5 @@ def _check_options(
         raise InvalidInputError(
             f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
         )
-    check_choice("ResNet: style", style, ("pytorch", "caffe"))
     if not -1 <= frozen_stages <= num_stages:
         raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")

@@ -1,6 +1,5 @@
 """Folding of convolutions and the frozen batch norms that follow them into one convolution each."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -134,13 +133,9 @@ def _has_fused_kernel(x: Tensor, weight: Tensor, residual: Tensor | None) -> boo
     """Return whether cuDNN's kernel is available and faster. With a residual, it is faster for 16-bit dtypes only."""
     if not x.is_cuda or x.dtype != weight.dtype or is_traced():
         return False
-    if not (torch.backends.cudnn.enabled and _has_cudnn()):
+    cudnn = torch.backends.cudnn
+    if torch.version.cuda is None or not (cudnn.enabled and cudnn.is_available()):
         return False
     if residual is None:
         return x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return residual.dtype == x.dtype and x.dtype in (torch.float16, torch.bfloat16)
-
-
-@functools.cache
-def _has_cudnn() -> bool:
-    return torch.version.cuda is not None and torch.backends.cudnn.is_available()

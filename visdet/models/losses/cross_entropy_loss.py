@@ -1,6 +1,7 @@
 """Cross-entropy losses."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,14 +35,12 @@ class CrossEntropyLoss(nn.Module):
     def __init__(
         self,
         use_sigmoid: bool = False,
-        use_mask: bool = False,
+        use_mask: Literal[False] = False,
         reduction: str = "mean",
         class_weight: Sequence[float] | None = None,
         loss_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        if use_mask:
-            raise InvalidInputError("CrossEntropyLoss: use_mask must be False, there is no mask loss")
         if use_sigmoid and class_weight is not None:
             raise InvalidInputError("CrossEntropyLoss: class_weight must be None with use_sigmoid")
         self.use_sigmoid = use_sigmoid

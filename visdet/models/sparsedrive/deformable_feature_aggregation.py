@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError, check_choice
+from visdet.errors import InvalidInputError
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_fused,
@@ -65,14 +65,13 @@ class DeformableFeatureAggregation(BaseModule):
         use_temporal_anchor_embed: bool = True,
         use_deformable_func: bool = False,
         use_camera_embed: bool = False,
-        residual_mode: str = "add",
+        residual_mode: Literal["add", "cat"] = "add",
     ) -> None:
         super().__init__()
         if embed_dims % num_groups != 0:
             raise InvalidInputError(
                 f"DeformableFeatureAggregation: num_groups must divide embed_dims = {embed_dims}, got {num_groups}"
             )
-        check_choice("DeformableFeatureAggregation: residual_mode", residual_mode, ("add", "cat"))
         if not 0 <= attn_drop < 1:
             raise InvalidInputError(
                 f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}"
@@ -85,7 +84,6 @@ class DeformableFeatureAggregation(BaseModule):
                 stacklevel=2,
             )
         self.embed_dims = embed_dims
-        self.group_dims = embed_dims // num_groups
         self.num_groups = num_groups
         self.num_levels = num_levels
         self.num_cams = num_cams

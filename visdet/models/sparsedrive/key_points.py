@@ -37,7 +37,6 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
     ) -> None:
         super().__init__()
         fix_scale = ((0.0, 0.0, 0.0),) if fix_scale is None else fix_scale
-        self.embed_dims = embed_dims
         self.num_learnable_pts = num_learnable_pts
         self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32), requires_grad=False)
         if self.fix_scale.dim() != 2 or self.fix_scale.shape[1] != 3:
@@ -151,11 +150,9 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         ground_height: float = 0,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
         self.num_sample = num_sample
         self.num_learnable_pts = num_learnable_pts
         self.fix_height = tuple(fix_height)
-        self.ground_height = ground_height
         self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
         if num_learnable_pts > 0:
             self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
