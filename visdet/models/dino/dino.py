@@ -59,7 +59,7 @@ class DINO(DeformableDetectionTransformer):
         sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
         if sizes.keys() & (dn_cfg or {}):
             raise InvalidInputError(f"DINO: dn_cfg must not have {' or '.join(sizes)}, got {dn_cfg}")
-        self.dn_query_generator = self._part("dn_cfg", dn_cfg or {}, type="CdnQueryGenerator", **sizes)
+        self.dn_query_generator = MODELS.build({"type": "CdnQueryGenerator", **sizes, **(dn_cfg or {})})
 
     def init_weights(self) -> None:
         super().init_weights()

@@ -9,7 +9,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Positive
 from visdet.registry import MODELS
 
 from ...layers.precision import in_full_precision
@@ -78,15 +78,12 @@ class InstanceQueue(BaseModule):
     def __init__(
         self,
         embed_dims: int,
-        queue_length: int = 0,
+        queue_length: Positive,
         tracking_threshold: float = 0,
         feature_map_scale: Sequence[float] | None = None,
         ego_motion_from_poses: bool = False,
     ) -> None:
         super().__init__()
-        if queue_length < 1:
-            raise InvalidInputError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
-        self.embed_dims = embed_dims
         self.queue_length = queue_length
         self.tracking_threshold = tracking_threshold
 
