@@ -274,9 +274,9 @@ class SwinTransformer(BaseModule):
         super().init_weights()
         if self.pretrained is not None:
             options = {name: value for name, value in self.pretrained.items() if name != "type"}
-            load_pretrained(self, convert=self._converted if self.convert_weights else None, **options)
+            load_pretrained(self, convert=self.converted if self.convert_weights else None, **options)
 
-    def _converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
+    def converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the original implementation with the names and the order of channels of this one."""
         converted = {name: value for name, value in self.state_dict().items() if name.startswith("norm")}
         renamed = {"layers.": "stages.", "attn.": "attn.w_msa.", "mlp.fc1.": "ffn.layers.0.0."}
