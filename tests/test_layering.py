@@ -14,14 +14,13 @@ ROOT = Path(__file__).resolve().parents[1] / "visdet"
 ALLOWED = {
     "ops": set(),
     "errors": set(),
-    "restricted_pickle": set(),
-    "restricted_load": {"restricted_pickle"},
+    "restricted_load": set(),
     "structures": {"errors", "lazy_names", "checks"},
     "execution": set(),
     "checks": {"errors"},
     "registry": {"errors", "checks"},
     "models": {"ops", "structures", "execution", "checks", "registry", "errors"},
-    "datasets": {"structures", "checks", "registry", "errors", "lazy_names", "restricted_pickle"},
+    "datasets": {"structures", "checks", "registry", "errors", "lazy_names", "restricted_load"},
     "evaluation": {"structures", "checks", "registry", "errors"},
     "engine": {
         "structures",
@@ -31,13 +30,22 @@ ALLOWED = {
         "errors",
         "lazy_names",
         "restricted_load",
-        "restricted_pickle",
     },
     "visualization": {"structures", "registry", "errors"},
+    "export": {"ops", "models", "engine", "structures", "execution", "errors", "lazy_names", "__version__"},
     "compat": {"ops", "errors", "restricted_load"},
 }
 # They say which extra to install before they import its packages.
-NEED_TRAIN_EXTRA = {"structures", "registry", "models", "datasets", "evaluation", "engine", "visualization"}
+NEED_TRAIN_EXTRA = {
+    "structures",
+    "registry",
+    "models",
+    "datasets",
+    "evaluation",
+    "engine",
+    "visualization",
+    "export",
+}
 EXCEPTIONS = {
     "engine/config/load.py": {"command_line"},  # for users who parse --cfg-options in programs of their own
     "ops/registration.py": {"registry", "ops"},

@@ -27,7 +27,6 @@ REASONS = {
     "_C._AutoDispatchBelowAutograd": "An autograd.Function calls an operator that has an autograd kernel of its own.",
     "_C._TorchDispatchModeKey": "It names the modes whose tensors have no numbers.",
     "_C._are_functorch_transforms_active": "Under torch.func, operators keep to what its transforms see through.",
-    "_C._autograd": "It tells whether a checkpointed segment runs. Without it, weights are kept.",
     "_C._dispatch_has_kernel_for_dispatch_key": "Whether an operator has a kernel is asked without calling it.",
     "_C._error_if_any_worker_fails": "A broken pipe to a data worker gets the cause of the worker's death.",
     "_C._get_dispatch_mode": "Tables made under a mode whose tensors have no numbers are not kept.",
@@ -36,7 +35,6 @@ REASONS = {
     "_backward_pre_hooks": "See _backward_hooks.",
     "_forward_hooks": "See _backward_hooks.",
     "_forward_pre_hooks": "See _backward_hooks.",
-    "_has_any_global_hook": "See _backward_hooks.",
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
@@ -50,7 +48,6 @@ REASONS = {
     "_python_dispatch._disable_current_modes": "Examples are computed outside the mode in which a package is imported.",
     "_schema": "The CUDA library declares its operators by the schemas of the CPU library.",
     "_step_supports_amp_scaling": "A GradScaler hides infinite gradients from an optimizer that has it.",
-    "_top_saved_tensors_default_hooks": "See _C._autograd.",
     "_utils.ExceptionWrapper": "torch's loader raises an error of a worker only if it comes in this class.",
     "_version": "torch documents it: the version of a module's state dict.",
     # mmengine
@@ -61,6 +58,7 @@ REASONS = {
     "_get_cfg_path": "See _dict_to_config_dict.",
     "_merge_a_into_b": "See _dict_to_config_dict.",
     "_parse_scope": "See _dict_to_config_dict.",
+    "_substitute_base_vars": "See _dict_to_config_dict.",
     "_clip_grad": "The norm stays on the device until it is logged.",
     "_dataset_meta": "The metric reads its file when it gets the classes.",
     "_dump_init_info": "mmengine would log two lines for each parameter.",
@@ -79,13 +77,11 @@ REASONS = {
     "_save_checkpoint_with_step": "Old files go after the new one is written.",
     "_serialize_data": "``full_init`` checks the images before.",
     # Python and other packages
-    "_active_collector": "It tells which outputs a model of transformers was asked for.",
     "_C": "The extension of groundingdino has this name, which users import.",
     "_export": "rfdetr's models tell by it that they are being exported.",
     "_fields": "Python documents it for named tuples.",
     "_replace": "Python documents it for named tuples.",
     "_on_queue_feeder_error": "multiprocessing calls it for an object that cannot be sent.",
-    "_Unpickler": "Python's unpickler in C allocates as much memory as a file says.",
     "_vendor.tomli": "Python 3.10 has no tomllib, and the tool runs before anything is installed.",
 }
 # Where a public name would be, with a pattern of it. There is none in torch 2.10 to 2.14.
@@ -93,7 +89,6 @@ NOT_YET_PUBLIC = {
     "_C._AutoDispatchBelowAutograd": ("torch.library", "below_autograd"),
     "_C._TorchDispatchModeKey": ("torch.utils._python_dispatch", "ModeKey$"),
     "_C._are_functorch_transforms_active": ("torch.func", "active"),
-    "_C._autograd": ("torch.autograd.graph", "(top|active)_.*hook"),
     "_C._dispatch_has_kernel_for_dispatch_key": ("torch.library", "has_kernel"),
     "_C._get_dispatch_mode": ("torch.utils._python_dispatch", "^get_.*mode"),
     "_backward_hooks": ("torch.nn.modules.module", "^(get|has|list)_.*hook"),

@@ -1,18 +1,31 @@
-"""Reading of the checkpoints of other projects by ``torch.load``, without running any code from the file."""
+"""Reading of checkpoints and info files of other projects, without running any code from the file.
 
+A pickle creates an object by a call of a global name and may set the object's state afterwards. numpy's own dtypes and
+arrays trust that state, which lets a file choose the addresses that numpy follows. Here, each name of numpy stands for
+a constructor of this module, which makes arrays of numbers, text and Python objects from bytes and lists. Objects whose
+state comes later are :class:`_Unfinished` until :func:`_finished` replaces them.
+"""
+
+import pickle
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
-import torch
+import numpy as np
 
-from visdet.restricted_pickle import NUMPY_GLOBALS, Unfinished, finished
+__all__ = ["load_numpy_pickle", "load_restricted", "start_of_other_file"]
+
+_OTHER_FILES = {
+    b"version https://git-lfs": "is a pointer of Git LFS; fetch the file itself by `git lfs pull`",
+    b"<": "is a web page or XML",
+    b"{": "is text like JSON",
+}
+_loading = threading.Lock()
 
 
-def load_restricted(file: Any, load: Callable[..., Any] = torch.load, **options: Any) -> Any:
+def load_restricted(file: Any, load: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return the content of a checkpoint of tensors, plain types and what checkpoints often hold besides.
 
     These are numpy's arrays and scalars, mmengine's history buffers, ``argparse.Namespace`` and paths. Dicts with a
@@ -20,29 +33,124 @@ def load_restricted(file: Any, load: Callable[..., Any] = torch.load, **options:
 
     Args:
         file: the path or the file.
-        load: the function that reads it.
+        load: the function that reads it. The default is ``torch.load``.
         options: further options of ``torch.load``, but not ``weights_only``.
 
     Raises:
         pickle.UnpicklingError: the file holds another type.
     """
-    with _safe_globals():
-        return finished(load(file, weights_only=True, **options))
+    import torch
+
+    names = torch.serialization
+    with _loading:
+        registered = names.get_safe_globals()
+        # The process may have registered a class of its own under one of these names.
+        others = [known for known in registered if _name(known) not in _SAFE_GLOBALS]
+        names.clear_safe_globals()
+        names.add_safe_globals([*others, *((value, name) for name, value in _SAFE_GLOBALS.items())])
+        try:
+            return _finished((load or torch.load)(file, weights_only=True, **options))
+        finally:
+            names.clear_safe_globals()
+            names.add_safe_globals(registered)
 
 
-class _History(Unfinished):
+def load_numpy_pickle(file: BinaryIO) -> Any:
+    """Return the content of a pickle of Python's plain types and numpy's arrays and scalars.
+
+    Raises:
+        pickle.UnpicklingError: the file is no such pickle. The message is the end of a sentence on the file.
+    """
+    if reason := start_of_other_file(file.read(64)):
+        raise pickle.UnpicklingError(f"it {reason}")
+    file.seek(0)
+    try:
+        return _finished(_NumpyUnpickler(file).load())
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # A damaged pickle can end in an error of any type.
+        raise pickle.UnpicklingError("it is damaged, cut short or no pickle") from error
+
+
+def start_of_other_file(start: bytes) -> str | None:
+    """Return the end of a sentence on a file that begins with ``start``, if that is surely no pickle."""
+    if not start.strip(b"\0"):
+        return "holds only zeros" if start else "is empty"
+    return next((said for begin, said in _OTHER_FILES.items() if start.lstrip().startswith(begin)), None)
+
+
+class _Unfinished:
+    """An object of a pickle whose state the pickle gives after its creation."""
+
+    value: Any = None
+
+
+class _DType(_Unfinished):
+    def __init__(self, code: str, *_options: Any) -> None:
+        self.value = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        _version, order, *fields = state[:5]
+        if any(field is not None for field in fields) or len(state) > 8:
+            raise pickle.UnpicklingError(f"its array type {self.value} is neither of numbers nor of text")
+        self.value = self.value.newbyteorder(order)
+
+
+class _Array(_Unfinished):
+    def __init__(self, *_options: Any) -> None:
+        """Accept the arguments of numpy's constructors, whose result is empty before its state is set."""
+
+    def __setstate__(self, state: tuple) -> None:
+        _version, shape, dtype, is_fortran, content = state
+        self.value = _array(content, dtype, shape, "F" if is_fortran else "C")
+
+
+class _History(_Unfinished):
     def __setstate__(self, state: dict) -> None:
-        self.state = state
-
-    def finish(self) -> Any:
         from mmengine.logging import HistoryBuffer
 
-        values, counts = (finished(self.state[name]) for name in ("_log_history", "_count_history"))
-        return HistoryBuffer(values, counts)
+        self.value = HistoryBuffer(_finished(state["_log_history"]), _finished(state["_count_history"]))
 
 
+def _array(content: Any, dtype: _DType, shape: tuple, order: str, axis_order: Any = None) -> np.ndarray:
+    """Return a new array of ``content``: the bytes, or a list for an array of Python objects."""
+    if dtype.value.hasobject:
+        flat = np.empty(len(content), object)
+        flat[:] = _finished(list(content))
+    else:  # This refuses types that hold objects.
+        flat = np.frombuffer(content, dtype.value) if content else np.empty(0, dtype.value)
+    if axis_order is not None and order == "K":
+        return flat.reshape(shape).transpose(axis_order).copy(order="K")
+    return flat.reshape(shape, order="F" if order == "F" else "C").copy(order="K")
+
+
+def _frombuffer(*arguments: Any) -> _Array:
+    result = _Array()
+    result.value = _array(*arguments)
+    return result
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    return str.encode(text, "latin1") if encoding == "latin1" else b""
+
+
+# The keys are the names in the pickle. numpy 2 renamed its package ``core`` to ``_core``.
+_NUMPY_GLOBALS: dict[str, Callable] = {
+    **{f"{module}.bytes": lambda: b"" for module in ("builtins", "__builtin__")},
+    "numpy.dtype": _DType,
+    "numpy.ndarray": _Array,
+    **{
+        f"numpy.{core}.{name}": made
+        for core in ("core", "_core")
+        for name, made in (
+            ("multiarray.scalar", lambda dtype, content: _array(content, dtype, (), "C")[()]),
+            ("multiarray._reconstruct", lambda *_options: _Array()),
+            ("numeric._frombuffer", _frombuffer),
+        )
+    },
+}
 _SAFE_GLOBALS: dict[str, Any] = {
-    **NUMPY_GLOBALS,
+    **_NUMPY_GLOBALS,
     "argparse.Namespace": Namespace,
     "mmengine.logging.history_buffer.HistoryBuffer": _History,
     "builtins.getattr": lambda *_names: None,  # A history buffer names its methods by it.
@@ -50,22 +158,30 @@ _SAFE_GLOBALS: dict[str, Any] = {
     "pathlib.PosixPath": lambda *parts: PurePosixPath(*parts),
     "pathlib._local.PosixPath": lambda *parts: PurePosixPath(*parts),
 }
-_loading = threading.Lock()
 
 
-@contextmanager
-def _safe_globals() -> Iterator[None]:
-    """Let ``torch.load`` read our names, and no others of the same name that the process has registered."""
-    with _loading:
-        registered = set(torch.serialization.get_safe_globals())
-        hidden = {known for known in registered if _name(known) in _SAFE_GLOBALS}
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([*(registered - hidden)])
-        try:
-            with torch.serialization.safe_globals([(value, name) for name, value in _SAFE_GLOBALS.items()]):
-                yield
-        finally:
-            torch.serialization.add_safe_globals([*hidden])
+def _finished(value: Any) -> Any:
+    """Return ``value`` with every :class:`_Unfinished` object in its containers replaced. Lists and dicts are kept."""
+    if isinstance(value, _Unfinished):
+        if value.value is None:
+            raise pickle.UnpicklingError("one of its arrays has no content")
+        return value.value
+    if type(value) is tuple:
+        return tuple(map(_finished, value))
+    content: Any = vars(value) if isinstance(value, Namespace) else value
+    if isinstance(content, dict | list):
+        for key, item in list(content.items() if isinstance(content, dict) else enumerate(content)):
+            content[key] = _finished(item)
+    return value
+
+
+class _NumpyUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        call = _encode if full == "_codecs.encode" else _NUMPY_GLOBALS.get(full)
+        if call is None:
+            raise pickle.UnpicklingError(f"it names {full}, which is none of numpy's array types")
+        return lambda *arguments: call(*arguments)  # A pickle may change what it gets.
 
 
 def _name(known: Any) -> str:

@@ -1,4 +1,4 @@
-"""The extensions of deformable aggregation in both layouts, with and without depth, and sums over their points."""
+"""The extensions of deformable aggregation in both layouts, with and without depth."""
 
 import importlib
 import sys
@@ -6,10 +6,9 @@ import types
 
 import pytest
 import torch
-from torch import nn
 
 from visdet import ops
-from visdet.compat import aggregation_ext, extensions, summed_points
+from visdet.compat import aggregation_ext, extensions
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 B, V, Q, P, C, D, G = 2, 3, 4, 5, 8, 6, 2
@@ -115,71 +114,3 @@ def test_the_extension_with_depth_is_importable(package, monkeypatch):
             Q * P,
             C,
         )
-
-
-PROJECT = """
-import torch
-from torch import nn
-from visdet.compat import aggregation_ext
-
-
-def deformable_aggregation_func(
-    mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights, depth_prob=None, depth=None
-):
-    raise AssertionError("every point would be written")
-
-DAF = deformable_aggregation_func
-
-
-class Aggregation(nn.Module):
-    use = staticmethod(lambda features: features.sum(dim=2))
-
-    def forward(self, *tensors):
-        return self.use(DAF(*tensors).reshape(2, 4, 5, 8))
-"""
-
-
-@pytest.fixture
-def project(monkeypatch):
-    module = types.ModuleType("project_of_points")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(PROJECT, vars(module))
-    yield module
-    summed_points.uninstall()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("has_depth", [False, True], ids=["plain", "depth"])
-def test_points_are_summed_within_the_operator(project, has_depth, device, monkeypatch):
-    names = summed_points.install(nn.Sequential(project.Aggregation()))
-    assert names == ["project_of_points.deformable_aggregation_func", "project_of_points.DAF"]
-    assert summed_points.install(project.Aggregation()) == names
-    features, shapes, starts, locations, weights = arguments(device, has_depth=has_depth)
-    wanted, leaves = by_definition(features, shapes, starts, locations, weights, P)
-    call = (features[..., :C], shapes, starts, locations[..., :2], weights)
-    call += (features[..., C:], locations[..., 2:]) if has_depth else ()
-    inputs = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in call]
-    found = project.Aggregation()(*inputs)
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
-    grads = torch.autograd.grad(found.sum(), [one for one in inputs if one.requires_grad])
-    expected = torch.autograd.grad(wanted.sum(), leaves)
-    torch.testing.assert_close(grads[0].cpu().double(), expected[0][..., :C], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(grads[2].cpu().double(), expected[2], rtol=1e-4, atol=1e-4)
-    for use in (
-        lambda x: x.flatten(1).sum(1),
-        lambda x: torch.cat([x, x], 2).sum(2) / 2,
-        lambda x: (x * 2)[0].sum(1),
-    ):
-        monkeypatch.setattr(project.Aggregation, "use", staticmethod(use))
-        every = by_definition(features, shapes, starts, locations, weights)[0].reshape(B, Q, P, C)
-        torch.testing.assert_close(
-            project.Aggregation()(*call).cpu().double(), use(every), rtol=1e-4, atol=1e-3
-        )
-    summed_points.uninstall()
-    with pytest.raises(AssertionError, match="every point"):
-        project.Aggregation()(*call)
-
-
-def test_a_model_without_the_function_is_named():
-    with pytest.raises(ValueError, match=r"no module of Linear has a function of \(mc_ms_feat, "):
-        summed_points.install(nn.Linear(2, 2))

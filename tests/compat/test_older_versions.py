@@ -179,8 +179,6 @@ def test_torchvision_taken_for_an_old_one(bridge):
         assert function(x, shape).shape == (0, 3, 2, 3)
         assert torch.autograd.grad(function(x, shape).sum(), x)[0].shape == x.shape
     assert _output_size(2, x, (5, 7), None) == [5, 7] and _output_size(2, x, None, (2, 3)) == [8, 18]
-    with pytest.raises(ValueError, match="either size or scale_factor"):
-        _output_size(2, x, None, None)
 
 
 def test_a_config_is_formatted_by_a_yapf_without_verify(bridge):

@@ -1,10 +1,10 @@
-"""The functions of InternImage's and MapTR's extensions, and the modules of flash_attn 1."""
+"""The functions of InternImage's and MapTR's extensions."""
 
 import importlib
 
 import pytest
 import torch
-from torch.nn.functional import grid_sample, scaled_dot_product_attention
+from torch.nn.functional import grid_sample
 
 from visdet.compat import extensions
 
@@ -103,23 +103,3 @@ def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
     found = ext.geometric_kernel_attn_cuda_backward(*arguments, grad_output, 64)
     for grad, expected in zip(found, grads, strict=True):
         torch.testing.assert_close(grad, expected, **tolerances)
-
-
-def test_attention_modules_of_flash_attn_1(provide):
-    flash = provide("flash_attn.flash_attention")
-    module = flash.FlashMHA(embed_dim=8, num_heads=2, attention_dropout=0.5, dtype=torch.float64).eval()
-    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    q, k, v = module.Wqkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
-    attended = scaled_dot_product_attention(q, k, v, mask[:, None, None]).transpose(1, 2).flatten(2)
-    expected = module.out_proj(attended * mask[..., None])
-    found, weights = module(x, key_padding_mask=mask)
-    torch.testing.assert_close(found, expected)
-    assert weights is None and {"Wqkv.weight", "out_proj.bias"} < set(module.state_dict())
-    packed, starts = torch.randn(5, 3, 2, 4), torch.tensor([0, 2, 5], dtype=torch.int32)
-    apart = [module.inner_attn(part[None], causal=True)[0][0] for part in packed.split([2, 3])]
-    together, _ = module.inner_attn(packed, causal=True, cu_seqlens=starts, max_s=3)
-    torch.testing.assert_close(together, torch.cat(apart))
-    with pytest.raises(NotImplementedError, match="need_weights"):
-        module(x, need_weights=True)
-    with pytest.raises(ValueError, match="num_heads"):
-        flash.FlashMHA(8, 3)

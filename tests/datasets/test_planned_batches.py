@@ -204,6 +204,33 @@ def test_sixteen_sizes_pad_little(batch_size):
     assert padded < 1.2 * images
 
 
+SETS = {
+    "portrait": [(high, wide) for high in (640, 960, 1280) for wide in (360, 427, 480, 540)] * 100,
+    "panorama": [(300 + k % 200, 1200 + 3 * k % 1800) for k in range(1200)],
+    "aerial": [(2000 + 7 * k % 2000, 2000 + 11 * k % 2000) for k in range(1200)],
+    "one size": [(1080, 1920)] * 1200,
+    "two sizes": [(720, 1280), (1280, 720)] * 600,
+}
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize("sizes", SETS.values(), ids=SETS)
+def test_no_set_of_sizes_pads_more_than_batches_of_one_orientation(sizes, batch_size):
+    dataset = data(sizes, *MULTI_SCALE)
+    planned = [
+        (len(batch) * batch.plan.size[0] * batch.plan.size[1])
+        for batch in PlannedBatchSampler(sampler_of(dataset), batch_size)
+    ]
+    rng, grouped = Random(0), []
+    for batch in AspectRatioBatchSampler(sampler_of(dataset), batch_size):
+        images = [dataset.sizes[index] for index in batch]
+        for step in dataset.pipeline.transforms:
+            images = [planned_size(step, size, rng) for size in images]
+        height, width = (max(sides) for sides in zip(*images, strict=True))
+        grouped.append(len(batch) * height * width)
+    assert sum(planned) < sum(grouped) and max(planned) <= max(grouped)
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -221,7 +248,12 @@ def test_what_is_left_over_goes_where_it_makes_full_batches():
     wide, high, small = [(80, 100)] * 5, [(100, 80)] * 5, [(60, 60), (60, 50)] * 7
     batches = last_batches([*wide, *high, *small], lambda size: size, sizes, 4, Random(0))
     assert all(size in sizes and all(holds(size, item) for item in items) for size, items in batches)
+    # Small images make full batches of the widest and of the highest ones.
+    sizes = [(80, 120), (120, 80), (75, 130), (130, 75)]
+    items = [(70, 125), (125, 70), *[(60, 60)] * 8]
+    assert {size for size, _ in last_batches(items, lambda size: size, sizes, 2, Random(0))} <= {*sizes}
     # Nothing fits into both, so that the images left over have a batch of their own.
+    sizes = [(80, 100), (100, 80)]
     *_, (size, items) = last_batches([*wide, *high], lambda size: size, sizes, 4, Random(0))
     assert size == (100, 100) and sorted(items) == [(80, 100), (100, 80)]
 
@@ -307,13 +339,6 @@ def test_a_pipeline_that_says_nothing_is_looked_at():
         assert batch.plan.size is None and batch.plan.size_for(images) in halves.sizes
 
 
-def test_an_image_that_takes_the_place_of_a_rejected_one():
-    plan = BatchPlan((10, 10), ((10, 10), (10, 30), (30, 10), (30, 30)))
-    assert plan.size_for([(9, 9), (2, 3)]) == (10, 10)
-    assert plan.size_for([(9, 9), (2, 11)]) == (10, 30)
-    assert plan.size_for([(9, 31), (2, 11)]) == (9, 31)
-
-
 def test_data_sets_in_wrappers():
     parts = data([(50, 40)] * 5, dict(type="Resize", scale=(30, 20))), data([(50, 40)] * 4)
     joined = PlannedBatchSampler(sampler_of(ConcatDataset(parts)), 3)
@@ -335,10 +360,11 @@ def test_boxes_are_padded_to_one_number_or_two(boxes, rooms):
 
 def test_rejections():
     dataset = data([(9, 9)])
-    with pytest.raises(ValueError, match="sampler must be"):
-        PlannedBatchSampler([1, 2], 2)
-    with pytest.raises(TypeError, match="dataset must have get_data_info"):
-        PlannedBatchSampler(DefaultSampler([1, 2, 3]), 2)
+    for sampler in (PlannedBatchSampler, AspectRatioBatchSampler):
+        with pytest.raises(ValueError, match="sampler must be"):
+            sampler([1, 2], 2)
+        with pytest.raises(TypeError, match="dataset must have get_data_info"):
+            sampler(DefaultSampler([1, 2, 3]), 2)
     with pytest.raises(ValueError, match="max_sizes"):
         PlannedBatchSampler(sampler_of(dataset), 1, max_sizes=0)
     dataset.get_data_info = lambda index: {}

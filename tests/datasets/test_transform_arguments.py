@@ -9,10 +9,8 @@ from torchvision import tv_tensors
 from visdet.datasets import NuScenes3DDetTrackDataset
 from visdet.datasets.transforms import (
     InstanceNameFilter,
-    LoadMultiViewImageFromFiles,
     PackDetInputs,
     PackDrivingInputs,
-    multi_view,
 )
 from visdet.engine.inference.detections import detections_of
 from visdet.evaluation import CocoMetric, MotionMetric, NuScenesMetric, TrackingMetric, VectorMapMetric
@@ -48,48 +46,21 @@ def test_arguments_as_people_write_them(config, shape):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(type="Resize", scale=(float("inf"), 80)), r"Resize: scale must be finite \(keep_ratio=False\)"),
-        (
-            dict(type="RandomResize", scale=(64, 64), ratio_range=(0.001, 1)),
-            "RandomResize: sides must be .* one pixel",
-        ),
-        (
-            dict(type="RandomResize", scale=[(64,), (64, 64)]),
-            "RandomResize: scale must be a positive number or",
-        ),
+        (dict(type="Resize", scale=(float("inf"), 80)), "Resize: scale must be finite"),
+        (dict(type="RandomResize", scale=(64, 64), ratio_range=(0.001, 1)), "ratio_range .* one pixel"),
+        (dict(type="RandomResize", scale=[(64,), (64, 64)]), "RandomResize: scale must be"),
         (dict(type="RandomResize", scale=(64, 64), ratio_range=[1]), "RandomResize: ratio_range must be"),
-        (dict(type="Pad", size_divisor=0), "Pad: size_divisor must be at least 1, got 0"),
-        (
-            dict(type="Pad", size=64, pad_val=(1, 2)),
-            r"Pad: pad_val must be a number or one per channel, got \(1, 2\)",
-        ),
-        (
-            dict(type="Pad", size=64, pad_val=dict(img="0")),
-            "Pad: pad_val must be a number or one per channel",
-        ),
-        (
-            dict(type="Pad", size=(60, 100), padding_mode="reflect"),
-            "Pad: the image, 60x40, is too small for .* 0x60",
-        ),
-        (
-            dict(type="Pad", size=(121, 40), padding_mode="symmetric"),
-            "Pad: the image, 60x40, is too small for",
-        ),
+        (dict(type="Pad", size_divisor=0), "Pad: size_divisor must be .* got 0"),
+        (dict(type="Pad", size=64, pad_val=(1, 2)), r"Pad: pad_val must be .* got \(1, 2\)"),
+        (dict(type="Pad", size=64, pad_val=dict(img="0")), "Pad: pad_val must be"),
+        (dict(type="Pad", size=(60, 100), padding_mode="reflect"), "Pad: .* 60x40, is too small for .* 0x60"),
+        (dict(type="Pad", size=(121, 40), padding_mode="symmetric"), "Pad: .* 60x40, is too small for"),
         (dict(type="TorchvisionTransform", transform="GaussianBlur", kernel_size=2), "GaussianBlur: "),
-        (
-            dict(type="VectorizeMap", roi_size=(30, 60, 5), normalize=True, sample_num=20),
-            "roi_size must be two",
-        ),
-        (
-            dict(type="MultiScaleDepthMapGenerator", downsample=[4, 0]),
-            "downsample must be strides of at least 1",
-        ),
-        (
-            dict(type="LoadPointsFromFile", coord_type="LIDAR", use_dim=[-1]),
-            "use_dim must be below load_dim 6",
-        ),
-        (dict(type="LoadPointsFromFile", coord_type="LIDAR", load_dim=0, use_dim=0), "use_dim must be below"),
-        (dict(type="NormalizeMultiviewImage", mean=[0, 0, 0], std=[1, 1, 0]), "std not 0"),
+        (dict(type="VectorizeMap", roi_size=(30, 60, 5), normalize=True, sample_num=20), "roi_size must be"),
+        (dict(type="MultiScaleDepthMapGenerator", downsample=[4, 0]), "downsample must be"),
+        (dict(type="LoadPointsFromFile", coord_type="LIDAR", use_dim=[-1]), "use_dim must be"),
+        (dict(type="LoadPointsFromFile", coord_type="LIDAR", load_dim=0, use_dim=0), "use_dim must be"),
+        (dict(type="NormalizeMultiviewImage", mean=[0, 0, 0], std=[1, 1, 0]), "std"),
     ],
     ids=str,
 )
@@ -119,18 +90,6 @@ def test_arguments_that_cannot_be_meant(config, message):
 def test_a_text_is_not_read_letter_by_letter(make, argument):
     with pytest.raises(ValueError, match=f"{argument} must be .*got 'mAP'"):
         make(**{argument: "mAP"})
-
-
-def test_more_pixels_than_opencv_reads(tmp_path, monkeypatch):
-    def refuse(*_):
-        error = multi_view.cv2.error("")
-        error.err = "pixels <= CV_IO_MAX_IMAGE_PIXELS"
-        raise error
-
-    (tmp_path / "a.jpg").write_bytes(b"some")
-    monkeypatch.setattr(multi_view.cv2, "imdecode", refuse)
-    with pytest.raises(ValueError, match=r"a\.jpg .* variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit"):
-        LoadMultiViewImageFromFiles()({"img_filename": [str(tmp_path / "a.jpg")]})
 
 
 @pytest.mark.parametrize("name", ["Resize", "PackDetInputs", "RandomFlip"])

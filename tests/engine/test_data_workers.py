@@ -7,15 +7,14 @@ import pytest
 import torch
 from mmengine.dataset import default_collate, pseudo_collate
 from mmengine.hooks import Hook
-from PIL import Image
 from torch.utils.data import DataLoader
 from toy_detection import ToyBoxes
-from toy_run import losses, toy_config, toy_runner, train
+from toy_run import losses, toy_runner, train
 
-from visdet.engine import UserError, build_runner, set_resume
-from visdet.engine.data.data_workers import WorkerError, _explanation, explain_collation
+from visdet.engine import UserError
+from visdet.engine.data.data_workers import WorkerError, explain_collation
 from visdet.errors import hints_of
-from visdet.registry import DATASETS, TRANSFORMS
+from visdet.registry import DATASETS
 
 WORKERS = {"train_dataloader__num_workers": 2, "val_dataloader": None, "val_cfg": None, "val_evaluator": None}
 
@@ -48,8 +47,8 @@ def failing(how: str, **options) -> dict:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("killed", r"data worker \d+ died, as it does if memory runs out.*lower num_workers"),
-        ("memory", "a data worker has no memory left"),
+        ("killed", r"a data worker has died, .* killed by signal: Killed.*Lower num_workers"),
+        ("memory", "a data worker has died, .*memory"),
     ],
 )
 def test_a_worker_without_memory_is_explained(tmp_path, how, message):
@@ -75,67 +74,6 @@ def test_a_run_that_was_killed_says_how_it_goes_on(tmp_path):
     assert (
         hints_of(caught.value)[0].startswith("`--resume ") and ".pth` continues" in hints_of(caught.value)[0]
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out "
-        "of shared memory. Please try to raise your shared memory limit.",
-        "Caught RuntimeError in DataLoader worker process 0.\n...RuntimeError: unable to write to file </torch_1>: "
-        "No space left on device (28)",
-    ],
-)
-def test_full_shared_memory_is_explained(text):
-    assert "/dev/shm" in _explanation(RuntimeError(text), text)
-    assert _explanation(RuntimeError("another error"), "another error") is None
-    text = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. "
-    assert _explanation(RuntimeError(text), text) == "data worker 7 died of signal Segmentation fault"
-
-
-@TRANSFORMS.register_module()
-class PathOfToy:
-    """Makes the path of a toy image one that LoadImageFromFile reads."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __call__(self, results):
-        return {**results, "img_path": f"{self.folder}/{results['index']}.png"}
-
-
-@DATASETS.register_module()
-class ImagesOfToy(ToyBoxes):
-    """Toy images that are read from files by the pipeline."""
-
-    def prepare_data(self, idx):
-        item = super().prepare_data(idx)
-        return item if self.pipeline(self.get_data_info(idx)) is not None else None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("missing", [False, True])
-def test_an_unreadable_image_says_how_to_go_on_without_it(tmp_path, workers, missing):
-    for index in range(24):
-        Image.new("RGB", (32, 32)).save(tmp_path / f"{index}.png")
-    (tmp_path / "7.png").unlink() if missing else (tmp_path / "7.png").write_bytes(b"cut")
-    pipeline = [{"type": "PathOfToy", "folder": str(tmp_path)}, {"type": "LoadImageFromFile"}]
-    options = {
-        **WORKERS,
-        "train_dataloader__num_workers": workers,
-        "train_dataloader__dataset": {"type": "ImagesOfToy", "pipeline": pipeline},
-        "default_hooks__checkpoint": {"interval": 1, "save_best": None},
-        "train_cfg__max_iters": 6,
-    }
-    with pytest.raises(UserError, match=r"7\.png") as caught:
-        train(tmp_path / "run", **options)
-    [hint] = hints_of(caught.value)
-    option = "train_dataloader.dataset.pipeline.1.ignore_empty=True"
-    assert "without images" in hint and hint.endswith(f" --cfg-options {option}")
-    cfg = toy_config(tmp_path / "run", **options)
-    cfg.merge_from_dict({option.partition("=")[0]: True})
-    set_resume(cfg, "auto")
-    build_runner(cfg).train()
 
 
 class Interrupt(Hook):

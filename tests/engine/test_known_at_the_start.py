@@ -9,19 +9,13 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-import torch
-from mmengine.config import Config
-from torch import nn
 from toy_detection import ToyBoxes
 from toy_run import toy_config
 
-from visdet.datasets import make_shapes
 from visdet.engine import UserError, build_runner, check_out_file, write_detections
 from visdet.engine.checkpoints.checkpoint import os as os_of_checkpoint
-from visdet.engine.config.build_errors import build_model
 from visdet.engine.errors import explain
 from visdet.engine.process.places import only_training_in
-from visdet.registry import METRICS
 
 PLATEAU = {"type": "ReduceOnPlateauLR", "by_epoch": False, "rule": "greater"}
 FFN = {"_delete_": True, "type": "FFN"}
@@ -161,16 +155,6 @@ def test_a_metric_of_ones_own_that_is_missing_is_one_message(tmp_path):
     assert list(tmp_path.glob("*.pth")), "the checkpoint of this step was saved"
 
 
-def test_metrics_say_what_they_return():
-    names = {
-        name: METRICS.get(name) for name in ("CocoMetric", "FieldMetric", "NuScenesMetric", "VectorMapMetric")
-    }
-    others = ("MotionMetric", "PlanningMetric", "TrackingMetric", "TwoViewDepthMetric", "DumpDetections")
-    assert all(hasattr(metric, "metric_names") for metric in [*names.values(), *map(METRICS.get, others)])
-    coco = METRICS.build({"type": "CocoMetric", "classwise": True, "metric_items": ["mAP", "AR@100"]})
-    assert coco.metric_names == ["bbox_mAP", "bbox_AR@100", "bbox_mAP/*"]
-
-
 @pytest.mark.parametrize(
     ("key", "option"),
     [
@@ -243,26 +227,6 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
     build_runner(toy_config(tmp_path, train_cfg__max_iters=1)).train()
 
 
-def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch):
-    metric = {"type": "CocoMetric", "ann_file": str(tmp_path / "data" / "annotations" / "instances_val.json")}
-    draw = ToyBoxes.full_init
-
-    def full_init(self):
-        make_shapes(tmp_path / "data", num_train=1, num_val=1, num_workers=1)
-        draw(self)
-
-    monkeypatch.setattr(ToyBoxes, "full_init", full_init)
-    cfg = toy_config(tmp_path / "run", test_evaluator=metric)
-    with pytest.raises(
-        UserError, match="classes"
-    ):  # The file was read: its categories are not those of the toy.
-        build_runner(cfg).test()
-    monkeypatch.undo()
-    missing = toy_config(tmp_path / "run", test_evaluator={**metric, "ann_file": "nowhere.json"})
-    with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
-        build_runner(missing).test()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -276,13 +240,3 @@ def test_a_metric_may_read_a_file_that_the_data_set_draws(tmp_path, monkeypatch)
 )
 def test_what_torch_cannot_compile_or_trace_is_one_message(tmp_path, options, message):
     assert message in message_of(tmp_path, **options)
-
-
-def test_a_model_may_have_a_vector_of_no_numbers():
-    class Placed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.place = nn.Parameter(torch.empty(0))  # Its device is the module's.
-
-    cfg = Config({"model": {"type": Placed}})
-    assert isinstance(build_model(cfg, cfg.model), Placed)

@@ -1,14 +1,10 @@
 """Training loops and the batches of indices they iterate."""
 
-import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from mmengine.dataset import DefaultSampler, InfiniteSampler
-from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import (
@@ -16,72 +12,9 @@ from visdet.engine import (
     UserError,
     enable_auto_scale_lr,
 )
-from visdet.engine.checkpoints.resumable_batches import ResumableBatches
-from visdet.engine.data import loaders
 from visdet.engine.monitored_metrics import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.registry import METRICS
-
-
-def batches(endless: bool, sampler=DefaultSampler, workers: int = 0) -> tuple[ResumableBatches, DataLoader]:
-    dataset = list(range(10))
-    loader = DataLoader(
-        dataset,
-        batch_sampler=BatchSampler(sampler(dataset, shuffle=True, seed=3), batch_size=4, drop_last=False),
-        collate_fn=list,
-        num_workers=workers,
-    )
-    loader = ResumableBatches.install(loader, endless)
-    return loader.batch_sampler, loader
-
-
-def first(loader: DataLoader, count: int) -> list[list[int]]:
-    iterator = iter(loader)
-    return [next(iterator) for _ in range(count)]
-
-
-@pytest.mark.parametrize("sampler", [DefaultSampler, InfiniteSampler])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_start_continues_the_sequence(sampler, workers):
-    whole = first(batches(True, sampler)[1], 9)
-    resumed, loader = batches(True, sampler, workers)
-    resumed.start_at(seed=0, iteration=4, skipped=4)
-    assert first(loader, 5) == whole[4:]
-
-
-def test_endless_batches_go_through_epochs():
-    _, loader = batches(endless=True)
-    nine = first(loader, 9)
-    epochs = [sorted(itertools.chain(*nine[i : i + 3])) for i in (0, 3, 6)]
-    assert epochs == [list(range(10))] * 3, "every epoch has every index once"
-    assert nine[:3] != nine[3:6], "and an order of its own"
-
-
-def test_a_start_inside_an_epoch():
-    resumed, loader = batches(endless=False)
-    resumed.start_at(seed=0, iteration=2, skipped=2)
-    assert [len(batch) for batch in loader] == [2]
-    resumed.start_at(seed=0, iteration=3, skipped=0)
-    assert [len(batch) for batch in loader] == [4, 4, 2]
-    assert len(loader) == 3
-
-
-def test_an_empty_data_set_is_an_error_and_not_an_endless_loop():
-    loader = DataLoader(
-        [1, 2], batch_sampler=BatchSampler(DefaultSampler([1, 2]), batch_size=4, drop_last=True)
-    )
-    loader = ResumableBatches.install(loader, endless=True)
-    with pytest.raises(ValueError, match=r"gives no batch: .*BatchSampler .*4"):
-        next(iter(loader))
-
-
-def test_an_iterable_data_set_is_refused():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
-
-    with pytest.raises(ValueError, match="map-style data set, got Stream"):
-        ResumableBatches.install(DataLoader(Stream(), batch_size=None), endless=True)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +46,6 @@ def test_a_loop_of_ones_own_is_refused(tmp_path, stage):
     options = {"max_iters": 2} if stage == "train" else {}
     with pytest.raises(ConfigError, match=rf"{stage}_cfg\.type must be .*runner_type='mmengine\.Runner'"):
         train(tmp_path, **{f"{stage}_cfg": {"_delete_": True, "type": Own, **options}})
-
-
-def test_the_backward_runs_in_the_training_thread(tmp_path):
-    seen = []
-
-    class Watch(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            seen.append(torch._C._is_multithreading_enabled())
-
-    runner = toy_runner(tmp_path)
-    runner.register_hook(Watch())
-    runner.train()
-    assert seen and not any(seen)
-    assert torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.parametrize("value", [2.5, float("inf"), -1, "many", None, [3]])
@@ -187,10 +106,6 @@ def test_a_cosine_without_an_end_ends_with_training(tmp_path):
     assert set(losses(runner)) == set(range(1, 13))
 
 
-def test_a_run_shorter_than_the_warm_up_is_possible(tmp_path):
-    assert train(tmp_path, train_cfg__max_iters=3).iter == 3
-
-
 @pytest.mark.parametrize(
     ("schedule", "is_fine"),
     [
@@ -239,13 +154,6 @@ def test_metrics_of_an_evaluator_stay_apart(first, second, message):
     check_metrics_are_apart([METRICS.build({"type": "CocoMetric"} | cfg) for cfg in items], "")
 
 
-def test_a_test_refuses_metrics_that_share_a_file(tmp_path):
-    same = {"type": "CocoMetric", "outfile_prefix": str(tmp_path / "run")}
-    runner = toy_runner(tmp_path, test_evaluator=[same, {**same, "prefix": "b"}])
-    with pytest.raises(ConfigError, match=r"test_evaluator: two metrics, .* have outfile_prefix="):
-        runner.test()
-
-
 def test_a_schedule_of_iterations_may_begin_after_a_short_run_of_epochs(tmp_path):
     epochs = {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 1}
     schedules = [
@@ -277,12 +185,3 @@ def test_a_batch_larger_than_the_data_set_is_refused_where_nothing_is_left(tmp_p
     with pytest.raises(ConfigError, match="24 samples, BatchSampler makes batches of 25 and drops"):
         train(tmp_path, train_dataloader__batch_size=25, train_dataloader__drop_last=True, **options)
     assert train(tmp_path / "small_batch", train_dataloader__batch_size=25, **options).iter == 2
-
-
-def test_processes_with_unequal_epochs_are_refused(tmp_path, monkeypatch):
-    """A stand-in for the second of two processes, whose sampler does not round up."""
-    monkeypatch.setattr(loaders, "all_gather_object", lambda length: [length, length - 1])
-    with pytest.raises(
-        ConfigError, match=r"an epoch has 6, 5 batches in the processes.*sampler\.round_up=True"
-    ):
-        train(tmp_path, train_cfg={"_delete_": True, "max_epochs": 2}, param_scheduler=[])

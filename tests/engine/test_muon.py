@@ -40,10 +40,6 @@ def test_singular_values_become_about_one_and_singular_vectors_stay(shape):
     assert (inner - torch.diag_embed(values)).abs().max() < 1e-4
 
 
-def test_a_matrix_of_zeros_stays_zeros():
-    assert not orthogonalized(torch.zeros(1, 16, 16), 5).any()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(device):
     ours, theirs = parameters(device), parameters(device)
@@ -71,14 +67,6 @@ def test_gradients_stay_and_missing_ones_move_nothing():
     assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
     moved = [not torch.equal(param, was) for param, was in zip(params, before, strict=True)]
     assert moved == [True, False, True, True, True, True, True]
-
-
-def test_groups_have_their_own_rates():
-    params = with_gradients(parameters())
-    before = [param.detach().clone() for param in params]
-    MuonWithAuxAdam([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}], lr=1e-2).step()
-    assert torch.equal(params[0], before[0])
-    assert not torch.equal(params[1], before[1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -109,29 +97,6 @@ def test_infinite_gradients_under_a_scaler_skip_the_whole_step():
     assert all(torch.equal(param, was) for param, was in zip(params, before, strict=True))
 
 
-def test_a_closure_is_called():
-    params = parameters()
-
-    def closure() -> float:
-        with_gradients(params)
-        return 2.0
-
-    assert MuonWithAuxAdam(params, lr=1e-2).step(closure) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum must be a number in \[0, 1\), got 1.0"),
-        ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
-        ({"min_size": 0}, "min_size must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        MuonWithAuxAdam(parameters(), **wrong)
-
-
 def test_two_halves_of_a_run_equal_the_whole(tmp_path):
     """Schedules and paramwise_cfg set the rates, as with any optimizer."""
     options = {
@@ -151,9 +116,11 @@ def test_two_halves_of_a_run_equal_the_whole(tmp_path):
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
 
 
-@pytest.mark.parametrize("given", [{"ns_steps": 2.5}, {"ns_steps": "5"}, {"min_size": None}])
-def test_counts_must_be_whole_numbers(given):
-    with pytest.raises(ValueError, match=f"{next(iter(given))} must be int"):
+@pytest.mark.parametrize(
+    "given", [{"ns_steps": 2.5}, {"ns_steps": 0}, {"min_size": None}, {"min_size": 0}, {"momentum": 1.0}]
+)
+def test_wrong_arguments_are_named(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))} must be"):
         MuonWithAuxAdam([torch.nn.Parameter(torch.ones(20, 20))], **given)
 
 
@@ -191,8 +158,6 @@ def test_groups_have_values_of_their_own_which_copies_keep():
         matrix.grad = torch.ones_like(matrix)
     optimizer.step()
     assert ["momentum_buffer" in optimizer.state[matrix] for matrix in matrices] == [True, False]
-    with pytest.raises(ValueError, match="momentum must be a number"):
-        MuonWithAuxAdam([{"params": matrices, "momentum": 2}])
 
 
 def test_states_of_adamw_and_of_earlier_versions_are_loaded():

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.operators import OPERATORS
-from visdet.ops import ms_deform_attn
+from visdet.ops import modulated_deform_conv2d, ms_deform_attn
 from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm
 from visdet.ops.ms_deform_attn import level_starts_of
 
@@ -69,29 +69,28 @@ def test_linear_operators_have_all_derivatives(name):
         assert torch.autograd.gradgradcheck(lambda x, w: function(x, weight=w), (first, weight))
 
 
+@pytest.mark.parametrize("allow_unused", [False, True])
 @pytest.mark.parametrize("name", ONCE)
-def test_no_gradient_is_differentiated(name):
+def test_no_gradient_is_differentiated(name, allow_unused):
+    """That of a plain sum is not either: there the gradient of the result is a constant, but the arguments count."""
     torch.manual_seed(0)
     function, first, _ = call_of(name)
     first.requires_grad_()
-    (grad,) = torch.autograd.grad(function(first).square().sum(), first, create_graph=True)
-    assert grad.abs().sum() > 0
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    is_linear = name in ("roi_align", "roi_pool")  # in the map, so that the gradient of a sum is a constant
+    for loss in (torch.square,) if is_linear else (torch.square, torch.clone):
+        (grad,) = torch.autograd.grad(loss(function(first)).sum(), first, create_graph=True)
+        assert grad.abs().sum() > 0
+        with pytest.raises(RuntimeError, match=f"^{name}: it has no second derivative"):
+            torch.autograd.grad(grad.square().sum() + first.sum(), first, allow_unused=allow_unused)
 
 
-@pytest.mark.parametrize("name", [name for name in ONCE if name not in ("roi_align", "roi_pool")])
-def test_a_gradient_of_a_plain_sum_is_not_differentiated_either(name):
-    """The gradient of the result is then a constant, but the operator's gradient depends on its arguments.
-
-    That of a pooling does not, because its result is linear in the map.
-    """
-    torch.manual_seed(0)
-    function, first, _ = call_of(name)
-    first.requires_grad_()
-    (grad,) = torch.autograd.grad(function(first).sum(), first, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (grad.square().sum() + first.sum()).backward()
+def test_a_bias_beside_an_operator_hides_no_second_derivative():
+    """The result leads to all arguments by way of the bias's gradient, too, which is a part of the derivative alone."""
+    x, weight, bias = (rand(*shape).requires_grad_() for shape in ((1, 2, 5, 5), (2, 2, 3, 3), (2,)))
+    out = modulated_deform_conv2d(x, rand(1, 18, 5, 5), rand(1, 9, 5, 5), weight, bias, 1, 1)
+    grads = torch.autograd.grad(out.square().sum(), (x, weight, bias), create_graph=True)
+    with pytest.raises(RuntimeError, match="deform_conv2d: it has no second derivative"):
+        torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
 
 
 def assert_recomputed_gradients_are_equal(function, leaf, **options):

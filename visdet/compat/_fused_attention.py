@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from visdet import ops
 
 from ._attention import level_tables, note, takes
-from ._requests import is_asked, is_read
 
 __all__ = ["Form", "attend_fused", "attention_classes", "find_form", "fused_forward", "module_disagreement"]
 
@@ -95,9 +93,7 @@ def fused_forward(
     return forward
 
 
-def _attend(
-    module: Any, form: Form, given: dict[str, Any], wants_weights: bool | None = None
-) -> tuple[Tensor, Tensor | None] | None:
+def _attend(module: Any, form: Form, given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     query: Any = given.get("hidden_states")
     memory: Any = given.get("encoder_hidden_states")
     references, shapes = given.get("reference_points"), given.get("spatial_shapes_list")
@@ -117,13 +113,7 @@ def _attend(
     if mask is not None and not form.mask_is_padding:
         mask = ~mask
     points = getattr(module, form.points)
-    if wants_weights is None:
-        wants_weights = _wants_weights(module)
-    output, logits = attend_fused(
-        module, query, memory, mask, references, shapes, points, form.is_projected, wants_weights
-    )
-    if logits is None:
-        return output, None
+    output, logits = attend_fused(module, query, memory, mask, references, shapes, points, form.is_projected)
     weights = torch.softmax(logits, -1)
     return output, weights if form.method else weights.unflatten(-1, (len(shapes), -1))
 
@@ -137,9 +127,8 @@ def attend_fused(
     shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
     points: int | Sequence[int],
     is_projected: bool = True,
-    wants_logits: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the output [B, Q, channels] of an attention module, and its logits [B, Q, G, K] if they are wanted.
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, Q, channels] of an attention module, and its logits [B, Q, G, K].
 
     Args:
         module: a module with ``n_heads`` and the layers ``sampling_offsets``, ``attention_weights`` and, if
@@ -148,7 +137,6 @@ def attend_fused(
             ``is_projected`` is False.
         points: the number of points, which is one number for all levels or one number per level.
         is_projected: whether the module projects the memory and the output.
-        wants_logits: whether to return the logits. Otherwise, the second result is None.
     """
     value = module.value_proj(memory) if is_projected else memory
     if mask is not None:
@@ -158,7 +146,7 @@ def attend_fused(
     value = value.unflatten(-1, (module.n_heads, -1))
     note("ms_deform_attn_fused")
     output = ops.ms_deform_attn_fused(value, *level_tables(shapes), references, offsets, logits, points)
-    return module.output_proj(output) if is_projected else output, logits if wants_logits else None
+    return module.output_proj(output) if is_projected else output, logits
 
 
 def _fits(
@@ -195,25 +183,6 @@ def _is_untouched(module: nn.Module) -> bool:
     return "forward" not in own and not any(own[name] for name in hooks)
 
 
-def _wants_weights(module: nn.Module) -> bool:
-    """Return whether the forward has to return the attention weights.
-
-    A model of ``transformers`` drops them unless it was asked for attentions. A hook or a direct call may read them. A
-    segment with activation checkpointing runs twice, the second time outside its model, and must save the same tensors
-    both times. A compiler removes unused weights by itself.
-    """
-    if torch.compiler.is_compiling() or is_read(module) or _has_any_global_hook():
-        return True
-    if torch.is_grad_enabled() and _has_saved_tensor_hooks():
-        return True
-    return is_asked()
-
-
-def _has_saved_tensor_hooks() -> bool:
-    read = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return read is None or read(True) is not None
-
-
 def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
     """Return whether a small module of this class computes the same as ``_attend`` with this form."""
     example = _example(owner, module, form)
@@ -226,7 +195,7 @@ def _computes(owner: type[nn.Module], module: ModuleType, form: Form) -> bool:
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 expected = forward(example, **arguments)
-                found = _attend(example, form, arguments, wants_weights=True)
+                found = _attend(example, form, arguments)
         except (AttributeError, NameError, TypeError, ValueError, RuntimeError, IndexError, KeyError):
             return False  # The class uses parts that a module of this form does not have.
         if not isinstance(expected, tuple) or len(expected) != 2 or found is None:

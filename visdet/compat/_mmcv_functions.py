@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops.deform_roi_pool import deform_roi_pool_gradients
-from visdet.ops.devices import is_loaded
 from visdet.ops.gather_points import gather_gradient as gradient_of_points
 from visdet.ops.mmcv import map_correlation, points_in_boxes
-from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
-from visdet.ops.roi_align import regions_gradient
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
 
 from ._entries import gradients_of
@@ -83,7 +79,7 @@ def _logits(softmax: Tensor) -> Tensor:
     return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
 
 
-# Regions. Gradients by visdet's kernels need no forward, which a row of gradients would compute again.
+# Regions
 def roi_align(
     input: Tensor,
     rois: Tensor,
@@ -111,10 +107,6 @@ def roi_align_gradient(
     pool_mode: str,
     aligned: bool,
 ) -> Tensor:
-    if pool_mode == "avg" and is_loaded(grad_output.device.type):
-        sizes = grad_input.shape[0], *grad_input.shape[2:]
-        return regions_gradient(grad_output, rois, sizes, spatial_scale, sampling_ratio, aligned)
-
     def pool(input: Tensor) -> Tensor:
         return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
 
@@ -122,53 +114,9 @@ def roi_align_gradient(
     return gradients_of("mmcv._ext.roi_align_backward", pool, [input], [grad_output])[0]
 
 
-def roi_align_rotated_gradient(
-    grad_output: Tensor,
-    rois: Tensor,
-    grad_input: Tensor,
-    output_size: tuple[int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    aligned: bool,
-    clockwise: bool,
-) -> Tensor:
-    if grad_output.is_cuda and is_loaded("cuda"):
-        turned = torch.cat([rois[:, :5], -rois[:, 5:]], 1) if clockwise else rois
-        sizes = grad_input.shape[0], *grad_input.shape[2:]
-        return regions_gradient(grad_output, turned, sizes, spatial_scale, sampling_ratio, aligned)
-
-    def pool(input: Tensor) -> Tensor:
-        settings = output_size, spatial_scale, sampling_ratio, aligned, clockwise
-        return ops.roi_align_rotated(input, rois, *settings)
-
-    zeros = torch.zeros_like(grad_input)
-    return gradients_of("mmcv._ext.roi_align_rotated_backward", pool, [zeros], [grad_output])[0]
-
-
 def roi_pool_gradient(grad_output: Tensor, rois: Tensor, argmax: Tensor, grad_input: Tensor) -> Tensor:
     sizes = grad_input.shape[0], *grad_input.shape[2:]
     return gradient_of_pool(grad_output, rois.to(_wide(grad_output)), argmax.int(), sizes)
-
-
-def deform_roi_pool_gradient(
-    grad_output: Tensor,
-    input: Tensor,
-    rois: Tensor,
-    offset: Tensor | None,
-    output_size: tuple[int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    gamma: float,
-) -> tuple[Tensor, ...]:
-    settings = output_size, spatial_scale, sampling_ratio, gamma
-    if offset is not None and is_loaded(input.device.type):
-        return deform_roi_pool_gradients(grad_output, input, rois, offset, *settings)
-
-    def pool(input: Tensor, offset: Tensor | None = None) -> Tensor:
-        return ops.deform_roi_pool(input, rois, offset, *settings)
-
-    inputs = [input] if offset is None else [input, offset]
-    return gradients_of("mmcv._ext.deform_roi_pool_backward", pool, inputs, [grad_output])
 
 
 # Maps
@@ -280,26 +228,6 @@ def tin_shift_back(grad_output: Tensor, shift: Tensor) -> Tensor:
 def convex_giou(pointsets: Tensor, polygons: Tensor) -> Tensor:
     giou, gradient = ops.convex_giou(pointsets, polygons)
     return torch.cat([gradient, giou[:, None]], 1)
-
-
-def sort_vertices(vertices: Tensor, mask: Tensor, num_valid: Tensor) -> Tensor:
-    given = list(vertices.shape), list(mask.shape), list(num_valid.shape)
-    size = given[0][:2]
-    if given != ([*size, 24, 2], [*size, 24], size):
-        raise ValueError(
-            "mmcv._ext.diff_iou_rotated_sort_vertices_forward: vertices, mask and num_valid must be [B, N, 24, 2], "
-            f"[B, N, 24] and [B, N], got {given}"
-        )
-    return sorted_vertices(vertices, mask, num_valid)
-
-
-def chamfer_distance(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, ...]:
-    results = list(ops.chamfer_distance(xyz1, xyz2))
-    for k, (one, other) in enumerate([(xyz1, xyz2), (xyz2, xyz1)]):
-        if one.dtype == torch.float16 and other.shape[1]:  # every operation is rounded, as in mmcv
-            nearest = other.gather(1, results[2 + k].long()[..., None].expand(-1, -1, 2))
-            results[k] = (one - nearest).square().sum(-1)
-    return tuple(results)
 
 
 # Points

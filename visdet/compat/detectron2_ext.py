@@ -11,7 +11,7 @@ from visdet import ops
 
 from . import _mmcv_functions as own
 from ._deferred import deferred
-from ._entries import functions_of
+from ._entries import functions_of, gradients_of
 from .mmcv_ext import DEFORM, MODULATED
 from .msda_ext import get_compiler_version, get_cuda_version
 
@@ -86,9 +86,10 @@ def _roi_align_rotated_gradient(
     W: int,
     sampling_ratio: int,
 ) -> Tensor:
-    zeros, size = grad.new_empty(B, C, H, W), (height, width)
-    settings = size, spatial_scale, sampling_ratio, True, False
-    return own.roi_align_rotated_gradient(grad, _radians(rois), zeros, *settings)
+    def pool(input: Tensor) -> Tensor:
+        return _roi_align_rotated(input, rois, spatial_scale, height, width, sampling_ratio)
+
+    return gradients_of("detectron2._C", pool, [grad.new_zeros(B, C, H, W)], [grad])[0]
 
 
 _SIZES = "Tensor rois, float spatial_scale, int height, int width"

@@ -43,7 +43,6 @@ _PROVIDERS = {
     "mmcv._ext": "mmcv_ext",
     "detectron2._C": "detectron2_ext",
     "flash_attn": "flash_attention",
-    "flash_attn.flash_attention": "flash_modules",
     "flash_attn.flash_attn_interface": "flash_attention",
     "flash_attn.bert_padding": "flash_padding",
     "numba.errors": "numba.core.errors",

@@ -15,6 +15,7 @@ from visdet.ops.mmcv import (
     sparse_conv,
     voxels,
 )
+from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
 from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, upfirdn2d
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
@@ -105,7 +106,7 @@ _FUNCTIONS = functions_of(
             point_sets.squared_distances,
             "xyz1 xyz2 idx1:nearest1 idx2:nearest2 <grad_dist1 <grad_dist2 xyz1>grad_xyz1 xyz2>grad_xyz2",
         ),
-        "chamfer_distance_forward": (own.chamfer_distance, "xyz1 xyz2 >dist1 >dist2 >idx1 >idx2"),
+        "chamfer_distance_forward": (ops.chamfer_distance, "xyz1 xyz2 >dist1 >dist2 >idx1 >idx2"),
         "contour_expand": (
             label_growth.contour_expand,
             "kernel_mask internal_kernel_label min_kernel_area kernel_num",
@@ -127,14 +128,15 @@ _FUNCTIONS = functions_of(
         ),
         "deform_conv_forward": (ops.deform_conv2d, f"input weight offset >output columns ones {DEFORM}"),
         "deform_roi_pool_backward": (
-            own.deform_roi_pool_gradient,
-            f"grad_output input rois offset >grad_input >grad_offset {_SIZE} sampling_ratio gamma",
+            ops.deform_roi_pool,
+            "<grad_output input rois offset input>grad_input offset>grad_offset "
+            f"{_SIZE} sampling_ratio gamma",
         ),
         "deform_roi_pool_forward": (
             ops.deform_roi_pool,
             f"input rois offset >output {_SIZE} sampling_ratio gamma",
         ),
-        "diff_iou_rotated_sort_vertices_forward": (own.sort_vertices, "vertices mask num_valid"),
+        "diff_iou_rotated_sort_vertices_forward": (sorted_vertices, "vertices mask num_valid"),
         "dynamic_point_to_voxel_backward": (
             own.voxels_gradient,
             ">grad_feats grad_reduced_feats feats reduced_feats coors_idx reduce_count reduce_type",
@@ -276,8 +278,8 @@ _FUNCTIONS = functions_of(
             f"input rois >output argmax_y argmax_x {_ALIGNED} pool_mode=max/avg aligned",
         ),
         "roi_align_rotated_backward": (
-            own.roi_align_rotated_gradient,
-            f"grad_output rois >grad_input {_ROTATED}",
+            ops.roi_align_rotated,
+            f"<grad_output rois input>grad_input {_ROTATED}",
         ),
         "roi_align_rotated_forward": (ops.roi_align_rotated, f"input rois >output {_ROTATED}"),
         "roi_pool_backward": (own.roi_pool_gradient, f"grad_output rois argmax >grad_input {_SIZE}"),

@@ -84,107 +84,82 @@ def _numpy(np: Any) -> dict[str, Any]:
     }
 
 
-def _collections(_: Any) -> dict[str, Any]:
-    """Return the abstract classes, which Python 3.10 and later have in ``collections.abc`` alone."""
-    return {name: getattr(collections.abc, name) for name in collections.abc.__all__}
+def _sync_params(self: Any) -> None:
+    """Do what torch's wrapper did up to torch 1.10, for the ``MMDistributedDataParallel`` of mmcv 1.x."""
+    if self._check_sync_bufs_pre_fwd():
+        self._sync_buffers()
 
 
-def _distributed(_: Any) -> dict[str, Any]:
-    """Return what the ``MMDistributedDataParallel`` of mmcv 1.x looks up in torch's class."""
-
-    def sync_params(self: Any) -> None:  # up to torch 1.10
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-
-    return {"_use_replicated_tensor_module": False, "_sync_params": sync_params}
+def _run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """Do what mmcv's wrapper does from mmcv 1.6 on, because torch 1.12 no longer calls ``to_kwargs``."""
+    if not self.device_ids:
+        return self.module(*inputs, **kwargs)
+    moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+    return self.module(*moved[0], **named[0])
 
 
-def _mmcv_distributed(_: Any) -> dict[str, Any]:
-    """Return what mmcv has added in its version 1.6, because torch 1.12 no longer calls ``to_kwargs``."""
-
-    def run_ddp_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if not self.device_ids:
-            return self.module(*inputs, **kwargs)
-        moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-        return self.module(*moved[0], **named[0])
-
-    return {"_run_ddp_forward": run_ddp_forward}
+def _new_empty_tensor(x: Any, shape: Sequence[int]) -> Any:
+    return x.new_zeros(shape) + x.sum() * 0
 
 
-def _torchvision_ops(_: Any) -> dict[str, Any]:
-    """Return functions for empty batches, which programs import that take torchvision 0.10 and later for 0.1."""
-
-    def new_empty_tensor(x: Any, shape: Sequence[int]) -> Any:
-        return x.new_zeros(shape) + x.sum() * 0
-
-    def output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> list[int]:
-        if (size is None) == (scale_factor is None):
-            raise ValueError("either size or scale_factor must be given, and not both")
-        given = scale_factor if size is None else size
-        given = [given] * dim if isinstance(given, int | float) else list(given)
-        if len(given) != dim:
-            raise ValueError(f"size or scale_factor must have {dim} numbers, got {len(given)}")
-        return given if size is not None else [int(input.shape[i - dim] * given[i]) for i in range(dim)]
-
-    operator = type("_NewEmptyTensorOp", (), {"apply": staticmethod(new_empty_tensor)})
-    return {
-        "_new_empty_tensor": new_empty_tensor,
-        "_output_size": output_size,
-        "_NewEmptyTensorOp": operator,
-    }
+def _output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> list[int]:
+    given = scale_factor if size is None else size
+    given = [given] * dim if isinstance(given, int | float) else list(given)
+    return given if size is not None else [int(input.shape[i - dim] * given[i]) for i in range(dim)]
 
 
-def _inspect(_: Any) -> dict[str, Any]:
-    """Return what Python 3.11 has dropped."""
-    ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
-    return {"getargspec": lambda function: ArgSpec(*inspect.getfullargspec(function)[:4])}
+def _get_cmap(name: Any = None, lut: int | None = None) -> Any:
+    from matplotlib import pyplot
+
+    return pyplot.get_cmap(name, lut)
 
 
-def _pkgutil(_: Any) -> dict[str, Any]:
-    """Return what Python 3.14 has dropped."""
-    return {"find_loader": lambda name: getattr(importlib.util.find_spec(name), "loader", None)}
-
-
-def _filters(image: Any) -> dict[str, Any]:
-    """Return the filters that Pillow 10 has dropped."""
-    return {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC}
-
-
-def _size_of_text(_: Any) -> dict[str, Any]:
-    return {
-        "textsize": lambda self, text, *options, **named: self.textbbox((0, 0), text, *options, **named)[2:]
-    }
-
-
-def _size_in_font(_: Any) -> dict[str, Any]:
-    return {"getsize": lambda self, text, *options, **named: self.getbbox(text, *options, **named)[2:]}
-
-
-def _color_maps(_: Any) -> dict[str, Any]:
-    """Return what matplotlib 3.9 has dropped."""
-
-    def get_cmap(name: Any = None, lut: int | None = None) -> Any:
-        from matplotlib import pyplot
-
-        return pyplot.get_cmap(name, lut)
-
-    return {"get_cmap": get_cmap}
-
-
-# By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are.
+_ArgSpec = namedtuple("_ArgSpec", "args varargs keywords defaults")
+# Functions for empty batches, which programs import that take torchvision 0.10 and later for 0.1.
+_TORCHVISION = {
+    "_new_empty_tensor": _new_empty_tensor,
+    "_output_size": _output_size,
+    "_NewEmptyTensorOp": type("_NewEmptyTensorOp", (), {"apply": staticmethod(_new_empty_tensor)}),
+}
+# By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are, of the
+# module.
 _ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "collections": ("", _collections),
-    "inspect": ("", _inspect),
-    "pkgutil": ("", _pkgutil),
-    "matplotlib.cm": ("", _color_maps),
-    "PIL.Image": ("", _filters),
-    "PIL.ImageDraw": ("ImageDraw", _size_of_text),
-    "PIL.ImageFont": ("FreeTypeFont", _size_in_font),
+    "collections": (
+        "",
+        lambda _: {name: getattr(collections.abc, name) for name in collections.abc.__all__},
+    ),
+    "inspect": (
+        "",
+        lambda _: {"getargspec": lambda function: _ArgSpec(*inspect.getfullargspec(function)[:4])},
+    ),
+    "pkgutil": (
+        "",
+        lambda _: {"find_loader": lambda name: getattr(importlib.util.find_spec(name), "loader", None)},
+    ),
+    "matplotlib.cm": ("", lambda _: {"get_cmap": _get_cmap}),
+    "PIL.Image": (
+        "",
+        lambda image: {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC},
+    ),
+    "PIL.ImageDraw": (
+        "ImageDraw",
+        lambda _: {"textsize": lambda self, *text, **named: self.textbbox((0, 0), *text, **named)[2:]},
+    ),
+    "PIL.ImageFont": (
+        "FreeTypeFont",
+        lambda _: {"getsize": lambda self, *text, **named: self.getbbox(*text, **named)[2:]},
+    ),
     "numpy": ("", _numpy),
-    "torch.nn.parallel.distributed": ("DistributedDataParallel", _distributed),
-    "mmcv.parallel.distributed": ("MMDistributedDataParallel", _mmcv_distributed),
-    "torchvision.ops": ("", _torchvision_ops),
-    "torchvision.ops.misc": ("", _torchvision_ops),
+    "torch.nn.parallel.distributed": (
+        "DistributedDataParallel",
+        lambda _: {"_use_replicated_tensor_module": False, "_sync_params": _sync_params},
+    ),
+    "mmcv.parallel.distributed": (
+        "MMDistributedDataParallel",
+        lambda _: {"_run_ddp_forward": _run_ddp_forward},
+    ),
+    "torchvision.ops": ("", lambda _: _TORCHVISION),
+    "torchvision.ops.misc": ("", lambda _: _TORCHVISION),
 }
 
 

@@ -50,7 +50,7 @@ _PARAMETERS = {
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     if not any(hasattr(module, name) for name in _PARAMETERS):
         return
-    from . import _fused_attention, _operators, _requests
+    from . import _fused_attention, _operators
 
     forms = {
         owner: _fused_attention.find_form(owner, module)
@@ -106,9 +106,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             owner, "forward", _fused_attention.fused_forward(vars(owner)["forward"], form, uses_visdet)
         )
         yield f"{owner.__name__}.forward, fused"
-    if any(form is not None for form in forms.values()):
-        for model in _requests.asking_models(module):
-            bridge.replace(model, "forward", _requests.noting_forward(vars(model)["forward"]))
 
 
 def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any], bool]:
@@ -134,10 +131,11 @@ def _user_of_operators(operators: list[tuple[Any, str, Any]]) -> Callable[[Any],
 
 def _is_foreign(function: Any) -> bool:
     """Return whether a function, or a wrapper of it, is not the package's own and has to be called as before."""
-    from ._requests import source_of
-
     while function is not None:
-        if not source_of(function).startswith("transformers."):
+        written_in = getattr(function, "__globals__", {}).get("__name__") or getattr(
+            function, "__module__", ""
+        )
+        if not str(written_in).startswith("transformers."):
             return True
         function = getattr(function, "__wrapped__", None)
     return False

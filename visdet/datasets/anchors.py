@@ -172,7 +172,7 @@ def _value(info: dict, key: str, num_boxes: int | None = None) -> Any:
     """Return the checked value of a key that the frame must have. Boxes have seven columns."""
     where = f"frame {info.get('token', 'without a token')}"
     # Here, boxes may come without names.
-    value = value_of({key: info.get(key)}, key, where, num_boxes)
+    value = value_of({key: info.get(key)}, key, where, {} if num_boxes is None else {"n": num_boxes})
     if value is None:
         raise InvalidInputError(f"{where}: {key} is missing")
     return value[:, :7] if key == "gt_boxes" else value

@@ -35,17 +35,11 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
     scenes = np.zeros(len(order), dtype=np.int64)
     for position, (before, here) in enumerate(pairwise(order), start=1):
         (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
-        if scene == scene_before and time == time_before:
-            raise InvalidInputError(f"info file {file}: two frames of scene {scene} have the time {time}")
-        if scene == scene_before and time - time_before < _MIN_INTERVAL_US:
+        gap = time - time_before
+        if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
             raise InvalidInputError(
-                f"info file {file}: timestamp must be in microseconds, but two frames of scene {scene} are "
-                f"{time - time_before} apart, at {time_before} and {time}"
-            )
-        if scene == scene_before and time - time_before > _MAX_INTERVAL_US:
-            raise InvalidInputError(
-                f"info file {file}: two frames of scene {scene} are {(time - time_before) / 1e6:.0f} s apart, at "
-                f"{time_before} and {time}. Give scenes of different recordings different scene tokens"
+                f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
+                "timestamp must be in microseconds, and different recordings must have different scene tokens"
             )
         is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
         scenes[position] = scenes[position - 1] + is_first

@@ -7,22 +7,10 @@ from typing import Any
 import numpy as np
 
 from visdet.checks.finite import check_finite
-from visdet.errors import InvalidInputError, UserError
-from visdet.structures.poses import pose_matrix
+from visdet.errors import InvalidInputError
 
 _AGENT_STEPS = 12  # in published files
-# The words and the type of each kind of value. Rotations are also checked to be some.
-_KINDS: dict[str, tuple[str, Any]] = {
-    "text": ("text", str),
-    "number": ("numbers", np.float64),
-    "integer": ("integers", np.int64),
-    "time": ("a whole number of microseconds", np.int64),
-    "flag": ("bools", bool),
-    "rotation": ("a quaternion (w, x, y, z) or matrix", np.float64),
-    "cameras": ("a dict of cameras by name", Mapping),
-    "lines": ("a dict of lists of lines [m, 2] by the number of the map class", Mapping),
-    "list": ("a list", (list, tuple, np.ndarray)),
-}
+_WORDS = {str: "text", float: "numbers", int: "integers", bool: "bools", dict: "a dict", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -30,28 +18,29 @@ class Key:
     """What a record holds under a name.
 
     Attributes:
-        name: the key.
-        kind: 'text', 'number', 'integer', 'time', 'flag', 'rotation', 'cameras', 'lines' or 'list'.
-        shape: the shape of an array, in which a letter stands for any size. ``n`` is the number of boxes.
-        other_shapes: shapes that are accepted, too.
+        name: the key. Under one that ends with ``_rotation`` are quaternions (w, x, y, z) and matrices [3, 3].
+        dtype: the type of a value or of an array: ``str``, ``float``, ``int``, ``bool``, ``dict`` or ``list``.
+        shapes: the shapes that an array may have, in which a letter stands for any size. ``n`` is the number of boxes.
         beside: the key whose presence makes this one necessary. ``None`` means that every record must have it, and
             an empty text that it is optional.
     """
 
     name: str
-    kind: str
-    shape: tuple[int | str, ...] = ()
-    other_shapes: tuple[tuple[int | str, ...], ...] = ()
+    dtype: type
+    shapes: tuple[tuple[int | str, ...], ...] = ((),)
     beside: str | None = ""
 
-    def expected(self, num_boxes: int | None = None) -> str:
-        """Return the kind and the shape in words, for messages."""
-        shapes = " or ".join(_shown(shape) for shape in (self.shape, *self.other_shapes) if shape)
-        boxes = f" for n = {num_boxes} boxes" if num_boxes is not None and "n" in self.shape else ""
-        return f"{_KINDS[self.kind][0]} {shapes}".rstrip() + boxes
+    def expected(self) -> str:
+        """Return the type and the shape in words."""
+        return f"{_WORDS[self.dtype]} {' or '.join(map(_shown, filter(None, self.shapes)))}".rstrip()
 
-    def read(self, record: Mapping[str, Any], where: str, num_boxes: int | None = None, of: str = "") -> Any:
+    def read(self, record: Mapping[str, Any], where: str, sizes: dict | None = None, of: str = "") -> Any:
         """Return the value in a record with its type and shape, or None if it is optional and not there.
+
+        Args:
+            record: the record.
+            where: the words for the record in messages. of: more words, for the name.
+            sizes: what the letters of shapes stand for. That of a new letter is added.
 
         Raises:
             InvalidInputError: it is missing, or has another type or shape.
@@ -61,37 +50,42 @@ class Key:
             if self.beside is None or record.get(self.beside) is not None:
                 raise InvalidInputError(f"{name} is missing; it must be {self.expected()}")
             return None
-        fitting = self._fitting(value, num_boxes)
+        sizes = {} if sizes is None else sizes
+        fitting = self._fitting(value, sizes)
         if fitting is None:
-            raise InvalidInputError(f"{name} must be {self.expected(num_boxes)}, got {_described(value)}")
-        if self.kind == "rotation":
-            _check_rotation(name, fitting)
+            known = ", ".join(
+                f"{letter} = {size}" for letter, size in sizes.items() if isinstance(letter, str)
+            )
+            known = known and f" with {known}"
+            raise InvalidInputError(f"{name} must be {self.expected()}{known}, got {_described(value)}")
+        if self.name.endswith("_rotation") and not _is_rotation(fitting):
+            raise InvalidInputError(
+                f"{name} must be a quaternion or a rotation matrix, got {fitting.tolist()}"
+            )
         return fitting
 
-    def _fitting(self, value: Any, num_boxes: int | None) -> Any:
+    def _fitting(self, value: Any, sizes: dict) -> Any:
         """Return the value as an array or a scalar, or None if its type or shape is another one."""
-        kind = _KINDS[self.kind][1]
-        if kind is Mapping or isinstance(kind, tuple):
-            return value if isinstance(value, kind) else None
+        if self.dtype in (dict, list):
+            kinds: Any = Mapping if self.dtype is dict else (list, tuple, np.ndarray)
+            return value if isinstance(value, kinds) else None
         try:
             array = np.asarray(value)
             array = np.asarray(array.tolist()) if array.dtype == object else array
         except ValueError:  # lists of unequal lengths
             return None
-        if array.size and array.dtype.kind not in ("U" if kind is str else "biuf"):
-            return None
         with np.errstate(invalid="ignore"):
-            converted = array.astype(kind)
-        if array.size and not np.array_equal(converted, array, equal_nan=array.dtype.kind == "f"):
-            return None
-        for shape in (self.shape, *self.other_shapes):
-            if "n" in shape and not array.size and not num_boxes:  # An array of no boxes may have any shape.
+            is_number = array.dtype.kind in "biuf"
+            converted = array.astype(self.dtype) if is_number or not array.size else array
+        is_same = is_number != (self.dtype is str) and np.array_equal(converted, array, equal_nan=is_number)
+        for shape in self.shapes:
+            if "n" in shape and not array.size and not sizes.get("n"):  # That of no boxes may have any shape.
+                sizes["n"] = 0
                 return converted.reshape([{"n": 0, "t": _AGENT_STEPS}.get(size, size) for size in shape])  # type: ignore
-            wanted = tuple(num_boxes if size == "n" else size for size in shape)
-            if len(shape) == array.ndim and all(
-                size == found or not isinstance(size, int)
-                for size, found in zip(wanted, array.shape, strict=True)
-            ):
+            wanted = [sizes.get(size, size) for size in shape]
+            fits = is_same and len(shape) == array.ndim
+            if fits and all(isinstance(n, str) or n == m for n, m in zip(wanted, array.shape, strict=True)):
+                sizes.update(zip(shape, array.shape, strict=True))
                 return converted if array.ndim else converted.item()
         return None
 
@@ -105,48 +99,45 @@ def _described(value: Any) -> str:
     return f"{_shown(value.shape)} of {value.dtype}" if is_array else f"{value!r:.60}"
 
 
-def _check_rotation(name: str, given: np.ndarray) -> None:
-    try:
-        matrix = pose_matrix(np.zeros(3), given)[:3, :3]
-    except UserError as error:  # of a quaternion that is zero or not finite
-        raise InvalidInputError(f"{name}: {error}") from error
-    if not (np.abs(matrix @ matrix.T - np.eye(3)).max() <= 0.02 and np.linalg.det(matrix) > 0):
-        raise InvalidInputError(f"{name} must be a rotation (orthogonal, right-handed), got {given.tolist()}")
+def _is_rotation(given: np.ndarray) -> bool:
+    if given.ndim == 1:
+        return bool(1e-8 < np.linalg.norm(given) < np.inf)
+    return bool(np.abs(given @ given.T - np.eye(3)).max() <= 0.02 and np.linalg.det(given) > 0)
 
 
 CAMERA_KEYS = (
-    Key("data_path", "text", beside=None),
-    Key("sensor2lidar_rotation", "rotation", (3, 3), ((4,),), beside=None),
-    Key("sensor2lidar_translation", "number", (3,), beside=None),
-    Key("cam_intrinsic", "number", (3, 3), ((3, 4), (4, 4)), beside=None),
+    Key("data_path", str, beside=None),
+    Key("sensor2lidar_rotation", float, ((3, 3), (4,)), beside=None),
+    Key("sensor2lidar_translation", float, ((3,),), beside=None),
+    Key("cam_intrinsic", float, ((3, 3), (3, 4), (4, 4)), beside=None),
 )
 FRAME_KEYS = (
-    Key("token", "text", beside=None),
-    Key("scene_token", "text", beside=None),
-    Key("timestamp", "time", beside=None),
-    Key("cams", "cameras", beside=None),
-    Key("lidar2ego_translation", "number", (3,), beside=None),
-    Key("lidar2ego_rotation", "rotation", (4,), ((3, 3),), beside=None),
-    Key("ego2global_translation", "number", (3,), beside=None),
-    Key("ego2global_rotation", "rotation", (4,), ((3, 3),), beside=None),
-    Key("lidar_path", "text"),
-    Key("sweeps", "list"),
-    Key("map_location", "text"),
-    Key("gt_boxes", "number", ("n", 7), (("n", 9),), beside="gt_names"),
-    Key("gt_names", "text", ("n",), beside="gt_boxes"),
-    Key("gt_velocity", "number", ("n", 2)),
-    Key("gt_attributes", "text", ("n",)),
-    Key("instance_inds", "integer", ("n",)),
-    Key("num_lidar_pts", "integer", ("n",)),
-    Key("num_radar_pts", "integer", ("n",)),
-    Key("valid_flag", "flag", ("n",)),
-    Key("gt_agent_fut_trajs", "number", ("n", "t", 2), beside="gt_agent_fut_masks"),
-    Key("gt_agent_fut_masks", "number", ("n", "t"), beside="gt_agent_fut_trajs"),
-    Key("gt_ego_fut_trajs", "number", ("s", 2), beside="gt_ego_fut_masks"),
-    Key("gt_ego_fut_masks", "number", ("s",), beside="gt_ego_fut_trajs"),
-    Key("gt_ego_fut_cmd", "number", (3,), beside="gt_ego_fut_trajs"),
-    Key("ego_status", "number", (10,)),
-    Key("map_annos", "lines"),
+    Key("token", str, beside=None),
+    Key("scene_token", str, beside=None),
+    Key("timestamp", int, beside=None),
+    Key("cams", dict, beside=None),
+    Key("lidar2ego_translation", float, ((3,),), beside=None),
+    Key("lidar2ego_rotation", float, ((4,), (3, 3)), beside=None),
+    Key("ego2global_translation", float, ((3,),), beside=None),
+    Key("ego2global_rotation", float, ((4,), (3, 3)), beside=None),
+    Key("lidar_path", str),
+    Key("sweeps", list),
+    Key("map_location", str),
+    Key("gt_boxes", float, (("n", 7), ("n", 9)), beside="gt_names"),
+    Key("gt_names", str, (("n",),), beside="gt_boxes"),
+    Key("gt_velocity", float, (("n", 2),)),
+    Key("gt_attributes", str, (("n",),)),
+    Key("instance_inds", int, (("n",),)),
+    Key("num_lidar_pts", int, (("n",),)),
+    Key("num_radar_pts", int, (("n",),)),
+    Key("valid_flag", bool, (("n",),)),
+    Key("gt_agent_fut_trajs", float, (("n", "t", 2),), beside="gt_agent_fut_masks"),
+    Key("gt_agent_fut_masks", float, (("n", "t"),), beside="gt_agent_fut_trajs"),
+    Key("gt_ego_fut_trajs", float, (("s", 2),), beside="gt_ego_fut_masks"),
+    Key("gt_ego_fut_masks", float, (("s",),), beside="gt_ego_fut_trajs"),
+    Key("gt_ego_fut_cmd", float, ((3,),), beside="gt_ego_fut_trajs"),
+    Key("ego_status", float, ((10,),)),
+    Key("map_annos", dict),
 )
 _KEYS = {key.name: key for key in FRAME_KEYS}
 
@@ -170,20 +161,11 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     token = info.get("token")
     where = f"frame {token if isinstance(token, str) and token else index} of {file}"
     record = {name: value for name, value in info.items() if name not in _KEYS}
-    boxes = value_of(info, "gt_boxes", where)
-    num_boxes = None if boxes is None else len(boxes)
-    for name in _KEYS:
-        value = boxes if name == "gt_boxes" else value_of(info, name, where, num_boxes)
-        if value is not None:
-            record[name] = value
-    for path in ("gt_agent_fut", "gt_ego_fut"):
-        steps, masks = record.get(f"{path}_trajs"), record.get(f"{path}_masks")
-        if steps is not None and masks is not None and steps.shape[:-1] != masks.shape:
-            raise InvalidInputError(
-                f"{where}: {path}_masks must be {_shown(steps.shape[:-1])} for {path}_trajs {_shown(steps.shape)}, got "
-                f"{_shown(masks.shape)}"
-            )
-    if boxes is not None:
+    sizes: dict = {}
+    read = {name: value_of(info, name, where, sizes) for name in _KEYS}
+    record |= {name: value for name, value in read.items() if value is not None}
+    if "gt_boxes" in record:
+        boxes = record["gt_boxes"]
         record["gt_boxes"] = boxes[:, :7]
         if "gt_velocity" not in record:
             record["gt_velocity"] = boxes[:, 7:] if boxes.shape[1] == 9 else np.full((len(boxes), 2), np.nan)
@@ -192,22 +174,22 @@ def check_frame(info: Mapping[str, Any], file: str, index: int) -> dict[str, Any
     return record
 
 
-def value_of(info: Mapping[str, Any], name: str, where: str, num_boxes: int | None = None) -> Any:
+def value_of(info: Mapping[str, Any], name: str, where: str, sizes: dict | None = None) -> Any:
     """Return the checked value of one key of FRAME_KEYS, or None if the record does not have this optional key.
 
     Args:
         info: the record.
         name: the key.
         where: the words for the record in messages, such as 'frame a of infos.npz'.
-        num_boxes: the number of boxes of the record, or None if it has none.
+        sizes: see :meth:`Key.read`. Without ``n``, the record has no boxes.
     """
     key = _KEYS[name]
-    value = key.read(info, where, num_boxes)
-    if value is None or ("n" in key.shape and num_boxes is None and name != "gt_boxes"):
+    value = key.read(info, where, sizes)
+    if value is None or ("n" in key.shapes[0] and "n" not in (sizes or {}) and name != "gt_boxes"):
         return None
-    if key.kind == "cameras":
+    if name == "cams":
         return {camera: _camera(values, where, camera) for camera, values in value.items()}
-    if key.kind == "lines":
+    if name == "map_annos":
         return {label: _lines(lines, where, label) for label, lines in value.items()}
     if name.endswith("translation"):
         check_finite(where, **{name: value})
@@ -228,14 +210,13 @@ def _camera(given: Any, where: str, name: str) -> dict[str, Any]:
 def _lines(given: Any, where: str, label: Any) -> list[np.ndarray]:
     if not isinstance(label, int | np.integer) or not isinstance(given, list | tuple | np.ndarray):
         raise InvalidInputError(
-            f"{where}: map_annos must be {_KEYS['map_annos'].expected()}, got {_described(label)}"
+            f"{where}: map_annos must have a list of lines for the number of a map class, got {_described(label)}"
         )
     lines = []
     for number, line in enumerate(given):
         name = f"line {number} of map class {label} in map_annos"
-        points = Key(name, "number", ("m", 2), (("m", 3),), beside=None).read({name: line}, where)
-        if not len(points):
-            raise InvalidInputError(f"{where}: {name} has no points")
-        check_finite(where, **{name: points})
+        points = Key(name, float, (("m", 2), ("m", 3)), beside=None).read({name: line}, where)
+        if not len(points) or not np.isfinite(points).all():
+            raise InvalidInputError(f"{where}: {name} must have points, all of which are finite")
         lines.append(points)
     return lines

@@ -18,7 +18,7 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, reading
-from visdet.restricted_pickle import load_numpy_pickle
+from visdet.restricted_load import load_numpy_pickle
 
 from .frame_records import value_of
 
@@ -59,19 +59,15 @@ class InfoTable(Sequence):
             ValueError: an info has no usable ``timestamp`` or ``scene_token``.
         """
         infos = list(infos)
-        pools: dict[str, list[np.ndarray]] = {name: [] for name in _POOL_TYPES}
-        sizes = dict.fromkeys(_POOL_TYPES, 0)
-        keys = frame_keys(infos, file)
-        texts = []
+        keys, texts = frame_keys(infos, file), []
+        pools = {name: bytearray() for name in _POOL_TYPES}
         for index, info in enumerate(infos):
-            try:
-                texts.append(json.dumps(_encode(info, pools, sizes), separators=(",", ":")).encode())
-            except InvalidTypeError as error:
-                raise InvalidTypeError(f"frame {info.get('token') or index} of {file}: {error}") from error
+            encoded = _encode(info, pools, f"frame {info.get('token') or index} of {file}")
+            texts.append(json.dumps(encoded, separators=(",", ":")).encode())
         ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
         text = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        joined = {name: np.concatenate([np.zeros(0, name), *parts]) for name, parts in pools.items()}
-        return cls(text, ends, joined, keys, frame_tokens(infos))
+        arrays = {name: np.frombuffer(pool, name) for name, pool in pools.items()}
+        return cls(text, ends, arrays, keys, frame_tokens(infos))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -81,7 +77,19 @@ class InfoTable(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
-        return _decode(json.loads(self._text[start : self._ends[index]].tobytes()), self._pools)
+        return json.loads(self._text[start : self._ends[index]].tobytes(), object_hook=self._decoded)
+
+    def _decoded(self, value: dict) -> Any:
+        """Return a dict of the JSON, or the array for which it stands."""
+        kind = value.get(_ARRAY)
+        if kind is None:
+            return value
+        if kind == "dict":
+            return {key: item for key, item in value["items"]}  # noqa: C416 (the pairs are lists)
+        if kind == "text":
+            return np.array(value["items"], dtype=str)
+        end = value["at"] + int(np.prod(value["shape"], dtype=np.int64))
+        return self._pools[kind][value["at"] : end].reshape(value["shape"]).copy()
 
     def __iter__(self) -> Iterator[dict]:
         return (self[i] for i in range(len(self)))
@@ -126,66 +134,36 @@ def frame_tokens(infos: Sequence[dict]) -> list[str]:
     return [str(token) for token in tokens] if all(tokens) else []
 
 
-def _encode(value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
-    """Return ``value`` in types of JSON, after putting its arrays into the pools."""
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and _ARRAY not in value:
-            return {key: _encode_named(key, item, pools, sizes) for key, item in value.items()}
-        # This is a dict such as map_annos, whose keys are class numbers.
-        pairs = [[_plain(key), _encode(item, pools, sizes)] for key, item in value.items()]
-        return {_ARRAY: "dict", "items": pairs}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item, pools, sizes) for item in value]
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "US" or (
-            value.dtype == object and all(isinstance(x, str) for x in value.flat)
-        ):
-            return {_ARRAY: "text", "items": value.astype(str).tolist()}
-        if value.dtype.name not in pools and value.dtype.kind in "iuf":
-            smallest = np.float32 if value.dtype.kind == "f" else np.int64
-            value = value.astype(smallest) if np.can_cast(value.dtype, smallest) else value
-        name = value.dtype.name
-        if name not in pools:
-            raise InvalidTypeError(
-                f"an info file holds arrays of {', '.join(_POOL_TYPES)} or text, got {value.dtype}"
-            )
-        reference = {_ARRAY: name, "at": sizes[name], "shape": list(value.shape)}
-        pools[name].append(np.ascontiguousarray(value).reshape(-1))
-        sizes[name] += value.size
-        return reference
-    return _plain(value)
-
-
-def _encode_named(key: str, value: Any, pools: dict[str, list[np.ndarray]], sizes: dict[str, int]) -> Any:
-    try:
-        return _encode(value, pools, sizes)
-    except InvalidTypeError as error:
-        raise InvalidTypeError(f"{key}: {error}") from error
-
-
-def _plain(value: Any) -> Any:
+def _encode(value: Any, pools: dict[str, bytearray], where: str) -> Any:
+    """Return ``value`` in types of JSON, after putting its arrays into the pools. ``where`` names it in messages."""
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    raise InvalidTypeError(
-        f"an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}"
-    )
-
-
-def _decode(value: Any, pools: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, pools) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(_ARRAY)
-    if kind is None:
-        return {key: _decode(item, pools) for key, item in value.items()}
-    if kind == "dict":
-        return {key: _decode(item, pools) for key, item in value["items"]}
-    if kind == "text":
-        return np.array(value["items"], dtype=str)
-    size = int(np.prod(value["shape"], dtype=np.int64))
-    return pools[kind][value["at"] : value["at"] + size].reshape(value["shape"]).copy()
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, pools, where) for item in value]
+    if isinstance(value, dict):
+        items = {key: _encode(item, pools, f"{where}: {key}") for key, item in value.items()}
+        if all(isinstance(key, str) for key in items) and _ARRAY not in items:
+            return items
+        # This is a dict such as map_annos, whose keys are class numbers.
+        return {_ARRAY: "dict", "items": [[_encode(key, pools, where), item] for key, item in items.items()]}
+    if not isinstance(value, np.ndarray):
+        raise InvalidTypeError(
+            f"{where}: an info file holds numbers, text, lists, dicts and arrays, got {type(value).__name__}"
+        )
+    if value.dtype.kind in "US" or (value.dtype == object and all(isinstance(x, str) for x in value.flat)):
+        return {_ARRAY: "text", "items": value.astype(str).tolist()}
+    if value.dtype.name not in pools and value.dtype.kind in "iuf":
+        smallest = np.float32 if value.dtype.kind == "f" else np.int64
+        value = value.astype(smallest) if np.can_cast(value.dtype, smallest) else value
+    if value.dtype.name not in pools:
+        raise InvalidTypeError(
+            f"{where}: an info file holds arrays of {', '.join(pools)} or text, got {value.dtype}"
+        )
+    pool = pools[value.dtype.name]
+    reference = {_ARRAY: value.dtype.name, "at": len(pool) // value.itemsize, "shape": list(value.shape)}
+    pool += value.tobytes()
+    return reference
 
 
 def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
@@ -233,19 +211,16 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
 
 
 def _infos_and_metadata(loaded: Any, path: str | Path) -> tuple[list[dict], dict]:
-    expected = f"info file {path} must hold a dict of infos and metadata"
-    if not isinstance(loaded, dict):
-        raise InvalidInputError(f"{expected}, got {type(loaded).__name__}")
-    if not {"infos", "metadata"} <= set(loaded):
-        layout = ", the layout of mmdet3d 1.x" if "data_list" in loaded else ""
+    if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
+        keys = ", ".join(map(str, loaded)) if isinstance(loaded, dict) else type(loaded).__name__
+        layout = ", the layout of mmdet3d 1.x" if "data_list" in keys else ""
         raise InvalidInputError(
-            f"{expected}, got a dict of {', '.join(map(str, loaded)) or 'nothing'}{layout}"
+            f"info file {path} must hold a dict of infos and metadata, got {keys or 'nothing'}{layout}"
         )
     infos, metadata = loaded["infos"], loaded["metadata"]
-    for name, value, kinds in (("infos", infos, (list, tuple)), ("metadata", metadata, dict)):
-        if not isinstance(value, kinds):
-            kind = "dict" if kinds is dict else "list"
-            raise InvalidInputError(f"info file {path}: {name} must be a {kind}, got {type(value).__name__}")
+    if not isinstance(infos, (list, tuple)) or not isinstance(metadata, dict):
+        kinds = f"{type(infos).__name__} and {type(metadata).__name__}"
+        raise InvalidInputError(f"info file {path}: infos must be a list and metadata a dict, got {kinds}")
     return list(infos), dict(metadata)
 
 

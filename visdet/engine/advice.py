@@ -12,7 +12,7 @@ from visdet.errors import UserError, add_hint
 from .data.data_workers import WorkerError
 from .process.places import short_path
 
-_UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* does not exist)")
+_UNREADABLE = re.compile(r"LoadImageFromFile: (cannot read image|image .* (does not exist|cannot be read))")
 
 
 @contextmanager
@@ -24,15 +24,10 @@ def advice_for_training(runner: Any) -> Iterator[None]:
         checkpoint = _newest_checkpoint(runner)
         resume = f"--resume {shlex.quote(checkpoint)}" if checkpoint else ""
         if _UNREADABLE.search(str(error)):
-            keys = list(_image_readers(runner.cfg.get("train_dataloader"), "train_dataloader"))
-            options = " ".join(f"{key}.ignore_empty=True" for key in keys)
-            if keys:
-                add_hint(
-                    error,
-                    f"to train without images that cannot be read: {resume} --cfg-options {options}".replace(
-                        "  ", " "
-                    ),
-                )
+            add_hint(
+                error,
+                f"to train without images that cannot be read, give LoadImageFromFile ignore_empty=True. {resume}",
+            )
         elif isinstance(error, KeyboardInterrupt | WorkerError):
             add_hint(
                 error, f"`{resume}` continues the run" if resume else "no checkpoint has been written yet"
@@ -46,16 +41,3 @@ def _newest_checkpoint(runner: Any) -> str | None:
         if path and os.path.isfile(path):
             return short_path(path)
     return None
-
-
-def _image_readers(section: Any, key: str) -> Iterator[str]:
-    """Yield the keys of the transforms in a section of a config that read image files."""
-    if isinstance(section, dict) and str(section.get("type")).endswith("LoadImageFromFile"):
-        yield key
-    items = (
-        section.items()
-        if isinstance(section, dict)
-        else enumerate(section if isinstance(section, list) else ())
-    )
-    for name, value in items:
-        yield from _image_readers(value, f"{key}.{name}")

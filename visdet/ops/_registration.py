@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ def differentiable(
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
     torch.library.register_fake(f"visdet::{name}_backward", rule.fake)
     torch.library.register_autograd(f"visdet::{name}", rule.backward, setup_context=rule.save)
+    refuse = functools.partial(_refuse_to_differentiate, name)
+    torch.library.register_autograd(f"visdet::{name}_backward", refuse)
     explain_failures(name, f"{name}_backward")
     operator = getattr(torch.ops.visdet, name).default
 
@@ -60,15 +62,10 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> Any:
-            if reference or not torch.is_grad_enabled():
+            if reference or torch.is_grad_enabled():
                 return rule.backward(ctx, *grad_outputs)
-            # once_differentiable looks at its arguments alone, but the gradient depends on the saved tensors, too.
-            read = _ReadContext(ctx)
-            return backward_once(read, len(grad_outputs), *grad_outputs, *read.saved_tensors)
-
-    @torch.autograd.function.once_differentiable
-    def backward_once(ctx: Any, count: int, *tensors: Any) -> Any:
-        return rule.backward(ctx, *tensors[:count])
+            with torch._C._AutoDispatchBelowAutograd():
+                return rule.backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
         if reference and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
@@ -192,17 +189,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _ReadContext:
-    """A node's context whose saved tensors have been read, which activation checkpointing allows only once."""
-
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
-        self.saved_tensors = ctx.saved_tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-
 def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str]) -> Callable[..., Any]:
     """Return ``shape`` as a function of the operator's arguments, with checks of their dimensions and devices.
 
@@ -226,6 +212,10 @@ def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str])
         return shape(given)
 
     return fake
+
+
+def _refuse_to_differentiate(name: str, *_: Any) -> NoReturn:
+    raise RuntimeError(f"{name}: it has no second derivative, so that its gradient cannot be differentiated")
 
 
 def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:

@@ -149,7 +149,7 @@ def _groups(
     """
     groups: list[list[T]] = [[] for _ in tops]
     for item in items:
-        groups[next(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
+        groups[max(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
     left: list[T] = []
     for k, group in enumerate(groups[:-1]):
         surplus = len(group) % number

@@ -6,8 +6,10 @@ from random import Random
 from typing import Any, ClassVar
 
 import torch
+from mmengine.dataset import Compose
 
 from visdet.errors import InvalidInputError, UserError
+from visdet.structures.planned_batch import sample_draws
 
 # What the names of results begin with, which other transforms read.
 _RESULTS = ("img", "ori_shape", "gt_", "instances", "points", "lidar")
@@ -63,16 +65,35 @@ class BaseTransform(metaclass=ABCMeta):
         return f"{type(self).__name__}({settings})"
 
 
+class DrawnTransform(BaseTransform):
+    """Applies a transform or a pipeline that it draws."""
+
+    @abstractmethod
+    def _drawn(self, rng: Random | None) -> Any:
+        """Return what to apply, drawn from ``rng``, or from torch's generator if it is None."""
+
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
+        return planned_size(self._drawn(rng), size, rng)
+
+    def transform(self, results: dict) -> dict | None:
+        return self._drawn(sample_draws())(results)
+
+
 def planned_size(step: Any, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
     """Return the (height, width) that a step of a pipeline will give an image of ``size``, or None if it does not say.
 
     Args:
-        step: a transform or any other callable.
+        step: a transform, a pipeline or any other callable.
         size: the (height, width) before the step.
         rng: the random numbers of the sample.
     """
     if getattr(step, "keeps_size", False):
         return size
+    if isinstance(step, Compose):
+        planned: tuple[int, int] | None = size
+        for inner in step.transforms:
+            planned = planned and planned_size(inner, planned, rng)
+        return planned
     plan = getattr(step, "planned_size", None)
     return None if plan is None else plan(size, rng)
 

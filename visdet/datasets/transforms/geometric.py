@@ -3,19 +3,22 @@
 import math
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from visdet.errors import InvalidInputError, check_choice
+from visdet.checks.arguments import Above0, Positive, Share, checked_value
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, choose, planned_size, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
 from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
+
+_Direction = Literal["horizontal", "vertical", "diagonal"]
 
 
 @TRANSFORMS.register_module()
@@ -44,23 +47,19 @@ class Resize(BaseTransform):
 
     def __init__(
         self,
-        scale: float | tuple[float, float] | None = None,
-        scale_factor: float | tuple[float, float] | None = None,
+        scale: Above0 | tuple[Above0, Above0] | None = None,
+        scale_factor: Above0 | tuple[Above0, Above0] | None = None,
         keep_ratio: bool = False,
         clip_object_border: bool = True,
-        backend: str = "cv2",
-        interpolation: str = "bilinear",
+        backend: Literal["cv2", "pillow"] = "cv2",
+        interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear",
     ) -> None:
         if (scale is None) == (scale_factor is None):
             raise InvalidInputError(
                 f"Resize: give either scale or scale_factor, got {scale=} and {scale_factor=}"
             )
-        check_choice("Resize: backend", backend, ("cv2", "pillow"))
-        check_choice("Resize: interpolation", interpolation, ("nearest", "bilinear", "bicubic"))
-        self.scale: Any = None if scale is None else _positive_pair("Resize: scale", scale)
-        self.scale_factor = (
-            None if scale_factor is None else _positive_pair("Resize: scale_factor", scale_factor)
-        )
+        self.scale: Any = None if scale is None else _pair(scale)
+        self.scale_factor = None if scale_factor is None else _pair(scale_factor)
         sizes: Any = self.scale or self.scale_factor
         if math.isinf(min(sizes) if keep_ratio else max(sizes)):
             raise InvalidInputError(f"Resize: scale must be finite (keep_ratio={keep_ratio}), got {sizes}")
@@ -103,7 +102,7 @@ class Resize(BaseTransform):
 
 
 @TRANSFORMS.register_module()
-class RandomChoiceResize(BaseTransform):
+class RandomChoiceResize(DrawnTransform):
     """Resizes to one of ``scales``, all of which are equally likely.
 
     Args:
@@ -129,15 +128,9 @@ class RandomChoiceResize(BaseTransform):
     def _drawn(self, rng: Random | None) -> BaseTransform:
         return self._resizes[uniform_int(0, len(self._resizes) - 1, rng=rng)]
 
-    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
-        return planned_size(self._drawn(rng), size, rng)
-
-    def transform(self, results: dict) -> dict | None:
-        return self._drawn(sample_draws())(results)
-
 
 @TRANSFORMS.register_module()
-class RandomResize(BaseTransform):
+class RandomResize(DrawnTransform):
     """Resizes to a scale drawn from a range.
 
     Args:
@@ -153,7 +146,7 @@ class RandomResize(BaseTransform):
     def __init__(
         self,
         scale: Sequence,
-        ratio_range: tuple[float, float] | None = None,
+        ratio_range: tuple[Above0, Above0] | None = None,
         resize_type: str = "Resize",
         **resize_kwargs: Any,
     ) -> None:
@@ -163,16 +156,14 @@ class RandomResize(BaseTransform):
                 "RandomResize: scale must be one (width, height) with a ratio_range, or two of them without, "
                 f"got {scale=} and {ratio_range=}"
             )
-        pairs = [_positive_pair("RandomResize: scale", pair) for pair in ([scale] if is_one_pair else scale)]
-        if ratio_range is not None and (len(ratio_range) != 2 or not 0 < ratio_range[0] <= ratio_range[1]):
-            raise InvalidInputError(
-                f"RandomResize: ratio_range must be 0 < lowest <= highest, got {ratio_range}"
-            )
-        ratios = (1.0, 1.0) if ratio_range is None else ratio_range
+        pairs: Any = [scale] if is_one_pair else scale
+        checked_value("RandomResize: scale", pairs, Sequence[tuple[Above0, Above0]])
+        lowest, highest = ratio_range or (1.0, 1.0)
         sides = [side for pair in pairs for side in pair]
-        if min(sides) * ratios[0] < 1 or math.isinf(max(sides) * ratios[1]):
+        if lowest > highest or min(sides) * lowest < 1 or math.isinf(max(sides) * highest):
             raise InvalidInputError(
-                f"RandomResize: sides must be finite and at least one pixel, got {scale=} and {ratio_range=}"
+                "RandomResize: scale and ratio_range (lowest, highest) must give finite sides of at least one pixel, "
+                f"got {scale=} and {ratio_range=}"
             )
         self.scale = scale
         self.ratio_range = ratio_range
@@ -193,12 +184,6 @@ class RandomResize(BaseTransform):
             )
         return self._build(scale)
 
-    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
-        return planned_size(self._drawn(rng), size, rng)
-
-    def transform(self, results: dict) -> dict | None:
-        return self._drawn(sample_draws())(results)
-
 
 @TRANSFORMS.register_module()
 class RandomFlip(BaseTransform):
@@ -211,17 +196,13 @@ class RandomFlip(BaseTransform):
     Source: mmcv's RandomFlip.
     """
 
-    def __init__(self, prob: float | Sequence[float], direction: str | Sequence[str] = "horizontal") -> None:
+    def __init__(
+        self, prob: Share | Sequence[Share], direction: _Direction | Sequence[_Direction] = "horizontal"
+    ) -> None:
         directions = [direction] if isinstance(direction, str) else list(direction)
-        if not directions or not set(directions) <= {"horizontal", "vertical", "diagonal"}:
-            raise InvalidInputError(
-                f"RandomFlip: direction must be horizontal, vertical or diagonal, got {direction!r}"
-            )
         given: Any = prob
-        probs = (
-            list(given) if isinstance(given, (list, tuple)) else [given / len(directions)] * len(directions)
-        )
-        if len(probs) != len(directions) or min(probs) < 0 or sum(probs) > 1 + 1e-9:
+        probs = given if isinstance(given, (list, tuple)) else [given / len(directions)] * len(directions)
+        if len(probs) != len(directions) or sum(probs) > 1 + 1e-9:
             raise InvalidInputError(
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
             )
@@ -274,33 +255,20 @@ class RandomCrop(BaseTransform):
     def __init__(
         self,
         crop_size: tuple[float, float],
-        crop_type: str = "absolute",
+        crop_type: Literal["absolute", "absolute_range", "relative", "relative_range"] = "absolute",
         allow_negative_crop: bool = False,
-        recompute_bbox: bool = False,
+        recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
-        check_choice(
-            "RandomCrop: crop_type", crop_type, ("absolute", "absolute_range", "relative", "relative_range")
-        )
-        if recompute_bbox:
-            raise InvalidInputError(
-                "RandomCrop: recompute_bbox=True needs instance masks, which visdet does not have"
-            )
         first, second = crop_size
-        is_absolute = crop_type.startswith("absolute")
-        if is_absolute and not (
-            isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
-        ):
+        if crop_type.startswith("absolute"):
+            fits = isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
+        else:
+            fits = 0 < first <= 1 and 0 < second <= 1
+        if not fits or (crop_type == "absolute_range" and first > second):
             raise InvalidInputError(
-                f"RandomCrop: crop_size must be positive integers for {crop_type!r}, got {crop_size}"
-            )
-        if crop_type == "absolute_range" and first > second:
-            raise InvalidInputError(
-                f"RandomCrop: crop_size must be (smallest, largest) for {crop_type!r}, got {crop_size}"
-            )
-        if not is_absolute and not (0 < first <= 1 and 0 < second <= 1):
-            raise InvalidInputError(
-                f"RandomCrop: crop_size must be in (0, 1] for {crop_type!r}, got {crop_size}"
+                "RandomCrop: crop_size must be positive integers, for 'absolute_range' (smallest, largest), or "
+                f"fractions in (0, 1] for 'relative' and 'relative_range', got {crop_size} for {crop_type!r}"
             )
         self.crop_size: Any = (first, second)
         self.crop_type = crop_type
@@ -371,28 +339,22 @@ class Pad(BaseTransform):
 
     def __init__(
         self,
-        size: int | tuple[int, int] | None = None,
-        size_divisor: int | None = None,
+        size: Positive | tuple[Positive, Positive] | None = None,
+        size_divisor: Positive | None = None,
         pad_to_square: bool = False,
         pad_val: float | Sequence[float] | dict = 0,
-        padding_mode: str = "constant",
+        padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = "constant",
     ) -> None:
         if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
             raise InvalidInputError(
                 "Pad: give either size, or size_divisor and/or pad_to_square, "
                 f"got {size=}, {size_divisor=}, {pad_to_square=}"
             )
-        check_choice("Pad: padding_mode", padding_mode, ("constant", "edge", "reflect", "symmetric"))
-        if size_divisor is not None and size_divisor < 1:
-            raise InvalidInputError(f"Pad: size_divisor must be at least 1, got {size_divisor}")
-        value: Any = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val
-        values = value if isinstance(value, (list, tuple)) else [value]
-        if len(values) not in (1, 3) or not all(isinstance(one, (int, float)) for one in values):
-            raise InvalidInputError(f"Pad: pad_val must be a number or one per channel, got {pad_val!r}")
-        self.size = None if size is None else _positive_pair("Pad: size", size)
+        value = pad_val.get("img", 0) if isinstance(pad_val, dict) else pad_val
+        self.pad_val = checked_value("Pad: pad_val", value, float | tuple[float, float, float])
+        self.size = None if size is None else _pair(size)
         self.size_divisor = size_divisor
         self.pad_to_square = pad_to_square
-        self.pad_val = value
         self.padding_mode = padding_mode
 
     def planned_size(self, size: tuple[int, int], rng: Random | None = None) -> tuple[int, int]:
@@ -428,8 +390,5 @@ class Pad(BaseTransform):
         return results
 
 
-def _positive_pair(what: str, value: float | Sequence[float]) -> tuple:
-    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
-    if len(pair) != 2 or not all(isinstance(side, (int, float)) and side > 0 for side in pair):
-        raise InvalidInputError(f"{what} must be a positive number or (width, height), got {value!r}")
-    return pair
+def _pair(value: Any) -> tuple:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value, value)

@@ -11,7 +11,7 @@ from mmengine import fileio
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from visdet.checks.arguments import Positive
-from visdet.errors import InvalidInputError, MissingFileError, UserError
+from visdet.errors import InvalidInputError, UserError, reading
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
@@ -89,14 +89,8 @@ class LoadImageFromFile(BaseTransform):
 
     def _read(self, path: str, expected_shape: tuple) -> np.ndarray:
         """Return RGB values, uint8 [H, W, 3]."""
-        try:
+        with reading(f"LoadImageFromFile: image {path}"):
             content = fileio.get(path, backend_args=self.backend_args)
-        except FileNotFoundError as error:
-            raise MissingFileError(f"LoadImageFromFile: image {path} does not exist") from error
-        except OSError as error:
-            raise InvalidInputError(
-                f"LoadImageFromFile: cannot read image {path}: {error.strerror or error}"
-            ) from error
         try:
             with _open(content) as stored:
                 width, height = stored.size
@@ -192,11 +186,9 @@ class LoadAnnotations(BaseTransform):
 
     keeps_size = True
 
-    def __init__(self, with_bbox: bool = True, with_label: bool = True, with_mask: bool = False) -> None:
-        if with_mask:
-            raise InvalidInputError(
-                "LoadAnnotations: with_mask=True is not supported, because visdet has no instance masks"
-            )
+    def __init__(
+        self, with_bbox: bool = True, with_label: bool = True, with_mask: Literal[False] = False
+    ) -> None:
         self.with_bbox = with_bbox
         self.with_label = with_label
 

@@ -10,14 +10,13 @@ from torchvision.transforms import v2
 
 from visdet.errors import InvalidInputError, InvalidTypeError
 from visdet.registry import TRANSFORMS
-from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, choose, planned_size
+from .base import BaseTransform, DrawnTransform, choose
 from .tv_results import set_boxes, set_image
 
 
 @TRANSFORMS.register_module()
-class RandomChoice(BaseTransform):
+class RandomChoice(DrawnTransform):
     """Applies one of several pipelines.
 
     Args:
@@ -44,15 +43,6 @@ class RandomChoice(BaseTransform):
     def _drawn(self, rng: Random | None) -> Compose:
         probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
         return self.transforms[choose(probabilities, rng=rng)]
-
-    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int] | None:
-        planned: tuple[int, int] | None = size
-        for step in self._drawn(rng).transforms:
-            planned = None if planned is None else planned_size(step, planned, rng)
-        return planned
-
-    def transform(self, results: dict) -> dict | None:
-        return self._drawn(sample_draws())(results)
 
 
 def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:

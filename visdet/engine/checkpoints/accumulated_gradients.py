@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapperDict
 from torch import nn
+
+from .training_state import wrappers_of
 
 
 def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
@@ -15,7 +16,7 @@ def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | N
     Every process of the group must call this after an iteration. The result is None if the iteration has updated the
     parameters. The gradients of the other processes are given to the main process only.
     """
-    wrappers = _wrappers(optim_wrapper)
+    wrappers = list(wrappers_of(optim_wrapper).values())
     if all(wrapper.should_update() for wrapper in wrappers):
         return None
     gradients = {}
@@ -34,7 +35,7 @@ def restore_gradients(model: nn.Module, optim_wrapper: Any, saved: dict[str, Any
 
     They do not fit if the run accumulates another number of iterations or has another number of processes.
     """
-    if saved.get("accumulative_counts") != _counts(_wrappers(optim_wrapper)):
+    if saved.get("accumulative_counts") != _counts(list(wrappers_of(optim_wrapper).values())):
         return False
     if any(len(by_rank) != get_world_size() for by_rank in saved["by_rank"].values()):
         return False
@@ -42,10 +43,6 @@ def restore_gradients(model: nn.Module, optim_wrapper: Any, saved: dict[str, Any
         gradient = saved["by_rank"][name][get_rank()]
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     return True
-
-
-def _wrappers(optim_wrapper: Any) -> list[Any]:
-    return list(optim_wrapper.values()) if isinstance(optim_wrapper, OptimWrapperDict) else [optim_wrapper]
 
 
 def _counts(wrappers: list[Any]) -> list[int]:

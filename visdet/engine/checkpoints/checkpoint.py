@@ -15,8 +15,7 @@ from urllib.parse import urlparse
 import torch
 from mmengine.runner import CheckpointLoader
 
-from visdet.restricted_load import load_restricted
-from visdet.restricted_pickle import start_of_other_file
+from visdet.restricted_load import load_restricted, start_of_other_file
 
 from ..errors import (
     CheckpointError,

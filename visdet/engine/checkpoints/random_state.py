@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmengine.dist import get_world_size
+from mmengine.dist import all_gather_object
 
 _preserved: list[dict[str, Any]] = []
 
@@ -52,11 +52,7 @@ def gather_random_states() -> list[dict[str, Any]]:
     state from before the block, with which training continues.
     """
     state = _preserved[-1] if _preserved else get_random_state()
-    if get_world_size() == 1:
-        return [state]
-    states: list[Any] = [None] * get_world_size()
-    torch.distributed.all_gather_object(states, state)
-    return states
+    return all_gather_object(state)
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-from mmengine.dist import get_world_size
+from mmengine.dist import all_gather_object
 from mmengine.model import is_model_wrapper
 from torch import nn
 
@@ -17,12 +16,7 @@ def gather_temporal_states(runner: Any) -> list[Any] | None:
     inner = runner.model.module if is_model_wrapper(runner.model) else runner.model
     if not hasattr(inner, "plain_state") or not hasattr(runner, "steps"):
         return None
-    plain = inner.plain_state(runner.steps.state)
-    if get_world_size() == 1:
-        return [plain]
-    states: list[Any] = [None] * get_world_size()
-    torch.distributed.all_gather_object(states, plain)
-    return states
+    return all_gather_object(inner.plain_state(runner.steps.state))
 
 
 def restored_temporal_state(model: nn.Module, states: list[Any], rank: int, world_size: int) -> Any:

@@ -1,5 +1,6 @@
 """Where a config is: a file of the user, or one of the configs that the package brings along."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -23,7 +24,6 @@ CONFIGS = Path(__file__).parents[2] / ".mim" / "configs"  # where mmengine looks
 PACKAGE = "visdet::"
 MODULE2PACKAGE.setdefault("visdet", "visdet")  # mmengine's own Config finds ``visdet::...``, too.
 _MOST_FILES_TO_LOOK_AT = 2000
-_MOST_FILES_OF_A_FOLDER = 300
 
 
 def packaged_configs() -> list[str]:
@@ -57,44 +57,19 @@ def existing_config(name: str) -> str:
         return found
     if os.path.isdir(name):
         raise ConfigError(f"config {name} is a folder; give one of its files")
-    near = nearest_names(name.removesuffix(".py"), packaged_configs(), cutoff=0.9)
-    near = near or ([] if name.startswith(PACKAGE) else named_like(name, folder_near(name)))
-    near = near or _packaged_like(name)
-    hint = did_you_mean(near) or "; `visdet configs` lists those of the package"
+    near = [] if name.startswith(PACKAGE) else named_like(name, folder_near(name))
+    wanted = name.removeprefix(PACKAGE).removesuffix(".py")
+    known = {part: full for full in packaged_configs() for part in (full.rpartition("/")[2], full)}
+    near = near or [known[part] for part in nearest_names(wanted, known)]
+    near = near or [known[part] for part in nearest_names(wanted.rpartition("/")[2], known)]
+    hint = did_you_mean(list(dict.fromkeys(near))) or "; `visdet configs` lists those of the package"
     raise ConfigError(f"config {name} does not exist{hint}")
 
 
-def _packaged_like(name: str) -> list[str]:
-    """Return the package's configs whose names, with or without their folders, are like a name."""
-    wanted = name.removeprefix(PACKAGE).removesuffix(".py")
-    known = {full.rpartition("/")[2]: full for full in packaged_configs()} | {
-        full: full for full in packaged_configs()
-    }
-    near = [*nearest_names(wanted, known), *nearest_names(wanted.rpartition("/")[2], known)]
-    return list(dict.fromkeys(known[found] for found in near))[:3]
-
-
 def named_like(path: str, folder: Path) -> list[str]:
-    """Return the configs in and a few levels below ``folder`` whose names are like that of ``path``.
-
-    Only the first files are looked at, so that a folder of many files takes no time.
-    """
-    files: dict[str, str] = {}
-    folders, count = [(folder, 0)] if folder.is_dir() else [], 0
-    for here, depth in folders:
-        try:
-            with os.scandir(here) as entries:
-                listed = [entry for entry, _ in zip(entries, range(_MOST_FILES_OF_A_FOLDER), strict=False)]
-        except OSError:
-            continue
-        count += len(listed)
-        for entry in sorted(listed, key=lambda entry: entry.name):
-            if entry.name.endswith(".py"):
-                files[entry.path] = entry.name
-            elif depth < 3 and not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                folders.append((Path(entry.path), depth + 1))
-        if count > _MOST_FILES_TO_LOOK_AT:
-            break
+    """Return the configs in ``folder`` and in its folders whose names are like that of ``path``."""
+    found = itertools.chain(folder.glob("*.py"), folder.glob("*/*.py"))
+    files = {str(file): file.name for file in itertools.islice(found, _MOST_FILES_TO_LOOK_AT)}
     near = nearest_names(Path(path).name, files.values(), cutoff=0.7)
     return [file for name in near for file, its_name in files.items() if its_name == name][:3]
 

@@ -17,12 +17,9 @@ from torch.utils.data import DataLoader
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.planned_batch import say_size
 
-SHARED_MEMORY = "/dev/shm"
-_DIED = re.compile(
-    r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
+_OUT_OF_MEMORY = re.compile(
+    "is killed by signal|exited unexpectedly|No space left on device|(insufficient|out of) shared memory"
 )
-_NO_SPACE = ("No space left on device", "insufficient shared memory", "out of shared memory")
-_MORE = "give it more (`docker run --shm-size=8g` or `--ipc=host`), or lower num_workers, prefetch_factor or batch_size"
 
 
 class WorkerError(UserError):
@@ -84,24 +81,11 @@ def worker_failures_explained() -> Iterator[None]:
             time.sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
             raise
     except (RuntimeError, OSError, EOFError, MemoryError) as error:
-        if message := _explanation(error, f"{error.__cause__} {error}"):
-            raise WorkerError(message) from error
+        text = f"{error.__cause__} {error}"
+        if "DataLoader worker" in text and (isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text)):
+            raise WorkerError(
+                f"a data worker has died, as it does if its memory or /dev/shm is full: {text.splitlines()[0][:200]}. "
+                "Lower num_workers, prefetch_factor or batch_size, or give the machine or the container more memory "
+                "(`docker run --shm-size=8g`)"
+            ) from error
         raise
-
-
-def _explanation(error: Exception, text: str) -> str | None:
-    if "DataLoader worker" not in text:
-        return None
-    died = _DIED.search(text)
-    if any(part in text for part in _NO_SPACE) or (died and died[2] == "Bus error"):
-        return f"a data worker has no shared memory left for its batch ({SHARED_MEMORY}): {_MORE}"
-    if isinstance(error, MemoryError):
-        return "a data worker has no memory left: lower num_workers, prefetch_factor or batch_size"
-    if died is None:
-        return None
-    if died[2] not in (None, "Killed"):
-        return f"data worker {died[1]} died of signal {died[2]}"
-    return (
-        f"data worker {died[1]} died, as it does if memory runs out (`dmesg` then says so): lower num_workers, "
-        "prefetch_factor or batch_size, or give the machine or the container more memory"
-    )

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Positive, Range
 from visdet.registry import OPTIMIZERS
 
 # The coefficients of Keller Jordan's quintic iteration, and the factor with which an orthogonal matrix of n columns has
@@ -49,9 +49,9 @@ class MuonWithAuxAdam(AdamW):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        momentum: float = 0.95,
-        ns_steps: int = 5,
-        min_size: int = 16,
+        momentum: Annotated[float, Range(0, 0.9999)] = 0.95,
+        ns_steps: Positive = 5,
+        min_size: Positive = 16,
         **adamw: Any,
     ) -> None:
         super().__init__(params, lr=lr, **adamw)
@@ -59,17 +59,6 @@ class MuonWithAuxAdam(AdamW):
         self._step_supports_amp_scaling = False
         self.defaults.update(momentum=momentum, ns_steps=ns_steps, min_size=min_size)
         self._complete_groups()
-        for group in self.param_groups:
-            if not isinstance(group["momentum"], int | float) or not 0 <= group["momentum"] < 1:
-                raise InvalidInputError(
-                    f"MuonWithAuxAdam: momentum must be a number in [0, 1), got {group['momentum']!r}"
-                )
-            for name in ("ns_steps", "min_size"):
-                value = group[name]
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise InvalidInputError(
-                        f"MuonWithAuxAdam: {name} must be a whole number of at least 1, got {value!r}"
-                    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

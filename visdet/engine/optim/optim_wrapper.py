@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.optim import OptimWrapper as _OptimWrapper
@@ -139,7 +139,7 @@ class AmpOptimWrapper(OptimWrapper):
         self,
         optimizer: Optimizer,
         dtype: str | torch.dtype | None = None,
-        loss_scale: str | float | dict = "dynamic",
+        loss_scale: Literal["dynamic"] | float | dict = "dynamic",
         accumulative_counts: int = 1,
         clip_grad: dict | None = None,
     ) -> None:
@@ -155,8 +155,6 @@ class AmpOptimWrapper(OptimWrapper):
         name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
-        if name == "float16" and self.device_type == "cpu":
-            raise InvalidInputError("AmpOptimWrapper: dtype 'float16' needs a GPU; on a CPU use 'bfloat16'")
         if name == "bfloat16" and self.device_type == "cuda" and not torch.cuda.is_bf16_supported():
             raise InvalidInputError(
                 f"AmpOptimWrapper: {torch.cuda.get_device_name()} has no bfloat16; use "
@@ -164,17 +162,12 @@ class AmpOptimWrapper(OptimWrapper):
             )
         return _DTYPES[name]
 
-    def _scaler_keywords(self, loss_scale: str | float | dict) -> dict[str, Any]:
-        if loss_scale == "dynamic":
-            return {}
+    def _scaler_keywords(self, loss_scale: Any) -> dict[str, Any]:
         if isinstance(loss_scale, dict):
             return dict(loss_scale)
-        if isinstance(loss_scale, int | float):
+        if loss_scale != "dynamic":
             self._fixed_scale = float(loss_scale)
-            return {"init_scale": self._fixed_scale}
-        raise InvalidInputError(
-            f"AmpOptimWrapper: loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}"
-        )
+        return {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
