@@ -2,7 +2,7 @@
 # make demo-drive   set up, then train SparseDrive's two stages on generated driving scenes, evaluate and draw it
 # make test   set up, then lint, compile every .cu file, build the documentation, and run the tests
 # make docs   the documentation as a site, in work_dirs/docs
-# make bench  operators against plain torch and installed peers, checked first, then whole models; tables and plot in work_dirs/bench
+# make bench  operators against plain torch and installed peers, checked first, then whole models; tables in work_dirs/bench
 # make check-mmdet  stock mmdet 3.3 configs on visdet's operators, in an environment of its own (docs/mmcv_lite.md)
 # make check-mmrotate  stock mmrotate 1.x configs on visdet's operators, in an environment of its own (docs/mmrotate.md)
 # make check-mmdet3d  stock mmdet3d 1.4 configs on visdet's operators, in an environment of its own (docs/mmdet3d.md)
@@ -39,7 +39,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
-	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint --extra docs
+	$(BIN)/python tools/install_requirements.py --extra train --extra export --extra test --extra lint --extra docs
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed

@@ -92,16 +92,16 @@ def measure(
         for index, run in enumerate(runs[: WARM_UP + steps]):
             if index == WARM_UP and device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             loss = run()
-            _synchronize(device)
+            synchronize(device)
             milliseconds.append(1e3 * (time.perf_counter() - start))
         result["wall_ms"] = statistics.median(milliseconds[WARM_UP:])
         start = time.perf_counter()
         for run in runs[WARM_UP + steps :]:
             loss = run()
-        _synchronize(device)
+        synchronize(device)
         result["pace_ms"] = 1e3 * (time.perf_counter() - start) / steps
         if case.trains:
             result["loss"] = float(loss)
@@ -118,7 +118,7 @@ def measure_gpu(
     with _steps_of(case, dtype, device, folder, 2 * WARM_UP + 1, graph) as runs:
         for run in runs[:-1]:
             run()
-        return _profile(runs[-1])
+        return profiled(runs[-1])
 
 
 @contextmanager
@@ -181,12 +181,12 @@ def prediction(model: nn.Module, graphs: Any = None) -> Callable[[dict[str, Any]
     return predict
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _profile(function: Callable[[], Any]) -> dict[str, Any]:
+def profiled(function: Callable[[], Any]) -> dict[str, Any]:
     """Return the busy time and the number of kernels of a call, and the kernels that took the most time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()

@@ -1,4 +1,4 @@
-"""The report, which is a table in Markdown and JSON, a plot, and a short table on the terminal."""
+"""The report, which is a table in Markdown and JSON, and a short table on the terminal."""
 
 import json
 from collections.abc import Sequence
@@ -36,56 +36,6 @@ def short_table(report: Report) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def write_plot(report: Report, folder: Path) -> Path | None:
-    """Write bench.png, with a bar for each implementation and a mark at the floor, and return its path.
-
-    The result is None without matplotlib or times.
-    """
-    bars = [
-        (result, kind)
-        for result in report["results"]
-        for kind in ("forward", "backward")
-        if kind in result["passes"]
-    ]
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    if not bars:
-        return None
-    names = ["visdet", *_peers(report)]
-    height = 0.8 / len(names)
-    figure = Figure(figsize=(10, 1.5 + len(bars) * (0.15 + 0.14 * len(names))), layout="constrained")
-    axes = figure.add_subplot()
-    for number, name in enumerate(names):
-        places, times = [], []
-        for row, (result, kind) in enumerate(bars):
-            median = _median(result, name, kind)
-            if median is not None:
-                places.append(row + (number - (len(names) - 1) / 2) * height)
-                times.append(median)
-        axes.barh(places, times, height, label=name)
-        for place, time in zip(places, times, strict=True):
-            axes.annotate(
-                _time(time), (time, place), (3, 0), textcoords="offset points", va="center", fontsize=6
-            )
-    floors = [result["passes"][kind]["floor_us"] for result, kind in bars]
-    axes.scatter(floors, range(len(bars)), marker="|", s=150, color="black", label="floor", zorder=3)
-    axes.set_yticks(
-        range(len(bars)), [f"{result['case']} {result['dtype']} {kind}" for result, kind in bars], fontsize=7
-    )
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.margins(x=0.12)
-    axes.set_xlabel("median time of one call, µs")
-    axes.set_title(f"{report['environment']['device']}, torch {report['environment']['torch']}", fontsize=9)
-    axes.legend(fontsize=7)
-    path = folder / "bench.png"
-    FigureCanvasAgg(figure).print_png(str(path))
-    return path
 
 
 def _markdown(report: Report) -> list[str]:

@@ -1,8 +1,8 @@
 """Check and time every case of every operator.
 
 The command is ``python -m benchmarks.run``. It needs torch, numpy and the built operators. If they are installed,
-triton is used for its do_bench on a GPU, and matplotlib for the plot. The exit status is 1 if a gate was red, a pass
-failed, or no case was selected.
+triton is used for its do_bench on a GPU. The exit status is 1 if a gate was red, a pass failed, or no case was
+selected.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .case import Case, dtype_name
 from .environment import clocks, describe
 from .floors import floors_of
 from .measure import measure
-from .report import short_table, write_plot, write_tables
+from .report import short_table, write_tables
 from .write_docs import write_docs
 
 
@@ -82,12 +82,7 @@ def run(
             report["results"].append(result)
             report["clocks"]["after"] = clocks(device)
             write_tables(report, out)
-    plot = write_plot(report, out)
-    print("\n" + short_table(report) + "\n")
-    print(
-        f"wrote {', '.join(str(out / name) for name in ('bench.md', 'bench.json'))}"
-        + (f", {plot}" if plot else "")
-    )
+    print(f"\n{short_table(report)}\n\nwrote {out / 'bench.md'}, {out / 'bench.json'}")
     return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])
 
 

@@ -2,9 +2,9 @@
 
 The command is ``python -m benchmarks.transformers_steps``. The models have random weights and published sizes. Their
 outputs are compared first, in float32. Then stock and visdet are called in turns, so that other processes slow both
-alike. Wall time is the median of synchronised calls. GPU time is the sum of the kernels of one call, which the profiler
-records after all wall times are known. CPU time is the least time that all threads spent on a call. A training step is
-forward, loss and backward, without an optimizer. The exit status is 1 if an output differs.
+alike. Wall time is the median of synchronised calls. GPU time is the time in which at least one kernel of a call runs,
+which the profiler records after all wall times are known. A training step is forward, loss and backward, without an
+optimizer. The exit status is 1 if an output differs.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from visdet.compat import transformers as bridge
 
 from .case import dtype_name
 from .environment import describe
+from .models import profiled, synchronize
 from .report import table
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
@@ -98,23 +98,20 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def measure(step: Callable[[], None], device: torch.device, turns: int) -> dict[str, dict[str, float]]:
-    """Return {"stock": ..., "visdet": ...}, each with "wall_ms", and with "cpu_ms" on the CPU."""
+    """Return {"stock": ..., "visdet": ...}, each with "wall_ms"."""
     walls: dict[str, list[float]] = {name: [] for name in WAYS}
-    processors: dict[str, list[float]] = {name: [] for name in WAYS}
     calls = CALLS if device.type == "cuda" else 1
     for turn, (name, way) in itertools.product(range(turns + 1), WAYS.items()):
         with way():
             if device.type == "cuda" or not turn:
                 step()  # Python looks up everything again in the first call after methods have been replaced.
             for _ in range(calls if turn else 0):
-                wall, processor = _times(step, device)
-                walls[name].append(wall)
-                processors[name].append(processor)
-    found = {name: {"wall_ms": statistics.median(walls[name])} for name in WAYS}
-    if device.type == "cpu":
-        for name in WAYS:
-            found[name]["cpu_ms"] = min(processors[name])
-    return found
+                synchronize(device)
+                start = time.perf_counter()
+                step()
+                synchronize(device)
+                walls[name].append(1e3 * (time.perf_counter() - start))
+    return {name: {"wall_ms": statistics.median(walls[name])} for name in WAYS}
 
 
 def measure_gpu(step: Callable[[], None]) -> dict[str, dict[str, float]]:
@@ -123,34 +120,10 @@ def measure_gpu(step: Callable[[], None]) -> dict[str, dict[str, float]]:
     for name, way in WAYS.items():
         with way():
             step()  # This call is a warm-up.
-            found[name] = _gpu_figures(step)
+            torch.cuda.reset_peak_memory_stats()
+            gpu_ms = statistics.median(profiled(step)["gpu_ms"] for _ in range(PROFILED))
+            found[name] = {"gpu_ms": gpu_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     return found
-
-
-def _times(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the wall time and the processor time of one call in milliseconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start, processor = time.perf_counter(), time.process_time()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, (time.process_time() - processor) * 1e3
-
-
-def _gpu_figures(step: Callable[[], None]) -> dict[str, float]:
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(PROFILED):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            step()
-            torch.cuda.synchronize()
-        times.append(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3)
-    return {
-        "gpu_ms": statistics.median(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
 
 
 def race(family: Family, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -195,14 +168,14 @@ def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
             return ""
         return f"{stock:.1f} → {ours:.1f} ({stock / ours:.2f}×)"
 
-    header = ["family", "step", "GPU ms", "wall ms", "CPU ms", "peak GiB", "output error"]
+    header = ["family", "step", "GPU ms", "wall ms", "peak GiB", "output error"]
     rows = []
     for result in results:
         error = f"{result['output_error']:.1e}"
         if not result["steps"]:
-            rows.append([result["family"], "not timed: the outputs differ", "", "", "", "", error])
+            rows.append([result["family"], "not timed: the outputs differ", "", "", "", error])
         for step in result["steps"]:
-            figures = [pair(step, figure) for figure in ("gpu_ms", "wall_ms", "cpu_ms", "peak_gib")]
+            figures = [pair(step, figure) for figure in ("gpu_ms", "wall_ms", "peak_gib")]
             rows.append([result["family"], f"{step['mode']} {step['dtype']}", *figures, error])
     return table(header, rows)
 

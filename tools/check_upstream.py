@@ -30,7 +30,6 @@ COLUMNS = (
     "seconds",
     "first obstacle",
 )
-TIMES = ("model", "code", "numbers", "training step", "prediction", "memory reserved by training")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -40,72 +39,37 @@ def run(recipe: Recipe, checkout: Path, paths: list[Path], options: argparse.Nam
     report, log = options.work / f"{stem}.json", options.work / f"{stem}.log"
     report.unlink(missing_ok=True)
     worker = Path(__file__).with_name("upstream") / "worker.py"
-    command = [sys.executable, "-m", "visdet.compat", "run", str(worker), recipe.name]
-    command += [str(options.work), options.device, str(options.scale), str(report)]
-    command += [options.task, str(options.samples)]
+    command = [sys.executable, "-m", "visdet.compat", "run", str(worker), recipe.name, str(options.work)]
+    command += [options.device, str(options.scale), str(report), options.task]
     needed = [path for path in paths if any((path / name).is_dir() for name in recipe.needs)]
     path = os.pathsep.join(filter(None, [str(ROOT), *map(str, needed), os.environ.get("PYTHONPATH")]))
+    place = {"cwd": checkout / recipe.folder, "env": os.environ | {"PYTHONPATH": path}}
     start = time.perf_counter()
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=checkout / recipe.folder,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
         try:
-            status: int | None = process.wait(timeout=options.limit)
+            done = subprocess.run(command, stdout=output, stderr=output, timeout=options.limit, **place)
+            obstacle = f"exit status {done.returncode}: " if done.returncode else ""
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = None
+            obstacle = f"stopped after {options.limit:g} s"
     seconds = time.perf_counter() - start
-    entries = read(report)
-    times = [cells for stage, cells in entries if stage == "time"]
-    if times:
-        print(
-            table(TIMES, [dict(zip(TIMES, [recipe.name, *cells], strict=True)) for cells in times]),
-            flush=True,
+    if obstacle.endswith(": "):
+        obstacle += next(
+            filter(None, map(str.strip, reversed(log.read_text(errors="replace").splitlines()))), "-"
         )
-    return row(recipe.name, options, entries, status, seconds, log)
-
-
-def read(report: Path) -> list[tuple[str, object]]:
-    lines = report.read_text().splitlines() if report.exists() else []
-    return [tuple(json.loads(line)) for line in lines]
-
-
-def row(
-    name: str,
-    options: argparse.Namespace,
-    entries: list[tuple[str, object]],
-    status: int | None,
-    seconds: float,
-    log: Path,
-) -> dict[str, str]:
-    """Return the cells of one row from what the process has reported and how it ended."""
-    values = {stage: str(value) for stage, value in entries if stage != "obstacle"}
-    obstacles = [str(value) for stage, value in entries if stage == "obstacle"]
-    if status is None:
-        obstacles.append(f"stopped after {options.limit:g} s")
-    elif status and not obstacles:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        obstacles.append(f"exit status {status}: {lines[-1].strip()[:160] if lines else 'no output'}")
-    cells = {column: values.get(column, "-") for column in COLUMNS}
-    return cells | {
-        "repository": name,
-        "device": options.device + ("*" if "asked_for_cuda" in values else ""),
+    found = json.loads(report.read_text()) if report.exists() else {}
+    return dict.fromkeys(COLUMNS, "-") | {
+        "repository": recipe.name,
+        "device": options.device + ("*" if found.pop("asked_for_cuda", False) else ""),
+        "first obstacle": found.pop("obstacle", "") or obstacle[:160] or "-",
         "seconds": f"{seconds:.0f}",
-        "first obstacle": obstacles[0] if obstacles else "-",
+        **{stage: str(value) for stage, value in found.items() if stage in COLUMNS},
     }
 
 
-def table(columns: tuple[str, ...], rows: list[dict[str, str]]) -> str:
+def table(rows: list[dict[str, str]]) -> str:
     """Return the rows as a table in Markdown."""
-    lines = [" | ".join(columns), "|".join("---" for _ in columns)]
-    lines += [" | ".join(cells[column].replace("|", "/") for column in columns) for cells in rows]
-    return "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def main() -> int:
@@ -134,16 +98,6 @@ def main() -> int:
         default="check",
         help="compare SparseDrive's sources with visdet's model on the same weights and frames",
     )
-    parser.add_argument(
-        "--time",
-        dest="task",
-        action="store_const",
-        const="time",
-        help="show the median times of training steps and predictions of SparseDrive's sources and visdet's model",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=1, help="samples of a training step with --time (default: %(default)s)"
-    )
     options = parser.parse_args()
     paths = [path.resolve() for path in options.paths]
     options.work = options.work.resolve()
@@ -162,7 +116,7 @@ def main() -> int:
         if options.only is None or options.only.lower() in recipe.name.lower():
             rows.append(run(recipe, path, paths, options))
             print(" | ".join(rows[-1].values()), flush=True)
-    print(f"\n{table(COLUMNS, rows)}")
+    print(f"\n{table(rows)}")
     if any(cells["device"].endswith("*") for cells in rows):
         print(
             "\n* This code asks for CUDA by itself. On a machine without a GPU, the check answers with the CPU."

@@ -51,9 +51,11 @@ def test_functions_that_python_has_dropped(monkeypatch):
 
 
 def test_names_that_pillow_and_matplotlib_have_dropped(bridge):
-    image = importlib.import_module("PIL.Image")
+    image, draw = (importlib.import_module(f"PIL.{name}") for name in ("Image", "ImageDraw"))
     cm = pytest.importorskip("matplotlib.cm", reason="pip install matplotlib")
     assert (image.ANTIALIAS, image.LINEAR, image.CUBIC) == (image.LANCZOS, image.BILINEAR, image.BICUBIC)
+    width, height = draw.Draw(image.new("RGB", (9, 9))).textsize("car")
+    assert width > height > 0
     assert cm.get_cmap("jet", 5).N == 5 and cm.get_cmap("jet").name == "jet"
 
 
@@ -79,6 +81,14 @@ def test_uninstall_restores_names_that_were_imported_from_patched_modules():
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT}
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_styles_of_seaborn_have_their_old_names(bridge):
+    style = pytest.importorskip("matplotlib.style")
+    style.use("seaborn-whitegrid")
+    style.use(["seaborn-v0_8-white", "default"])
+    with pytest.raises(OSError, match="no-style"):
+        style.use("no-style")
 
 
 def test_an_existing_name_is_kept(bridge):

@@ -128,6 +128,22 @@ def test_utilities_of_torchvisions_models(make_package):
     assert load_state_dict_from_url is importlib.import_module("torch.hub").load_state_dict_from_url
 
 
+def test_resources_of_setuptools(make_package, monkeypatch):
+    if importlib.util.find_spec("pkg_resources").origin != "visdet":
+        pytest.skip("this setuptools has pkg_resources")
+    make_package("zoo", model="")
+    resources = importlib.import_module("pkg_resources")
+    assert resources.resource_filename("zoo", "model.py").endswith("zoo/model.py")
+    assert resources.resource_exists("zoo", "model.py") and not resources.resource_exists("zoo", "other.py")
+    assert resources.get_distribution("torch").parsed_version > resources.parse_version("2.0")
+    with pytest.raises(resources.DistributionNotFound):
+        resources.get_distribution("not-a-distribution")
+    with pytest.raises(ModuleNotFoundError, match="not_a_package"):
+        resources.resource_filename("not_a_package", "a")
+    with pytest.raises(ImportError, match=r"pkg_resources\.declare_namespace"):
+        resources.declare_namespace("zoo")
+
+
 def test_the_program_command_provides_mmcv_without_a_variable(make_package, tmp_path, monkeypatch):
     make_package("mmcv")
     from mmcv import _ext

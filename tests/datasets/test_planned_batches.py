@@ -339,13 +339,6 @@ def test_a_pipeline_that_says_nothing_is_looked_at():
         assert batch.plan.size is None and batch.plan.size_for(images) in halves.sizes
 
 
-def test_an_image_that_takes_the_place_of_a_rejected_one():
-    plan = BatchPlan((10, 10), ((10, 10), (10, 30), (30, 10), (30, 30)))
-    assert plan.size_for([(9, 9), (2, 3)]) == (10, 10)
-    assert plan.size_for([(9, 9), (2, 11)]) == (10, 30)
-    assert plan.size_for([(9, 31), (2, 11)]) == (9, 31)
-
-
 def test_data_sets_in_wrappers():
     parts = data([(50, 40)] * 5, dict(type="Resize", scale=(30, 20))), data([(50, 40)] * 4)
     joined = PlannedBatchSampler(sampler_of(ConcatDataset(parts)), 3)
@@ -367,10 +360,11 @@ def test_boxes_are_padded_to_one_number_or_two(boxes, rooms):
 
 def test_rejections():
     dataset = data([(9, 9)])
-    with pytest.raises(ValueError, match="sampler must be"):
-        PlannedBatchSampler([1, 2], 2)
-    with pytest.raises(TypeError, match="dataset must have get_data_info"):
-        PlannedBatchSampler(DefaultSampler([1, 2, 3]), 2)
+    for sampler in (PlannedBatchSampler, AspectRatioBatchSampler):
+        with pytest.raises(ValueError, match="sampler must be"):
+            sampler([1, 2], 2)
+        with pytest.raises(TypeError, match="dataset must have get_data_info"):
+            sampler(DefaultSampler([1, 2, 3]), 2)
     with pytest.raises(ValueError, match="max_sizes"):
         PlannedBatchSampler(sampler_of(dataset), 1, max_sizes=0)
     dataset.get_data_info = lambda index: {}

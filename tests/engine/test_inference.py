@@ -98,8 +98,8 @@ def test_what_a_detector_refuses(tmp_path, trained):
         ({"classes": "bolt"}, r"must be a tuple of names, got 'bolt'; for one class write"),
         ({"classes": (1, 2)}, r"must be a tuple of names, got \(1, 2\)"),
         ({"classes": ("a",)}, "num_classes is 2, but .* names 1 classes"),
-        ({"classes": ("a", "b"), "palette": 5}, "must be a list of colours"),
-        ({"classes": ("a", "b"), "palette": [(1, 2), (3, 4)]}, "must be a list of colours"),
+        ({"classes": ("a", "b"), "palette": 5}, "palette'\\] must be"),
+        ({"classes": ("a", "b"), "palette": [(1, 2), (3, 4)]}, "palette'\\] must be"),
         ({"classes": ("a", "b"), "palette": [(0, 0, 0)]}, "must have a colour for each of 2 classes"),
     ],
 )

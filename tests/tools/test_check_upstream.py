@@ -132,7 +132,7 @@ def test_a_fork_with_configs_of_sparsedrive_is_the_fork(tmp_path):
 
 
 def test_a_bar_in_a_cell_does_not_break_the_table():
-    text = table(COLUMNS, [dict.fromkeys(COLUMNS, "a|b")])
+    text = table([dict.fromkeys(COLUMNS, "a|b")])
     assert text.splitlines()[2].count("|") == len(COLUMNS) + 1
 
 

@@ -105,19 +105,19 @@ class HiPAD(Driving):
 class SparseDriveV2(Driving):
     """The second stage of SparseDriveV2's branch ``bench2drive``, with motion and planning."""
 
-    def batches(self, work: Path, training: bool, samples: int = 1) -> Iterator[dict]:
+    def batches(self, work: Path, training: bool) -> Iterator[dict]:
         pipeline = self.settings.data["train" if training else "val"].pipeline
         pipeline[-1]["keys"] = [
             name for name in pipeline[-1]["keys"] if name.removesuffix("_mask") not in _DRAWN
         ]
         generator = torch.Generator().manual_seed(0)
-        for batch in super().batches(work, training, samples):
+        for batch in super().batches(work, training):
             if training:
                 for name in ("gt_agent_fut_trajs", "gt_agent_fut_masks"):
                     futures = batch[name].data[0]
                     futures[:] = [future[:, : self.settings.fut_ts] for future in futures]
             for name, (shape, extent) in _DRAWN.items():
-                batch[name] = torch.rand(samples, *shape, generator=generator) * extent
+                batch[name] = torch.rand(1, *shape, generator=generator) * extent
                 if name != "tp_near":
-                    batch[f"{name}_mask"] = torch.ones(samples, shape[0])
+                    batch[f"{name}_mask"] = torch.ones(1, shape[0])
             yield batch

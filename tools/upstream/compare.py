@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from visdet.engine.stages import StagedModel
 from visdet.models.sparsedrive.boxes.box3d_decoder import results_of
-from visdet.models.sparsedrive.sample_batch import batch_of
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
@@ -38,11 +38,11 @@ def compare(runner: Any, work: Path, device: str, scale: float, report: Any, ans
         ours.load_state_dict(theirs.state_dict())
         found: dict[str, list[float]] = {stage: [0.0] for stage in STAGES}
         for training in (True, False):
-            # Each turn starts without earlier frames, which only visdet's model forgets by itself.
-            pair = [copy.deepcopy(model).train(training) for model in (theirs, ours)]
+            # Each turn starts without earlier frames, which the repository's model would remember.
+            model, frames = copy.deepcopy(theirs).train(training), StagedModel(ours.train(training))
             for batch in runner.batches(work, training):
                 data = in_float64(runner.scattered(batch))
-                pairs = (trained if training else predicted)(*pair, data, answers)
+                pairs = (trained if training else predicted)(model, frames, data, answers)
                 for stage, (values, own_values) in pairs.items():
                     found[stage] += differences(stage, values, own_values)
     for stage, values in found.items():
@@ -51,27 +51,28 @@ def compare(runner: Any, work: Path, device: str, scale: float, report: Any, ans
             report.add("obstacle", f"{stage}: the models differ by {max(values):.1e}, more than {LIMIT:g}")
 
 
-def trained(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+def trained(theirs: Any, frames: StagedModel, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
     """Return the losses and all gradients of both models."""
-    for model in (theirs, ours):
+    for model in (theirs, frames.model):
         model.zero_grad()
     with answers, answers.available():
         losses = theirs(**copy.deepcopy(data))
     with answers:
         sum(losses.values()).backward()
-    own_losses = ours(data["img"], samples_of(data), mode="loss")
+    own_losses = frames.losses(data["img"], samples_of(data))
     sum(own_losses.values()).backward()
-    return {"loss": (losses, own_losses), "gradients": (gradients(theirs), gradients(ours))}
+    return {"loss": (losses, own_losses), "gradients": (gradients(theirs), gradients(frames.model))}
 
 
 @torch.no_grad()
-def predicted(theirs: Any, ours: Any, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
+def predicted(theirs: Any, frames: StagedModel, data: dict, answers: Any) -> dict[str, tuple[dict, dict]]:
     """Return the boxes, lines, trajectories and plans of both models."""
     with answers, answers.available():
         boxes = theirs(**copy.deepcopy(data))[0]["img_bbox"]
-    samples = samples_of(data)
-    outs = ours(data["img"], samples, mode="tensor")
-    own = results_of(ours.head.select(outs, batch_of(samples)))[0]
+    batch = frames.model.prediction_batch(data["img"], samples_of(data), frames.state)
+    outputs = frames.model.detections(batch)
+    frames.state = frames.model.state_after(outputs, batch)
+    own = results_of(outputs[0])[0]
     # The order of cls_scores differs, and boxes that are found at the same time may be numbered in another order.
     names = [name for name in boxes if name in own and name not in ("cls_scores", "instance_ids")]
     found, own = ({name: as_tensor(values[name]) for name in names} for values in (boxes, own))

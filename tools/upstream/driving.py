@@ -105,11 +105,8 @@ class Driving:
         """Return the path of the info file."""
         return write_infos(work)
 
-    def batches(self, work: Path, training: bool, samples: int = 1) -> Iterator[dict]:
-        """Yield batches of consecutive frames, by the repository's own data set and pipeline.
-
-        All samples of a batch are of the same frame.
-        """
+    def batches(self, work: Path, training: bool) -> Iterator[dict]:
+        """Yield batches of consecutive frames, by the repository's own data set and pipeline."""
         from mmcv.parallel import collate
         from mmdet.datasets import DATASETS, build_dataset
 
@@ -125,7 +122,7 @@ class Driving:
                 del settings[key]
         dataset = build_dataset(settings)
         for index in range(2):
-            yield collate([dataset[index] for _ in range(samples)], samples_per_gpu=samples)
+            yield collate([dataset[index]], samples_per_gpu=1)
 
     def train_step(self, batch: dict) -> torch.Tensor:
         return self.parallel.train_step(batch, self.optimizer)["loss"]

@@ -80,11 +80,6 @@ RECIPES = (
         f"{_CONFIGS}/StreamPETR/stream_petr_r50_flash_704_bs2_seq_24e.py",
         kind="streampetr.StreamPETR",
     ),
-    Recipe(
-        "RoboOrchardLab (BIP3D's operator)",
-        "robo_orchard_lab/ops/deformable_aggregation/deformable_aggregation.py",
-        kind="bip3d.BIP3D",
-    ),
     Recipe("Deformable-DETR", "configs/r50_deformable_detr.sh", kind="detr.DeformableDETR"),
     Recipe(
         "Co-DETR (Deformable DETR)",

@@ -1,8 +1,8 @@
 """One row of the table, in a process of its own.
 
-python worker.py RECIPE FOLDER DEVICE SCALE REPORT check|compare|time SAMPLES
+python worker.py RECIPE FOLDER DEVICE SCALE REPORT check|compare
 
-The process runs in the checkout's folder. It appends a line of JSON to the report for each stage that it reaches.
+The process runs in the checkout's folder. It writes what it has reached to the report, which is JSON by stage.
 """
 
 import contextlib
@@ -22,15 +22,17 @@ from upstream.cpu import CpuForCuda, Nothing  # noqa: E402
 from upstream.recipes import RECIPES  # noqa: E402
 
 
-class Report:
-    """The stages that have been reached."""
+class Report(dict):
+    """The stages that have been reached, and the first obstacle."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
 
     def add(self, stage: str, value: object) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps([stage, value]) + "\n")
+        if stage != "obstacle" or stage not in self:
+            self[stage] = value
+        self.path.write_text(json.dumps(self))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Callable]:
@@ -60,20 +62,23 @@ def numbers(value: Any) -> Iterator[torch.Tensor]:
         value = torch.from_numpy(value)
     if torch.is_tensor(value) and value.is_floating_point():
         yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from numbers(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from numbers(entry)
-    elif hasattr(value, "__dict__"):
-        yield from numbers(vars(value))
+    if not isinstance(value, (dict, list, tuple)):
+        value = getattr(value, "__dict__", ())
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from numbers(part)
+
+
+def finite(what: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors, or raise an error if there are none or if some have numbers that are not finite."""
+    wrong = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
+    if wrong or not tensors:
+        raise FloatingPointError(f"{wrong} of {len(tensors)} {what} are not finite")
+    return tensors
 
 
 def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Take two training steps."""
-    model.train()
-    losses, counts = [], []
+    losses = []
     for batch in runner.batches(work, training=True):
         with report.stage("loss") as result:
             with answers.available():
@@ -85,11 +90,7 @@ def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, answe
         with report.stage("gradients") as result:
             answers.backward(loss)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            wrong = sum(not bool(g.isfinite().all()) for g in gradients)
-            if wrong or not gradients:
-                raise FloatingPointError(f"{wrong} of {len(gradients)} gradients are not finite")
-            counts.append(str(len(gradients)))
-            result(counts[-1])
+            result(str(len(finite("gradients", gradients))))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 25.0)
         runner.optimizer.step()
         runner.optimizer.zero_grad()
@@ -97,42 +98,13 @@ def train(runner: Any, model: torch.nn.Module, work: Path, report: Report, answe
 
 def predict(runner: Any, model: torch.nn.Module, work: Path, report: Report, answers: Any) -> None:
     """Predict two frames or images."""
-    model.eval()
+    tensors: list[torch.Tensor] = []
     with report.stage("prediction") as result, torch.no_grad():
-        tensors = []
         for batch in runner.batches(work, training=False):
             with answers.available():
                 tensors += numbers(runner.predict(batch))
-        wrong = sum(not bool(tensor.isfinite().all()) for tensor in tensors)
-        if wrong or not tensors:
-            raise FloatingPointError(f"{wrong} of {len(tensors)} predicted tensors are not finite")
+        finite("predicted tensors", tensors)
         result(f"{sum(tensor.numel() for tensor in tensors)} numbers")
-
-
-def main(name: str, work: Path, device: str, scale: float, report: Report, task: str, samples: int) -> None:
-    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    np.set_printoptions(threshold=10)
-    answers = CpuForCuda() if device == "cpu" else Nothing()
-    runner = recipe.runner()
-    try:
-        if task == "compare":
-            from upstream.compare import compare
-
-            runner.exact, runner.half = True, False
-            compare(runner, work, device, scale, report, answers)
-        elif task == "time":
-            from upstream.times import measure
-
-            with report.stage("times"):
-                measure(runner, work, device, scale, samples, report, answers)
-        else:
-            with answers:
-                check(runner, work, device, scale, report, answers)
-    finally:
-        if answers.asked:
-            report.add("asked_for_cuda", True)
 
 
 def check(runner: Any, work: Path, device: str, scale: float, report: Report, answers: Any) -> None:
@@ -143,15 +115,33 @@ def check(runner: Any, work: Path, device: str, scale: float, report: Report, an
         model = runner.build(work, device, scale)
         result(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M")
     for part in (train, predict):
-        with contextlib.suppress(Exception), report.stage(part.__name__):  # The report has the error.
-            part(runner, model, work, report, answers)
+        with contextlib.suppress(Exception):  # The report has the error.
+            part(runner, model.train(part is train), work, report, answers)
+
+
+def main(name: str, work: str, device: str, scale: str, report_path: str, task: str) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    np.set_printoptions(threshold=10)
+    answers, runner, report = (
+        CpuForCuda() if device == "cpu" else Nothing(),
+        recipe.runner(),
+        Report(Path(report_path)),
+    )
+    try:
+        if task == "compare":
+            from upstream.compare import compare
+
+            runner.exact, runner.half = True, False
+            compare(runner, Path(work), device, float(scale), report, answers)
+        else:
+            with answers:
+                check(runner, Path(work), device, float(scale), report, answers)
+    finally:
+        if answers.asked:
+            report.add("asked_for_cuda", True)
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(
-            "usage: python -m tools.upstream.worker: the process of one model, which tools/check_upstream.py starts"
-        )
-    else:
-        name, folder, device, scale, path, task, samples = sys.argv[1:]
-        main(name, Path(folder), device, float(scale), Report(Path(path)), task, int(samples))
+    main(*sys.argv[1:])

@@ -14,7 +14,8 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``detectron2._C`` (deformable convolution and rotated boxes), the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and
   of ``pcdet.ops``, ``iou3d_cuda``, ``pointnet2_ops._ext``, ``chamfer`` (SurroundOcc) and ``_msmv_sampling_cuda``
   (SparseBEV, SparseOcc)
-* ``numba.errors``, ``torch._six`` and ``torchvision.models.utils``, which numba, torch and torchvision have dropped
+* ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
+  and setuptools have dropped
 """
 
 import importlib
@@ -45,6 +46,7 @@ _PROVIDERS = {
     "flash_attn.flash_attn_interface": "flash_attention",
     "flash_attn.bert_padding": "flash_padding",
     "numba.errors": "numba.core.errors",
+    "pkg_resources": "setuptools_resources",
     "torch._six": "torch_six",
     "torchvision.models.utils": "torch.hub",
 }
@@ -74,6 +76,7 @@ _WITHIN_PACKAGES = {
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
 }
 _PACKAGES = ("flash_attn",)
+_NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
 _COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
 # Functions of OpenPCDet and of mmdet3d's project DSVT, none of which visdet has.
@@ -183,7 +186,7 @@ class _Loader(Loader):
         module.__doc__ = source.__doc__
         names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
         found = source.FUNCTIONS[extension] if extension else {name: getattr(source, name) for name in names}
-        if source.__name__.startswith("visdet.") and name != "torch_six":
+        if source.__name__.startswith("visdet.") and name not in _NO_OPERATORS:
             from ._counts import counted
 
             found = {

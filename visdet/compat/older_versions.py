@@ -8,6 +8,7 @@ functions, which then accept more than before:
 * ``torch.nn.parallel._functions._get_stream`` also takes the index of a GPU.
 * ``argparse`` reads ``--local-rank``, which ``torch.distributed.launch`` passes, as ``--local_rank`` and vice versa,
   in programs that know one of them.
+* ``matplotlib.style.use`` knows the styles of seaborn by their names of before matplotlib 3.6.
 * ``FormatCode`` of yapf ignores ``verify``, which configs of mmcv up to 1.7.0 pass.
 * ``STRtree.query`` of shapely returns geometries in modules that look up their ``id``, as with shapely 1.
 """
@@ -140,6 +141,14 @@ _ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
         "",
         lambda image: {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC},
     ),
+    "PIL.ImageDraw": (
+        "ImageDraw",
+        lambda _: {"textsize": lambda self, *text, **named: self.textbbox((0, 0), *text, **named)[2:]},
+    ),
+    "PIL.ImageFont": (
+        "FreeTypeFont",
+        lambda _: {"getsize": lambda self, *text, **named: self.getbbox(*text, **named)[2:]},
+    ),
     "numpy": ("", _numpy),
     "torch.nn.parallel.distributed": (
         "DistributedDataParallel",
@@ -211,6 +220,19 @@ def _ignoring_verify(format_code: Callable) -> Callable:
     return format_code_of_old
 
 
+def _knowing_old_styles(use: Callable) -> Callable:
+    """Return ``matplotlib.style.use`` for names of before matplotlib 3.6, such as "seaborn-white"."""
+
+    def current(style: Any) -> Any:
+        return re.sub("^seaborn(?!-v)", "seaborn-v0_8", style) if isinstance(style, str) else style
+
+    @functools.wraps(use)
+    def use_style(style: Any) -> None:
+        use([*map(current, style)] if isinstance(style, list | tuple) else current(style))
+
+    return use_style
+
+
 # By the name of a module: the attribute that holds a function, its name, and what makes the new function of it.
 _WIDENED: dict[str, tuple[str, str, Callable[[Callable], Callable]]] = {
     "torch": ("", "load", _reading_more),
@@ -218,6 +240,8 @@ _WIDENED: dict[str, tuple[str, str, Callable[[Callable], Callable]]] = {
     "torch.nn.parallel._functions": ("", "_get_stream", _taking_an_index),
     "mmcv.parallel._functions": ("", "_get_stream", _taking_an_index),
     "yapf.yapflib.yapf_api": ("", "FormatCode", _ignoring_verify),
+    "matplotlib.style": ("", "use", _knowing_old_styles),
+    "matplotlib.style.core": ("", "use", _knowing_old_styles),
     "argparse": ("ArgumentParser", "parse_known_args", _reading_either_rank),
 }
 

@@ -4,13 +4,13 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from numbers import Real
 
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import checked
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
@@ -115,19 +115,7 @@ class CocoDataset(BaseDataset):
             raise InvalidInputError(
                 f"{name}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
             )
-        unknown = set(filter_cfg or {}) - {"filter_empty_gt", "min_size"}
-        if unknown:
-            raise InvalidInputError(
-                f"{name}: filter_cfg knows filter_empty_gt and min_size, got {sorted(unknown)}"
-            )
-        least, needs_box = (
-            (filter_cfg or {}).get("min_size", 0),
-            (filter_cfg or {}).get("filter_empty_gt", False),
-        )
-        if not isinstance(least, Real) or not isinstance(needs_box, bool):
-            raise InvalidInputError(
-                f"{name}: min_size of filter_cfg must be a number, and filter_empty_gt True or False, got {filter_cfg}"
-            )
+        self._needs_box, self._least_side = checked_filter_cfg(**(filter_cfg or {}))
         if return_classes:
             print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
         self.backend_args = backend_args
@@ -299,13 +287,11 @@ class CocoDataset(BaseDataset):
         """Return the records that ``filter_cfg`` keeps."""
         if self.test_mode or not self.filter_cfg:
             return self.data_list
-        needs_box = self.filter_cfg.get("filter_empty_gt", False)
-        min_size = self.filter_cfg.get("min_size", 0)
         return [
             record
             for record in self.data_list
-            if min(record["width"], record["height"]) >= min_size
-            and (not needs_box or any(not instance["ignore_flag"] for instance in record["instances"]))
+            if min(record["width"], record["height"]) >= self._least_side
+            and (not self._needs_box or any(not instance["ignore_flag"] for instance in record["instances"]))
         ]
 
     def _check_image_files(self) -> None:
@@ -339,6 +325,11 @@ class CocoDataset(BaseDataset):
 
     def _warn(self, message: str) -> None:
         print_log(f"annotation file {self.ann_file}: {message}", logger="current", level=logging.WARNING)
+
+
+@checked
+def checked_filter_cfg(filter_empty_gt: bool = False, min_size: float = 0) -> tuple[bool, float]:
+    return filter_empty_gt, min_size
 
 
 def _look_alike_on_disk(path: str) -> str | None:

@@ -2,12 +2,11 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError, MissingFileError, reading
 from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
@@ -46,47 +45,24 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         info, record = dataset.get_info(index), dataset.get_data_info(index)
         boxes.update(info.get("gt_names", np.zeros(0, str)).tolist())
         used.update(record.get("gt_names", np.zeros(0, str)).tolist())
-        lines.update(
-            what for label, line in _map_lines(info) for what in ("all", _left_of(line, is_area=label == 0))
-        )
+        for label, line in (
+            (label, line) for label, part in info.get("map_annos", {}).items() for line in part
+        ):
+            parts = cut_to_region(line, label == 0) if len(line) > 1 else []
+            lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
-            where = f"frame {info['token']} of {path}, data_path of {camera}"
-            here = _image_size(name, where)
-            size = size or here
-            if here != size:
-                raise InvalidInputError(
-                    f"{where}: {name} is {here[0]} x {here[1]} pixels, but other images are {size[0]} x {size[1]}"
-                )
+            where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
+            with reading(where), Image.open(name) as image:
+                size = size or image.size
+                if image.size != size:
+                    raise InvalidInputError(
+                        f"{where} is {image.width} x {image.height} pixels, but other images are {size[0]} x {size[1]}"
+                    )
         if record["pts_filename"] is not None and not Path(record["pts_filename"]).exists():
             raise MissingFileError(
                 f"frame {info['token']} of {path}: lidar_path {record['pts_filename']} does not exist"
             )
-    return _lines(dataset, boxes, used, lines, size or (0, 0), _absent(dataset))
-
-
-def _map_lines(info: dict) -> list[tuple[int, np.ndarray]]:
-    return [(label, line) for label, part in info.get("map_annos", {}).items() for line in part]
-
-
-def _left_of(line: np.ndarray, is_area: bool) -> str:
-    parts = cut_to_region(line, is_area) if len(line) > 1 else []
-    return "left out" if not parts else "whole" if parts[0] is line else "cut"
-
-
-def _image_size(name: str, where: str) -> tuple[int, int]:
-    try:
-        with Image.open(name) as image:
-            return image.size
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{where}: {name} does not exist") from error
-    except (OSError, UnidentifiedImageError) as error:
-        raise InvalidInputError(f"{where}: {name} is not an image that can be read") from error
-
-
-def _absent(dataset: NuScenes3DDetTrackDataset) -> list[str]:
-    """Return the optional keys that some frames do not have."""
-    infos: list[Any] = [dataset.get_info(index) for index in range(len(dataset))]
-    return [key.name for key in FRAME_KEYS if any(key.name not in info for info in infos)]
+    return _lines(dataset, boxes, used, lines, size or (0, 0))
 
 
 def _lines(
@@ -95,9 +71,10 @@ def _lines(
     used: Counter[str],
     lines: Counter[str],
     size: tuple[int, int],
-    absent: list[str],
 ) -> list[str]:
-    times = [dataset.get_info(index)["timestamp"] for index in range(len(dataset))]
+    infos = [dataset.get_info(index) for index in range(len(dataset))]
+    times = [info["timestamp"] for info in infos]
+    absent = [key.name for key in FRAME_KEYS if any(key.name not in info for info in infos)]
     gaps = [np.diff(part) for part in np.split(times, dataset.scene_starts[1:])]
     seconds = np.concatenate([np.zeros(0), *gaps]) / 1e6
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""

@@ -1,7 +1,7 @@
 """Precision, recall and errors of boxes that are matched by the distance of their centres, as in nuScenes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,21 +27,6 @@ class Boxes:
 
 
 @dataclass
-class Curve:
-    """Precision, confidence and running errors [101] of one class at the recalls 0, 0.01, …, 1."""
-
-    precision: np.ndarray
-    confidence: np.ndarray
-    errors: dict[str, np.ndarray]
-
-    @property
-    def max_recall_index(self) -> int:
-        """The index of the highest recall that is reached, or 0."""
-        reached = np.flatnonzero(self.confidence)
-        return int(reached[-1]) if len(reached) else 0
-
-
-@dataclass
 class Matches:
     """The matches of the predictions of one class over all frames, the highest score first.
 
@@ -52,6 +37,7 @@ class Matches:
         precision, confidence: [101], at the recalls 0, 0.01, …, 1.
         num_truths: number of true boxes.
         num_false: number of predictions without a match.
+        errors: the running means [101] of the errors by name.
     """
 
     frames: np.ndarray
@@ -62,6 +48,7 @@ class Matches:
     confidence: np.ndarray
     num_truths: int
     num_false: int
+    errors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def running_mean(self, values: np.ndarray, known: np.ndarray | slice = slice(None)) -> np.ndarray:
         """Return the means [101] of the values [m] over the matches up to each recall.
@@ -76,8 +63,8 @@ class Matches:
 
 def accumulate(
     truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float, yaw_period: float = 2 * np.pi
-) -> Curve:
-    """Return the curve of one class.
+) -> Matches:
+    """Return the matches of one class with their errors.
 
     In each frame the predictions, the highest score first, are matched with the nearest true box that is still free, if
     it is nearer than ``max_distance``.
@@ -90,11 +77,11 @@ def accumulate(
     Source: the values are those of ``accumulate`` of nuscenes-devkit, where equal scores count in reversed order.
     """
     matches = match_frames(truths, predictions, max_distance)
-    if not len(matches.frames):
-        return Curve(matches.precision, matches.confidence, {name: np.ones(101) for name in TP_ERRORS})
-    errors = _errors(truths, predictions, matches.frames, matches.rows, matches.truth_rows, yaw_period)
-    running = {name: matches.running_mean(values) for name, values in errors.items()}
-    return Curve(matches.precision, matches.confidence, running)
+    errors = {name: np.ones(101) for name in TP_ERRORS}
+    if len(matches.frames):
+        measured = _errors(truths, predictions, matches, yaw_period)
+        errors = {name: matches.running_mean(values) for name, values in measured.items()}
+    return replace(matches, errors=errors)
 
 
 def match_frames(truths: Sequence[Boxes], predictions: Sequence[Boxes], max_distance: float) -> Matches:
@@ -155,14 +142,10 @@ def take_nearest(
 
 
 def _errors(
-    truths: Sequence[Boxes],
-    predictions: Sequence[Boxes],
-    frames: np.ndarray,
-    rows: np.ndarray,
-    truth_rows: np.ndarray,
-    yaw_period: float,
+    truths: Sequence[Boxes], predictions: Sequence[Boxes], matches: Matches, yaw_period: float
 ) -> dict[str, np.ndarray]:
     """Return the errors [m] of the matches by name, in the order of the matches."""
+    frames, rows, truth_rows = matches.frames, matches.rows, matches.truth_rows
     predicted = np.array([predictions[f].values[r] for f, r in zip(frames, rows, strict=True)])
     truth = np.array([truths[f].values[r] for f, r in zip(frames, truth_rows, strict=True)])
     common = np.minimum(predicted[:, 3:6], truth[:, 3:6]).prod(axis=1)
@@ -199,16 +182,17 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
     return np.divide(np.nancumsum(values), counts, out=np.zeros(len(values)), where=counts != 0)
 
 
-def average_precision(curve: Curve, min_recall: float = 0.1, min_precision: float = 0.1) -> float:
+def average_precision(curve: Matches, min_recall: float = 0.1, min_precision: float = 0.1) -> float:
     """Return the mean of the precision above ``min_precision`` over recalls above ``min_recall``, scaled to 0..1."""
     precision = curve.precision[round(100 * min_recall) + 1 :] - min_precision
     return float(np.maximum(precision, 0).mean() / (1 - min_precision))
 
 
-def tp_error(curve: Curve, name: str, min_recall: float = 0.1, unreached: float = 1.0) -> float:
+def tp_error(curve: Matches, name: str, min_recall: float = 0.1, unreached: float = 1.0) -> float:
     """Return the mean of a running error over the recalls from ``min_recall`` to the highest that is reached.
 
     If ``min_recall`` is not reached, the result is ``unreached``.
     """
-    first, last = round(100 * min_recall) + 1, curve.max_recall_index
-    return float(curve.errors[name][first : last + 1].mean()) if last >= first else unreached
+    first, reached = round(100 * min_recall) + 1, np.flatnonzero(curve.confidence)
+    is_reached = len(reached) and reached[-1] >= first
+    return float(curve.errors[name][first : reached[-1] + 1].mean()) if is_reached else unreached

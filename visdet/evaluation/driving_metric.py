@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,11 +15,16 @@ from visdet.checks.array_files import load_array
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.class_names import checked_names
+from visdet.structures.driving_data_sample import predictions_of
 
 from .precision_recall import CurveReport
 
-# The predictions for boxes that metrics read.
-PREDICTED = ("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d")
+# The predictions that metrics read, whose numbers must be finite.
+_PREDICTED = (
+    *("boxes_3d", "scores_3d", "labels_3d", "instance_ids", "cls_scores", "trajs_3d", "final_planning"),
+    *("scores", "labels"),
+)
+_MAX_BOXES = 500  # of a frame, which nuScenes' evaluation counts
 
 
 class DrivingMetric(BaseMetric):
@@ -29,9 +34,39 @@ class DrivingMetric(BaseMetric):
     gathered, and every token counts once. Samplers may therefore repeat frames, and ranks may have different numbers of
     frames. Different frames must have different tokens. After an evaluation, ``curve_report`` holds the precision over
     the recall of each class, if the metric measures it.
+
+    Attributes:
+        true_keys: what a sample must have. predicted_keys: what its predictions must have.
     """
 
+    true_keys: ClassVar[tuple[str, ...]] = ()
+    predicted_keys: ClassVar[tuple[str, ...]] = ()
     curve_report: CurveReport | None = None
+
+    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
+        """Check the frames of a batch, and keep what :meth:`read` returns of them."""
+        for sample in data_samples:
+            prediction = predictions_of(sample)
+            name = f"{type(self).__name__}: frame {sample['token']}"
+            missing = [key for key in self.true_keys if key not in sample]
+            if missing:
+                raise InvalidInputError(
+                    f"{name} has no {', '.join(missing)}; the data set needs test_mode=True, and the test pipeline "
+                    "must keep them"
+                )
+            missing = [key for key in self.predicted_keys if key not in prediction]
+            if missing:
+                raise InvalidInputError(f"{name}: the prediction has no {', '.join(missing)}")
+            found = {f"predicted {key}": prediction[key] for key in _PREDICTED if key in prediction}
+            check_finite(
+                name, DIVERGED, **found, **_numbered("predicted vectors", prediction.get("vectors", ()))
+            )
+            self.check_true(sample)
+            self.keep(sample, self.read(sample, prediction))
+
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the metric keeps of a frame, given its sample and all of its predictions in one dict."""
+        raise NotImplementedError
 
     def keep(self, sample: Mapping[str, Any], frame: dict[str, Any]) -> None:
         """Add what is kept of a frame to the results, with the ``token`` and the ``place`` of its sample."""
@@ -42,16 +77,18 @@ class DrivingMetric(BaseMetric):
         }
         self.results.append({"token": sample["token"], "place": place, **frame})
 
-    def check_predicted(self, sample: Mapping[str, Any], **values: Any) -> None:
-        """Raise an error if predicted values are NaN or infinite."""
-        name = f"{type(self).__name__}: frame {sample['token']}"
-        check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in values.items()})
-
     def check_true(self, sample: Mapping[str, Any], **values: Any) -> None:
-        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite."""
+        """Raise an error if values of the ground truth, or the pose of the frame, are NaN or infinite.
+
+        Of a list, each item is checked.
+        """
         name = f"{type(self).__name__}: frame {sample['token']}"
         poses = {key: sample[key] for key in ("T_global", "ego2global_translation") if key in sample}
-        check_finite(name, **{f"true {key}": value for key, value in {**poses, **values}.items()})
+        for key, value in {**poses, **values}.items():
+            check_finite(
+                name,
+                **(_numbered(f"true {key}", value) if isinstance(value, list) else {f"true {key}": value}),
+            )
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
@@ -66,6 +103,10 @@ class DrivingMetric(BaseMetric):
     @abstractmethod
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the metrics of these frames."""
+
+
+def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}[{number}]": value for number, value in enumerate(values)}
 
 
 def _by_token(gathered: list[dict], name: str) -> list[dict]:
@@ -128,6 +169,14 @@ class DrivingBoxMetric(DrivingMetric):
                 f"{type(self).__name__}: class_range must name {name}, got {', '.join(self.class_range)}"
             )
         return self.class_range[name]
+
+    @staticmethod
+    def best_boxes(prediction: Mapping[str, Any], least_score: float = -np.inf) -> np.ndarray:
+        """Return the rows of the 500 boxes of the highest scores, without those of less confidence than a score."""
+        scores = as_array(prediction["scores_3d"])
+        best = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
+        confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
+        return best[confidence[best] >= least_score]
 
 
 def as_array(value: Any) -> np.ndarray:

@@ -1,17 +1,17 @@
 """Comparison of the predicted and the true trajectories of other road users."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.driving_data_sample import predictions_of
 
-from .detection_curves import Boxes, Curve, match_frames, take_nearest, tp_error
+from .detection_curves import Boxes, match_frames, take_nearest, tp_error
 from .driving_metric import (
-    PREDICTED,
     DrivingBoxMetric,
     as_array,
     places_in_world,
@@ -35,7 +35,6 @@ _RANGE = {"car": 50, "pedestrian": 40}
 _MAX_DISTANCE_M = 2.0
 _MISS_M = 2.0
 _FALSE_ALARM_COST = 0.5
-_MAX_BOXES = 500
 _NAMES = ("minADE", "minFDE", "MR", "EPA")
 
 
@@ -98,52 +97,38 @@ class MotionMetric(DrivingBoxMetric):
         self.unknown_is_right = unknown_is_right
         self.steps_per_second = steps_per_second
 
-    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the positions and trajectories of a batch."""
-        for sample in data_samples:
-            prediction = predictions_of(sample)
-            name = f"MotionMetric: frame {sample['token']}"
-            for key in ("gt_bboxes_3d", "gt_agent_fut_trajs", "gt_agent_fut_masks"):
-                if key not in sample:
-                    raise InvalidInputError(f"{name} has no {key}; the test pipeline must keep it")
-            if "trajs_3d" not in prediction:
-                raise InvalidInputError(f"{name}: the prediction has no trajs_3d")
-            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
-            pose = np.asarray(sample["T_global"], dtype=np.float64)
-            paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
-            boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
-            num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
-            if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
-                raise InvalidInputError(
-                    f"{name}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got {list(paths.shape)}"
-                )
-            steps = steps.reshape(len(gt_boxes), num_steps, 2)
-            known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
-            self.check_true(sample, gt_bboxes_3d=gt_boxes[:, :7], gt_agent_fut_trajs=steps[known])
-            scores = as_array(prediction["scores_3d"])
-            kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
-            confidence = as_array(prediction.get("cls_scores", scores)).reshape(-1)
-            kept = kept[confidence[kept] >= self.score_threshold]
-            self.keep(
-                sample,
-                {
-                    "vehicle": vehicle_in_world(sample, pose),
-                    "gt_places": places_in_world(gt_boxes, pose),
-                    "gt_labels": as_array(sample["gt_labels_3d"]),
-                    "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
-                    "gt_known": known,
-                    "places": places_in_world(boxes, pose)[kept],
-                    "labels": as_array(prediction["labels_3d"])[kept],
-                    "scores": scores[kept],
-                    "paths": paths[kept],
-                    "constant": self._constant_velocity(boxes[kept], num_steps),
-                },
-            )
+    true_keys = ("gt_bboxes_3d", "gt_agent_fut_trajs", "gt_agent_fut_masks")
+    predicted_keys = ("trajs_3d",)
 
-    def _constant_velocity(self, boxes: np.ndarray, num_steps: int) -> np.ndarray:
-        """Return the trajectory [m, 1, T, 2] of each box at constant velocity."""
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the positions and trajectories of a frame."""
+        pose = np.asarray(sample["T_global"], dtype=np.float64)
+        paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
+        boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
+        num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
+        if paths.shape != (len(boxes), *paths.shape[1:2], num_steps, 2):
+            raise InvalidInputError(
+                f"MotionMetric: frame {sample['token']}: trajs_3d must be [{len(boxes)}, K, {num_steps}, 2], got "
+                f"{list(paths.shape)}"
+            )
+        steps = steps.reshape(len(gt_boxes), num_steps, 2)
+        known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
+        self.check_true(sample, gt_bboxes_3d=gt_boxes[:, :7], gt_agent_fut_trajs=steps[known])
+        kept = self.best_boxes(prediction, self.score_threshold)
         times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
-        return (boxes[:, None, :2] + times * boxes[:, None, 7:9])[:, None]
+        constant = boxes[kept, None, :2] + times * boxes[kept, None, 7:9]
+        return {
+            "vehicle": vehicle_in_world(sample, pose),
+            "gt_places": places_in_world(gt_boxes, pose),
+            "gt_labels": as_array(sample["gt_labels_3d"]),
+            "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
+            "gt_known": known,
+            "places": places_in_world(boxes, pose)[kept],
+            "labels": as_array(prediction["labels_3d"])[kept],
+            "scores": as_array(prediction["scores_3d"])[kept],
+            "paths": paths[kept],
+            "constant": constant[:, None],
+        }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the four values of each merged class, for the model and for constant velocity."""
@@ -210,7 +195,7 @@ def motion_scores(
         running = {
             name: matches.running_mean(column, known) for name, column in zip(_NAMES, errors.T, strict=False)
         }
-        curve = Curve(matches.precision, matches.confidence, running)
+        curve = replace(matches, errors=running)
         scores |= {name: tp_error(curve, name, unreached=float("nan")) for name in running}
     found = sum(
         int(

@@ -6,21 +6,17 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
-from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.driving_data_sample import predictions_of
 
 from .detection_curves import (
     TP_ERRORS,
     Boxes,
-    Curve,
     accumulate,
     average_precision,
     take_nearest,
     tp_error,
 )
 from .driving_metric import (
-    PREDICTED,
     DrivingBoxMetric,
     as_array,
     read_anchors,
@@ -52,7 +48,6 @@ _ERROR_NAMES = {
 }
 # The errors that are not defined for a class.
 _UNDEFINED = {"traffic_cone": ("orient_err", "vel_err", "attr_err"), "barrier": ("vel_err", "attr_err")}
-_MAX_BOXES = 500
 _DISTANCES = (0.5, 1.0, 2.0, 4.0)
 _TP_DISTANCE = 2.0
 
@@ -98,63 +93,63 @@ class NuScenesMetric(DrivingBoxMetric):
         super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
         self.anchors = anchors
 
-    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the boxes of a batch in the coordinates of the world."""
-        for sample in data_samples:
-            prediction = predictions_of(sample)
-            if "gt_bboxes_3d" not in sample:
-                raise InvalidInputError(
-                    f"NuScenesMetric: frame {sample['token']} has no gt_bboxes_3d; the test pipeline drops them"
-                )
-            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
-            self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
-            pose = np.asarray(sample["T_global"], dtype=np.float64)
-            best = np.argsort(-as_array(prediction["scores_3d"]), kind="stable")[:_MAX_BOXES]
-            self.keep(
-                sample,
-                {
-                    "pose": pose,
-                    "vehicle": vehicle_in_world(sample, pose),
-                    "gt_boxes": _in_world(sample["gt_bboxes_3d"], pose),
-                    "gt_labels": as_array(sample["gt_labels_3d"]),
-                    "gt_attributes": sample.get("gt_attributes"),
-                    "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
-                    "scores": as_array(prediction["scores_3d"])[best],
-                    "labels": as_array(prediction["labels_3d"])[best],
-                },
-            )
+    true_keys = ("gt_bboxes_3d",)
+
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the boxes of a frame in the coordinates of the world."""
+        self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
+        pose, best = np.asarray(sample["T_global"], dtype=np.float64), self.best_boxes(prediction)
+        return {
+            "pose": pose,
+            "vehicle": vehicle_in_world(sample, pose),
+            "gt_boxes": _in_world(sample["gt_bboxes_3d"], pose),
+            "gt_labels": as_array(sample["gt_labels_3d"]),
+            "gt_attributes": sample.get("gt_attributes"),
+            "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
+            "scores": as_array(prediction["scores_3d"])[best],
+            "labels": as_array(prediction["labels_3d"])[best],
+        }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP, the errors, NDS, and the AP of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
-        metrics, rows = {}, []
-        errors: dict[str, list[float]] = {name: [] for name in TP_ERRORS}
-        for label, name in enumerate(classes):
-            truths, predictions = self._boxes_of_class(results, label, name)
-            curves = _curves(truths, predictions, name)
-            precisions = {distance: average_precision(curve) for distance, curve in curves.items()}
-            row = {f"AP@{distance}": value for distance, value in precisions.items()}
-            row["AP"] = float(np.mean(list(precisions.values())))
+        boxes = [self._boxes_of_class(results, label, name) for label, name in enumerate(classes)]
+        rows = {}
+        for name, (truths, predictions) in zip(classes, boxes, strict=True):
+            period = np.pi if name == "barrier" else 2 * np.pi
+            curves = {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
+            row = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
+            row["AP"] = float(np.mean(list(row.values())))
             for error in TP_ERRORS:
                 undefined = error in _UNDEFINED.get(name, ())
                 row[error] = np.nan if undefined else tp_error(curves[_TP_DISTANCE], error)
-                errors[error].append(row[error])
-            metrics[f"{name}_AP"] = row["AP"]
-            rows.append((name, sum(len(frame.values) for frame in truths), row))
-        mean_precision = float(np.mean([row["AP"] for _, _, row in rows]))
-        means = {error: _nan_mean(values) for error, values in errors.items()}
-        summary = _summary(mean_precision, means, with_attributes)
+            rows[name] = row
+        means = {}
+        for key in ("AP", *TP_ERRORS):
+            known = [row[key] for row in rows.values() if not np.isnan(row[key])]
+            means[key] = float(np.mean(known)) if known else float("nan")
+        summary = _summary(means.pop("AP"), means, with_attributes)
         if self.anchors is not None:
             anchors = read_anchors(self.anchors)
             summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
-        print_log(_as_text(rows, summary), logger="current")
-        self.curve_report = self._report(results, classes)
-        return summary | metrics
+        columns = [*(f"AP@{distance}" for distance in _DISTANCES), "AP", *TP_ERRORS[:-1]]
+        counts = [sum(len(frame.values) for frame in truths) for truths, _ in boxes]
+        table = table_text(
+            ("class", "boxes", *columns),
+            [
+                (name, n, *(row[key] for key in columns))
+                for n, (name, row) in zip(counts, rows.items(), strict=True)
+            ],
+        )
+        print_log(table + summary_line(summary), logger="current")
+        self.curve_report = self._report(boxes, classes, len(results))
+        return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
-    def _report(self, results: list[dict], classes: Sequence[str]) -> CurveReport:
+    def _report(
+        self, boxes: list[tuple[list[Boxes], list[Boxes]]], classes: Sequence[str], num_frames: int
+    ) -> CurveReport:
         """Return the curves of each class, and the confusion matrix of boxes, which may match across classes."""
-        boxes = [self._boxes_of_class(results, label, name) for label, name in enumerate(classes)]
         curves = {}
         for name, (truths, predictions) in zip(classes, boxes, strict=True):
             taken = [
@@ -164,7 +159,7 @@ class NuScenesMetric(DrivingBoxMetric):
             is_right = np.concatenate([np.zeros(0, int), *taken]) >= 0
             curves[name] = score_curve(scores, is_right, sum(len(frame.values) for frame in truths))
         least = [curve["best_threshold"] for curve in curves.values()]
-        frames = (self._confident_matches(boxes, frame, least) for frame in range(len(results)))
+        frames = (self._confident_matches(boxes, frame, least) for frame in range(num_frames))
         return CurveReport(
             f"centre distance {_TP_DISTANCE:g} m", curves, confusion_matrix(len(classes), frames)
         )
@@ -231,11 +226,6 @@ class NuScenesMetric(DrivingBoxMetric):
         return float(np.mean(values))
 
 
-def _curves(truths: list[Boxes], predictions: list[Boxes], name: str) -> dict[float, Curve]:
-    period = np.pi if name == "barrier" else 2 * np.pi
-    return {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
-
-
 def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world. Missing velocities are 0."""
     boxes = as_array(boxes)[:, :9]
@@ -264,11 +254,6 @@ def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:
     return np.array(by_motion)[moving.astype(np.int64)]
 
 
-def _nan_mean(values: list[float]) -> float:
-    known = [value for value in values if not np.isnan(value)]
-    return float(np.mean(known)) if known else float("nan")
-
-
 def _summary(mean_precision: float, errors: dict[str, float], with_attributes: bool) -> dict[str, float]:
     """Return mAP, the mean errors and the detection scores."""
     # An error that is not defined for any class counts as the worst.
@@ -279,19 +264,3 @@ def _summary(mean_precision: float, errors: dict[str, float], with_attributes: b
         summary["NDS"] = (5 * mean_precision + without + scores["attr_err"]) / 10
     names = {name: label for name, label in _ERROR_NAMES.items() if with_attributes or name != "attr_err"}
     return summary | {label: errors[name] for name, label in names.items()}
-
-
-def _as_text(rows: list[tuple], summary: dict[str, float]) -> str:
-    columns = [
-        *(f"AP@{distance}" for distance in _DISTANCES),
-        "AP",
-        "trans_err",
-        "scale_err",
-        "orient_err",
-        "vel_err",
-    ]
-    table = table_text(
-        ("class", "boxes", *columns),
-        [(name, count, *(row[key] for key in columns)) for name, count, row in rows],
-    )
-    return table + summary_line(summary)

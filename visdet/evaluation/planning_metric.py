@@ -1,13 +1,13 @@
 """Comparison of plans with the path that was driven, by distance and by collisions with other road users."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.driving_data_sample import predictions_of
 
 from .driving_metric import DrivingMetric, as_array
 from .tables import table_text
@@ -67,50 +67,34 @@ class PlanningMetric(DrivingMetric):
         self.ego_offset = ego_offset
         self.steps_per_second = steps_per_second
 
-    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the distances and collisions of each step of a batch."""
-        for sample in data_samples:
-            prediction = predictions_of(sample)
-            name = f"PlanningMetric: frame {sample['token']}"
-            for key in ("gt_ego_fut_trajs", "gt_ego_fut_masks", "fut_boxes"):
-                if key not in sample:
-                    raise InvalidInputError(
-                        f"{name} has no {key}; the data set needs test_mode=True, and must keep it"
-                    )
-            if "final_planning" not in prediction:
-                raise InvalidInputError(f"{name}: the prediction has no final_planning")
-            path = as_array(sample["gt_ego_fut_trajs"]).cumsum(axis=0)
-            plan = as_array(prediction["final_planning"])
-            if plan.shape != path.shape:
-                raise InvalidInputError(
-                    f"{name}: final_planning must be {list(path.shape)}, got {list(plan.shape)}"
-                )
-            boxes = sample["fut_boxes"]
-            self.check_predicted(sample, final_planning=plan)
-            complete = bool(as_array(sample["gt_ego_fut_masks"]).all()) and len(boxes) >= len(path)
-            frame = {"complete": complete, "steps": len(path)}
-            if complete:
-                status = as_array(sample["ego_status"]) if "ego_status" in sample else None
-                future = [as_array(step) for step in boxes]
-                steps = {f"fut_boxes[{number}]": step for number, step in enumerate(future)}
-                self.check_true(sample, gt_ego_fut_trajs=path, ego_status=status, **steps)
-                frame |= self._measure(plan, path, future, status)
-            self.keep(sample, frame)
+    true_keys = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "fut_boxes")
+    predicted_keys = ("final_planning",)
 
-    def _measure(
-        self, plan: np.ndarray, path: np.ndarray, boxes: list[np.ndarray], status: np.ndarray | None
-    ) -> dict:
-        """Return the distances and collisions [T] of the plan and of the baselines by name."""
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the distances and collisions [T] of the plan and of the baselines by name, if a frame is complete."""
+        path = as_array(sample["gt_ego_fut_trajs"]).cumsum(axis=0)
+        plan = as_array(prediction["final_planning"])
+        if plan.shape != path.shape:
+            raise InvalidInputError(
+                f"PlanningMetric: frame {sample['token']}: final_planning must be {list(path.shape)}, got "
+                f"{list(plan.shape)}"
+            )
+        boxes = [as_array(step) for step in sample["fut_boxes"]]
+        frame: dict[str, Any] = {"complete": False, "steps": len(path)}
+        if not as_array(sample["gt_ego_fut_masks"]).all() or len(boxes) < len(path):
+            return frame
         plans = {"": plan, "standing_still_": np.zeros_like(path)}
-        if status is not None:
+        self.check_true(sample, gt_ego_fut_trajs=path, ego_status=sample.get("ego_status"), fut_boxes=boxes)
+        if "ego_status" in sample:
+            status = as_array(sample["ego_status"])
             plans["constant_velocity_"] = constant_velocity_plan(status, len(path), self.steps_per_second)
         unavoidable = collides(path, boxes, self.ego_size, self.ego_offset)
-        measured = {"truth_collision": unavoidable}
+        frame |= {"complete": True, "truth_collision": unavoidable}
         for name, candidate in plans.items():
             hits = collides(candidate, boxes, self.ego_size, self.ego_offset)
-            measured[f"{name}L2"] = np.linalg.norm(candidate - path, axis=1)
-            measured[f"{name}collision"] = hits & ~unavoidable
-        return measured
+            frame[f"{name}L2"] = np.linalg.norm(candidate - path, axis=1)
+            frame[f"{name}collision"] = hits & ~unavoidable
+        return frame
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the values of each step and both summaries, of the model and of the baselines."""

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
 
-from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
-from visdet.structures.driving_data_sample import predictions_of
 
 from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import (
-    PREDICTED,
     DrivingBoxMetric,
     as_array,
     places_in_world,
@@ -24,7 +22,6 @@ from .tables import summary_line, table_text
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0
-_MAX_BOXES = 500
 
 
 @METRICS.register_module()
@@ -67,43 +64,34 @@ class TrackingMetric(DrivingBoxMetric):
         super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
         self.score_threshold = score_threshold
 
-    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the ids and the positions in the world of a batch."""
-        for sample in data_samples:
-            prediction = predictions_of(sample)
-            if "instance_ids" not in prediction:
-                raise InvalidInputError(
-                    f"TrackingMetric: the prediction of frame {sample['token']} has no instance_ids"
-                )
-            self.check_predicted(sample, **{key: prediction[key] for key in PREDICTED if key in prediction})
-            self.check_true(
-                sample,
-                gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7],
-                instance_id=sample["instance_id"],
-                timestamp=sample["timestamp"],
-            )
-            pose = np.asarray(sample["T_global"], dtype=np.float64)
-            true_ids = as_array(sample["instance_id"]).reshape(-1)
-            is_tracked = true_ids >= 0
-            scores, ids = as_array(prediction["scores_3d"]), as_array(prediction["instance_ids"])
-            confidence = as_array(prediction.get("cls_scores", prediction["scores_3d"])).reshape(-1)
-            kept = np.argsort(-scores, kind="stable")[:_MAX_BOXES]
-            kept = kept[(confidence[kept] >= self.score_threshold) & (ids[kept] >= 0)]
-            self.keep(
-                sample,
-                {
-                    "scene": sample["scene_token"],
-                    "time": float(sample["timestamp"]),
-                    "vehicle": vehicle_in_world(sample, pose),
-                    "gt_ids": true_ids[is_tracked],
-                    "gt_places": places_in_world(sample["gt_bboxes_3d"], pose)[is_tracked],
-                    "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1)[is_tracked],
-                    "ids": ids[kept],
-                    "places": places_in_world(prediction["boxes_3d"], pose)[kept],
-                    "labels": as_array(prediction["labels_3d"])[kept],
-                    "scores": scores[kept],
-                },
-            )
+    true_keys = ("gt_bboxes_3d", "instance_id")
+    predicted_keys = ("instance_ids",)
+
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ids and the positions in the world of a frame."""
+        self.check_true(
+            sample,
+            gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7],
+            instance_id=sample["instance_id"],
+            timestamp=sample["timestamp"],
+        )
+        pose = np.asarray(sample["T_global"], dtype=np.float64)
+        true_ids, ids = (as_array(given) for given in (sample["instance_id"], prediction["instance_ids"]))
+        is_tracked = true_ids >= 0
+        kept = self.best_boxes(prediction, self.score_threshold)
+        kept = kept[ids[kept] >= 0]
+        return {
+            "scene": sample["scene_token"],
+            "time": float(sample["timestamp"]),
+            "vehicle": vehicle_in_world(sample, pose),
+            "gt_ids": true_ids[is_tracked],
+            "gt_places": places_in_world(sample["gt_bboxes_3d"], pose)[is_tracked],
+            "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1)[is_tracked],
+            "ids": ids[kept],
+            "places": places_in_world(prediction["boxes_3d"], pose)[kept],
+            "labels": as_array(prediction["labels_3d"])[kept],
+            "scores": as_array(prediction["scores_3d"])[kept],
+        }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""

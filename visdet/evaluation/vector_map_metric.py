@@ -1,15 +1,13 @@
 """Average precision of map polylines under their Chamfer distance."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from mmengine.logging import print_log
 
-from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
-from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.polylines import resample
 
 from .driving_metric import DrivingMetric, as_array, read_anchors
@@ -64,31 +62,21 @@ class VectorMapMetric(DrivingMetric):
         self.num_points = num_points
         self.anchors = anchors
 
-    def process(self, data_batch: dict, data_samples: Sequence[dict]) -> None:
-        """Keep the lines of a batch."""
-        for sample in data_samples:
-            prediction = predictions_of(sample)
-            if "vectors" not in sample:
-                raise InvalidInputError(
-                    f"VectorMapMetric: frame {sample['token']} has no vectors; the test pipeline must make them"
-                )
-            vectors = {f"vectors[{number}]": line for number, line in enumerate(prediction["vectors"])}
-            self.check_predicted(sample, scores=prediction["scores"], labels=prediction["labels"], **vectors)
-            self.check_true(
-                sample, **{f"vectors[{number}]": line for number, line in enumerate(sample["vectors"])}
-            )
-            lines, usable = _longer_than_a_point(prediction["vectors"])
-            truth, is_line = _longer_than_a_point(sample["vectors"])
-            self.keep(
-                sample,
-                {
-                    "gt_lines": truth,
-                    "gt_labels": as_array(sample["vector_labels"]).reshape(-1)[is_line],
-                    "lines": lines,
-                    "scores": as_array(prediction["scores"]).reshape(-1)[usable],
-                    "labels": as_array(prediction["labels"]).reshape(-1)[usable],
-                },
-            )
+    true_keys = ("vectors",)
+    predicted_keys = ("vectors",)
+
+    def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the lines of a frame."""
+        self.check_true(sample, vectors=list(sample["vectors"]))
+        lines, usable = _longer_than_a_point(prediction["vectors"])
+        truth, is_line = _longer_than_a_point(sample["vectors"])
+        return {
+            "gt_lines": truth,
+            "gt_labels": as_array(sample["vector_labels"]).reshape(-1)[is_line],
+            "lines": lines,
+            "scores": as_array(prediction["scores"]).reshape(-1)[usable],
+            "labels": as_array(prediction["labels"]).reshape(-1)[usable],
+        }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP and the AP of each class."""

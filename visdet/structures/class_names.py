@@ -1,11 +1,14 @@
 """The names and the colours of classes in the meta information of data sets and checkpoints."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
+from visdet.checks.arguments import Range, checked_value
 from visdet.errors import InvalidInputError
 
 from .palette import class_palette
+
+_Shade = Annotated[int, Range(0, 255)]
 
 __all__ = ["checked_classes", "checked_names"]
 
@@ -41,18 +44,9 @@ def checked_classes(metainfo: Any, owner: str) -> dict[str, Any]:
     palette = metainfo.get("palette")
     if palette is None or (isinstance(palette, str) and palette == "random"):
         palette = class_palette(len(classes))
-    if not isinstance(palette, list | tuple) or not all(map(_is_colour, palette)):
-        raise InvalidInputError(
-            f"{owner}['palette'] must be a list of colours (red, green, blue) from 0 to 255, got {palette!r:.200}"
-        )
+    palette = checked_value(f"{owner}['palette']", palette, Sequence[tuple[_Shade, _Shade, _Shade]])
     if len(palette) < len(classes):
         raise InvalidInputError(
             f"{owner}['palette'] must have a colour for each of {len(classes)} classes, got {len(palette)}"
         )
     return {**metainfo, "classes": classes, "palette": [tuple(colour) for colour in palette]}
-
-
-def _is_colour(colour: Any) -> bool:
-    if not isinstance(colour, list | tuple) or len(colour) != 3:
-        return False
-    return all(isinstance(part, int) and 0 <= part <= 255 for part in colour)

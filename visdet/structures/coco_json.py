@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from mmengine.fileio import get_text
@@ -58,7 +57,11 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
             )
         _check_records(content[section], section, keys, path)
     for key, section in (("image_id", "images"), ("category_id", "categories")):
-        _check_references(content["annotations"], key, {record["id"] for record in content[section]}, path)
+        ids = {record["id"] for record in content[section]}
+        unknown = {annotation[key]: position for position, annotation in enumerate(content["annotations"])}
+        for value, position in unknown.items():
+            if value not in ids and (hint := written_otherwise(value, ids)):
+                raise InvalidInputError(f"annotation file {path}: {key} of annotations[{position}] is {hint}")
     for section, fits, rule in _RULES:
         for record in content[section]:
             if not fits(record):
@@ -71,7 +74,7 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
 _RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
     (
         "images",
-        lambda it: _are_positive(it["width"], it["height"]),
+        lambda it: _are_numbers(sides := [it["width"], it["height"]], 2) and min(sides) > 0,
         "width and height must be positive numbers",
     ),
     ("images", lambda it: it["width"] % 1 == 0 == it["height"] % 1, "width and height must be whole numbers"),
@@ -82,10 +85,6 @@ _RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
     ("annotations", lambda it: it.get("iscrowd") in (None, 0, 1), "iscrowd must be 0 or 1"),
     ("annotations", lambda it: it.get("ignore") in (None, 0, 1), "ignore must be 0 or 1"),
 )
-
-
-def _are_positive(*sides: Any) -> bool:
-    return _are_numbers([*sides], 2) and min(sides) > 0
 
 
 def _without_groups(content: dict) -> list[dict]:
@@ -125,13 +124,9 @@ def _check_records(records: list, section: str, keys: Sequence[str], path: str) 
                 record[key] = _checked_id(
                     record[key], f"annotation file {path}: {key} of {section}[{position}]"
                 )
-    seen = set()
-    for record in records:
-        if record["id"] in seen:
-            raise InvalidInputError(
-                f"annotation file {path}: id {record['id']!r} occurs twice in {section!r}"
-            )
-        seen.add(record["id"])
+    ((most_common, times),) = Counter(record["id"] for record in records).most_common(1) or [(None, 1)]
+    if times > 1:
+        raise InvalidInputError(f"annotation file {path}: id {most_common!r} occurs twice in {section!r}")
 
 
 def _checked_id(value: Any, what: str) -> int | str:
@@ -146,23 +141,10 @@ def _checked_id(value: Any, what: str) -> int | str:
     )
 
 
-def _check_references(annotations: list[dict], key: str, ids: set, path: str) -> None:
-    """Raise an error if an annotation refers to an id that the other section writes as another type."""
-    unknown = {annotation[key]: position for position, annotation in enumerate(annotations)}
-    for value, position in unknown.items():
-        if value not in ids and (hint := written_otherwise(value, ids)):
-            raise InvalidInputError(f"annotation file {path}: {key} of annotations[{position}] is {hint}")
-
-
 def written_otherwise(value: int | str, ids: Collection[int | str]) -> str | None:
     """Return a phrase that says that ``ids`` has the id ``value`` as the other type, or None if it does not."""
-    other: int | str = str(value)
-    if isinstance(value, str):
-        try:
-            other = int(float(value)) if value.strip().endswith(".0") else int(value)
-        except (ValueError, OverflowError):
-            other = value.strip()
-    if other == value or other not in ids:
+    other = next((one for one in ids if str(one) == str(value).strip().removesuffix(".0")), value)
+    if type(other) is type(value):
         return None
     types = ["a text" if isinstance(one, str) else "a number" for one in (value, other)]
     return f"{value!r} ({types[0]}), but the id is {other!r} ({types[1]}); write both alike"
@@ -219,17 +201,10 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
             f"{listed(alike, 3)}. Write the class as in the file: metainfo=dict(classes=(...))"
         )
     if not matched:
-        by_lower_case = {name.lower(): name for name in names}
-        near_misses = [
-            f"{name!r} (did you mean {by_lower_case[near[0]]!r}?)"
-            for name in classes
-            if (near := get_close_matches(name.lower(), by_lower_case, n=1))
-        ]
         raise InvalidInputError(
             f"annotation file {path}: none of its {len(names)} categories ({listed(names)}) is among the "
-            f"{len(classes)} classes ({listed(classes)}). "
-            + (f"Near misses: {listed(near_misses)}. " if near_misses else "")
-            + "Name the file's categories in the config: metainfo=dict(classes=(...))."
+            f"{len(classes)} classes ({listed(classes)}). Name the file's categories in the config: "
+            "metainfo=dict(classes=(...))."
         )
     return matched
 

@@ -1,6 +1,17 @@
 """The sample of one image, with its ground truth and its predictions."""
 
+from typing import Any
+
 from mmengine.structures import BaseDataElement, InstanceData
+
+
+def _instances(name: str) -> Any:
+    """Return the property of a sample whose value is the field ``name``."""
+    return property(
+        lambda sample: getattr(sample, name),
+        lambda sample, value: sample.set_field(value, name, dtype=InstanceData),
+        lambda sample: delattr(sample, name),
+    )
 
 
 class DetDataSample(BaseDataElement):
@@ -18,38 +29,6 @@ class DetDataSample(BaseDataElement):
     Source: the field names are mmdet's.
     """
 
-    @property
-    def gt_instances(self) -> InstanceData:
-        return self._gt_instances
-
-    @gt_instances.setter
-    def gt_instances(self, value: InstanceData) -> None:
-        self.set_field(value, "_gt_instances", dtype=InstanceData)
-
-    @gt_instances.deleter
-    def gt_instances(self) -> None:
-        del self._gt_instances
-
-    @property
-    def ignored_instances(self) -> InstanceData:
-        return self._ignored_instances
-
-    @ignored_instances.setter
-    def ignored_instances(self, value: InstanceData) -> None:
-        self.set_field(value, "_ignored_instances", dtype=InstanceData)
-
-    @ignored_instances.deleter
-    def ignored_instances(self) -> None:
-        del self._ignored_instances
-
-    @property
-    def pred_instances(self) -> InstanceData:
-        return self._pred_instances
-
-    @pred_instances.setter
-    def pred_instances(self, value: InstanceData) -> None:
-        self.set_field(value, "_pred_instances", dtype=InstanceData)
-
-    @pred_instances.deleter
-    def pred_instances(self) -> None:
-        del self._pred_instances
+    gt_instances = _instances("_gt_instances")
+    ignored_instances = _instances("_ignored_instances")
+    pred_instances = _instances("_pred_instances")

@@ -15,7 +15,6 @@ from typing import Any
 
 from filelock import FileLock
 
-from visdet.checks.arguments import Seed, checked_value
 from visdet.errors import InvalidInputError, UserError
 
 # The folder that each existing data set reads.
@@ -55,11 +54,9 @@ def draw_once(
     Raises:
         ForeignFolderError: the folder is not empty and has no stamp, or it is a file.
         UnwritableFolderError: the folder cannot be made.
-        InvalidInputError: the folder has another stamp, and a data set of this process reads it; or the stamp's seed is
-            no seed.
+        InvalidInputError: the folder has another stamp, and a data set of this process reads it.
     """
     folder = Path(folder)
-    checked_value(f"{maker}: seed", stamp["seed"], Seed)
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
     _check_writable(folder, maker)

@@ -82,7 +82,10 @@ class Renderer:
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self.cameras = make_cameras(width, height)
-        self._rays = [self._pixel_rays(camera) for camera in self.cameras]
+        u, v = np.meshgrid(np.arange(width), np.arange(height))
+        pixels = np.stack([u, v, np.ones_like(u)], axis=-1)
+        # The ray of each pixel in camera coordinates with z = 1, [H, W, 3].
+        self._rays = [pixels @ np.linalg.inv(camera.intrinsic).T for camera in self.cameras]
         self._ground = [
             self._ground_lookup(camera, rays) for camera, rays in zip(self.cameras, self._rays, strict=True)
         ]
@@ -95,11 +98,6 @@ class Renderer:
             + cv2.GaussianBlur(fine, (0, 0), 1) * 12
         )
         self._texture = texture  # It is repeated every 512 x 0.2 m.
-
-    def _pixel_rays(self, camera: Camera) -> np.ndarray:
-        """Return the ray of each pixel in camera coordinates with z = 1, [H, W, 3]."""
-        u, v = np.meshgrid(np.arange(self.width), np.arange(self.height))
-        return np.stack([u, v, np.ones_like(u)], axis=-1) @ np.linalg.inv(camera.intrinsic).T
 
     def _ground_lookup(self, camera: Camera, rays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the map pixels (x and y, float32 [H, W]) that camera pixels show, and the depth of the ground."""
@@ -138,7 +136,7 @@ class Renderer:
         road, look = world.road, world.look
         canvas = np.empty((size, size, 3), np.uint8)
         canvas[:] = look["verge"]
-        station = _nearest_station(road, lidar_pose[:2, 3])
+        station = road.nearest_station(lidar_pose[:2, 3])
         start, stop = station - 75, station + 75
 
         def pixels(xy: np.ndarray) -> np.ndarray:
@@ -222,7 +220,9 @@ class Renderer:
         beside = np.abs(corners[..., 0]).min(axis=1) - half_tan * corners[..., 2].max(axis=1)
         chosen = np.flatnonzero(in_front & (beside < 0))
         owners, planes = [], []
-        for part in chosen[np.argsort(-parts.order_key(camera.translation)[chosen])]:
+        # Parts are ordered by the distance of the owner, and within one owner by the part's rank.
+        distance = np.linalg.norm((parts.centers - camera.translation)[:, :2], axis=1) - 1e-3 * parts.rank
+        for part in chosen[np.argsort(-distance[chosen])]:
             faces = corners[part][_FACES]  # [5, 4, 3]
             normals = np.cross(faces[:, 1] - faces[:, 0], faces[:, 2] - faces[:, 0])
             outward = np.einsum("fi,fi->f", normals, faces.mean(axis=1) - corners[part].mean(axis=0))
@@ -233,11 +233,12 @@ class Renderer:
                     continue
                 projected = polygon[:, :2] / polygon[:, 2:] * camera.intrinsic[0, 0] + camera.intrinsic[:2, 2]
                 projected = np.round(np.clip(projected, -4000, 4000) * 2**_SUBPIXEL).astype(np.int32)
-                color = parts.face_color(int(part), int(face))
                 owners.append(parts.owners[part])
                 plane = normals[face] / (normals[face] @ faces[face, 0])
                 planes.append((*plane, polygon[:, 2].min(), polygon[:, 2].max()))
-                cv2.fillConvexPoly(image, projected, color, cv2.LINE_AA, _SUBPIXEL)
+                cv2.fillConvexPoly(
+                    image, projected, parts.colors[part, face].astype(int).tolist(), cv2.LINE_AA, _SUBPIXEL
+                )
                 cv2.fillConvexPoly(face_ids, projected, len(owners), cv2.LINE_8, _SUBPIXEL)
         return np.array(owners, dtype=np.int64), np.array(planes).reshape(-1, 5), face_ids
 
@@ -268,16 +269,6 @@ class Parts:
     colors: np.ndarray
     centers: np.ndarray  # [m, 3], the centres of the owners
     rank: np.ndarray  # [m], the order in which the parts of one owner are painted
-
-    def order_key(self, eye: np.ndarray) -> np.ndarray:
-        """Return a number per part. The part with the largest number is painted first.
-
-        Parts are ordered by the distance of the owner, and within one owner by the part's rank.
-        """
-        return np.linalg.norm((self.centers - eye)[:, :2], axis=1) - 1e-3 * self.rank
-
-    def face_color(self, part: int, face: int) -> list[int]:
-        return [int(value) for value in self.colors[part, face]]
 
 
 # The parts of each class. A part has its centre along the length and its lowest and highest point, then its length and
@@ -348,10 +339,6 @@ def dividers_of(road: Road) -> list[float]:
     """Return the lateral offsets of the lane dividers. The one at 0 separates the two directions."""
     edges = {round(offset + sign * 1.75, 2) for offset, _ in road.lanes for sign in (-1, 1)}
     return sorted(edges)
-
-
-def _nearest_station(road: Road, xy: np.ndarray) -> float:
-    return float(road.stations[np.argmin(((road.xy - xy) ** 2).sum(axis=1))])
 
 
 def _clip_near(polygon: np.ndarray) -> np.ndarray:

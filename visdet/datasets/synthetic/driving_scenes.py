@@ -3,12 +3,12 @@
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import cv2
 import numpy as np
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
@@ -26,6 +26,7 @@ _SPLITS = ("train", "val", "test")
 _MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
 _COMMAND_OFFSET_M = 2.0
 _WHEEL_BASE_M = 2.7
+_Side = Annotated[int, Range(16)]
 _START_US = 1_600_000_000_000_000
 # The lidar is above the rear axle. As in nuScenes, its x axis points to the right and its y axis ahead.
 _LIDAR_TO_EGO = pose_matrix(
@@ -33,15 +34,16 @@ _LIDAR_TO_EGO = pose_matrix(
 )
 
 
+@checked
 def make_driving_scenes(
     folder: str | Path,
-    num_train: int = 160,
-    num_val: int = 16,
-    num_test: int = 16,
-    num_frames: int = 20,
-    image_size: tuple[int, int] = (96, 256),
+    num_train: Positive = 160,
+    num_val: Positive = 16,
+    num_test: Positive = 16,
+    num_frames: Positive = 20,
+    image_size: tuple[_Side, _Side] = (96, 256),
     roi_size: tuple[float, float] = (30.0, 60.0),
-    seed: int = 0,
+    seed: Seed = 0,
     num_workers: int | None = None,
 ) -> Path:
     """Write the driving scenes into ``folder``, unless they are there already, and return the folder.
@@ -78,13 +80,6 @@ def make_driving_scenes(
         "roi_size": list(roi_size),
         "seed": seed,
     }
-    for name in ("num_train", "num_val", "num_test", "num_frames"):
-        if stamp[name] < 1:
-            raise InvalidInputError(f"make_driving_scenes: {name} must be positive, got {stamp[name]}")
-    if len(image_size) != 2 or min(image_size) < 16:
-        raise InvalidInputError(
-            f"make_driving_scenes: image_size must be (height, width) of 16 or more, got {image_size}"
-        )
     return draw_once(
         folder,
         _STAMP,
@@ -256,7 +251,7 @@ def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: lis
 def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> dict[int, list[np.ndarray]]:
     """Return the polylines of each map class within the region around the vehicle, in the lidar frame."""
     road = world.road
-    here = float(road.stations[np.argmin(((road.xy - lidar[:2, 3]) ** 2).sum(axis=1))])
+    here = road.nearest_station(lidar[:2, 3])
     start, stop = here - 50, here + 50
 
     def local(xy: np.ndarray) -> np.ndarray:

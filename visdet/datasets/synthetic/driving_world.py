@@ -56,6 +56,10 @@ class Road:
         xy = np.stack([x - offset * np.sin(heading), y + offset * np.cos(heading)], axis=-1)
         return xy, heading
 
+    def nearest_station(self, xy: np.ndarray) -> float:
+        """Return the station of the point of the line that is nearest to a place [2] in the world."""
+        return float(self.stations[np.argmin(((self.xy - xy) ** 2).sum(axis=1))])
+
     def line(self, offset: float, start: float, stop: float) -> np.ndarray:
         """Return the polyline [n, 2] at ``offset`` between two stations."""
         stations = np.linspace(start, stop, max(2, int((stop - start) / 1.0)))

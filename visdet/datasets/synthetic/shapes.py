@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Positive, Range, Seed, checked
 
 from .drawn_folder import draw_in_processes, draw_once, is_orphan
 from .shapes_images import SHAPE_CLASSES, draw_shapes
@@ -16,12 +17,13 @@ _STAMP = "shapes.json"
 _SPLITS = ("train", "val")
 
 
+@checked
 def make_shapes(
     folder: str | Path,
-    num_train: int = 4000,
-    num_val: int = 400,
-    image_size: int = 128,
-    seed: int = 0,
+    num_train: Positive = 4000,
+    num_val: Positive = 400,
+    image_size: Annotated[int, Range(32)] = 128,
+    seed: Seed = 0,
     num_workers: int | None = None,
 ) -> Path:
     """Write the shapes data set into ``folder``, unless it is there already, and return the folder.
@@ -47,11 +49,6 @@ def make_shapes(
         ValueError: a number is not positive.
         RuntimeError: a drawing process failed.
     """
-    for name, number in (("num_train", num_train), ("num_val", num_val)):
-        if number < 1:
-            raise InvalidInputError(f"make_shapes: {name} must be positive, got {number}")
-    if image_size < 32:
-        raise InvalidInputError(f"make_shapes: image_size must be at least 32 pixels, got {image_size}")
     stamp = {
         "generator_version": _GENERATOR_VERSION,
         "num_train": num_train,

@@ -70,7 +70,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
 
     cos, sin = math.cos(turn), math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
-    outlines = [outline @ to_image.T + center for outline in _outlines(SHAPE_CLASSES[label])]
+    outlines = [outline @ to_image.T + center for outline in _OUTLINES[SHAPE_CLASSES[label]]]
     area = _polygon_area(outlines[0]) - sum(_polygon_area(hole) for hole in outlines[1:])
 
     margin = 3 + int(0.3 * radius)  # room for the shadow
@@ -96,28 +96,22 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
     return label, area
 
 
-def _outlines(name: str) -> list[np.ndarray]:
-    """Return the polygons [n, 2] of a shape of radius about 1. The outline comes first, then the holes."""
-    if name == "circle":
-        return [_regular_polygon(64)]
-    if name == "square":
-        return [_regular_polygon(4, 1.15, phase=math.pi / 4)]
-    if name == "triangle":
-        return [_regular_polygon(3, 1.2)]
-    if name == "star":
-        points = _regular_polygon(10, 1.15)
-        points[1::2] *= 0.45
-        return [points]
-    if name == "cross":
-        quarter = np.array([(0.34, 0.34), (0.34, 1.0), (-0.34, 1.0)])
-        quarter_turn = np.array([(0.0, -1.0), (1.0, 0.0)])
-        return [np.concatenate([quarter @ np.linalg.matrix_power(quarter_turn, k).T for k in range(4)])]
-    return [_regular_polygon(64), _regular_polygon(64, 0.55)]
-
-
 def _regular_polygon(num_points: int, radius: float = 1.0, phase: float = 0.0) -> np.ndarray:
     angles = phase + np.arange(num_points) * (2 * math.pi / num_points)
     return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+# The polygons [n, 2] of each shape of radius about 1. The outline comes first, then the holes.
+_QUARTER_TURN = np.array([(0.0, -1.0), (1.0, 0.0)])
+_QUARTER = np.array([(0.34, 0.34), (0.34, 1.0), (-0.34, 1.0)])  # of the cross
+_OUTLINES = {
+    "circle": [_regular_polygon(64)],
+    "square": [_regular_polygon(4, 1.15, phase=math.pi / 4)],
+    "triangle": [_regular_polygon(3, 1.2)],
+    "star": [_regular_polygon(10, 1.15) * np.tile([1.0, 0.45], 5)[:, None]],
+    "cross": [np.concatenate([_QUARTER @ np.linalg.matrix_power(_QUARTER_TURN, k).T for k in range(4)])],
+    "ring": [_regular_polygon(64), _regular_polygon(64, 0.55)],
+}
 
 
 def _polygon_area(points: np.ndarray) -> float:
@@ -149,17 +143,15 @@ def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) ->
     )
     u, v = local[..., 0], local[..., 1]
     frequency = rng.uniform(5.0, 10.0)
-    kind = rng.integers(5)
-    if kind == 0:
-        pattern = np.zeros_like(u)
-    elif kind == 1:
-        pattern = np.sin(frequency * u)
-    elif kind == 2:
-        pattern = 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
-    elif kind == 3:
-        pattern = 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
-    else:
-        pattern = 0.3 * (u + v)
+    kind = int(rng.integers(5))
+    patterns = (
+        lambda: np.zeros_like(u),
+        lambda: np.sin(frequency * u),
+        lambda: 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v),
+        lambda: 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5,
+        lambda: 0.3 * (u + v),
+    )
+    pattern = patterns[kind]()
     mix = 1 / (1 + np.exp(-4.0 * pattern)) if kind else pattern
     light = 1.05 - 0.15 * np.hypot(u - 0.3, v - 0.3)
     return ((colour + mix[..., None] * (second - colour)) * light[..., None]).astype(np.float32)

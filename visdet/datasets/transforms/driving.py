@@ -1,11 +1,12 @@
 """Transforms of the boxes, futures and maps of driving frames, and the packing of a frame for the model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from visdet.checks.arguments import Above0
 from visdet.errors import InvalidInputError, UnknownNameError
 from visdet.registry import TRANSFORMS
 from visdet.structures import DrivingDataSample
@@ -166,26 +167,19 @@ class VectorizeMap(BaseTransform):
 
     def __init__(
         self,
-        roi_size: Sequence[float],
+        roi_size: tuple[Above0, Above0],
         normalize: bool,
-        coords_dim: int = 2,
+        coords_dim: Literal[2, 3] = 2,
         simplify: bool = False,
         sample_num: int = -1,
         sample_dist: float = -1,
         permute: bool = False,
     ) -> None:
-        if [simplify, sample_num > 1, sample_dist > 0].count(True) != 1:
+        if [simplify, sample_num > 1, sample_dist > 0].count(True) != 1 or (permute and sample_num < 2):
             raise InvalidInputError(
-                "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, got "
-                f"simplify={simplify}, sample_num={sample_num}, sample_dist={sample_dist}"
+                "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, and "
+                f"sample_num with permute, got {simplify=}, {sample_num=}, {sample_dist=} and {permute=}"
             )
-        if len(roi_size) != 2 or min(roi_size) <= 0 or coords_dim not in (2, 3):
-            raise InvalidInputError(
-                "VectorizeMap: roi_size must be two positive numbers and coords_dim 2 or 3, got "
-                f"{roi_size} and {coords_dim}"
-            )
-        if permute and sample_num < 2:
-            raise InvalidInputError("VectorizeMap: permute needs sample_num")
         self.roi_size = np.array(roi_size, dtype=np.float64)
         self.normalize = normalize
         self.coords_dim = coords_dim
@@ -207,7 +201,7 @@ class VectorizeMap(BaseTransform):
                     lines.append(self._vectorize(part))
         if self.permute:
             shape = (-1, 2 * (self.sample_num - 1), self.sample_num, self.coords_dim)
-            orders = [self._orders(line) for line in lines]
+            orders = [closed_orders(line) if is_closed(line) else open_orders(line) for line in lines]
             results["gt_map_labels"] = np.array(labels, dtype=np.int64)
             results["gt_map_pts"] = np.array(orders, dtype=np.float32).reshape(shape)
         else:
@@ -226,9 +220,6 @@ class VectorizeMap(BaseTransform):
         if self.normalize:
             line[:, :2] = (line[:, :2] + self.roi_size / 2) / (self.roi_size + 1e-5)
         return line
-
-    def _orders(self, line: np.ndarray) -> np.ndarray:
-        return closed_orders(line) if is_closed(line) else open_orders(line)
 
 
 def object_array(items: Sequence[Any]) -> np.ndarray:

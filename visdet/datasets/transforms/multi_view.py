@@ -4,6 +4,7 @@ import io
 import logging
 import math
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import cv2
 import numpy as np
@@ -11,7 +12,8 @@ from mmengine import fileio
 from mmengine.logging import print_log
 from PIL import ExifTags, Image
 
-from visdet.errors import InvalidInputError, check_choice, reading
+from visdet.checks.arguments import Above0, Positive, Range
+from visdet.errors import InvalidInputError, reading
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
@@ -48,11 +50,10 @@ class LoadMultiViewImageFromFiles(BaseTransform):
     def __init__(
         self,
         to_float32: bool = False,
-        color_type: str = "unchanged",
+        color_type: Literal["color", "unchanged"] = "unchanged",
         backend_args: dict | None = None,
         reduces: bool = False,
     ) -> None:
-        check_choice("LoadMultiViewImageFromFiles: color_type", color_type, ("color", "unchanged"))
         self.to_float32 = to_float32
         self.color_type = color_type
         self.backend_args = backend_args
@@ -133,13 +134,12 @@ class LoadPointsFromFile(BaseTransform):
 
     def __init__(
         self,
-        coord_type: str,
+        coord_type: Literal["CAMERA", "LIDAR", "DEPTH"],
         load_dim: int = 6,
         use_dim: int | Sequence[int] = (0, 1, 2),
         file_client_args: dict | None = None,
         backend_args: dict | None = None,
     ) -> None:
-        check_choice("LoadPointsFromFile: coord_type", coord_type, ("CAMERA", "LIDAR", "DEPTH"))
         self.coord_type = coord_type
         self.load_dim = load_dim
         self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
@@ -185,13 +185,12 @@ class MultiScaleDepthMapGenerator(BaseTransform):
     Source: the name and the rule are Sparse4D's.
     """
 
-    def __init__(self, downsample: int | Sequence[int] = 1, max_depth: float = 60) -> None:
+    def __init__(
+        self,
+        downsample: Positive | Sequence[Positive] = 1,
+        max_depth: Annotated[float, Range(0.1, is_open=True)] = 60,
+    ) -> None:
         self.downsample = [downsample] if isinstance(downsample, int) else list(downsample)
-        if not self.downsample or min(self.downsample) < 1 or max_depth <= 0.1:
-            raise InvalidInputError(
-                "MultiScaleDepthMapGenerator: downsample must be strides of at least 1 and max_depth above 0.1, got "
-                f"{downsample} and {max_depth}"
-            )
         self.max_depth = max_depth
 
     def transform(self, results: dict) -> dict:
@@ -377,13 +376,11 @@ class NormalizeMultiviewImage(BaseTransform):
         to_rgb: whether the channels are reversed first.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], to_rgb: bool = True) -> None:
+    def __init__(
+        self, mean: tuple[float, float, float], std: tuple[Above0, Above0, Above0], to_rgb: bool = True
+    ) -> None:
         self.mean = np.array(mean, dtype=np.float32)
         self.std = np.array(std, dtype=np.float32)
-        if not self.mean.shape == self.std.shape == (3,) or not self.std.all():
-            raise InvalidInputError(
-                f"NormalizeMultiviewImage: mean and std must be three numbers, std not 0, got {mean} and {std}"
-            )
         self.to_rgb = to_rgb
 
     def transform(self, results: dict) -> dict:

@@ -9,7 +9,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Positive
 from visdet.registry import MODELS
 
 from ...layers.precision import in_full_precision
@@ -78,15 +78,12 @@ class InstanceQueue(BaseModule):
     def __init__(
         self,
         embed_dims: int,
-        queue_length: int = 0,
+        queue_length: Positive,
         tracking_threshold: float = 0,
         feature_map_scale: Sequence[float] | None = None,
         ego_motion_from_poses: bool = False,
     ) -> None:
         super().__init__()
-        if queue_length < 1:
-            raise InvalidInputError(f"InstanceQueue: queue_length must be at least 1, got {queue_length}")
-        self.embed_dims = embed_dims
         self.queue_length = queue_length
         self.tracking_threshold = tracking_threshold
 
@@ -200,7 +197,7 @@ class InstanceQueue(BaseModule):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
-        batch_size = len(feature)
+        batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
