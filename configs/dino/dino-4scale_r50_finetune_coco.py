@@ -1,6 +1,6 @@
 # DINO, whose published weights are fine-tuned: `visdet train CONFIG --from dino-4scale_r50_coco`. The rate is half of
-# that of a training from the backbone's weights, grows during the first 100 iterations and is a tenth in the last two of
-# 8 epochs. The backbone's is a tenth of it.
+# that of a training from the weights of the backbone, grows during the first 100 iterations and is a tenth in the last
+# two of 8 epochs. That of the backbone is a tenth of it.
 _base_ = ["./dino-4scale_r50_8xb2-12e_coco.py"]
 
 train_cfg = dict(max_epochs=8)
