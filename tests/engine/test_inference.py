@@ -75,8 +75,8 @@ def test_what_a_detector_refuses(tmp_path, trained):
         Detector(toy_config(tmp_path, model__channels=4), trained)
     bare = tmp_path / "bare.pth"
     torch.save(toy_runner(tmp_path / "run").model.state_dict(), bare)
-    with pytest.raises(ConfigError, match=r"metainfo\.classes"):
-        Detector(toy_config(tmp_path), str(bare))
+    of_data = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), str(bare))
+    assert of_data.dataset_meta["classes"] == ("dark", "bright")
     named = toy_config(
         tmp_path,
         test_dataloader__dataset__pipeline=PIPELINE,

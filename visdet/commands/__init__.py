@@ -18,6 +18,7 @@ _MODULES = {
     "train": "visdet.commands.train",
     "test": "visdet.commands.test",
     "infer": "visdet.commands.infer",
+    "export": "visdet.commands.export",
     "configs": "visdet.commands.configs",
     "print-config": "visdet.commands.print_config",
     "convert": "visdet.commands.convert",
