@@ -33,7 +33,7 @@ train_dataloader = dict(
         ann_file="annotations/instances_train2017.json",
         data_prefix=dict(img="train2017/"),
         pipeline=train_pipeline,
-    )
+    ),
 )
 val_dataloader = dict(
     dataset=dict(
