@@ -14,7 +14,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import get_priority, set_random_seed
+from mmengine.runner import Runner, get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
 from torch.utils.data import DataLoader
@@ -418,7 +418,7 @@ class DetRunner:
 
     def get_hooks_info(self) -> str:
         """Return the hooks of each stage in the order in which they run."""
-        return build.hooks_by_stage(self.hooks)
+        return Runner.get_hooks_info(self)  # type: ignore[arg-type]
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
