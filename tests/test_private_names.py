@@ -41,6 +41,8 @@ REASONS = {
     "_dynamo_marked_constant": "The public decorator that sets it imports the compiler, which takes long.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_foreach_norm": "The norms of many tensors take few kernels.",
+    "_inductor.aoti_compile_and_package": "It is documented, but has no public module.",
+    "_inductor.aoti_load_package": "It is documented, but has no public module.",
     "_load_from_state_dict": "torch names it for subclasses that read older checkpoints.",
     "_metadata": "A state dict has the versions of its modules there.",
     "_op": "Whoever calls an operator gets torch's own error where memory does not suffice.",
