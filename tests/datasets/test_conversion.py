@@ -87,7 +87,7 @@ def coco(root):
         (lambda root: yolo(root, "{1: nut, 0: bolt}"), (2, 2), ["line 3 of"]),
         (voc, (1, 1), ["an object nut has no bndbox"]),
         (roboflow_csv, (2, 2), ["line 5 of", "gone.png is missing"]),
-        (one_csv, (1, 1), ["are not four numbers", "gone.png is missing"]),
+        (one_csv, (1, 1), ["line 5 of", "gone.png is missing"]),
         (coco, (2, 2), ["a category that the file does not have"]),
     ],
 )
