@@ -76,7 +76,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "KEY=VALUE",
         "help": "change values of the config, such as train_cfg.max_iters=100",
     },
-    "checkpoint": {"help": "a checkpoint file or its http(s) address"},
+    "checkpoint": {"help": "a checkpoint file, its http(s) address, or a name of docs/model_zoo.md"},
     "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
     "--graph": {
         "action": argparse.BooleanOptionalAction,

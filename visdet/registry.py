@@ -189,6 +189,7 @@ TRANSFORMS = _child(
         "visdet.datasets.transforms.driving",
         "visdet.datasets.transforms.multi_view",
         "visdet.datasets.transforms.formatting",
+        "visdet.datasets.transforms.mixing",
         # The following ones import torchvision, which takes a second.
         "visdet.datasets.transforms.loading",
         "visdet.datasets.transforms.geometric",
