@@ -1,7 +1,7 @@
 """Nodes of visdet's operators in ONNX graphs, for runtimes that have kernels for them.
 
 ``openvino``: nodes ``visdet::ms_deform_attn`` and ``visdet::deformable_aggregation``, which are those of the C++
-extension of :mod:`.openvino_extension`. ``tensorrt``: nodes of NVIDIA's plugin MultiscaleDeformableAttnPlugin_TRT, whose
+extension of :mod:`.openvino_extension`. ``tensorrt``: nodes of NVIDIA's MultiscaleDeformableAttnPlugin_TRT, whose
 inputs are those of ``ms_deform_attn`` with tables of 32-bit integers, and whose output is [B, Q, G, C].
 """
 

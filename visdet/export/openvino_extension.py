@@ -21,8 +21,11 @@ _FLAGS = (
     "-shared",
     "-fvisibility=hidden",
     "-DVISDET_ISA=baseline",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
 )
-_FLAGS += ("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-unknown-pragmas")
 
 
 def build_extension(folder: Path) -> Path:
