@@ -21,6 +21,8 @@ _MODULES = {
     "export": "visdet.commands.export",
     "configs": "visdet.commands.configs",
     "print-config": "visdet.commands.print_config",
+    "convert": "visdet.commands.convert",
+    "check-data": "visdet.commands.check_data",
     "browse": "visdet.commands.browse",
     "curves": "visdet.commands.curves",
     "visualize-driving": "visdet.commands.visualize_driving",
