@@ -280,9 +280,9 @@ class SwinTransformer(Backbone):
     def init_weights(self) -> None:
         """Initialise all weights, then load the pretrained weights that the config names."""
         super().init_weights()
-        self.load_pretrained(self._converted if self.convert_weights else None)
+        self.load_pretrained(self.converted if self.convert_weights else None)
 
-    def _converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
+    def converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the original implementation with the names and the order of channels of this one."""
         converted = {name: value for name, value in self.state_dict().items() if name.startswith("norm")}
         renamed = {"layers.": "stages.", "attn.": "attn.w_msa.", "mlp.fc1.": "ffn.layers.0.0."}

@@ -66,7 +66,7 @@ class DINO(DeformableDetectionTransformer):
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
         boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()
-        query = self.query_embedding.weight[: best.shape[1]].expand(len(memory), -1, -1)
+        query = self.query_embedding.weight[: best.shape[1]].expand(memory.shape[0], -1, -1)
         start = DecoderStart(query, None, boxes.detach())
         if not self.training or batch is None:
             return start

@@ -198,7 +198,7 @@ class InstanceQueue(BaseModule):
             (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])
             front = features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
         feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
-        batch_size = len(feature)
+        batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
