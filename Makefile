@@ -39,7 +39,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
-	$(BIN)/python tools/install_requirements.py --extra train --extra test --extra lint --extra docs
+	$(BIN)/python tools/install_requirements.py --extra train --extra export --extra test --extra lint --extra docs
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed

@@ -1,8 +1,8 @@
 """Detection operators, modules and detectors for PyTorch, chosen from mmengine-style configs.
 
-``visdet.init_detector`` gives a detector for images, and ``visdet.train`` and ``visdet.evaluate`` run a config. Their
-packages are imported when they are first used. ``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide
-``mmcv._ext`` (visdet.compat.mmcv_ops).
+``visdet.init_detector`` gives a detector for images, ``visdet.train`` and ``visdet.evaluate`` run a config, and
+``visdet.export`` writes a model for other runtimes. Their packages are imported when they are first used.
+``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide ``mmcv._ext`` (visdet.compat.mmcv_ops).
 """
 
 import os
@@ -23,6 +23,7 @@ else:
             "engine.inference.detections": ["Detections"],
             "engine.inference.detector": ["Detector", "init_detector"],
             "engine.run": ["TrainingResult", "evaluate", "train"],
+            "export": [],
         },
     )
 

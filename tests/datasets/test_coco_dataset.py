@@ -42,32 +42,74 @@ def test_records_by_hand(tmp_path, warnings_logged):
     assert not warnings_logged
 
 
-def test_labels_follow_the_config_and_not_the_file(tmp_path):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
-    dataset = build(tmp_path, metainfo=dict(classes=("bird", "dog", "cat")))
-    assert dataset.get_cat_ids(0) == [2, 0]
+BOX = [5, 6, 10, 12]
+NO_BOX = "none of its 2 images has a box"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("annotations", "arguments", "message"),
     [
-        ({"filter_cfg": {"min_size": "3"}}, "filter_cfg: min_size must be"),
-        ({"indices": [5]}, "indices must be below 2"),
-        ({"data_prefix": {"img": None}}, r"data_prefix must be dict\(img="),
-        ({"data_prefix": {"img_path": "images/"}}, "data_prefix must be dict"),
-        (
-            {"filter_cfg": {"filter_empty": True}},
-            "filter_cfg.* unexpected keyword argument .filter_empty.; it accepts filter_empty_gt, min_size",
+        *(
+            ([annotation(1, 1, BOX)], arguments, message)
+            for arguments, message in (
+                ({"filter_cfg": {"min_size": "3"}}, "filter_cfg: min_size must be"),
+                (
+                    {"filter_cfg": {"filter_empty": True}},
+                    "filter_cfg.*filter_empty.; it accepts filter_empty_gt",
+                ),
+                ({"filter_cfg": {"min_size": 99}}, r"no image is left of the 2 in .*ann\.json"),
+                ({"indices": [5]}, "indices must be below 2"),
+                ({"data_prefix": {"img": None}}, r"data_prefix must be dict\(img="),
+                ({"data_prefix": {"img_path": "images/"}}, "data_prefix must be dict"),
+                ({"ann_file": "images"}, "annotation file .*images cannot be read: Is a directory"),
+                ({"ann_file": "ann.json/a.json"}, "annotation file .* cannot be read: Not a directory"),
+                ({"ann_file": "absent.json"}, "absent.json does not exist"),
+                ({"metainfo": dict(classes="cat")}, r"got 'cat'; for one class write \('cat',\)"),
+                ({"metainfo": dict(classes=("cat", "dog", "cat"))}, "must be a tuple of distinct names"),
+                ({"metainfo": dict(classes=())}, "must be distinct names"),
+                (
+                    {"metainfo": dict(classes=("cat",), palette=[])},
+                    "palette.* colour for each of 1 classes, got 0",
+                ),
+                ({"metainfo": dict(classes=("lion", "ant"))}, r"none of its 3 categories \(cat, dog, bird\)"),
+            )
         ),
-        ({"ann_file": "images"}, "annotation file .*images cannot be read: Is a directory"),
-        ({"ann_file": "ann.json/a.json"}, "annotation file .* cannot be read: Not a directory"),
-        ({"filter_cfg": {"min_size": 99}}, r"no image is left of the 2 in .*ann\.json"),
+        ([annotation(1, 1, BOX, 20)], {"metainfo": None}, "not among the default classes .*forklift"),
+        ([], {}, NO_BOX + ".*allow_no_boxes=True"),
+        ([annotation(1, 1, BOX, iscrowd=1)], {}, "no crowd, so there is nothing to learn from it"),
+        ([annotation(1, 1, BOX, ignore=1)], {}, NO_BOX),
+        ([annotation(1, 1, [0.1, 0.2, 0.3, 0.4])], {}, "No box is left"),
     ],
 )
-def test_arguments_that_do_not_fit(tmp_path, arguments, message):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
+def test_what_does_not_fit_is_one_message(tmp_path, annotations, arguments, message):
+    write_coco(tmp_path, annotations, names=NAMES if arguments != {"metainfo": None} else ("cat", "forklift"))
     with pytest.raises(UserError, match=message):
         build(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("text", ['{"images": [', "[]"])
+def test_a_file_that_is_no_json_object(tmp_path, text):
+    (tmp_path / "ann.json").write_text(text)
+    with pytest.raises(ValueError, match=r"ann\.json .* JSON"):
+        build(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        CocoDataset("absent.json", "data/coco")
+    assert "train2017.zip" in hints_of(caught.value)[0] and "in data/coco;" in hints_of(caught.value)[0]
+
+
+def test_files_that_lack_something(tmp_path):
+    """A file of test images has no annotations, fields may be null, and programs of Windows write a mark of bytes."""
+    content = write_coco(tmp_path, [annotation(1, 1, BOX, area=None, iscrowd=None, ignore=None)])
+    (tmp_path / "ann.json").write_text(json.dumps(content), encoding="utf-8-sig")
+    dataset = build(tmp_path, metainfo=dict(classes=("bird", "dog", "cat")))
+    assert dataset.get_data_info(0)["instances"] == [
+        dict(bbox=[5.0, 6.0, 15.0, 18.0], bbox_label=2, ignore_flag=0)
+    ]
+    del content["annotations"]
+    (tmp_path / "ann.json").write_text(json.dumps(content))
+    assert len(build(tmp_path, test_mode=True)) == 2
+    (tmp_path / "ann.json").write_text(json.dumps(content | {"annotations": []}))
+    assert len(build(tmp_path, allow_no_boxes=True)) == 2
 
 
 def test_metainfo(tmp_path):
@@ -83,60 +125,12 @@ def test_metainfo(tmp_path):
     assert own.metainfo["palette"] == [(1, 2, 3), (4, 5, 6)]
 
 
-@pytest.mark.parametrize(
-    "metainfo, message",
-    [
-        (dict(classes="cat"), r"must be a tuple of names, got 'cat'; for one class write \('cat',\)"),
-        (dict(classes=("cat", "dog", "cat")), "must be distinct names"),
-        (dict(classes=()), "must be distinct names"),
-        (dict(classes=("cat", "dog"), palette=[(1, 2, 3)]), "colour for each of 2 classes, got 1"),
-    ],
-)
-def test_wrong_metainfo(metainfo, message):
-    with pytest.raises(ValueError, match=message):
-        CocoDataset(lazy_init=True, metainfo=metainfo)
-
-
 def test_boxes_of_other_categories_are_left_out_with_a_warning(tmp_path, warnings_logged):
     write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
     dataset = build(tmp_path, metainfo=dict(classes=("cat", "dog")))
     assert dataset.get_cat_ids(0) == [0]
     (message,) = warnings_logged
     assert "ann.json" in message and "1 of its boxes" in message and "bird (1)" in message
-
-
-def test_categories_beyond_the_default_classes_are_refused(tmp_path):
-    annotations = [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 20)]
-    write_coco(tmp_path, annotations, names=("person", "forklift"))
-    with pytest.raises(ValueError, match=r"ann\.json has categories .* forklift\. .*'person', 'forklift'"):
-        build(tmp_path, metainfo=None)
-
-
-def test_a_file_without_any_of_the_classes(tmp_path):
-    write_coco(tmp_path, [], names=("Cats", "Dogs"))
-    with pytest.raises(ValueError, match=r"ann\.json: none of its 2 categories .*Cats, Dogs"):
-        build(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "annotations, message",
-    [
-        ([], r"none of its 2 images has a box .*allow_no_boxes=True"),
-        ([annotation(1, 1, [5, 6, 10, 12], iscrowd=1)], "no crowd, so there is nothing to learn from it"),
-        ([annotation(1, 1, [5, 6, 10, 12], ignore=1)], "none of its 2 images has a box"),
-        ([annotation(1, 1, [0.1, 0.2, 0.3, 0.4])], "No box is left"),
-    ],
-    ids=["empty", "crowd", "ignore", "fractions"],
-)
-def test_training_without_any_box_is_refused(tmp_path, annotations, message):
-    write_coco(tmp_path, annotations)
-    with pytest.raises(ValueError, match=message):
-        build(tmp_path)
-
-
-def test_a_file_without_boxes_may_be_asked_for(tmp_path):
-    write_coco(tmp_path, [])
-    assert len(build(tmp_path, allow_no_boxes=True)) == len(build(tmp_path, test_mode=True)) == 2
 
 
 def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
@@ -221,31 +215,6 @@ def test_a_file_with_a_mistake_is_named(tmp_path, damage, message):
         build(tmp_path)
 
 
-def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
-    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
-    (tmp_path / "ann.json").write_text(json.dumps(content), encoding="utf-8-sig")
-    assert len(build(tmp_path)) == len(content["images"])
-
-
-def test_a_file_that_is_no_json_or_missing(tmp_path):
-    (tmp_path / "ann.json").write_text('{"images": [')
-    with pytest.raises(ValueError, match=r"ann\.json is not valid JSON"):
-        build(tmp_path)
-    (tmp_path / "ann.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"must hold a JSON object, got a list"):
-        build(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"annotation file .*absent\.json does not exist") as caught:
-        build(tmp_path, ann_file="absent.json")
-    assert hints_of(caught.value) == [
-        "data_root, ann_file and data_prefix of the config say where the data set is"
-    ]
-    with pytest.raises(FileNotFoundError) as caught:
-        CocoDataset("absent.json", "data/coco")
-    assert (
-        "train2017.zip" in hints_of(caught.value)[0] and "unpacked in data/coco;" in hints_of(caught.value)[0]
-    )
-
-
 def test_a_category_that_groups_others_and_repeats_a_class(tmp_path):
     """Roboflow's files begin with such a category, which has no boxes."""
     content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10)])
@@ -323,18 +292,6 @@ def test_files_that_look_like_a_missing_one(tmp_path, named, stored, message):
     (tmp_path / "ann.json").write_text(json.dumps(content))
     with pytest.raises(FileNotFoundError, match=f"1 of the 2 images .*{message}"):
         build(tmp_path)
-
-
-def test_fields_that_may_be_null(tmp_path):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], area=None, iscrowd=None, ignore=None)])
-    assert build(tmp_path).get_data_info(0)["instances"][0]["ignore_flag"] == 0
-
-
-def test_test_images_need_no_annotations(tmp_path):
-    content = write_coco(tmp_path, [])
-    del content["annotations"]
-    (tmp_path / "ann.json").write_text(json.dumps(content))
-    assert len(build(tmp_path, test_mode=True)) == 2
 
 
 def test_missing_images_are_found_before_training(tmp_path):

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ WAY = {
     "gt_ego_fut_masks": torch.ones(6),
     "fut_boxes": np.array([np.zeros((0, 7))] * 6 + [None], dtype=object)[:6],
 }
+SEQUENCES = SimpleNamespace(flag=np.array([0, 0, 1]))
 REFUSED = [
     (lambda: make_shapes("x", num_val=0), "num_val must be .* got 0"),
     (lambda: make_shapes("x", image_size=16), "image_size must be .* 32 .*got 16"),
@@ -81,6 +83,11 @@ REFUSED = [
     (lambda: T.LoadAnnotations(with_mask=True), "with_mask must be False"),
     (lambda: T.VectorizeMap((30, 60), False, simplify=True, sample_num=20), "exactly one of simplify, "),
     (lambda: T.VectorizeMap((30, 60), False, sample_dist=1.0, permute=True), "sample_num with permute"),
+    (
+        lambda: T.LoadPointsFromFile("LIDAR")({"pts_filename": None, "token": "a"}),
+        "frame a has no lidar_path",
+    ),
+    (lambda: GroupInBatchSampler(dataset=SEQUENCES, batch_size=4), r"4 slots .*as many sequences, got 2"),
     (lambda: GroupInBatchSampler(dataset=[1, 2], batch_size=1), "dataset must be"),
     (lambda: SceneSampler([], shuffle=True), "shuffle must be False"),
     (lambda: process("CocoMetric", {"pred_instances": {}}), "no img_id, which must be among the meta_keys"),

@@ -8,12 +8,10 @@ import pytest
 import torch
 from datasets.driving_files import driving_scenes
 from mmengine.dataset import Compose, pseudo_collate
-from PIL import Image
 
 from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
 from visdet.registry import TRANSFORMS
-from visdet.structures.polylines import clip_line, clip_polygon, resample, simplify_line
 
 CONFIG = dict(resize=1.0, crop=(0, 0, 64, 32), flip=False, rotate=0.0, rotate_3d=0.0)
 
@@ -92,20 +90,6 @@ def test_images_that_are_decoded_smaller_show_the_same(tmp_path, resize, suffix)
         np.testing.assert_allclose([u, v], center, atol=0.33)
 
 
-def test_cropping_while_resizing_changes_nothing():
-    image = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
-    config = CONFIG | dict(resize=0.44, crop=(3, 10, 67, 39))
-    results = {"img": [image], "lidar2img": [np.eye(4)], "aug_config": config}
-    plain = np.array(Image.fromarray(image).resize((70, 39)).crop((3, 10, 67, 39)))
-    assert np.abs(T.ResizeCropFlipImage()(results)["img"][0].astype(int) - plain).max() <= 1
-
-
-def test_without_augmentation_nothing_happens():
-    image = np.zeros((32, 64, 3), np.uint8)
-    results = T.ResizeCropFlipImage()({"img": [image], "lidar2img": [np.eye(4)]})
-    assert results["img"][0] is image
-
-
 def test_what_an_augmentation_does_not_name_stays():
     image = np.random.default_rng(0).integers(0, 256, (32, 64, 3), dtype=np.uint8)
     results = {"img": [image], "lidar2img": [np.eye(4)], "cam_intrinsic": [np.eye(3)]}
@@ -168,16 +152,6 @@ def test_depth_maps_by_hand():
     expected = np.full((4, 8), -1.0)
     expected[1, 2], expected[3, 7] = 1, 60
     np.testing.assert_array_equal(four[0], expected)
-
-
-def test_depth_maps_have_the_sizes_of_feature_maps():
-    """A backbone rounds up where a stride does not divide the size of an image."""
-    point = np.array([[0.0, 0.0, 1.0]])
-    projection = np.eye(4)
-    projection[:2, 2] = 9, 17  # the pixel of the point
-    results = {"points": point, "lidar2img": [projection], "img_shape": [(18, 10)]}
-    (coarse,) = T.MultiScaleDepthMapGenerator([4])(results)["gt_depth"]
-    assert coarse.shape == (1, 5, 3) and coarse[0, 4, 2] == 1
 
 
 def test_loading_errors(tmp_path):
@@ -279,24 +253,6 @@ def test_map_lines_are_cut_to_the_region(options):
     np.testing.assert_allclose(line, [[0, -30, 3], [0, 30, 9]])
 
 
-def test_polylines_by_hand():
-    np.testing.assert_allclose(
-        resample(np.array([[0, 0], [1, 0], [1, 3.0]]), 5), [[0, 0], [1, 0], [1, 1], [1, 2], [1, 3]]
-    )
-    np.testing.assert_allclose(resample(np.array([[2.0, 1.0], [2.0, 1.0]]), 3), [[2, 1]] * 3)
-    line = np.array([[-20.0, 0.0], [0.0, 0.0], [0.0, 40.0], [3.0, 40.0], [3.0, 0.0]])
-    first, second = clip_line(line, (30, 60))
-    np.testing.assert_allclose(first, [[-15, 0], [0, 0], [0, 30]])
-    np.testing.assert_allclose(second, [[3, 30], [3, 0]])
-    assert clip_line(np.array([[-16.0, 0.0], [-16.0, 5.0]]), (30, 60)) == []
-    assert clip_line(np.array([[0.0, 0.0], [0.1, 0.0]]), (30, 60)) == []
-    clipped = clip_polygon(np.array([[14.0, 0.0], [18.0, 0.0], [18.0, 4.0], [14.0, 4.0]]), (30, 60))
-    assert {tuple(p) for p in clipped.tolist()} == {(14, 0), (15, 0), (15, 4), (14, 4)} and len(clipped) == 5
-    assert clip_polygon(np.array([[20.0, 0.0], [21.0, 0.0], [21.0, 1.0]]), (30, 60)) is None
-    bent = np.array([[0, 0], [1, 0.1], [2, 0], [3, 1.0], [4, 0]])
-    np.testing.assert_allclose(simplify_line(bent, 0.2), [[0, 0], [2, 0], [3, 1], [4, 0]])
-
-
 def test_photometric_distortion_keeps_bytes_and_changes_colours():
     torch.manual_seed(0)
     image = np.tile(np.array([30, 120, 200], np.uint8), (8, 8, 1))
@@ -394,7 +350,7 @@ def test_the_published_pipeline_runs():
 def test_frames_of_unequal_content_collate():
     pipeline = [
         T.LoadMultiViewImageFromFiles(),
-        T.InstanceNameFilter(["a"] * 5),
+        T.InstanceNameFilter(list("abcde")),
         T.VectorizeMap((30, 60), False, simplify=True),
         T.NuScenesSparse4DAdaptor(),
         T.PackDrivingInputs(),

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from datasets.own_recording import CAMERAS, NAMES, PAGE, write_recording
 
-from visdet.datasets import NuScenes3DDetTrackDataset, load_infos, save_infos
+from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
 from visdet.datasets.frame_records import CAMERA_KEYS, FRAME_KEYS
-from visdet.datasets.transforms import LoadPointsFromFile, ResizeCropFlipImage, multi_view
+from visdet.datasets.transforms import ResizeCropFlipImage, multi_view
 from visdet.errors import UserError
 
 
@@ -165,15 +165,6 @@ def test_without_lidar_no_box_is_left_out_for_lack_of_points(dataset_of, infos, 
     assert len(dataset_of(flagged, test_mode=test_mode)[1]["gt_bboxes_3d"]) == 1
 
 
-def test_frames_whose_boxes_are_all_left_out_are_told(dataset_of, infos, monkeypatch):
-    said = []
-    monkeypatch.setattr("visdet.datasets.nuscenes.print_log", lambda text, **options: said.append(text))
-    dataset = dataset_of(with_values(infos, lidar_path="x.bin", num_lidar_pts=np.zeros(2, int)))
-    for _ in range(2):
-        assert len(dataset[1]["gt_bboxes_3d"]) == 0
-    assert len(said) == 1 and "none of its 2 boxes is used, because num_lidar_pts or valid_flag" in said[0]
-
-
 def test_valid_flag_must_be_there_if_it_is_asked_for(dataset_of, infos):
     with pytest.raises(
         ValueError, match=r"train-drive-0-0001 of .*valid_flag is missing, which use_valid_flag"
@@ -215,22 +206,10 @@ def test_files_of_two_recordings_are_not_confused(dataset_of, infos, tmp_path):
     assert dataset[1]["img_filename"][-1] == str(tmp_path / "samples" / "0.png")
 
 
-def test_a_class_that_is_not_named_has_no_label(dataset_of, infos):
-    names = np.array(["tram", "deer"])
-    assert dataset_of(with_values(infos, gt_names=names))[1]["gt_labels_3d"].tolist() == [-1, 1]
-
-
 def test_a_frame_without_any_box_may_have_arrays_of_any_shape(dataset_of, infos):
     for empty in (np.zeros(0), np.zeros((0, 9)), []):
         record = dataset_of(with_values(infos, gt_boxes=empty, gt_names=[], instance_inds=[]))[1]
         assert record["gt_bboxes_3d"].shape == (0, 9)
-
-
-def test_the_first_frame_is_checked_at_once(dataset_of, infos):
-    with pytest.raises(ValueError, match=r"must have 6 cameras \(num_cameras\), got 5: front, right"):
-        dataset_of(infos, num_cameras=6)
-    with pytest.raises(ValueError, match="gt_names is missing"):
-        dataset_of(with_values(infos, 0, gt_names=None))
 
 
 def test_arrays_of_other_types_are_saved(dataset_of, infos):
@@ -247,19 +226,6 @@ def test_arrays_of_other_types_are_saved(dataset_of, infos):
         TypeError, match=r"train-drive-0-0001 of .*infos.npz: cams: left: data_path: .* got PosixPath"
     ):
         dataset_of(with_camera(infos, data_path=PAGE))
-
-
-def test_a_record_in_the_file_is_not_changed(tmp_path, infos):
-    dataset_infos = copy.deepcopy(infos)
-    save_infos(tmp_path / "infos.npz", dataset_infos, {})
-    np.testing.assert_equal(dataset_infos, infos)
-    loaded = list(load_infos(tmp_path / "infos.npz")[0])
-    assert loaded[1]["gt_boxes"].shape == (2, 9)
-
-
-def test_points_are_not_read_without_lidar():
-    with pytest.raises(ValueError, match=r"frame a has no lidar_path. .* set depth_branch=None in the model"):
-        LoadPointsFromFile("LIDAR")({"pts_filename": None, "token": "a"})
 
 
 def test_images_of_another_size_than_the_config_says_are_told(monkeypatch):

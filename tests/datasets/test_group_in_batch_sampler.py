@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler
-from torch.utils.data import DataLoader
 
 from visdet.datasets.samplers import GroupInBatchSampler, SceneSampler
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
@@ -111,20 +110,6 @@ def test_skipping_and_backwards():
     shown = np.bincount([item["idx"] for batch in skipped for item in batch], minlength=len(data))
     ordinary = [frame for frame in range(len(data)) if frame not in last]
     assert abs(shown[ordinary].mean() / shown[list(last)].mean() - 0.5) < 0.1
-
-
-def test_it_feeds_a_loader_and_tells_its_length():
-    sampler = GroupInBatchSampler(dataset=Sequences(), batch_size=2, seed=0)
-    assert len(sampler) == sum(LENGTHS) // 2
-    loader = DataLoader(Sequences(), batch_sampler=sampler)
-    assert [batch.shape for batch in islice(loader, 3)] == [(2,)] * 3
-
-
-def test_too_few_sequences():
-    with pytest.raises(ValueError, match=r"8 slots \(batch_size 4 x 2 ranks\) need as many sequences, got 6"):
-        GroupInBatchSampler(dataset=Sequences(), batch_size=4, world_size=2, rank=0)
-    with pytest.raises(ValueError, match="dataset must be"):
-        GroupInBatchSampler(dataset=[1, 2], batch_size=1)
 
 
 def test_scene_sampler(monkeypatch):

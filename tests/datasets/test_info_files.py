@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from visdet.datasets.info_files import InfoTable, frame_keys, load_infos, save_infos
+from visdet.datasets.info_files import frame_keys, load_infos, save_infos
 
 INFOS = [
     {
@@ -66,18 +66,6 @@ def test_numbers_of_numpy_may_name_a_frame(tmp_path):
     save_infos(tmp_path / "infos.npz", infos, {})
     loaded, _ = load_infos(tmp_path / "infos.npz")
     assert frame_keys(loaded) == frame_keys(infos) == frame_keys(INFOS)
-
-
-def test_a_changed_record_does_not_change_the_table():
-    table = InfoTable.from_infos(INFOS)
-    table[0]["gt_boxes"][:] = -1
-    np.testing.assert_array_equal(table[0]["gt_boxes"], INFOS[0]["gt_boxes"])
-
-
-def test_our_file_needs_no_pickle(tmp_path):
-    save_infos(tmp_path / "infos.npz", INFOS, {})
-    with np.load(tmp_path / "infos.npz", allow_pickle=False) as file:
-        assert all(file[name].dtype != object for name in file.files)
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))

@@ -24,18 +24,6 @@ def pixels(results):
     return results["img"].permute(1, 2, 0).numpy()
 
 
-def test_rgb_and_bgr(tmp_path):
-    Image.fromarray(RGB).save(tmp_path / "a.png")
-    results = load(tmp_path / "a.png", channel_order="rgb")
-    assert np.array_equal(pixels(results), RGB)
-    assert results["img"].dtype == torch.uint8
-    assert results["img_shape"] == results["ori_shape"] == (6, 9)
-    assert np.array_equal(pixels(load(tmp_path / "a.png")), RGB[..., ::-1])
-    as_float = load(tmp_path / "a.png", to_float32=True, channel_order="rgb")["img"]
-    assert as_float.dtype == torch.float32
-    assert np.array_equal(as_float.permute(1, 2, 0).numpy(), RGB)
-
-
 def test_grey_alpha_and_palette(tmp_path):
     grey = RGB[..., 0]
     alpha = np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)

@@ -9,10 +9,8 @@ from torchvision import tv_tensors
 from visdet.datasets import NuScenes3DDetTrackDataset
 from visdet.datasets.transforms import (
     InstanceNameFilter,
-    LoadMultiViewImageFromFiles,
     PackDetInputs,
     PackDrivingInputs,
-    multi_view,
 )
 from visdet.engine.inference.detections import detections_of
 from visdet.evaluation import CocoMetric, MotionMetric, NuScenesMetric, TrackingMetric, VectorMapMetric
@@ -92,18 +90,6 @@ def test_arguments_that_cannot_be_meant(config, message):
 def test_a_text_is_not_read_letter_by_letter(make, argument):
     with pytest.raises(ValueError, match=f"{argument} must be .*got 'mAP'"):
         make(**{argument: "mAP"})
-
-
-def test_more_pixels_than_opencv_reads(tmp_path, monkeypatch):
-    def refuse(*_):
-        error = multi_view.cv2.error("")
-        error.err = "pixels <= CV_IO_MAX_IMAGE_PIXELS"
-        raise error
-
-    (tmp_path / "a.jpg").write_bytes(b"some")
-    monkeypatch.setattr(multi_view.cv2, "imdecode", refuse)
-    with pytest.raises(ValueError, match=r"a\.jpg .* variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit"):
-        LoadMultiViewImageFromFiles()({"img_filename": [str(tmp_path / "a.jpg")]})
 
 
 @pytest.mark.parametrize("name", ["Resize", "PackDetInputs", "RandomFlip"])

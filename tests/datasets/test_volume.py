@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from visdet.datasets import PointSampleDataset, VolumeDataset, make_volume
+from visdet.datasets import PointSampleDataset, VolumeDataset
 from visdet.registry import DATASETS
 
 
@@ -114,6 +114,7 @@ def test_rejects_points(tmp_path, name):
 
 
 def test_synthetic_volume():
-    volume = make_volume((8, 12, 10), num_blobs=3, seed=1)
-    assert volume.shape == (8, 12, 10) and volume.dtype == np.float32 and np.ptp(volume) > 0.3
-    assert np.array_equal(volume, make_volume((8, 12, 10), num_blobs=3, seed=1))
+    dataset = VolumeDataset(synthetic=dict(size=(8, 12, 10), num_blobs=3, seed=1))
+    assert dataset.shape == (8, 12, 10) and np.ptp(dataset.volume.numpy()) > 0.3
+    again = VolumeDataset(synthetic=dict(size=(8, 12, 10), num_blobs=3, seed=1))
+    assert torch.equal(dataset.volume, again.volume)

@@ -75,8 +75,8 @@ def test_what_a_detector_refuses(tmp_path, trained):
         Detector(toy_config(tmp_path, model__channels=4), trained)
     bare = tmp_path / "bare.pth"
     torch.save(toy_runner(tmp_path / "run").model.state_dict(), bare)
-    with pytest.raises(ConfigError, match=r"metainfo\.classes"):
-        Detector(toy_config(tmp_path), str(bare))
+    of_data = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), str(bare))
+    assert of_data.dataset_meta["classes"] == ("dark", "bright")
     named = toy_config(
         tmp_path,
         test_dataloader__dataset__pipeline=PIPELINE,
@@ -95,8 +95,8 @@ def test_what_a_detector_refuses(tmp_path, trained):
     ("dataset_meta", "message"),
     [
         (5, r"meta\['dataset_meta'\] must be a dict with the key 'classes', got 5"),
-        ({"classes": "bolt"}, r"must be a tuple of names, got 'bolt'; for one class write"),
-        ({"classes": (1, 2)}, r"must be a tuple of names, got \(1, 2\)"),
+        ({"classes": "bolt"}, r"must be a tuple of distinct names, got 'bolt'; for one class write"),
+        ({"classes": (1, 2)}, r"must be a tuple of distinct names, got \(1, 2\)"),
         ({"classes": ("a",)}, "num_classes is 2, but .* names 1 classes"),
         ({"classes": ("a", "b"), "palette": 5}, "palette'\\] must be"),
         ({"classes": ("a", "b"), "palette": [(1, 2), (3, 4)]}, "palette'\\] must be"),

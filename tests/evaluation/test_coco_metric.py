@@ -69,83 +69,64 @@ def backend(request):
     return request.param
 
 
-def test_a_perfect_detection(tmp_path, backend):
-    ann_file = truth(tmp_path / "a.json", [(0, 0, [10, 10, 20, 20], 0)])
-    metrics, metric = evaluate(ann_file, {0: [(0, [10, 10, 30, 30], 0.9)]}, backend=backend)
-    assert metrics == {
-        "coco/bbox_mAP": 1.0,
-        "coco/bbox_mAP_50": 1.0,
-        "coco/bbox_mAP_75": 1.0,
-        "coco/bbox_mAP_s": 1.0,
-        "coco/bbox_mAP_m": -1.0,
-        "coco/bbox_mAP_l": -1.0,
-    }
-    assert [(row["name"], row["num_boxes"], row["mAP"]) for row in metric.classwise_results] == [
-        ("cat", 1, 1.0),
-        ("dog", 0, -1.0),
-    ]
+TINY, WIDE, CROWD = (0, 0, [10, 10, 20, 20], 0), (0, 0, [0, 0, 100, 50], 0), (0, 0, [100, 100, 100, 90], 1)
+AREAS = [(0, 0, [0, 0, 32, 31], 0), (0, 0, [50, 0, 32, 33], 0), (0, 0, [100, 0, 96, 97], 0)]
+HIT = (0, [0, 0, 100, 50], 0.9)
+MISSES = [(0, [100, 100, 120, 120], 0.9 - 0.001 * i) for i in range(100)]
+BY_HAND = {
+    "perfect": (
+        [TINY],
+        {0: [(0, [10, 10, 30, 30], 0.9)]},
+        {},
+        dict(mAP=1, mAP_50=1, mAP_75=1, mAP_s=1, mAP_m=-1, mAP_l=-1),
+    ),
+    # IoU 0.62 counts at the thresholds 0.50, 0.55, 0.60 of ten.
+    "IoU 0.62": ([WIDE], {0: [(0, [0, 0, 62, 50], 0.9)]}, {}, dict(mAP=0.3, mAP_50=1, mAP_75=0)),
+    "one threshold": ([WIDE], {0: [(0, [0, 0, 62, 50], 0.9)]}, {"iou_thrs": 0.6}, dict(mAP=1, mAP_50=-1)),
+    # A false alarm above the hit: precision 1/2 at every recall. Below the hit, it costs nothing.
+    "alarm above": ([WIDE], {0: [(0, [100, 100, 150, 150], 0.95), HIT]}, {}, dict(mAP=0.5, mAP_50=0.5)),
+    "alarm below": ([WIDE], {0: [(0, [100, 100, 150, 150], 0.5), HIT]}, {}, dict(mAP=1, mAP_75=1)),
+    "twice": ([WIDE], {0: [(0, [0, 0, 100, 50], 0.5), HIT]}, {}, dict(mAP=1, mAP_50=1)),
+    "wrong label": ([WIDE], {0: [(1, [0, 0, 100, 50], 0.9)]}, {}, dict(mAP=0, mAP_50=0)),
+    "nothing found": ([WIDE], {0: []}, {}, dict(mAP=0, mAP_50=0)),
+    "no boxes": ([], {0: [HIT]}, {}, dict(mAP=-1, mAP_50=-1, mAP_l=-1)),
+    # Precision 1 at the recalls 0, 0.01 .. 0.50: 51 of 101 points.
+    "half found": (
+        [WIDE, (1, 0, [9, 9, 100, 50], 0)],
+        {0: [HIT], 1: []},
+        {"metric_items": ["mAP", "AR@100"]},
+        {"mAP": 51 / 101, "AR@100": 0.5},
+    ),
+    "crowd": (
+        [WIDE, CROWD],
+        {0: [(0, [110, 110, 150, 150], 0.99), (0, [120, 120, 160, 160], 0.98), HIT]},
+        {},
+        dict(mAP=1),
+    ),
+    "small, medium and large": (
+        AREAS,
+        {0: [(0, [0, 0, 32, 31], 0.9), (0, [100, 0, 196, 97], 0.8)]},
+        {},
+        dict(mAP_s=1, mAP_m=0, mAP_l=1),
+    ),
+    "at most 100 count for AP": (
+        [WIDE],
+        {0: [*MISSES, (0, [0, 0, 100, 50], 0.1)]},
+        {"proposal_nums": (100, 300), "metric_items": ["mAP", "AR@100", "AR@300", "AR_s@300", "AR_m@300"]},
+        {"mAP": 0, "AR@100": 0, "AR@300": 1, "AR_s@300": -1, "AR_m@300": 1},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "detections, expected",
-    [
-        # IoU 0.62 counts at the thresholds 0.50, 0.55, 0.60 of ten.
-        ([(0, [0, 0, 62, 50], 0.9)], (0.3, 1.0, 0.0)),
-        # A false alarm above the hit: precision 1/2 at every recall.
-        ([(0, [100, 100, 150, 150], 0.95), (0, [0, 0, 100, 50], 0.9)], (0.5, 0.5, 0.5)),
-        # A false alarm below the hit costs nothing.
-        ([(0, [100, 100, 150, 150], 0.5), (0, [0, 0, 100, 50], 0.9)], (1.0, 1.0, 1.0)),
-        # A second detection of the same box is a false alarm, here below the hit.
-        ([(0, [0, 0, 100, 50], 0.5), (0, [0, 0, 100, 50], 0.9)], (1.0, 1.0, 1.0)),
-        # The right box with the wrong label.
-        ([(1, [0, 0, 100, 50], 0.9)], (0.0, 0.0, 0.0)),
-        ([], (0.0, 0.0, 0.0)),
-    ],
-)
-def test_one_box_by_hand(tmp_path, backend, detections, expected):
-    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0)])
-    metrics, _ = evaluate(ann_file, {0: detections}, backend=backend)
-    values = [metrics[f"coco/bbox_{item}"] for item in ("mAP", "mAP_50", "mAP_75")]
-    assert values == pytest.approx(expected, abs=1e-6)
-
-
-def test_half_of_the_boxes_found(tmp_path, backend):
-    """Precision 1 at the recalls 0, 0.01 .. 0.50: 51 of 101 points."""
-    ann_file = truth(
-        tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0), (1, 0, [9, 9, 100, 50], 0)], num_images=2
-    )
-    metrics, _ = evaluate(
-        ann_file, {0: [(0, [0, 0, 100, 50], 0.9)], 1: []}, backend=backend, metric_items=["mAP", "AR@100"]
-    )
-    assert metrics == {"coco/bbox_mAP": pytest.approx(51 / 101), "coco/bbox_AR@100": pytest.approx(0.5)}
-
-
-def test_crowds_neither_count_nor_cost(tmp_path, backend):
-    boxes = [(0, 0, [0, 0, 50, 50], 0), (0, 0, [100, 100, 100, 90], 1)]
-    ann_file = truth(tmp_path / "a.json", boxes)
-    detections = [(0, [110, 110, 150, 150], 0.99), (0, [120, 120, 160, 160], 0.98), (0, [0, 0, 50, 50], 0.5)]
-    metrics, metric = evaluate(ann_file, {0: detections}, backend=backend)
-    assert metrics["coco/bbox_mAP"] == 1.0
-    assert metric.classwise_results[0]["num_boxes"] == 1
-
-
-def test_areas(tmp_path, backend):
-    """32 x 31 is small, 32 x 33 medium, 96 x 97 large."""
-    boxes = [(0, 0, [0, 0, 32, 31], 0), (0, 0, [50, 0, 32, 33], 0), (0, 0, [100, 0, 96, 97], 0)]
-    ann_file = truth(tmp_path / "a.json", boxes)
-    metrics, _ = evaluate(
-        ann_file, {0: [(0, [0, 0, 32, 31], 0.9), (0, [100, 0, 196, 97], 0.8)]}, backend=backend
-    )
-    assert [metrics[f"coco/bbox_mAP_{area}"] for area in "sml"] == [1.0, 0.0, 1.0]
-
-
-def test_at_most_100_detections_count_for_ap(tmp_path, backend):
-    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 50, 50], 0)])
-    misses = [(0, [100, 100, 120, 120], 0.9 - 0.001 * i) for i in range(100)]
-    late = [*misses, (0, [0, 0, 50, 50], 0.1)]
-    items = ["mAP", "mAP_50", "AR@100", "AR@300", "AR_s@300", "AR_m@300"]
-    metrics, _ = evaluate(ann_file, {0: late}, backend=backend, proposal_nums=(100, 300), metric_items=items)
-    assert list(metrics.values()) == [0.0, 0.0, 0.0, 1.0, -1.0, 1.0]
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(tmp_path, backend, name):
+    boxes, detections, arguments, expected = BY_HAND[name]
+    ann_file = truth(tmp_path / "a.json", boxes, num_images=len(detections))
+    metrics, metric = evaluate(ann_file, detections, backend=backend, **arguments)
+    found = {key: metrics[f"coco/bbox_{key}"] for key in expected}
+    assert found == pytest.approx(expected, abs=1e-6)
+    num_boxes = [sum(label == k and not crowd for _, label, _, crowd in boxes) for k in range(2)]
+    assert [row["num_boxes"] for row in metric.classwise_results] == num_boxes
 
 
 def test_labels_follow_names_and_id_zero_counts(tmp_path, backend):
@@ -158,18 +139,6 @@ def test_labels_follow_names_and_id_zero_counts(tmp_path, backend):
     assert metrics["coco/bbox_mAP"] == 1.0
     assert (metrics["coco/bbox_mAP/dog"], metrics["coco/bbox_mAP/cat"]) == (1.0, 1.0)
     assert [row["name"] for row in metric.classwise_results] == ["dog", "cat"]
-
-
-def test_a_file_without_boxes(tmp_path, backend):
-    ann_file = truth(tmp_path / "a.json", [])
-    metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 50, 50], 0.9)]}, backend=backend)
-    assert set(metrics.values()) == {-1.0}
-
-
-def test_one_threshold(tmp_path, backend):
-    ann_file = truth(tmp_path / "a.json", [(0, 0, [0, 0, 100, 50], 0)])
-    metrics, _ = evaluate(ann_file, {0: [(0, [0, 0, 62, 50], 0.9)]}, backend=backend, iou_thrs=0.6)
-    assert (metrics["coco/bbox_mAP"], metrics["coco/bbox_mAP_50"]) == (1.0, -1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -297,20 +266,6 @@ def by_pycocotools(ann_file, packed):
     return evaluation.stats[0]
 
 
-def test_data_sets_that_use_the_same_ids():
-    """Several data sets together have no ann_file, and each may count its images from 0 on."""
-    metric = METRICS.build(dict(type="CocoMetric"))
-    metric.dataset_meta = dict(classes=CLASSES)
-    for folder, label in (("wrong", 0), ("right", 1)):
-        for image_id in (0, 1, 1):  # A sampler repeats the last image.
-            item = sample(image_id, [(label, [10, 10, 60, 60], 0.9)])
-            item["img_path"] = f"{folder}/{image_id}.jpg"
-            item["gt_instances"] = dict(bboxes=torch.tensor([[10.0, 10, 60, 60]]), labels=torch.tensor([1]))
-            metric.process({}, [item])
-    assert metric.evaluate(6)["coco/bbox_mAP"] == pytest.approx(0.5, abs=0.01)
-    assert [row["num_boxes"] for row in metric.classwise_results] == [0, 4]
-
-
 @pytest.mark.parametrize(
     "ids", [("image 0", "image 1"), (7, "b7"), (1, "1"), (2**70, -5), (2.0, 2**63)], ids=repr
 )
@@ -340,24 +295,16 @@ def test_an_id_of_another_type(tmp_path):
         evaluate(ann_file, {"0": []})
 
 
-@pytest.mark.parametrize("field", ["bboxes", "scores"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_detections_that_are_not_finite(tmp_path, backend, field, value):
-    metric = METRICS.build(dict(type="CocoMetric", ann_file=truth(tmp_path / "a.json", []), backend=backend))
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bboxes", float("nan")), ("scores", float("inf")), ("scores", torch.tensor(7e4).half())],
+)
+def test_detections_that_are_not_finite(field, value):
+    """float16 ends at 65504."""
     item = sample(0, [(0, [0, 0, 9, 9], 0.5)] * 300)
     item["pred_instances"][field][123] = value
-    with pytest.raises(
-        ValueError, match=rf"image 0: predicted {field} must be finite, got . NaN .* first at \[123"
-    ):
-        metric.process({}, [item])
-    del item["pred_instances"]
-    item["pred_instances"] = dict(
-        bboxes=torch.full((1, 4), 9.0), scores=torch.tensor([7e4]).half(), labels=torch.tensor([0])
-    )
-    with pytest.raises(
-        ValueError, match="predicted scores must be finite, got 1 NaN"
-    ):  # float16 ends at 65504
-        metric.process({}, [item])
+    with pytest.raises(ValueError, match=rf"image 0: predicted {field} must be finite, .* first at \[123"):
+        METRICS.build(dict(type="CocoMetric")).process({}, [item])
 
 
 def test_no_samples_at_all(tmp_path, backend):
@@ -384,6 +331,11 @@ def test_images_of_several_data_sets_that_share_ids(tmp_path):
     for arguments in (dict(ann_file=ann_file), dict(outfile_prefix=f"{tmp_path}/run")):
         with pytest.raises(ValueError, match=message):
             concatenated((0, "a/0.jpg", 1), (0, "b/0.jpg", 1), **arguments)
+    # Without a file, each data set may count its images from 0 on. A sampler repeats the last image.
+    several = [
+        (i, f"{folder}/{i}.jpg", label) for folder, label in (("wrong", 0), ("right", 1)) for i in (0, 1, 1)
+    ]
+    assert concatenated(*several) == pytest.approx(0.25, abs=0.01)
     # One image with the true boxes of two files, and images without paths, cannot be told apart.
     for path in ("a/0.jpg", None):
         with pytest.raises(ValueError, match="have the same id 0 and differ in their paths or true boxes"):
@@ -437,22 +389,6 @@ def test_a_file_that_does_not_fit_shows_before_the_first_batch(tmp_path):
     (tmp_path / "b.json").write_text('{"images": []}')
     with pytest.raises(ValueError, match="needs a list under the key 'annotations'"):
         METRICS.build(dict(type="CocoMetric", ann_file=f"{tmp_path}/b.json"))
-
-
-def test_the_other_backend_stands_in(tmp_path, monkeypatch):
-    from visdet.evaluation import box_evaluation
-
-    real = box_evaluation.importlib.import_module
-
-    def without_the_first(name):
-        if name.startswith("faster_coco_eval"):
-            raise ImportError(name)
-        return real(name)
-
-    monkeypatch.setattr(box_evaluation.importlib, "import_module", without_the_first)
-    assert "pycocotools" in box_evaluation.import_backend()[1].__module__
-    with pytest.raises(ImportError, match="CocoMetric needs faster_coco_eval, which is not installed"):
-        box_evaluation.import_backend("faster_coco_eval")
 
 
 def _evaluate_share(rank, world_size, port, ann_file, detections, queue):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from visdet.evaluation.motion_metric import displacement_errors, final_errors, motion_scores
+from visdet.evaluation.motion_metric import displacement_errors, motion_scores
 from visdet.registry import METRICS
 
 CLASSES = ("car", "truck", "pedestrian", "traffic_cone")
@@ -57,22 +57,6 @@ def test_errors_without_a_future_and_of_nan():
     broken = np.stack([np.full((12, 2), np.nan), truth + beside(1.0)])
     assert displacement_errors(broken, truth, np.ones(12, bool)) == pytest.approx((1.0, 1.0, 0.0))
     assert displacement_errors(broken[:1], truth, np.ones(12, bool)) == (np.inf, np.inf, 1.0)
-
-
-def test_final_errors():
-    truth = [((0, 0), path(0, 0, 1.0)), ((5, 0), None), ((9, 0), path(9, 0, 0.0))]
-    part = frame(
-        truth, [(0.9, (0, 0), [path(0, 0, 1.0), path(0, 1, 1.0)]), (0.8, (9, 0), [path(9, 0, 1.0)] * 2)]
-    )
-    part["gt_known"][0, 2:] = False  # ends after a second, at (1, 0)
-    # The second box ends at (15, 0), and is at (10, 0) after a second.
-    np.testing.assert_allclose(final_errors(part), [[0.0, np.inf, 3.0], [9.0, np.inf, 6.0]])
-
-
-def test_right_paths():
-    way = path(0, 0, 3.0)
-    scores = motion_scores([frame([((0, 0), way)], [(0.9, (0.5, 0), [way, way + 9])])])
-    assert scores == pytest.approx({"minADE": 0.0, "minFDE": 0.0, "MR": 0.0, "EPA": 1.0})
 
 
 def test_scores_by_hand():
@@ -179,14 +163,6 @@ def test_classes_are_merged():
     assert not any("cone" in name for name in values)
 
 
-def test_places_of_the_world_do_not_matter_to_the_paths():
-    pose = np.eye(4)
-    pose[:2, :2], pose[:2, 3] = [[0.0, -1.0], [1.0, 0.0]], [1000.0, 500.0]
-    way = path(0, 5, 2.0)
-    values = evaluate([(box(0, 5), 0, way)], [(0.9, box(1, 5), 0, [way + beside(0.5)])], pose)
-    assert values["car_minADE"] == pytest.approx(0.5) and values["car_EPA"] == 1.0
-
-
 def test_threshold_and_range():
     way, far = path(0, 0, 1.0), path(0, 45, 0.0)
     truth = [(box(0, 0), 0, way), (box(0, 45), 2, far)]
@@ -196,15 +172,6 @@ def test_threshold_and_range():
     assert np.isnan(values["pedestrian_EPA"])  # people count up to 40 m
     assert evaluate(truth, predicted, score_threshold=0.1)["car_EPA"] == 0.5
     assert evaluate(truth, predicted, class_range=50.0)["pedestrian_EPA"] == 1.0
-
-
-def test_refusals():
-    way = path(0, 0, 1.0)
-    rows = [(box(0, 0), 0, way)], [(0.9, box(0, 0), 0, [way])]
-    with pytest.raises(ValueError, match=r"class_mapping must name one of car, .* got tram"):
-        evaluate(*rows, class_mapping={"tram": "car"})
-    with pytest.raises(ValueError, match="class_range must name pedestrian, got car"):
-        evaluate(*rows, class_range={"car": 50.0})
 
 
 def test_a_frame_without_boxes():

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from visdet.evaluation import NuScenesMetric, VectorMapMetric
-from visdet.evaluation.precision_recall import CurveReport, box_report, confusion_matrix, score_curve
+from visdet.evaluation.precision_recall import CurveReport, box_report, score_curve
 
 
 def test_a_curve_by_hand():
@@ -82,13 +82,6 @@ def test_boxes_and_their_confusion_by_hand():
     assert b["num_truths"] == 1 and b["best_threshold"] is None and b["scores"] == [0.2]
     # The best F1 of a, 2/3, is that above 0.85 (1 of 1 right, 1 of 2 found) and that of all four: the first counts.
     assert report.confusion.tolist() == [[1, 0, 1], [0, 0, 1], [0, 0, 0]]
-
-
-def test_classes_are_confused_and_background_is_counted():
-    counts = confusion_matrix(
-        2, [(np.array([0, 1, 1]), np.array([1, 1, 0]), np.array([0, 1, -1])), (np.zeros(0, int),) * 3]
-    )
-    assert counts.tolist() == [[0, 1, 0], [0, 1, 1], [1, 0, 0]]
 
 
 def test_pictures_and_numbers(tmp_path):

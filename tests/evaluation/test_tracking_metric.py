@@ -5,12 +5,9 @@ import pytest
 import torch
 
 from visdet.evaluation.clear_mot import (
-    Counts,
     Frame,
     count_events,
     interpolate,
-    motar_curve,
-    recall_thresholds,
 )
 from visdet.registry import METRICS
 
@@ -55,33 +52,6 @@ def test_an_object_keeps_its_track_though_another_is_nearer():
     assert numbers(count_events([scene], 2.0)) == (2, 1, 0, 2)
     # Each scene starts afresh.
     assert numbers(count_events([scene[:1], scene[2:]], 2.0)) == (2, 0, 0, 1)
-
-
-def test_assignment_is_the_best_of_all():
-    scene = [(truth(o1=(0, 0), o2=(1, 0)), tracks(t5=(0.9, 0), t6=(-1.5, 0)))]
-    counts = count_events([scene], 2.0)
-    assert numbers(counts) == (2, 0, 0, 0) and counts.distance == pytest.approx(0.1 + 1.5)
-
-
-def test_empty():
-    nothing, none = truth(), tracks()
-    assert numbers(count_events([[(nothing, none)], []], 2.0)) == (0, 0, 0, 0)
-    assert numbers(count_events([[(truth(o1=(0, 0)), none)]], 2.0)) == (0, 0, 1, 0)
-    assert np.isnan(Counts().motar) and np.isnan(Counts().mota) and np.isnan(Counts().motp)
-
-
-def test_thresholds():
-    thresholds = recall_thresholds([0.9, 0.5, 0.7], 4, 4, 0.25)
-    np.testing.assert_allclose(thresholds, [np.nan, 0.5, 0.7, 0.9])
-    assert np.isnan(recall_thresholds([], 4, 3, 0.1)).all()
-    scene = [
-        (
-            truth(o1=(0, 0), o2=(9, 0)),
-            Frame(np.array([1, 2]), np.array([[0, 0], [9, 0.0]]), np.array([0.9, 0.4])),
-        )
-    ]
-    curve = motar_curve([scene], 2.0, 3, 0.5)
-    assert [numbers(point) for point in curve] == [(2, 0, 0, 0), (1, 0, 1, 0), (1, 0, 1, 0)]
 
 
 def test_gaps_are_filled():

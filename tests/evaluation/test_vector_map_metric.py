@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from visdet.evaluation.vector_map_metric import area_under_curve, chamfer_distance, match_lines
+from visdet.evaluation.vector_map_metric import match_lines
 from visdet.registry import METRICS
 from visdet.structures.polylines import resample
 
@@ -35,24 +35,6 @@ def evaluate(frames, **arguments):
     return {name.removeprefix("VectorMap/"): value for name, value in metric.evaluate(len(frames)).items()}
 
 
-def test_chamfer_distance():
-    line, beside = resample(straight(0.0), 50), resample(straight(0.8), 50)
-    assert chamfer_distance(line, beside) == pytest.approx(0.8)
-    assert chamfer_distance(line, line[::-1]) == 0
-    # Three points against the middle one: (1 + 0 + 1) / 3 one way, 0 the other.
-    assert chamfer_distance(np.array([[0, 0], [1, 0], [2, 0.0]]), np.array([[1.0, 0]] * 3)) == pytest.approx(
-        1 / 3
-    )
-
-
-def test_area_under_the_curve():
-    assert area_under_curve(np.array([True, True]), 2) == pytest.approx(1)
-    # Precisions 1, 1/2, 2/3 at recalls 1/2, 1/2, 1.
-    assert area_under_curve(np.array([True, False, True]), 2) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
-    assert area_under_curve(np.array([False, True]), 4) == pytest.approx(0.25 * 0.5)
-    assert area_under_curve(np.zeros(0, bool), 3) == area_under_curve(np.zeros(3, bool), 0) == 0
-
-
 def test_thresholds():
     """A divider 0.8 m off is right from 1 m on."""
     metrics = evaluate([([straight(0)], [1], [straight(0.8)], [0.5], [1])])
@@ -72,25 +54,6 @@ def test_direction_and_points_do_not_matter():
     truth = np.array([[0.0, 0.0], [4.0, 3.0], [8.0, 3.0]])
     same = resample(truth, 17)[::-1]
     assert evaluate([([truth], [2], [same], [0.9], [2])])["boundary_AP"] == pytest.approx(1)
-
-
-def test_far_pairs_are_the_same_as_without_the_shortcut():
-    rng = np.random.default_rng(0)
-    truth = rng.uniform(-10, 10, (12, 2, 2))
-    lines = np.concatenate([truth + rng.normal(0, 0.6, truth.shape), rng.uniform(-10, 10, (10, 2, 2))])
-    sampled, sampled_truth = (np.stack([resample(line, 30) for line in part]) for part in (lines, truth))
-    scores = rng.random(len(lines))
-    distances = np.array([[chamfer_distance(a, b) for b in sampled_truth] for a in sampled])
-    for threshold, right in zip(
-        (0.5, 1.5), match_lines(sampled, scores, sampled_truth, (0.5, 1.5)), strict=True
-    ):
-        free, expected = set(range(12)), np.zeros(len(lines), dtype=bool)
-        for line in np.argsort(-scores):
-            nearest = int(distances[line].argmin())
-            if distances[line, nearest] <= threshold and nearest in free:
-                free.remove(nearest)
-                expected[line] = True
-        assert right.tolist() == expected.tolist() and expected.sum() > 1
 
 
 def test_empty_frames_classes_and_short_lines():

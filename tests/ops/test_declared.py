@@ -1,5 +1,6 @@
 """Bad indices, masks and sizes are refused by name, autocast moves nothing, and results do not depend on the origin."""
 
+import re
 import time
 
 import pytest
@@ -117,26 +118,98 @@ def test_bad_indices_masks_and_sizes_are_refused_by_name(name):
         call()
 
 
+def test_gathered_integers_and_complex_numbers_are_exact():
+    large = torch.tensor([[[2**24 + 1, 3]]])
+    assert ops.gather_points(large, torch.tensor([[0]])).item() == 2**24 + 1
+    assert ops.gather_points(torch.tensor([[[1 + 2j]]]), torch.tensor([[0]])).item() == 1 + 2j
+
+
 def test_an_integer_mask_is_one():
     assert groups(whole(1)) == groups(whole(1), torch.int64) == groups(whole(1), torch.float32)
 
 
-TAKES_NUMPY = ("nms", "soft_nms", "nms_match")
-PLAIN = [
-    name
-    for name, operator in OPERATORS.items()
-    if hasattr(operator.call, "__wrapped__") and name not in TAKES_NUMPY
-]
+TENSORS = {
+    "None": lambda value: None,
+    "list": lambda value: value.tolist(),
+    "complex": lambda value: value.to(torch.complex64),
+    "bool": lambda value: value.bool(),
+    "meta": lambda value: value.to("meta"),
+    "sparse": lambda value: value.to_sparse(),
+    "array": lambda value: value.to(torch.float64).numpy(),
+}
+NUMBERS = (None, "x", {}, [], [1, 1, 1, 1, 1], 1j, float("nan"), 1 << 70, torch.ones((), device="meta"))
+# What an operator does take, by its name and that of the argument: values, tables, gathered things, classes, factors.
+TAKES = {
+    "complex": ("features of gr", "features of ga", "features of stack_gr", "input of tin_shift"),
+    "bool": (
+        "mask of",
+        "kernel_contour",
+        "keep of",
+        "features of g",
+        "features of stack_gr",
+        "labels of",
+        "idxs of",
+    ),
+    "None": (
+        "labels of",
+        "bias of m",
+        "offset of deform_roi_pool",
+        "weight of s",
+        "center_xyz of knn",
+        "logits of box",
+    ),
+    "list": ("labels of", "level_"),
+    "array": (
+        "boxes of nms",
+        "scores of nms",
+        "boxes of soft",
+        "scores of soft",
+        "dets of nms_match",
+        "labels of",
+        "idxs",
+    ),
+}
+TAKES["None"] += ("level_starts of ms", "camera_logits", "image_wh", "keep of")
+TAKES["array"] += ("level_shapes", "level_starts")
+FLAGS = ("aligned", "clockwise", "points", "offset", "mode", "align_corners", "padding_mode", "nms_cfg")
+# Their functions in the table of operators are not the operators, or have arguments of their own.
+OTHERS = (
+    "batch_norm_add_relu",
+    "dropout_add_layer_norm",
+    "indice_conv",
+    "indice_maxpool",
+    "linear_sum_assignment",
+)
+DECLARED = [name for name in OPERATORS if name not in (*OTHERS, "autocast_linear", "assign_score_withk")]
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_tensor_without_data_beside_others_is_refused(name):
-    problem = sound_problem(name)
-    tensors = [key for key, value in problem.arguments.items() if isinstance(value, torch.Tensor)]
-    for key in tensors[1:]:
-        given = problem.arguments | {key: problem.arguments[key].to("meta")}
-        with pytest.raises((ValueError, RuntimeError), match=f"^{name}: .* meta"):
-            OPERATORS[name].call(**given)
+def wrongs(argument, value):
+    """Return what may be given instead of a value, by name."""
+    if not isinstance(value, torch.Tensor):
+        return {repr(wrong): wrong for wrong in NUMBERS} if argument not in FLAGS else {}
+    return {kind: change(value.detach()) for kind, change in TENSORS.items()}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_is_no_such_tensor_or_number_is_refused_by_name(name):
+    problem, accepted = sound_problem(name), []
+    for position, (argument, value) in enumerate(problem.arguments.items()):
+        for kind, wrong in wrongs(argument, value).items():
+            if kind == "meta" and position == 0:
+                continue
+            if any(f"{argument} of {name}".startswith(taken) for taken in TAKES.get(kind, ())):
+                continue
+            try:
+                OPERATORS[name].call(**problem.arguments | {argument: wrong})
+            except (ValueError, TypeError, RuntimeError) as error:
+                assert re.match(rf"{name}: .*\b({argument}|meta|coors_range)\b", str(error)), (
+                    argument,
+                    kind,
+                    error,
+                )
+            else:
+                accepted.append((argument, kind))
+    assert not accepted
 
 
 def sound_problem(name):

@@ -538,7 +538,7 @@ def test_rejections():
             "weight must have a multiple of 2 output",
         ),
         (lambda: deform_conv2d(x[..., :1, :1], offset, weight), "is too small"),
-        (lambda: deform_conv2d(x, offset, weight[0]), r"weight must be \[C', C / groups, KH, KW\], got "),
+        (lambda: deform_conv2d(x, offset, weight[0]), r"weight must be \[O, I, KH, KW\], got "),
         (lambda: deform_conv2d(x, offset, weight, *settings, 0), "groups must be at least 1, got 0"),
         (
             lambda: deform_conv2d(x, offset, weight, *settings, 2, 0),

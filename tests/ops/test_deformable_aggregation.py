@@ -465,10 +465,6 @@ REJECTIONS = {
         dict(features=torch.zeros(2, 1, 112, 4)),
         r"features must be \[B, S, C\], got \[2, 1, 112, 4\]",
     ),
-    "features-int": (
-        dict(features=torch.zeros(2, 112, 4, dtype=torch.int32)),
-        "features must be float64, float32",
-    ),
     "shapes-2d": (
         dict(level_shapes=torch.ones(3, 2, dtype=torch.int64)),
         r"level_shapes must be \[V, L, 2\] \(height, width\), got",

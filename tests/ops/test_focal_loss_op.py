@@ -220,7 +220,7 @@ def test_rejections(function):
     logits, target = torch.zeros(3, 2), torch.zeros(3).long()
     for arguments, message in [
         ((logits[0], target), r"input must be \[N, C\], got \[2\]"),
-        ((logits, target.float()), "target must be int64, got torch.float32"),
+        ((logits, target.float()), "target must hold integers, got torch.float32"),
         ((logits, target[:2]), r"target must be \[3\], got \[2\]"),
         ((logits, target, 2.0, 0.25, torch.ones(3)), r"weight must be \[2\], got \[3\]"),
         ((logits, target, 2.0, 0.25, None, "all"), "reduction must be 'none', 'mean' or 'sum', got 'all'"),

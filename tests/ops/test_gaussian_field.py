@@ -351,10 +351,6 @@ def bad_factor(value):
 
 REJECTIONS = {
     "points-2": (dict(points=torch.zeros(5, 2)), r"points must be \[B, 3\], got \[5, 2\]"),
-    "points-int": (
-        dict(points=torch.zeros(5, 3, dtype=torch.int64)),
-        "points must be a floating-point tensor",
-    ),
     "means": (dict(means=torch.zeros(7, 4)), r"means must be \[N, 3\], got \[7, 4\]"),
     "cholesky": (
         dict(cholesky=torch.zeros(6, 3, 3)),
@@ -384,12 +380,6 @@ def test_rejects(name, change):
     with pytest.raises(RuntimeError, match=message) as caught:
         OPS[name][0](**arguments)
     assert str(caught.value).startswith(("mahalanobis_distance: ", "gaussian_field: "))
-
-
-@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
-def test_rejects_tolerance(tolerance):
-    with pytest.raises(ValueError, match="tolerance must be a finite number of at least 0, got"):
-        gaussian_field(*make_case(5, 7), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("change", ["points", "means"])

@@ -387,7 +387,7 @@ KERNELS, POINTS = torch.zeros(1, 9, 8, 8), torch.zeros(1, 5, 2)
         (lambda: rel_roi_point_to_abs_img_point(POINTS[0, :2, :1], POINTS), "_point: rois must be"),
         (lambda: rel_roi_point_to_abs_img_point(torch.zeros(2, 5), POINTS), "_point: rel_roi_points must be"),
         (lambda: SimpleRoIAlign(2, 1.0)(X, torch.zeros(2, 4)), "SimpleRoIAlign: rois must be"),
-        (lambda: SimpleRoIAlign(2, 1.0)(X[0], torch.zeros(2, 5)), "SimpleRoIAlign: input must be"),
+        (lambda: SimpleRoIAlign(2, 1.0)(X[0], torch.zeros(2, 5)), "SimpleRoIAlign: features must be"),
     ],
 )
 def test_rejections(call, message):

@@ -481,10 +481,6 @@ def rejection_case():
 
 REJECTIONS = {
     "value-3d": (dict(value=torch.zeros(2, 10, 8)), r"value must be \[B, S, G, C\], got \[2, 10, 8\]"),
-    "value-int": (
-        dict(value=torch.zeros(2, 10, 2, 4, dtype=torch.int32)),
-        "value must be float64, float32, float16 or bfloat16",
-    ),
     "shapes-1d": (
         dict(level_shapes=torch.tensor([3, 2])),
         r"level_shapes must be \[L, 2\] \(height, width\), got \[2\]",

@@ -461,7 +461,7 @@ REJECTIONS = {
         dict(num_points=[3, 3, 3]),
         "num_points must be a number for each of the 2 levels, got 3",
     ),
-    "points-negative": (dict(num_points=[7, -1]), "num_points must be 0 to 2.31 - 1, got -1"),
+    "points-negative": (dict(num_points=[7, -1]), "num_points must be at least 0"),
     "points-sum": (
         dict(num_points=[3, 4]),
         r"offsets must be \[B, Q, G, K, 2\] = \[2, Q, 2, 7, 2\], got \[2, 5, 2, 6, 2\]",
@@ -504,9 +504,8 @@ REJECTIONS = {
 @pytest.mark.parametrize("name", REJECTIONS)
 def test_rejects(name):
     change, message = REJECTIONS[name]
-    with pytest.raises(RuntimeError, match=message) as caught:
+    with pytest.raises((RuntimeError, ValueError), match=f"^ms_deform_attn_fused: .*{message}"):
         ms_deform_attn_fused(**(rejection_case() | change))
-    assert "ms_deform_attn" in str(caught.value)
 
 
 @pytest.mark.parametrize("device", DEVICES)

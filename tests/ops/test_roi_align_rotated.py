@@ -379,7 +379,7 @@ X = torch.zeros(2, 8, 4, 5)
             lambda: active_rotated_filter(X[..., None].int(), X.new_ones(4, 5, 1, 2)),
             "active_rotated_filter: input must be of a floating-point type",
         ),
-        (lambda: riroi_align_rotated(X, rois(), 2, 1.0, 0, 3), "num_orientations must be .*got 3 for 8"),
+        (lambda: riroi_align_rotated(X, rois(), 2, 1.0, 0, 3), "num_orientations must divide .*got 3 for 8"),
         (lambda: rotated_feature_align(X[0], X), r"features must be \[B, C, H, W\], got \[8, 4, 5\]"),
         (lambda: rotated_feature_align(X, X), r"best_rbboxes must be \[2, 4, 5, 5\], got \[2, 8, 4, 5\]"),
         (lambda: rotated_feature_align(X, X.new_zeros(2, 4, 5, 5), 1.0, 4), "points must be 1 or 5, got 4"),

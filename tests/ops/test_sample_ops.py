@@ -355,11 +355,6 @@ REJECTIONS = {
         dict(images=torch.zeros(2, 12, 5)),
         r"images must be \[B, C, H, W\], got \[2, 12, 5\]",
     ),
-    "images-int": (
-        "sum",
-        dict(images=torch.zeros(2, 12, 5, 7, dtype=torch.int32)),
-        "images must be float64, float32",
-    ),
     "images-empty": (
         "sum",
         dict(images=torch.zeros(2, 12, 0, 7)),
@@ -395,7 +390,7 @@ REJECTIONS = {
         dict(num_octaves=7),
         "num_octaves must be from 0 to 30, twice it at most the channels C = 12",
     ),
-    "octaves-negative": ("dot", dict(num_octaves=-1), "num_octaves must be from 0 to 30"),
+    "octaves-negative": ("dot", dict(num_octaves=-1), "num_octaves must be at least 0"),
 }
 
 
@@ -405,9 +400,8 @@ def test_rejects(change):
     tensors, rest = make_case(name, *SIZES["plain"], dtype=torch.float32)
     names = ("images", "samples", "weights") if name == "sum" else ("images", "samples", "queries", "depths")
     arguments = dict(zip(names, tensors, strict=True)) | ({"num_octaves": rest[0]} if rest else {}) | changes
-    with pytest.raises(RuntimeError, match=message) as caught:
+    with pytest.raises((RuntimeError, ValueError), match=f"^sample_{name}: .*{message}"):
         OPS[name][0](**arguments)
-    assert str(caught.value).startswith(f"sample_{name}: ")
 
 
 @pytest.mark.cuda

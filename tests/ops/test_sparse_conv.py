@@ -343,7 +343,7 @@ def test_grids_of_more_than_2_to_the_31_places(device):
         ),
         (
             lambda i: get_indice_pairs(i, 1, [4, 4], [4, 4], [3], [1, 1], [1, 1], [1, 1]),
-            r"ksize must have 2 numbers, got \[3\]",
+            r"ksize must be 2 integers, got \[3\]",
         ),
         (
             lambda i: indice_conv(

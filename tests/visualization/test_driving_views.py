@@ -86,11 +86,6 @@ def test_from_above():
     assert all(spots(part, TRUTH_COLOR)[1] > 20 for part in (above[:, :192], above[:, 192:]))
 
 
-def test_boxes_across_the_image_plane_do_no_harm():
-    picture = draw(truth=Scene(np.concatenate([box(0, 0), box(0, 1), box(0, -2)]), np.array([0, 0, 1])))
-    assert picture.dtype == np.uint8
-
-
 def test_empty_scenes_and_other_cameras():
     empty = Scene(np.zeros((0, 9)), np.zeros(0, int))
     assert draw(empty, empty).shape == (288, 384, 3)

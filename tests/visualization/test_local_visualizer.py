@@ -94,17 +94,6 @@ def test_truth_and_predictions():
     assert extent(prediction, (0, 0, 255), 6)[2:] == [52, 47]
 
 
-@pytest.mark.parametrize(
-    "draw_gt, draw_pred, expected", [(True, False, 1), (False, True, 1), (False, False, 1)]
-)
-def test_what_to_draw(draw_gt, draw_pred, expected):
-    data_sample = sample([(0, [10, 20, 50, 45])], [(1, [12, 22, 52, 47], 0.9)])
-    pictures = visualizer().draw_sample(GREY, data_sample, draw_gt, draw_pred)
-    assert len(pictures) == expected
-    assert (extent(pictures[0], (255, 0, 0)) is not None) == draw_gt
-    assert (extent(pictures[0], (0, 0, 255)) is not None) == draw_pred
-
-
 def test_frames():
     """Truth is in pixels of img_shape, predictions in pixels of ori_shape: either image shows both in place."""
     data_sample = sample(
@@ -130,19 +119,6 @@ def test_crowds_are_grey_and_names_optional():
     bare = DetLocalVisualizer(min_side=1)
     picture = bare.draw_sample(GREY, sample([(1, [10, 20, 50, 45])]), draw_pred=False)[0]
     assert extent(picture, class_palette(2)[1])[2:] == [50, 45]
-
-
-def test_files(tmp_path):
-    out_file = tmp_path / "new" / "picture.png"
-    drawn = visualizer()
-    drawn.add_datasample(
-        "x", GREY, sample([(0, [1, 1, 9, 9])], [(1, [1, 1, 9, 9], 0.9)]), out_file=str(out_file)
-    )
-    with Image.open(out_file) as image:
-        assert image.width > 2 * 480 and image.height > 360
-    drawn.add_datasample("x", GREY, None, out_file=tmp_path / "bare.png")
-    with Image.open(tmp_path / "bare.png") as image:
-        assert image.size == (480, 360)
 
 
 def test_backends(tmp_path):
@@ -176,14 +152,6 @@ def test_contact_sheet(tmp_path):
     assert side_by_side([GREY, GREY]).shape[0] < 75
     with pytest.raises(ValueError, match="contact_sheet: rows must hold at least one image"):
         contact_sheet([])
-
-
-def test_large_pictures_are_shrunk_on_a_sheet(tmp_path):
-    photos = [np.zeros((1500, 3000, 3), np.uint8)] * 3
-    samples = [sample([(0, [100, 100, 1400, 1400])], [(1, [5, 5, 900, 40], 0.9)]) for _ in photos]
-    visualizer().add_contact_sheet("sheet", photos, samples, columns=1, out_file=tmp_path / "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as image:
-        assert 2 * 1200 < image.width < 2 * 1200 + 100 and 3 * 600 < image.height < 3 * 600 + 120
 
 
 def test_palette():

@@ -101,7 +101,7 @@ def _described(value: Any) -> str:
 
 def _is_rotation(given: np.ndarray) -> bool:
     if given.ndim == 1:
-        return 1e-8 < np.linalg.norm(given) < np.inf
+        return bool(1e-8 < np.linalg.norm(given) < np.inf)
     return bool(np.abs(given @ given.T - np.eye(3)).max() <= 0.02 and np.linalg.det(given) > 0)
 
 

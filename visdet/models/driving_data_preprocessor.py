@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from mmengine.model import BaseDataPreprocessor
-from mmengine.structures import BaseDataElement
 from torch import Tensor
 
+from visdet.checks.arguments import Above0
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
@@ -37,7 +37,7 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
     def __init__(
         self,
         mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
+        std: Sequence[Above0] | None = None,
         bgr_to_rgb: bool = False,
         non_blocking: bool = True,
     ) -> None:
@@ -46,8 +46,6 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
             raise InvalidInputError(
                 f"DrivingDataPreprocessor: mean and std must be given together, got {mean}, {std}"
             )
-        if std is not None and not all(deviation > 0 for deviation in std):
-            raise InvalidInputError(f"DrivingDataPreprocessor: std must be positive numbers, got {std}")
         self.bgr_to_rgb = bgr_to_rgb
         self._has_statistics = mean is not None
         if mean is not None and std is not None:
@@ -65,19 +63,16 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         images = stack_equal("inputs", self.cast_data(data["inputs"]))
         samples = data.get("data_samples")
         if samples is not None:
-            samples = [self._moved(sample) for sample in samples]
-        return {"inputs": self._normalise(images), "data_samples": samples}
-
-    def _moved(self, sample: BaseDataElement) -> BaseDataElement:
-        if isinstance(sample, DrivingDataSample):
-            return sample.with_inputs_on(self.device, self._non_blocking)
-        return self.cast_data(sample)
-
-    def _normalise(self, images: Tensor) -> Tensor:
-        if self.bgr_to_rgb:
-            images = images.flip(2)
-        images = images.float()
-        return torch.addcmul(self._shift, images, self._scale) if self._has_statistics else images
+            samples = [
+                sample.with_inputs_on(self.device, self._non_blocking)
+                if isinstance(sample, DrivingDataSample)
+                else self.cast_data(sample)
+                for sample in samples
+            ]
+        images = (images.flip(2) if self.bgr_to_rgb else images).float()
+        if self._has_statistics:
+            images = torch.addcmul(self._shift, images, self._scale)
+        return {"inputs": images, "data_samples": samples}
 
 
 def stack_equal(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:

@@ -10,10 +10,8 @@ from torch import Tensor
 __all__ = [
     "as_tensor",
     "check_device",
-    "check_floating",
-    "check_integers",
     "check_layout",
-    "check_real",
+    "check_numbers",
     "check_tensors",
     "computation_dtype",
     "integer_table",
@@ -23,27 +21,37 @@ __all__ = [
 
 def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
     """Raise RuntimeError unless the argument ``name`` is on the device of the argument ``of_name``."""
-    check_tensors(operator, **{name: tensor, of_name: of})
     if tensor.device != of.device:
         whose = f"{of_name}'" if of_name.endswith("s") else f"{of_name}'s"
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
 
 
 def check_tensors(op: str, **tensors: Any) -> None:
-    """Raise a TypeError unless the arguments are tensors."""
+    """Raise a TypeError unless the arguments are dense tensors."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {tensor.layout}")
 
 
-def check_floating(op: str, **tensors: Tensor) -> None:
-    """Raise a ValueError unless the tensors are of floating-point types, on the device of the first one."""
-    check_tensors(op, **tensors)
-    device = next(iter(tensors.values())).device
+def check_numbers(op: str, kind: str, **tensors: Tensor) -> None:
+    """Raise a ValueError unless the tensors hold numbers of this kind: "floating", "real", "integers" or "mask"."""
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.device != device:
-            expected, given = f"of a floating-point type on {device}", f"{tensor.dtype} on {tensor.device}"
-            raise ValueError(f"{op}: {name} must be {expected}, got {given}")
+        dtype = tensor.dtype
+        fits = dtype.is_floating_point if kind == "floating" else not dtype.is_complex
+        if kind == "integers":
+            fits = fits and not dtype.is_floating_point
+        if not fits or (dtype == torch.bool and kind != "mask"):
+            raise ValueError(f"{op}: {name} must {_EXPECTED[kind]}, got {dtype}")
+
+
+_EXPECTED = {
+    "floating": "be of a floating-point type",
+    "real": "hold real numbers",
+    "integers": "hold integers",
+    "mask": "hold real numbers or bool",
+}
 
 
 def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
@@ -57,14 +65,6 @@ def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int 
         raise ValueError(f"{op}: {name} must be {expected}, got {list(tensor.shape)}")
 
 
-def check_integers(op: str, **tensors: Tensor) -> None:
-    """Raise a ValueError unless the tensors are of integer types."""
-    check_tensors(op, **tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise ValueError(f"{op}: {name} must hold integers, got {tensor.dtype}")
-
-
 def as_tensor(values: Any) -> Tensor:
     """Return a tensor as it is, and a NumPy array of any strides and byte order, also a read-only one, as a tensor."""
     if isinstance(values, Tensor):
@@ -76,40 +76,42 @@ def as_tensor(values: Any) -> Tensor:
     return torch.from_numpy(values)
 
 
-def check_real(op: str, **tensors: Tensor) -> None:
-    """Raise a ValueError unless the tensors are of integer or floating-point types."""
-    check_tensors(op, **tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_complex() or tensor.dtype == torch.bool:
-            raise ValueError(f"{op}: {name} must hold real numbers, got {tensor.dtype}")
-
-
 def computation_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type that sums and coordinates have beside ``tensor``: float64 for float64, otherwise float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def integer_table(operator: str, name: str, table: Tensor | Sequence[Any], expected: str) -> Tensor:
+def integer_table(
+    operator: str, name: str, table: Tensor | Sequence[Any], expected: str, beside: Tensor
+) -> Tensor:
     """Return a table of integers as an int64 tensor: a tensor on its device, sequences on the CPU.
 
     Args:
+        beside: the tensor that the table describes. A table without data belongs to such a tensor only.
         expected: what the error says besides "an integer tensor", such as "a sequence of integers".
 
     Raises:
         TypeError: ``table`` is neither a tensor of integers nor such a sequence.
     """
     if isinstance(table, Tensor):
+        check_tensors(operator, **{name: table})
         # A tensor of no numbers is mostly made from an empty list and has float32.
-        if (table.is_floating_point() or table.is_complex()) and table.numel() > 0:
+        if table.numel() > 0 and (
+            table.is_floating_point() or table.is_complex() or table.dtype == torch.bool
+        ):
             raise TypeError(
                 f"{operator}: {name} must be an integer tensor or {expected}, got a tensor of {table.dtype}"
+            )
+        if table.is_meta and not beside.is_meta:
+            raise RuntimeError(
+                f"{operator}: {name} must be on {beside.device} or the CPU, got {table.device}"
             )
         return table.to(torch.int64)
     problem: Exception | None = None
     try:
         numbers = torch.tensor(table, device="cpu")
         # A list of no numbers makes a tensor of float32.
-        if not numbers.is_floating_point() or numbers.numel() == 0:
+        if numbers.numel() == 0 or not (numbers.is_floating_point() or numbers.dtype == torch.bool):
             return numbers.to(torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
@@ -122,7 +124,7 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         TypeError: ``size`` is something else, such as a number with a fraction.
     """
-    numbers: Any = size if isinstance(size, Iterable) else (size, size)
+    numbers: Any = size if isinstance(size, Iterable) and getattr(size, "ndim", True) else (size, size)
     try:
         height, width = numbers
         return index(height), index(width)

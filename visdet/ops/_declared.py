@@ -4,22 +4,25 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, check_floating, check_integers, check_real, check_tensors
+from ._arguments import check_device, check_numbers, check_tensors
 
 __all__ = ["check_indices", "declared"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_TENSOR = re.compile(r"(None or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
+_TENSOR = re.compile(r"(None or |array or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
 _INTEGER: Any = (Integral, torch.SymInt)
 _REAL: Any = (Real, torch.SymInt, torch.SymFloat)
-_NUMBER = re.compile(r"(integer|number)(?:, (at least|above) ([^\s,]+))?(?:, at most (\S+))?")
+_NUMBER = re.compile(
+    r"(?:(?:(1 or )?(\d+|(?:\d+ \* )?[A-Z]) (?=\w+s\b))|(?!\w+s\b))(integer|number)s?"
+    r"(?:, (at least|above) ([^\s,]+))?(?:, at most (\S+))?"
+)
 
 
 def declared(name: str = "", **arguments: str) -> Callable[[_Function], _Function]:
@@ -27,8 +30,9 @@ def declared(name: str = "", **arguments: str) -> Callable[[_Function], _Functio
 
     A tensor is declared by what it holds, "floating", "real" (those and integers), "integers", "mask" (real or bool)
     or "any", and its layout, such as "floating [B, 4 * C, H, W]". A letter is the same size wherever it stands. All
-    tensors are on the device of the first one. A number, or a sequence of numbers, is "integer" or "number", with the
-    least one and the greatest one: "integer, at least 1, at most 9" or "number, above 0".
+    tensors are on the device of the first one. "None or" and "array or" before it allow None and NumPy arrays. A number
+    is "integer" or "number", with the least one and the greatest one: "integer, at least 1, at most 9" or "number,
+    above 0". Sequences have their length before it: "2 * D numbers", and "1 or 2 integers" may be one number, too.
 
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
     type of the values. Errors of an operator that it calls have its own name.
@@ -70,14 +74,15 @@ def _parsed(text: str) -> tuple[Any, ...]:
     """Return the function that checks what is so declared, and its last arguments."""
     number = _NUMBER.fullmatch(text)
     if number:
-        kind, comparison, least, most = number.groups()
+        may_be_one, count, kind, comparison, least, most = number.groups()
+        length = None if count is None else _size(count)
         bounds = -math.inf if least is None else float(least), math.inf if most is None else float(most)
-        return _check_number, kind == "integer", comparison, *bounds
+        return _check_number, bool(may_be_one), length, kind, comparison, *bounds
     tensor = _TENSOR.fullmatch(text)
     assert tensor, text
-    may_be_none, kind, layout, note = tensor.groups()
+    otherwise, kind, layout, note = tensor.groups()
     sizes = None if layout is None else tuple(map(_size, layout.split(", ")))
-    return _check_tensor, bool(may_be_none), kind, sizes, note or ""
+    return _check_tensor, otherwise, kind, sizes, note or ""
 
 
 def _size(text: str) -> tuple[int, str, str]:
@@ -92,16 +97,18 @@ def _check_tensor(
     tensor: Any,
     first: tuple[str, Any],
     sizes: dict[str, Any],
-    may_be_none: bool,
+    otherwise: str | None,
     kind: str,
     layout: tuple[tuple[int, str, str], ...] | None,
     note: str,
 ) -> tuple[str, Any]:
     """Raise an error unless the tensor is as declared. Return the first tensor and its name."""
-    if may_be_none and tensor is None:
+    if otherwise == "None or " and tensor is None:
         return first
-    check_tensors(op, **{name: tensor})
-    first = (name, tensor) if first[1] is None else first
+    is_array = otherwise == "array or " and hasattr(tensor, "astype")
+    if not is_array:
+        check_tensors(op, **{name: tensor})
+        first = (name, tensor) if first[1] is None else first
     if layout is not None:
         known = dict(sizes)
         if not _fits(tensor.shape, layout, sizes):
@@ -109,17 +116,15 @@ def _check_tensor(
                 str(factor * known[letter]) if letter in known else text for factor, letter, text in layout
             )
             raise ValueError(f"{op}: {name} must be [{expected}]{note}, got {list(tensor.shape)}")
-    if kind == "floating":
-        check_floating(op, **dict((first, (name, tensor))))
-    elif kind == "integers":
-        check_integers(op, **{name: tensor})
-    elif kind == "real" or (kind == "mask" and tensor.dtype != torch.bool):
-        check_real(op, **{name: tensor})
-    check_device(op, name, tensor, *first)
+    if not is_array:
+        if kind != "any":
+            check_numbers(op, kind, **{name: tensor})
+        if tensor is not first[1]:
+            check_device(op, name, tensor, *first)
     return first
 
 
-def _fits(shape: torch.Size, layout: tuple[tuple[int, str, str], ...], sizes: dict[str, Any]) -> bool:
+def _fits(shape: Sequence[int], layout: tuple[tuple[int, str, str], ...], sizes: dict[str, Any]) -> bool:
     """Return whether a shape has this layout with the sizes of letters that are known, and add the others to them."""
     if len(shape) != len(layout):
         return False
@@ -137,25 +142,41 @@ def _check_number(
     given: Any,
     first: tuple[str, Any],
     sizes: dict[str, Any],
-    is_integer: bool,
+    may_be_one: bool,
+    length: tuple[int, str, str] | None,
+    kind: str,
     comparison: str | None,
     least: float,
     most: float,
 ) -> tuple[str, Any]:
     """Raise an error unless the number, or each of several, is as declared."""
-    several: Any = given.tolist() if isinstance(given, Tensor) else given
-    for number in (several,) if isinstance(several, _REAL) or not isinstance(several, Iterable) else several:
+    numbers: Any = given
+    if not isinstance(given, _REAL) and hasattr(given, "tolist") and not getattr(given, "is_meta", False):
+        numbers = given.tolist()
+    are_several = isinstance(numbers, (list, tuple))
+    types, most_digits = (_INTEGER, 31) if kind == "integer" else (_REAL, 63)
+    several = numbers if are_several else (numbers,)
+    has_types = all(isinstance(number, types) and not isinstance(number, bool) for number in several)
+    has_length = may_be_one or length is None
+    if are_several:
+        has_length = bool(several) and length is not None and _fits((len(several),), (length,), sizes)
+    if not (has_types and has_length):
+        one = "an integer" if kind == "integer" else "a number"
+        if length is None:
+            expected = one
+        else:
+            factor, letter, text = length
+            count = str(factor * sizes[letter]) if letter in sizes else text
+            expected = f"{one} or " * may_be_one + f"{count} {kind}s"
+        raise (ValueError if has_types else TypeError)(f"{op}: {name} must be {expected}, got {given!r}")
+    for number in several:
         expected = ""
-        if isinstance(number, bool) or not isinstance(number, _INTEGER if is_integer else _REAL):
-            raise TypeError(
-                f"{op}: {name} must be {'an integer' if is_integer else 'a number'}, got {given!r}"
-            )
         if comparison and not (number > least or (number == least and comparison == "at least")):
             expected = f"{comparison} {least:g}"
         elif number > most:
             expected = f"at most {most:g}"
-        elif is_integer and abs(number) >= 1 << 31:
-            expected = "below 2^31"
+        elif isinstance(number, _INTEGER) and abs(number) >= 1 << most_digits:
+            expected = f"below 2^{most_digits}"
         elif number != number or (comparison and abs(number) == math.inf):
             expected = "finite"
         if expected:

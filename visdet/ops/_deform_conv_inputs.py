@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_layout, check_real, check_tensors, pair
+from ._arguments import pair
 
 __all__ = ["Pair", "check_shapes", "output_shape", "tap_positions"]
 
@@ -29,28 +29,11 @@ def check_shapes(
     offset: Tensor,
     mask: Tensor | None,
     weight: Tensor,
-    bias: Tensor | None,
     settings: tuple[Pair, Pair, Pair],  # stride, padding, dilation
     groups: int,
     deform_groups: int,
 ) -> None:
-    """Raise a ValueError that names the operator and the argument if a shape or a number does not fit."""
-    check_tensors(operator, offset=offset, mask=offset if mask is None else mask)
-    for name, tensor, dims in (
-        ("input", input, "[B, C, H, W]"),
-        ("weight", weight, "[C', C / groups, KH, KW]"),
-    ):
-        check_layout(operator, name, tensor, dims, None, None, None, None)
-    for name, number in (
-        ("groups", groups),
-        ("deform_groups", deform_groups),
-        ("stride", min(pair(settings[0]))),
-        ("dilation", min(pair(settings[2]))),
-    ):
-        if number < 1:
-            raise ValueError(f"{operator}: {name} must be at least 1, got {number}")
-    if min(pair(settings[1])) < 0:
-        raise ValueError(f"{operator}: padding must not be negative, got {min(pair(settings[1]))}")
+    """Raise a ValueError that names the operator and the argument if a shape does not fit."""
     size = output_shape(input, weight, *settings)
     if min(size) <= 0:
         raise ValueError(
@@ -70,12 +53,6 @@ def check_shapes(
         expected = [B, channels, *size]
         if field is not None and list(field.shape) != expected:
             raise ValueError(f"{operator}: {name} must be {expected}, got {list(field.shape)}")
-    if not offset.is_floating_point():
-        raise ValueError(f"{operator}: offset must be of a floating-point type, got {offset.dtype}")
-    if bias is not None and list(bias.shape) != [weight.shape[0]]:
-        raise ValueError(f"{operator}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    given = dict(input=input, mask=mask, weight=weight, bias=bias)
-    check_real(operator, **{name: tensor for name, tensor in given.items() if tensor is not None})
 
 
 def tap_positions(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._arguments import check_tensors, integer_table
+from ._arguments import integer_table
 from ._library import CONSTANTS
 
 __all__ = ["MAX_HOST_LEVELS", "level_starts_of", "level_tables"]
@@ -20,7 +20,6 @@ def level_starts_of(level_shapes: Tensor) -> Tensor:
 
 
 def level_tables(
-    operator: str,
     value: Tensor,
     level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
     level_starts: Tensor | Sequence[int] | None,  # [L]
@@ -35,16 +34,15 @@ def level_tables(
         TypeError: a table is neither a tensor nor a sequence of integers.
     """
     expected = "a sequence of integers"
-    shapes = integer_table(operator, "level_shapes", level_shapes, expected)
+    shapes = integer_table("ms_deform_attn", "level_shapes", level_shapes, expected, value)
     if shapes.dim() != 2:
         raise RuntimeError(
-            f"{operator}: level_shapes must be [L, 2] (height, width), got {list(shapes.shape)}"
+            f"ms_deform_attn: level_shapes must be [L, 2] (height, width), got {list(shapes.shape)}"
         )
     if level_starts is None:
         starts = level_starts_of(shapes)
     else:
-        starts = integer_table(operator, "level_starts", level_starts, expected)
-    check_tensors(operator, value=value)
+        starts = integer_table("ms_deform_attn", "level_starts", level_starts, expected, value)
     if value.is_cuda:
         if shapes.shape[:1].numel() > MAX_HOST_LEVELS:
             shapes = shapes.to(value.device, non_blocking=True)

@@ -1,6 +1,5 @@
 """Bilinear sampling of feature maps inside regions in plain torch, with the border rule of RoIAlign."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,15 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import check_layout, check_real, computation_dtype
+from ._arguments import computation_dtype
 from .tracing import recorded_as_one
 
 __all__ = [
+    "MAP",
+    "ROTATED",
+    "UPRIGHT",
     "bounded_rois",
     "bounded_rotated_rois",
     "bounds_of",
-    "check_rois",
-    "check_sampling_ratio",
+    "check_samples",
     "pool_regions",
     "pool_samples",
 ]
@@ -32,45 +33,17 @@ LEAST_REACH = 128
 LARGEST_SIDE = 46000
 
 
-UPRIGHT = "batch index, x1, y1, x2, y2"
-ROTATED = "batch index, x, y, w, h, angle"
+MAP = "floating [B, C, H, W]"
+UPRIGHT = "real [N, 5] (batch index, x1, y1, x2, y2)"
+ROTATED = "real [N, 6] (batch index, x, y, w, h, angle)"
 
 
-def check_rois(
-    op: str,
-    input: Tensor,
-    rois: Tensor,
-    size: tuple[int, int],
-    spatial_scale: float,
-    layout: str = UPRIGHT,
-    names: tuple[str, str] = ("input", "output_size"),
-) -> None:
-    """Raise ValueError unless input is [B, C, H, W], rois have this layout, and the numbers are positive.
-
-    ``names`` are those of ``input`` and ``size`` among the operator's arguments.
-    """
-    check_layout(op, names[0], input, "[B, C, H, W]", None, None, None, None)
-    if not input.is_floating_point():
-        raise ValueError(f"{op}: {names[0]} must be of a floating-point type, got {input.dtype}")
-    if not 0 < spatial_scale < math.inf:
-        raise ValueError(f"{op}: spatial_scale must be positive and finite, got {spatial_scale}")
-    if min(size) < 1:
-        raise ValueError(f"{op}: {names[1]} must be positive, got {size}")
-    if size[0] * size[1] >= 1 << 31:
-        raise ValueError(f"{op}: {names[1]} must have fewer than 2^31 bins, got {size}")
-    columns = layout.count(",") + 1
-    check_layout(op, "rois", rois, f"[N, {columns}] ({layout})", None, columns)
-    check_real(op, rois=rois)
-    if rois.device != input.device:
-        raise ValueError(f"{op}: rois must be on {input.device}, got {rois.device}")
-
-
-def check_sampling_ratio(op: str, sampling_ratio: int, size: tuple[int, int]) -> None:
+def check_samples(op: str, size: tuple[int, int], sampling_ratio: int = 1) -> None:
     """Raise ValueError unless the samples of a region can be counted in 31 bits."""
-    if sampling_ratio > 0 and sampling_ratio**2 * size[0] * size[1] >= 1 << 31:
+    if max(sampling_ratio, 1) ** 2 * size[0] * size[1] >= 1 << 31:
         raise ValueError(
-            f"{op}: sampling_ratio must give a region fewer than 2^31 samples, got {sampling_ratio} for "
-            f"{size[0]} x {size[1]} bins"
+            f"{op}: output_size and sampling_ratio must give a region fewer than 2^31 samples, got {tuple(size)} and "
+            f"{sampling_ratio}"
         )
 
 

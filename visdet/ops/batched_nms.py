@@ -30,7 +30,7 @@ _CLASSES_OF: dict[Callable[..., Any], str] = {
 }
 
 
-@declared(boxes="real", scores="real")
+@declared(boxes="real", scores="real", idxs="array or any")
 def batched_nms(
     boxes: Tensor,  # [N, 4] (x1, y1, x2, y2), [N, 5] (x, y, w, h, angle) or [N, 8] four corners
     scores: Tensor,  # [N]

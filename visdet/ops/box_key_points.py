@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_real
+from ._declared import declared
 
 __all__ = ["box_key_points", "box_key_points_reference"]
 
 
+@declared(anchors="floating", fixed="real", logits="None or real", max_log_size="number")
 def box_key_points(
     anchors: Tensor,  # [B, Q, D]
     fixed: Tensor,  # [F, 3]
@@ -35,8 +36,8 @@ def box_key_points(
     every device. Where no library is built for the device, plain torch computes the same.
 
     Raises:
-        RuntimeError: A shape, type or device does not fit, or ``fixed`` requires a gradient; the message names the
-            argument.
+        RuntimeError: A shape or device does not fit, or ``fixed`` requires a gradient. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
 
     Source: The key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
     """
@@ -44,7 +45,6 @@ def box_key_points(
         raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
-    check_real("box_key_points", fixed=fixed, logits=logits)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
     if not _library.serves(anchors):
         return box_key_points_reference(anchors, fixed, logits, max_log_size)

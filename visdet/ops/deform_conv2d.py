@@ -17,12 +17,12 @@ __all__ = ["convolve", "deform_conv2d", "deform_conv2d_reference"]
 
 
 @declared(
-    input="any",
-    offset="any",
-    weight="any",
-    stride="integer, at least 1",
-    padding="integer, at least 0",
-    dilation="integer, at least 1",
+    input="real [B, C, H, W]",
+    offset="floating",
+    weight="real [O, I, KH, KW]",
+    stride="1 or 2 integers, at least 1",
+    padding="1 or 2 integers, at least 0",
+    dilation="1 or 2 integers, at least 1",
     groups="integer, at least 1",
     deform_groups="integer, at least 1",
 )
@@ -81,7 +81,7 @@ def deform_conv2d(
             "deform_conv2d: bias must be False; add a bias to the result, or call modulated_deform_conv2d"
         )
     settings = (stride, padding, dilation)
-    check_shapes("deform_conv2d", input, offset, None, weight, None, settings, groups, deform_groups)
+    check_shapes("deform_conv2d", input, offset, None, weight, settings, groups, deform_groups)
     return convolve(input, offset, None, weight, None, *settings, deform_groups, im2col_step)
 
 

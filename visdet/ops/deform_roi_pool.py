@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _library, _registration
-from ._arguments import check_real, check_tensors, computation_dtype, pair
+from ._arguments import computation_dtype, pair
 from ._declared import declared
-from ._roi_sampling import check_rois, check_sampling_ratio, pool_regions
+from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
 from .roi_align import roi_align
 
 __all__ = [
@@ -19,7 +19,10 @@ __all__ = [
 
 
 @declared(
-    output_size="integer, at least 1",
+    input=MAP,
+    rois=UPRIGHT,
+    offset="None or real",
+    output_size="1 or 2 integers, at least 1",
     spatial_scale="number, above 0",
     sampling_ratio="integer",
     gamma="number, above -inf",
@@ -62,17 +65,12 @@ def deform_roi_pool(
     Source: Deformable Convolutional Networks, arXiv 1703.06211; the signature is mmcv's.
     """
     PH, PW = pair(output_size)
-    check_rois("deform_roi_pool", input, rois, (PH, PW), spatial_scale)
-    check_sampling_ratio("deform_roi_pool", sampling_ratio, (PH, PW))
+    check_samples("deform_roi_pool", (PH, PW), sampling_ratio)
     expected = [rois.shape[0], 2, PH, PW]
-    check_tensors("deform_roi_pool", offset=input if offset is None else offset)
     if offset is None or (offset.numel() == 0 and list(offset.shape) != expected):
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
     if list(offset.shape) != expected:
         raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
-    check_real("deform_roi_pool", offset=offset)
-    if offset.device != input.device:
-        raise ValueError(f"deform_roi_pool: offset must be on {input.device}, got {offset.device}")
     if not _library.serves(input):
         return deform_roi_pool_reference(input, rois, offset, (PH, PW), spatial_scale, sampling_ratio, gamma)
     dtype = computation_dtype(input)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_device, check_real, computation_dtype, integer_table
+from ._arguments import computation_dtype, integer_table
+from ._declared import declared
 
 __all__ = [
     "deformable_aggregation",
@@ -21,6 +22,7 @@ __all__ = [
 _MAX_HOST_MAPS = _library.CONSTANTS.get("max_host_maps", 0)
 
 
+@declared(features="floating", locations="real", weights="real")
 def deformable_aggregation(
     features: Tensor,  # [B, S, C]
     level_shapes: Tensor | Sequence[Any],  # [V, L, 2] (height, width)
@@ -61,16 +63,14 @@ def deformable_aggregation(
     deterministic), and CUDA needs S < 2^30, Q * P * V * L < 2^30, L * G < 2^21 and V * L <= 512.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 
     Source: Sparse4D, arXiv 2211.10581, and SparseDrive, arXiv 2405.19620; the border rule is that of their kernel.
     """
     shapes, starts = as_tables(features, level_shapes, level_starts)
-    for name, tensor in (("locations", locations), ("weights", weights)):
-        check_device("deformable_aggregation", name, tensor, "features", features)
-    check_real("deformable_aggregation", locations=locations, weights=weights)
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))
@@ -191,19 +191,16 @@ def _unflatten(features: Tensor, level_shapes: Tensor, level_starts: Tensor) -> 
 
 
 def as_tables(
-    features: Tensor,
-    level_shapes: Tensor | Sequence[Any],
-    level_starts: Tensor | Sequence[Any],
-    operator: str = "deformable_aggregation",
+    features: Tensor, level_shapes: Tensor | Sequence[Any], level_starts: Tensor | Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
     """Return the level tables as int64 tensors where the kernels for ``features`` read them.
 
     Raises:
-        TypeError: a table is neither a tensor nor nested sequences of integers; the message names ``operator``.
+        TypeError: a table is neither a tensor nor nested sequences of integers.
     """
-    expected = "nested sequences of integers"
-    shapes = integer_table(operator, "level_shapes", level_shapes, expected)
-    starts = integer_table(operator, "level_starts", level_starts, expected)
+    op, expected = "deformable_aggregation", "nested sequences of integers"
+    shapes = integer_table(op, "level_shapes", level_shapes, expected, features)
+    starts = integer_table(op, "level_starts", level_starts, expected, features)
     if features.device.type not in ("cuda", "meta"):
         return shapes.cpu(), starts.cpu()
     if shapes.device.type != starts.device.type or shapes.numel() > 2 * _MAX_HOST_MAPS:

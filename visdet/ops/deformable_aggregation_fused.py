@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 from .deformable_aggregation import as_tables, deformable_aggregation_reference
 
 __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
@@ -15,6 +16,16 @@ __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_referen
 _MIN_DEPTH = 1e-5  # metres; points nearer or behind a camera land far outside the image
 
 
+@declared(
+    features="floating",
+    key_points="real",
+    projection="real",
+    image_wh="None or real",
+    logits="real",
+    camera_logits="None or real",
+    keep="None or any",
+    keep_scale="number",
+)
 def deformable_aggregation_fused(
     features: Tensor,  # [B, S, C]
     level_shapes: Tensor | Sequence[Any],  # [V, L, 2] (height, width)
@@ -61,7 +72,8 @@ def deformable_aggregation_fused(
     scratch memory a logit more.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 
@@ -72,13 +84,8 @@ def deformable_aggregation_fused(
             raise RuntimeError(
                 f"deformable_aggregation_fused: {name} is not differentiable, got one that requires grad"
             )
-    shapes, starts = as_tables(features, level_shapes, level_starts, "deformable_aggregation_fused")
+    shapes, starts = as_tables(features, level_shapes, level_starts)
     dtype = computation_dtype(features)
-    given = dict(key_points=key_points, projection=projection, image_wh=image_wh, logits=logits)
-    given["camera_logits"] = camera_logits
-    check_real(
-        "deformable_aggregation_fused", **{name: value for name, value in given.items() if value is not None}
-    )
     if image_wh is None:
         image_wh = projection.new_ones(*projection.shape[:2], 2)
     if camera_logits is not None and camera_logits.dtype != logits.dtype:

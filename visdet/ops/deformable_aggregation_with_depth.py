@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_device, check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 from .deformable_aggregation import as_tables
 
 __all__ = ["deformable_aggregation_with_depth", "deformable_aggregation_with_depth_reference"]
 
 
+@declared(features="floating", depth_probs="floating", locations="real", weights="real")
 def deformable_aggregation_with_depth(
     features: Tensor,  # [B, S, C]
     depth_probs: Tensor,  # [B, S, D]
@@ -49,18 +51,14 @@ def deformable_aggregation_with_depth(
     (B * Q * P * V * L).
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 
     Source: BIP3D, arXiv 2411.14869, whose operator leaves the sum over points to its caller.
     """
-    name = "deformable_aggregation_with_depth"
-    shapes, starts = as_tables(features, level_shapes, level_starts, name)
-    others = (("depth_probs", depth_probs), ("locations", locations), ("weights", weights))
-    for argument, tensor in others:
-        check_device(name, argument, tensor, "features", features)
-    check_real(name, locations=locations, weights=weights)
+    shapes, starts = as_tables(features, level_shapes, level_starts)
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))

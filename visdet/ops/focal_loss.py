@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _library, _registration
-from ._arguments import check_layout, check_real, check_tensors, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -16,6 +17,13 @@ __all__ = [
 ]
 
 
+@declared(
+    input="floating [N, C]",
+    target="integers [N]",
+    gamma="number",
+    alpha="number",
+    weight="None or real [C]",
+)
 def sigmoid_focal_loss(
     input: Tensor,  # [N, C]
     target: Tensor,  # [N] int64 in 0..C, C: background
@@ -28,7 +36,7 @@ def sigmoid_focal_loss(
 
     Args:
         input: [N, C]. The logits. 16-bit types are computed in float32.
-        target: [N] int64. The class of each row. A number that is no class (C by convention) stands for background.
+        target: [N], integers. The class of each row. A number that is no class (C by convention) stands for background.
         gamma: γ, the exponent.
         alpha: α, the weight of the target's class.
         weight: [C]. A factor of all losses of a row, chosen by the row's target; background has the factor 1.
@@ -45,13 +53,13 @@ def sigmoid_focal_loss(
 
     Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
-    _check("sigmoid_focal_loss", input, target, weight, reduction)
+    _check_reduction("sigmoid_focal_loss", reduction)
     dtype = computation_dtype(input)
     weight = input.new_empty(0, dtype=dtype) if weight is None else weight.to(dtype)
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
     logits = input if reduction == "none" else input.to(dtype)  # so that the sum is not one of rounded losses
-    return _reduce(run(logits, target, weight, float(gamma), float(alpha)), reduction).to(input.dtype)
+    return _reduce(run(logits, target.long(), weight, float(gamma), float(alpha)), reduction).to(input.dtype)
 
 
 def sigmoid_focal_loss_reference(
@@ -69,6 +77,13 @@ def sigmoid_focal_loss_reference(
     return loss.to(input.dtype)
 
 
+@declared(
+    input="floating [N, C]",
+    target="integers [N]",
+    gamma="number",
+    alpha="number",
+    weight="None or real [C]",
+)
 def softmax_focal_loss(
     input: Tensor,  # [N, C]
     target: Tensor,  # [N] int64 in 0..C-1, negative: ignored
@@ -81,9 +96,9 @@ def softmax_focal_loss(
 
     Args:
         input: [N, C]. The logits. 16-bit types are computed in float32.
-        target: [N] int64. The class of each row. A row with a negative target has loss and gradient 0. A target of C or
-            more is a mistake that only a synchronisation could report from CUDA: on every device the row's loss is NaN
-            and its gradient 0.
+        target: [N], integers. The class of each row. A row with a negative target has loss and gradient 0. A target of
+            C or more is a mistake that only a synchronisation could report from CUDA: on every device the row's loss is
+            NaN and its gradient 0.
         gamma: γ, the exponent.
         alpha: α, the factor of all losses.
         weight: [C]. A factor of a row's loss, chosen by the row's target.
@@ -100,7 +115,8 @@ def softmax_focal_loss(
 
     Source: The signature and the targets are mmcv's.
     """
-    _check("softmax_focal_loss", input, target, weight, reduction)
+    _check_reduction("softmax_focal_loss", reduction)
+    target = target.long()
     logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
     C = logits.shape[1]
     if C == 0:
@@ -117,19 +133,7 @@ def softmax_focal_loss(
     return _reduce(loss, reduction).to(input.dtype)
 
 
-def _check(op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> None:
-    check_tensors(op, input=input, target=target)
-    check_layout(op, "input", input, "[N, C]", None, None)
-    if not input.is_floating_point():
-        raise ValueError(f"{op}: input must be of a floating-point type, got {input.dtype}")
-    if target.dtype != torch.int64:
-        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
-    if target.shape != input.shape[:1]:
-        raise ValueError(f"{op}: target must be [{input.shape[0]}], got {list(target.shape)}")
-    if weight is not None and weight.shape != input.shape[1:]:
-        raise ValueError(f"{op}: weight must be [{input.shape[1]}], got {list(weight.shape)}")
-    if weight is not None:
-        check_real(op, weight=weight)
+def _check_reduction(op: str, reduction: str) -> None:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 

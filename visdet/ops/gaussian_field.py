@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_real
-from .mahalanobis_distance import in_computation_type, mahalanobis_distance_reference
+from ._arguments import computation_dtype
+from ._declared import declared
+from .mahalanobis_distance import mahalanobis_distance_reference
 from .tracing import recorded_as_one
 
 __all__ = ["gaussian_field", "gaussian_field_reference"]
@@ -13,6 +14,7 @@ __all__ = ["gaussian_field", "gaussian_field_reference"]
 _ORDER_BITS = 10  # the number of bits of each coordinate in the sorting along a Z-order curve
 
 
+@declared(points="floating", means="real", cholesky="real", weights="real", tolerance="number, at least 0")
 def gaussian_field(
     points: Tensor,  # [B, 3]
     means: Tensor,  # [N, 3]
@@ -44,17 +46,14 @@ def gaussian_field(
     (zero above the diagonal). It is deterministic, forward and backward.
 
     Raises:
-        RuntimeError: A shape, type, device or diagonal does not fit. The message names the argument.
-        ValueError: ``tolerance`` is negative or not finite.
+        RuntimeError: A shape, device or diagonal does not fit. The message names the argument.
+        ValueError: A type does not fit, or ``tolerance`` is negative or not finite. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The density of a Gaussian mixture; the fused kernels are visdet's own.
     """
-    if not 0 <= tolerance < float("inf"):
-        raise ValueError(f"gaussian_field: tolerance must be a finite number of at least 0, got {tolerance}")
-    check_real("gaussian_field", means=means, cholesky=cholesky, weights=weights)
-    tensors = in_computation_type("gaussian_field", points, means, cholesky, weights)
-    points, means, cholesky, weights, dtype = tensors
+    dtype, wide = points.dtype, computation_dtype(points)
+    points, means, cholesky, weights = (one.to(wide) for one in (points, means, cholesky, weights))
     if points.device.type not in ("cpu", "cuda", "meta"):
         return gaussian_field_reference(points, means, cholesky, weights).to(dtype)
     point_order = gaussian_order = torch.empty(0, dtype=torch.int64, device=points.device)

@@ -1,16 +1,16 @@
 """Squared Mahalanobis distances between 3-D points and Gaussians."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_real, check_tensors, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = ["mahalanobis_distance", "mahalanobis_distance_reference"]
 
 
+@declared(points="floating", means="real", cholesky="real")
 def mahalanobis_distance(
     points: Tensor,  # [B, 3]
     means: Tensor,  # [N, 3]
@@ -35,13 +35,14 @@ def mahalanobis_distance(
     diagonal). It is deterministic.
 
     Raises:
-        RuntimeError: A shape, type, device or diagonal does not fit. The message names the argument.
+        RuntimeError: A shape, device or diagonal does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The triangular solve of a Gaussian's exponent; the fused kernels are visdet's own.
     """
-    check_real("mahalanobis_distance", means=means, cholesky=cholesky)
-    points, means, cholesky, dtype = in_computation_type("mahalanobis_distance", points, means, cholesky)
+    dtype, wide = points.dtype, computation_dtype(points)
+    points, means, cholesky = (one.to(wide) for one in (points, means, cholesky))
     if points.device.type not in ("cpu", "cuda", "meta"):
         return mahalanobis_distance_reference(points, means, cholesky).to(dtype)
     return _mahalanobis_distance(points, means, cholesky).to(dtype)
@@ -67,15 +68,6 @@ def _solved(difference: Tensor, cholesky: Tensor) -> Tensor:
     y = y - rows[..., 1, 0] * x
     z = z - rows[..., 2, 0] * x - rows[..., 2, 1] * y
     return torch.stack([x, y, z], -1)
-
-
-def in_computation_type(op: str, points: Tensor, *others: Tensor) -> tuple[Any, ...]:
-    """Return points and the other tensors in float32, or float64 where points are, and the type of points."""
-    check_tensors(op, points=points)
-    if not points.is_floating_point():
-        raise RuntimeError(f"{op}: points must be a floating-point tensor, got {points.dtype}")
-    dtype = computation_dtype(points)
-    return (points.to(dtype), *(other.to(dtype) for other in others), points.dtype)
 
 
 _mahalanobis_distance = _registration.differentiable(

@@ -10,14 +10,14 @@ __all__ = ["modulated_deform_conv2d"]
 
 
 @declared(
-    input="any",
-    offset="any",
-    mask="any",
-    weight="any",
-    bias="None or any",
-    stride="integer, at least 1",
-    padding="integer, at least 0",
-    dilation="integer, at least 1",
+    input="real [B, C, H, W]",
+    offset="floating",
+    mask="real",
+    weight="real [O, I, KH, KW]",
+    bias="None or real [O]",
+    stride="1 or 2 integers, at least 1",
+    padding="1 or 2 integers, at least 0",
+    dilation="1 or 2 integers, at least 1",
     groups="integer, at least 1",
     deform_groups="integer, at least 1",
 )
@@ -62,7 +62,5 @@ def modulated_deform_conv2d(
     Source: Deformable ConvNets v2, arXiv 1811.11168; the signature is mmcv's.
     """
     settings = (stride, padding, dilation)
-    check_shapes(
-        "modulated_deform_conv2d", input, offset, mask, weight, bias, settings, groups, deform_groups
-    )
+    check_shapes("modulated_deform_conv2d", input, offset, mask, weight, settings, groups, deform_groups)
     return convolve(input, offset, mask, weight, bias, *settings, deform_groups)

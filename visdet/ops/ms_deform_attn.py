@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_device, check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 from ._level_tables import level_starts_of, level_tables
 
 __all__ = ["level_starts_of", "ms_deform_attn", "ms_deform_attn_reference"]
 
 
+@declared(value="floating", locations="real", weights="real")
 def ms_deform_attn(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
@@ -65,16 +67,14 @@ def ms_deform_attn(
     bytes a query; ``strips`` takes none.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 
     Source: Deformable DETR, arXiv 2010.04159, eq. 3; the signature is mmcv's.
     """
-    shapes, starts = level_tables("ms_deform_attn", value, level_shapes, level_starts)
-    for name, tensor in (("locations", locations), ("weights", weights)):
-        check_device("ms_deform_attn", name, tensor, "value", value)
-    check_real("ms_deform_attn", locations=locations, weights=weights)
+    shapes, starts = level_tables(value, level_shapes, level_starts)
     locations = locations.to(computation_dtype(value))
     weights = weights.to(computation_dtype(value))
     if value.device.type not in ("cpu", "cuda", "meta"):

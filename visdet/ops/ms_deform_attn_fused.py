@@ -7,13 +7,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_device, check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 from ._level_tables import MAX_HOST_LEVELS, level_tables
 from .ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
 __all__ = ["ms_deform_attn_fused", "ms_deform_attn_fused_reference"]
 
 
+@declared(
+    value="floating",
+    reference_points="real",
+    offsets="real",
+    logits="real",
+    num_points="1 or L integers, at least 0",
+)
 def ms_deform_attn_fused(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Tensor | Sequence[Sequence[int]],  # [L, 2] (height, width)
@@ -54,16 +62,14 @@ def ms_deform_attn_fused(
     and 8 a row more. More than 16 levels on CUDA, and devices without kernels, are served by separate operators.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor a sequence of integers.
         NotBuiltError: The library for ``value``'s device is not built.
 
     Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4. The division by the samples of each level is
     D-FINE's (arXiv 2410.13842), and the same as theirs where the levels have equally many.
     """
-    for name, tensor in (("offsets", offsets), ("logits", logits)):
-        check_device("ms_deform_attn_fused", name, tensor, "value", value)
-    check_real("ms_deform_attn_fused", reference_points=reference_points, offsets=offsets, logits=logits)
     shapes, starts, reference_points, points = _geometry(
         value, level_shapes, level_starts, reference_points, num_points
     )
@@ -128,8 +134,7 @@ def _geometry(
     num_points: int | Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return these arguments of ``ms_deform_attn_fused`` as its kernels take them."""
-    check_device("ms_deform_attn_fused", "reference_points", reference_points, "value", value)
-    shapes, starts = level_tables("ms_deform_attn_fused", value, level_shapes, level_starts)
+    shapes, starts = level_tables(value, level_shapes, level_starts)
     B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
     # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
     reference_points = reference_points.to(computation_dtype(value))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration, _torchvision
-from ._arguments import as_tensor, check_real
+from ._arguments import as_tensor, check_numbers
 from ._classes import check_classes, class_by_class
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -18,7 +18,13 @@ PAIRS_AT_ONCE = 1 << 17  # of boxes that nms_match compares at a time, in the pr
 
 
 @renamed_arguments(iou_thr="iou_threshold")
-@declared(iou_threshold="number", score_threshold="number", max_num="integer")
+@declared(
+    boxes="array or real [N, 4]",
+    scores="array or real [N]",
+    iou_threshold="number",
+    score_threshold="number",
+    max_num="integer",
+)
 def nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
     scores: Any,  # [N]
@@ -73,7 +79,7 @@ def nms(
     return (detections.numpy(), keep.numpy()) if is_numpy else (detections, keep)
 
 
-@declared(iou_threshold="number")
+@declared(dets="array or real", iou_threshold="number")
 def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """Return one group of indices per kept box: its own index, then the boxes that it suppressed, best first.
 
@@ -92,7 +98,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """
     is_numpy = not isinstance(dets, Tensor)
     table = as_tensor(dets).detach()
-    check_real("nms_match", dets=table)
+    check_numbers("nms_match", "real", dets=table)
     if table.dim() and table.shape[0] == 0:
         return []
     if table.dim() != 2 or table.shape[1] != 5:
@@ -179,13 +185,9 @@ def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, T
     """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
     is_numpy = not isinstance(boxes, Tensor)
     boxes, scores = as_tensor(boxes), as_tensor(scores)
-    if boxes.dim() != 2 or boxes.shape[1] != 4:
-        raise ValueError(f"{op}: boxes must be [N, 4], got {list(boxes.shape)}")
-    if scores.shape != boxes.shape[:1]:
-        raise ValueError(f"{op}: scores must be [{boxes.shape[0]}], got {list(scores.shape)}")
     if offset not in (0, 1):
         raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
-    check_real(op, boxes=boxes, scores=scores)
+    check_numbers(op, "real", boxes=boxes, scores=scores)
     # A score in a tensor with integer boxes would be cut to a whole number.
     return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 

@@ -10,12 +10,18 @@ from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._renamed import renamed_arguments
-from ._roi_sampling import bounded_rois, check_rois, check_sampling_ratio, pool_regions
+from ._roi_sampling import MAP, UPRIGHT, bounded_rois, check_samples, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
 
-@declared(output_size="integer, at least 1", spatial_scale="number, above 0", sampling_ratio="integer")
+@declared(
+    input=MAP,
+    rois=UPRIGHT,
+    output_size="1 or 2 integers, at least 1",
+    spatial_scale="number, above 0",
+    sampling_ratio="integer",
+)
 def roi_align(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)
@@ -63,8 +69,7 @@ def roi_align(
     aligned=False).
     """
     size = pair(output_size)
-    check_rois("roi_align", input, rois, size, spatial_scale)
-    check_sampling_ratio("roi_align", sampling_ratio, size)
+    check_samples("roi_align", size, sampling_ratio)
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
     is_served = _library.serves(input)

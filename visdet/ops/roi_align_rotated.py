@@ -7,13 +7,19 @@ from . import _library
 from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._renamed import renamed_arguments
-from ._roi_sampling import ROTATED, bounded_rotated_rois, check_rois, check_sampling_ratio, pool_samples
+from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_samples
 from .roi_align import average_regions
 
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
 
 
-@declared(output_size="integer, at least 1", spatial_scale="number, above 0", sampling_ratio="integer")
+@declared(
+    input=MAP,
+    rois=ROTATED,
+    output_size="1 or 2 integers, at least 1",
+    spatial_scale="number, above 0",
+    sampling_ratio="integer",
+)
 def roi_align_rotated(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)
@@ -53,8 +59,7 @@ def roi_align_rotated(
     Source: arXiv 1703.01086 (rotated regions) and 1703.06870 (RoIAlign); the signature is mmcv's.
     """
     size = pair(output_size)
-    check_rois("roi_align_rotated", input, rois, size, spatial_scale, ROTATED)
-    check_sampling_ratio("roi_align_rotated", sampling_ratio, size)
+    check_samples("roi_align_rotated", size, sampling_ratio)
     if _library.kernel_device(input) == "cuda" and _library.is_loaded("cuda"):
         if clockwise:
             rois = torch.cat([rois[:, :5], -rois[:, 5:]], 1)

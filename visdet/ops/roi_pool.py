@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from . import _library, _registration
 from ._arguments import computation_dtype, pair
 from ._declared import declared
-from ._roi_sampling import check_rois, is_image
+from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
 
 
-@declared(output_size="integer, at least 1", spatial_scale="number, above 0")
 def roi_pool(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5] (batch index, x1, y1, x2, y2)
@@ -47,18 +46,26 @@ def roi_pool(
 
     Source: Fast R-CNN, arXiv 1504.08083; the bins and the signature are mmcv's.
     """
-    return roi_pool_with_argmax(input, rois, pair(output_size), spatial_scale)[0]
+    return roi_pool_with_argmax(input, rois, output_size, spatial_scale)[0]
 
 
+@declared(
+    "roi_pool",
+    input=MAP,
+    rois=UPRIGHT,
+    output_size="1 or 2 integers, at least 1",
+    spatial_scale="number, above 0",
+)
 def roi_pool_with_argmax(
-    input: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float
+    input: Tensor, rois: Tensor, output_size: int | tuple[int, int], spatial_scale: float
 ) -> tuple[Tensor, Tensor]:  # [N, C, PH, PW] in input's type, int32
     """Return ``roi_pool`` and the index into H * W of each bin's maximum, which is -1 for a bin without pixels."""
-    check_rois("roi_pool", input, rois, output_size, spatial_scale)
+    size = pair(output_size)
+    check_samples("roi_pool", size)
     rois = rois.detach().to(computation_dtype(input))
     is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
     run = _roi_pool if is_served else roi_pool_reference
-    return run(input, rois, *output_size, float(spatial_scale))
+    return run(input, rois, *size, float(spatial_scale))
 
 
 def roi_pool_reference(

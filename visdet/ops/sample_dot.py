@@ -7,11 +7,20 @@ import torch
 from torch import Tensor
 
 from . import _registration
-from .sample_sum import in_sample_types, sampled
+from ._arguments import computation_dtype
+from ._declared import declared
+from .sample_sum import sampled
 
 __all__ = ["sample_dot", "sample_dot_reference"]
 
 
+@declared(
+    images="floating",
+    samples="real",
+    queries="real",
+    depths="real",
+    num_octaves="integer, at least 0, at most 30",
+)
 def sample_dot(
     images: Tensor,  # Float[Tensor, "B C H W"]
     samples: Tensor,  # Float[Tensor, "B Q D 2"] (x, y) in -1..1
@@ -43,14 +52,13 @@ def sample_dot(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops; the kernels are visdet's own.
     """
-    samples, queries, depths = in_sample_types(
-        "sample_dot", images, samples=samples, queries=queries, depths=depths
-    )
+    samples, queries, depths = (one.to(computation_dtype(images)) for one in (samples, queries, depths))
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_dot_reference(images, samples, queries, depths, num_octaves)
     return _sample_dot(images, samples, queries, depths, num_octaves)

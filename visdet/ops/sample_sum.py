@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _registration
-from ._arguments import check_device, check_real, computation_dtype
+from ._arguments import computation_dtype
+from ._declared import declared
 
 __all__ = ["sample_sum", "sample_sum_reference"]
 
 
+@declared(images="floating", samples="real", weights="real")
 def sample_sum(
     images: Tensor,  # Float[Tensor, "B C H W"]
     samples: Tensor,  # Float[Tensor, "B Q D 2"] (x, y) in -1..1
@@ -39,12 +41,13 @@ def sample_sum(
     backward under ``torch.use_deterministic_algorithms(True)``. Under autocast every tensor keeps its type.
 
     Raises:
-        RuntimeError: A shape, type, size or device does not fit. The message names the argument.
+        RuntimeError: A shape, size or device does not fit. The message names the argument.
+        ValueError: A type does not fit. The message names the argument.
         NotBuiltError: The library for the device is not built.
 
     Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
     """
-    samples, weights = in_sample_types("sample_sum", images, samples=samples, weights=weights)
+    samples, weights = (one.to(computation_dtype(images)) for one in (samples, weights))
     if images.device.type not in ("cpu", "cuda", "meta"):
         return sample_sum_reference(images, samples, weights)
     return _sample_sum(images, samples, weights)
@@ -61,14 +64,6 @@ def sampled(images: Tensor, samples: Tensor) -> Tensor:
     is_number = samples.isfinite().all(-1, keepdim=True)
     grid = torch.where(is_number, samples, -3.0)
     return F.grid_sample(images.to(samples.dtype), grid, padding_mode="zeros", align_corners=False)
-
-
-def in_sample_types(op: str, images: Tensor, **others: Tensor) -> tuple[Tensor, ...]:
-    """Return the other tensors, given by their names, in float32, or in float64 where images are."""
-    for name, other in others.items():
-        check_device(op, name, other, "images", images)
-    check_real(op, **others)
-    return tuple(other.to(computation_dtype(images)) for other in others.values())
 
 
 _sample_sum = _registration.differentiable(

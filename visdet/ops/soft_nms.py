@@ -17,7 +17,13 @@ SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
 @renamed_arguments(iou_thr="iou_threshold")
-@declared(iou_threshold="number", sigma="number", min_score="number")
+@declared(
+    boxes="array or real [N, 4]",
+    scores="array or real [N]",
+    iou_threshold="number",
+    sigma="number",
+    min_score="number",
+)
 def soft_nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
     scores: Any,  # [N]

@@ -58,7 +58,7 @@ class Detector:
 
     Args:
         cfg: the config that the checkpoint was trained with.
-        checkpoint: a file or an http(s) address. Without one, the weights are random.
+        checkpoint: a file, an http(s) address, or a name of docs/model_zoo.md. Without one, the weights are random.
         device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
     Attributes:
@@ -92,7 +92,7 @@ class Detector:
         _check_takes_images(cfg)
         content = {} if path is None else read_checkpoint(path, trust=trust)
         self.model: nn.Module = build_model(cfg, cfg.model)
-        self.dataset_meta = _dataset_meta(cfg, content, path)
+        self.dataset_meta = _dataset_meta(cfg, content, path, self.model)
         _check_number_of_classes(self.model, self.dataset_meta["classes"], path)
         if path is not None:
             load_weights(
@@ -252,7 +252,8 @@ def init_detector(
     Args:
         config: the config that the checkpoint was trained with: a file, the name of one of the package's configs, or a
             loaded config, which is not changed.
-        checkpoint: a checkpoint file or its http(s) address. Without one, the weights are random.
+        checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. Without one, the weights are
+            random.
         device: the device to run on, such as 'cpu' or 'cuda:1'. The default is the GPU if there is one.
 
     Raises:
@@ -418,7 +419,7 @@ def _check_number_of_classes(model: nn.Module, classes: Sequence[str], path: str
             )
 
 
-def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None) -> dict:
+def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
     dataset = _test_dataset(cfg)
@@ -426,8 +427,11 @@ def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None) -> dict:
     owner = "test_dataloader.dataset.metainfo"
     if meta.get("dataset_meta") or meta.get("CLASSES"):
         owner = f"checkpoint {path}: meta['dataset_meta']"
-    if not found and not checkpoint:
-        found = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+    if not found:
+        default = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+        # Weights of other projects name no classes.
+        if not checkpoint or len(default.get("classes", ())) in classes_of_heads(model).values():
+            found = default
     if not isinstance(found, dict):
         return checked_classes(found, owner)
     classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")

@@ -40,14 +40,31 @@ def _batch_first(cfg: dict[str, Any], owner: str, name: str) -> dict[str, Any]:
     return {**cfg, "batch_first": True}
 
 
-def _init_transformer(module: nn.Module) -> None:
-    """Initialise all matrices by Xavier's uniform distribution, but deformable attention by its own rule."""
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_uniform_(parameter)
-    for child in module.modules():
-        if isinstance(child, MultiScaleDeformableAttention):
-            child.init_weights()
+class LayerStack(BaseModule):
+    """Equal layers in a row.
+
+    Args:
+        layer_type: the class of the layers, which ``layer_cfg`` may replace. num_layers, layer_cfg: see the subclasses.
+    """
+
+    def __init__(
+        self, layer_type: type, num_layers: int, layer_cfg: dict[str, Any], init_cfg: dict[str, Any] | None
+    ) -> None:
+        super().__init__(init_cfg)
+        self.num_layers = num_layers
+        layers = [MODELS.build({"type": layer_type, **layer_cfg}) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.embed_dims = layers[0].embed_dims
+
+    def init_weights(self) -> None:
+        """Initialise all matrices by Xavier's uniform distribution, but deformable attention by its own rule."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        for child in self.modules():
+            if isinstance(child, MultiScaleDeformableAttention):
+                child.init_weights()
+        self.is_init = True
 
 
 class DeformableDetrTransformerEncoderLayer(BaseModule):
@@ -91,7 +108,7 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
 
 
 @MODELS.register_module()
-class DeformableDetrTransformerEncoder(BaseModule):
+class DeformableDetrTransformerEncoder(LayerStack):
     """A stack of encoder layers.
 
     Args:
@@ -109,22 +126,11 @@ class DeformableDetrTransformerEncoder(BaseModule):
         num_cp: int = -1,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(init_cfg)
+        super().__init__(DeformableDetrTransformerEncoderLayer, num_layers, layer_cfg, init_cfg)
         if num_cp > num_layers:
             raise InvalidInputError(f"encoder: num_cp must be at most num_layers {num_layers}, got {num_cp}")
-        self.num_layers = num_layers
         self.num_cp = num_cp
-        layers = [
-            MODELS.build({"type": DeformableDetrTransformerEncoderLayer, **layer_cfg})
-            for _ in range(num_layers)
-        ]
-        self.layers = nn.ModuleList(layers)
-        self.embed_dims = layers[0].embed_dims
-        self.num_levels = layers[0].self_attn.num_levels
-
-    def init_weights(self) -> None:
-        _init_transformer(self)
-        self.is_init = True
+        self.num_levels: Any = self.layers[0].get_submodule("self_attn").num_levels
 
     def forward(self, pyramid: FlatPyramid) -> Tensor:
         """Return the memory [B, S, C], the features of the last layer."""
@@ -194,7 +200,7 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
 
 
 @MODELS.register_module()
-class DeformableDetrTransformerDecoder(BaseModule):
+class DeformableDetrTransformerDecoder(LayerStack):
     """A stack of decoder layers, each of which may refine the references for the next layer.
 
     Args:
@@ -214,19 +220,8 @@ class DeformableDetrTransformerDecoder(BaseModule):
         return_intermediate: Literal[True] = True,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(init_cfg)
-        self.num_layers = num_layers
-        layers = [
-            MODELS.build({"type": DeformableDetrTransformerDecoderLayer, **layer_cfg})
-            for _ in range(num_layers)
-        ]
-        self.layers = nn.ModuleList(layers)
-        self.embed_dims = layers[0].embed_dims
-        self.num_levels = layers[0].cross_attn.num_levels
-
-    def init_weights(self) -> None:
-        _init_transformer(self)
-        self.is_init = True
+        super().__init__(DeformableDetrTransformerDecoderLayer, num_layers, layer_cfg, init_cfg)
+        self.num_levels: Any = self.layers[0].get_submodule("cross_attn").num_levels
 
     def forward(
         self,

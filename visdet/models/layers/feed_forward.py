@@ -1,12 +1,12 @@
 """The transformer's feed-forward block."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
+from visdet.checks.arguments import Range
 from visdet.registry import MODELS
 
 from .activation import build_activation_layer
@@ -46,12 +46,7 @@ def feed_forward_layers(
         num_fcs: number of linear layers, at least 2.
         act_cfg: config of the activation after each hidden layer.
         ffn_drop: dropout probability after every linear layer.
-
-    Raises:
-        InvalidInputError: there are fewer than two layers.
     """
-    if num_fcs < 2:
-        raise InvalidInputError(f"num_fcs must be at least 2, got {num_fcs}")
     widths = [in_channels] + [hidden_channels] * (num_fcs - 1)
     hidden = [
         HiddenLayer(
@@ -106,7 +101,7 @@ class FFN(BaseModule):
         self,
         embed_dims: int = 256,
         feedforward_channels: int = 1024,
-        num_fcs: int = 2,
+        num_fcs: Annotated[int, Range(2)] = 2,
         act_cfg: dict[str, Any] = _RELU,
         ffn_drop: float = 0.0,
         dropout_layer: dict[str, Any] | None = None,
@@ -114,7 +109,6 @@ class FFN(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        self.embed_dims = embed_dims
         self.layers = feed_forward_layers(
             embed_dims, feedforward_channels, embed_dims, num_fcs, act_cfg, ffn_drop
         )

@@ -121,34 +121,20 @@ class MultiheadAttention(BaseModule):
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         is_joint = key is query
         inputs: tuple[Tensor, ...] = (query, value) if is_joint else (query, key, value)
-        layers = self._in_projections(is_joint)
+        sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
+        weights = as_autocast_input(attn.in_proj_weight).split(sizes)
+        biases = (
+            [None] * 3 if attn.in_proj_bias is None else as_autocast_input(attn.in_proj_bias).split(sizes)
+        )
         query, key, value = (
-            part
-            for tensor, (weight, bias) in zip(inputs, layers, strict=True)
-            for part in self._heads(F.linear(tensor, weight, bias))
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, Q, C]
+            for tensor, weight, bias in zip(inputs, weights, biases, strict=False)
+            for part in F.linear(tensor, weight, bias).split(self.embed_dims, dim=-1)
         )
         mask = self._joint_mask(attn_mask, key_padding_mask, query)
         out = _attention(query, key, value, mask, attn.dropout if attn.training else 0.0)
         out = attn.out_proj(out.transpose(1, 2).flatten(2))
         return out if self.batch_first else out.transpose(0, 1)
-
-    def _in_projections(self, is_joint: bool) -> list[tuple[Tensor, Tensor]]:
-        """Return weight and bias of the projections of queries, keys and values, in the dtype that autocast gives.
-
-        Args:
-            is_joint: whether queries and keys have one projection for both.
-        """
-        weight, given = as_autocast_input(self.attn.in_proj_weight), self.attn.in_proj_bias
-        bias = weight.new_zeros(len(weight)) if given is None else as_autocast_input(given)
-        sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
-        return list(zip(weight.split(sizes), bias.split(sizes), strict=True))
-
-    def _heads(self, projected: Tensor) -> list[Tensor]:
-        """Return the heads [B, heads, Q, C] of each projection in [B, Q, projections * heads * C]."""
-        B, Q, total = projected.shape
-        width = self.embed_dims
-        parts = projected.split(width, dim=-1) if total > width else (projected,)
-        return [part.view(B, Q, self.num_heads, width // self.num_heads).transpose(1, 2) for part in parts]
 
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor

@@ -44,7 +44,4 @@ def as_autocast_input(tensor: Tensor) -> Tensor:
     Autocast would convert the tensor, and its gradient back, once for each layer that reads it. After this call, they
     are converted only once.
     """
-    if tensor.dtype != torch.float32:
-        return tensor
-    dtype = autocast_dtype(tensor)
-    return tensor if dtype == torch.float32 else tensor.to(dtype)
+    return tensor.to(autocast_dtype(tensor))

@@ -1,6 +1,7 @@
 """Cross-entropy losses."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,14 +35,12 @@ class CrossEntropyLoss(nn.Module):
     def __init__(
         self,
         use_sigmoid: bool = False,
-        use_mask: bool = False,
+        use_mask: Literal[False] = False,
         reduction: str = "mean",
         class_weight: Sequence[float] | None = None,
         loss_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        if use_mask:
-            raise InvalidInputError("CrossEntropyLoss: use_mask must be False, there is no mask loss")
         if use_sigmoid and class_weight is not None:
             raise InvalidInputError("CrossEntropyLoss: class_weight must be None with use_sigmoid")
         self.use_sigmoid = use_sigmoid
@@ -68,11 +67,6 @@ class CrossEntropyLoss(nn.Module):
         """
         cls_score = at_least_float32(cls_score)
         if self.use_sigmoid:
-            if label.shape != cls_score.shape:
-                raise ValueError(
-                    "CrossEntropyLoss: label must have the shape of cls_score with use_sigmoid, "
-                    f"got {tuple(label.shape)} and {tuple(cls_score.shape)}"
-                )
             loss = F.binary_cross_entropy_with_logits(cls_score, label.to(cls_score.dtype), reduction="none")
         else:
             factors = None if self.class_weight is None else cls_score.new_tensor(self.class_weight)

@@ -1,9 +1,10 @@
 """Sigmoid focal loss."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
 from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
@@ -32,7 +33,7 @@ class FocalLoss(ReducedLoss):
 
     def __init__(
         self,
-        use_sigmoid: bool = True,
+        use_sigmoid: Literal[True] = True,
         gamma: float = 2.0,
         alpha: float = 0.25,
         reduction: str = "mean",
@@ -40,10 +41,6 @@ class FocalLoss(ReducedLoss):
         activated: bool = False,
     ) -> None:
         super().__init__(reduction, loss_weight)
-        if not use_sigmoid:
-            raise InvalidInputError(
-                "FocalLoss: use_sigmoid must be True, there is no softmax focal loss in this class"
-            )
         self.use_sigmoid = use_sigmoid
         self.gamma = gamma
         self.alpha = alpha

@@ -1,6 +1,6 @@
 """Feature pyramid network."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from mmengine.model import BaseModule
@@ -14,7 +14,6 @@ from .feature_maps import check_feature_maps
 
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 _NEAREST = {"mode": "nearest"}
-_EXTRA = ("on_input", "on_lateral", "on_output")
 
 
 @MODELS.register_module()
@@ -51,7 +50,7 @@ class FPN(BaseModule):
         num_outs: int,
         start_level: int = 0,
         end_level: int = -1,
-        add_extra_convs: bool | str = False,
+        add_extra_convs: bool | Literal["on_input", "on_lateral", "on_output"] = False,
         relu_before_extra_convs: bool = False,
         no_norm_on_lateral: bool = False,
         conv_cfg: None = None,
@@ -64,12 +63,6 @@ class FPN(BaseModule):
         super().__init__(init_cfg)
         last = len(in_channels) - 1 if end_level in (-1, len(in_channels) - 1) else end_level
         used = list(in_channels[start_level : last + 1])
-        if conv_cfg is not None:
-            raise InvalidInputError(f"FPN: conv_cfg must be None, got {conv_cfg!r}")
-        if isinstance(add_extra_convs, str) and add_extra_convs not in _EXTRA:
-            raise InvalidInputError(
-                f"FPN: add_extra_convs must be a bool or one of {_EXTRA}, got {add_extra_convs!r}"
-            )
         if num_outs < len(used) or (last < len(in_channels) - 1 and num_outs != len(used)):
             raise InvalidInputError(
                 f"FPN: num_outs must be at least the {len(used)} levels used (that number with end_level), "

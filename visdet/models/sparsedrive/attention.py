@@ -1,8 +1,7 @@
 """Attention among instances."""
 
-from typing import Any
+from typing import Any, Literal
 
-from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.multihead_attention import MultiheadAttention
@@ -27,20 +26,18 @@ class MultiheadFlashAttention(MultiheadAttention):
         proj_drop: float = 0.0,
         dropout_layer: dict[str, Any] | None = None,
         init_cfg: dict[str, Any] | None = None,
-        batch_first: bool = True,
+        batch_first: Literal[True] = True,
         dropout: float | None = None,
         bias: bool = True,
     ) -> None:
-        if not batch_first:
-            raise InvalidInputError("MultiheadFlashAttention: batch_first must be True, got False")
         super().__init__(
             embed_dims,
             num_heads,
             attn_drop,
             proj_drop,
             dropout_layer,
-            batch_first=True,
-            dropout=dropout,
-            bias=bias,
-            init_cfg=init_cfg,
+            batch_first,
+            dropout,
+            bias,
+            init_cfg,
         )

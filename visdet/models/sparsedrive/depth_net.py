@@ -37,8 +37,6 @@ class DenseDepthNet(BaseModule):
         loss_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
-        self.num_depth_layers = num_depth_layers
         self.equal_focal = equal_focal
         self.max_depth = max_depth
         self.loss_weight = loss_weight
@@ -48,13 +46,11 @@ class DenseDepthNet(BaseModule):
         self,
         feature_maps: Sequence[Tensor],
         focal: Tensor | None = None,
-        gt_depths: Sequence[Tensor] | None = None,
-    ) -> list[Tensor] | Tensor:
-        """Return the depths in metres [B·V, 1, H, W] of each level, or the loss in training with ``gt_depths``.
+    ) -> list[Tensor]:
+        """Return the depths in metres [B·V, 1, H, W] of each level.
 
         Args:
             feature_maps: [B, V, C, H, W] of each level. focal: [B, V] in pixels, by default ``equal_focal``.
-            gt_depths: as in ``loss``.
         """
         depths = []
         layer: Any
@@ -65,8 +61,6 @@ class DenseDepthNet(BaseModule):
                 if focal is not None:
                     depth = depth * focal.reshape(-1, 1, 1, 1).to(depth.dtype) / self.equal_focal
                 depths.append(depth)
-            if gt_depths is not None and self.training:
-                return self.loss(depths, gt_depths)
         return depths
 
     def loss(self, depth_preds: Sequence[Tensor], gt_depths: Sequence[Tensor]) -> Tensor:

@@ -1,12 +1,12 @@
 """Encoders that embed anchors."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import check_choice
 from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
@@ -36,15 +36,13 @@ class SparseBox3DEncoder(BaseModule):
         self,
         embed_dims: int | Sequence[int],
         vel_dims: int = 3,
-        mode: str = "add",
+        mode: Literal["add", "cat"] = "add",
         output_fc: bool = True,
         in_loops: int = 1,
         out_loops: int = 2,
     ) -> None:
         super().__init__()
-        check_choice("SparseBox3DEncoder: mode", mode, ("add", "cat"))
         widths = [embed_dims] * 5 if isinstance(embed_dims, int) else list(embed_dims)
-        self.embed_dims = embed_dims
         self.vel_dims = vel_dims
         self.mode = mode
 
@@ -89,9 +87,7 @@ class SparsePoint3DEncoder(BaseModule):
 
     def __init__(self, embed_dims: int = 256, num_sample: int = 20, coords_dim: int = 2) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
-        self.input_dims = num_sample * coords_dim
-        self.pos_fc = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, self.input_dims))
+        self.pos_fc = nn.Sequential(*linear_relu_ln(embed_dims, 1, 2, num_sample * coords_dim))
 
     def forward(self, anchor: Tensor) -> Tensor:
         """Return the embeddings [..., embed_dims] of polylines [..., num_sample · coords_dim] in metres."""

@@ -1,10 +1,11 @@
 """The feed-forward block whose input and output may differ in width."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.checks.arguments import Range
 from visdet.registry import MODELS
 
 from ..layers.dropout import build_dropout
@@ -41,7 +42,7 @@ class AsymmetricFFN(BaseModule):
         pre_norm: dict[str, Any] | None = None,
         embed_dims: int = 256,
         feedforward_channels: int = 1024,
-        num_fcs: int = 2,
+        num_fcs: Annotated[int, Range(2)] = 2,
         act_cfg: dict[str, Any] = _RELU,
         ffn_drop: float = 0.0,
         dropout_layer: dict[str, Any] | None = None,
@@ -50,7 +51,6 @@ class AsymmetricFFN(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         in_channels = embed_dims if in_channels is None else in_channels
-        self.embed_dims = embed_dims
         self.pre_norm = None if pre_norm is None else build_norm_layer(pre_norm, in_channels)
         self.layers = feed_forward_layers(
             in_channels, feedforward_channels, embed_dims, num_fcs, act_cfg, ffn_drop

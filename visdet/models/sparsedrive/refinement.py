@@ -65,8 +65,6 @@ class SparseBox3DRefinementModule(_Refinement):
         with_quality_estimation: bool = False,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
-        self.output_dim = output_dim
         self.num_cls = num_cls
         self.normalize_yaw = normalize_yaw
         self.refine_yaw = refine_yaw
@@ -134,14 +132,12 @@ class SparsePoint3DRefinementModule(_Refinement):
         with_cls_branch: bool = True,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
-        self.num_sample = num_sample
-        self.output_dim = num_sample * coords_dim
+        output_dim = num_sample * coords_dim
         self.num_cls = num_cls
         self.layers = nn.Sequential(
             *linear_relu_ln(embed_dims, 2, 2),
-            nn.Linear(embed_dims, self.output_dim),
-            Scale([1.0] * self.output_dim),
+            nn.Linear(embed_dims, output_dim),
+            Scale([1.0] * output_dim),
         )
         self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
 

@@ -122,7 +122,6 @@ class Sparse4DHead(InstanceOperations):
         if operation_order is None:
             layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
             operation_order = (layer_ops * num_decoder)[3:]
-        self.num_decoder = num_decoder
         self.num_single_frame_decoder = num_single_frame_decoder
         self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
         self.with_instance_id = with_instance_id
@@ -132,12 +131,10 @@ class Sparse4DHead(InstanceOperations):
         self.anchor_encoder = MODELS.build(anchor_encoder)
         self.sampler = _built(sampler, TASK_UTILS)
         self.decoder = _built(decoder, TASK_UTILS)
-        self.loss_cls = _built(loss_cls, MODELS)
-        self.loss_reg = _built(loss_reg, MODELS)
         self.criterion = Sparse4DLoss(
             self.sampler,
-            self.loss_cls,
-            self.loss_reg,
+            _built(loss_cls, MODELS),
+            _built(loss_reg, MODELS),
             [1.0] * 10 if reg_weights is None else list(reg_weights),
             cls_threshold_to_reg,
             num_single_frame_decoder,
@@ -210,11 +207,12 @@ class Sparse4DHead(InstanceOperations):
         Returns:
             The predictions and the state. Lists with an element for each layer: ``classification`` [B, N, classes],
             ``prediction`` [B, N, D], and ``quality`` [B, N, 2] or None. Tensors of the last layer:
-            ``instance_feature`` and ``anchor_embed`` [B, N, C], and ``instance_id`` [B, N]. The keys ``dn_*`` and
-            ``temp_dn_*`` hold what the losses of denoising need.
+            ``instance_feature`` and ``anchor_embed`` [B, N, C], and ``instance_id`` [B, N]. The keys ``dn_*`` hold
+            what the losses of denoising need: classes and predictions of each layer, and the classes, boxes and marks
+            of what counts of the queries, before and after those of the previous frame have joined.
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
-        batch_size, bank = len(feature_maps[0]), self.instance_bank
+        batch_size, bank = feature_maps[0].shape[0], self.instance_bank
         state = self.enter(None, batch_size, None) if state is None else state
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)
@@ -250,20 +248,25 @@ class Sparse4DHead(InstanceOperations):
                 if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
-        N, is_alone = bank.num_anchor, denoising is None and updated is None
-        output = self._denoising_output(classification, prediction, denoising, updated)
-        queries, joined = None, updated or denoising
-        if joined is not None:
-            queries = self.sampler.cache_dn(
-                feature[:, N:], anchor[:, N:], joined.cls_target, joined.valid_mask, joined.id_target
-            )
-        output.update(
-            classification=classification if is_alone else [cls[:, :N] for cls in classification],
-            prediction=prediction if is_alone else [anchors[:, :N] for anchors in prediction],
-            quality=quality if is_alone else [None if qt is None else qt[:, :N] for qt in quality],
+        N = bank.num_anchor
+        output: dict[str, Any] = dict(
+            classification=[cls[:, :N] for cls in classification],
+            prediction=[anchors[:, :N] for anchors in prediction],
+            quality=[None if qt is None else qt[:, :N] for qt in quality],
             instance_feature=feature[:, :N],
             anchor_embed=embed[:, :N],
         )
+        queries = None
+        if denoising is not None:
+            joined = updated or denoising
+            output.update(
+                dn_classification=[cls[:, N:] for cls in classification],
+                dn_prediction=[anchors[:, N:] for anchors in prediction],
+                dn_targets=[(one.cls_target, one.reg_target, one.valid_mask) for one in (denoising, joined)],
+            )
+            queries = self.sampler.cache_dn(
+                feature[:, N:], anchor[:, N:], joined.cls_target, joined.valid_mask, joined.id_target
+            )
         bank_state = bank.cache(bank_state, feature[:, :N], anchor[:, :N], cls[:, :N])
         if self.with_instance_id:
             threshold = None if self.decoder is None else self.decoder.score_threshold
@@ -347,32 +350,6 @@ class Sparse4DHead(InstanceOperations):
         )
         return feature, anchor, updated
 
-    def _denoising_output(
-        self,
-        classification: Sequence[Tensor],
-        prediction: Sequence[Tensor],
-        denoising: DenoisingQueries | None,
-        updated: DenoisingQueries | None,
-    ) -> dict[str, Any]:
-        if denoising is None:
-            return {}
-        N = self.instance_bank.num_anchor
-        output: dict[str, Any] = {
-            "dn_prediction": [anchors[:, N:] for anchors in prediction],
-            "dn_classification": [cls[:, N:] for cls in classification],
-            "dn_reg_target": denoising.reg_target,
-            "dn_cls_target": denoising.cls_target,
-            "dn_valid_mask": denoising.valid_mask,
-        }
-        if updated is not None:
-            output.update(
-                temp_dn_reg_target=updated.reg_target,
-                temp_dn_cls_target=updated.cls_target,
-                temp_dn_valid_mask=updated.valid_mask,
-                dn_id_target=updated.id_target,
-            )
-        return output
-
     def ground_truth(self, data: dict[str, Any]) -> dict[str, PaddedInstances]:
         """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, padded and on the device, by task.
 
@@ -407,8 +384,12 @@ class Sparse4DHead(InstanceOperations):
         none = {name: [x[:, :0] for x in model_outs[name]] for name in ("prediction", "classification")}
         boxes = none["prediction"][-1].detach()
         label = boxes[..., 0].long()
-        targets = {"dn_reg_target": boxes, "dn_cls_target": label, "dn_valid_mask": label.bool()}
-        return {**model_outs, **{f"dn_{name}": of_layers for name, of_layers in none.items()}, **targets}
+        targets = [(label, boxes, label.bool())] * 2
+        return {
+            **model_outs,
+            **{f"dn_{name}": of_layers for name, of_layers in none.items()},
+            "dn_targets": targets,
+        }
 
     def pair_costs(
         self, model_outs: dict[str, Any], truth: Mapping[str, Any], only_last: bool = False

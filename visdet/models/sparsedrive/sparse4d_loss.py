@@ -117,17 +117,9 @@ class Sparse4DLoss:
         The list has two elements, for the layers before and after the queries of the previous frame have joined.
         Without denoising it is empty.
         """
-        if "dn_prediction" not in model_outs:
-            return []
-        D = len(self.reg_weights)
-        later = "temp_" if "temp_dn_valid_mask" in model_outs else ""
         return [
-            (
-                model_outs[f"{prefix}dn_cls_target"].flatten(0, 1),
-                model_outs[f"{prefix}dn_reg_target"].flatten(0, 1)[:, :D],
-                model_outs[f"{prefix}dn_valid_mask"].flatten(0, 1),
-            )
-            for prefix in ("", later)
+            (label.flatten(0, 1), box.flatten(0, 1)[:, : len(self.reg_weights)], is_valid.flatten(0, 1))
+            for label, box, is_valid in model_outs.get("dn_targets", ())
         ]
 
     def _denoising_losses(

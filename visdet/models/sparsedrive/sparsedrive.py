@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
@@ -84,9 +83,6 @@ class SparseDrive(BaseDetector):
         freeze_perception: bool = False,
     ) -> None:
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
-        for name, value in (("train_cfg", train_cfg), ("test_cfg", test_cfg), ("pretrained", pretrained)):
-            if value is not None:
-                raise InvalidInputError(f"{type(self).__name__}: {name} must be None, got {value!r}")
         self.img_backbone = MODELS.build(img_backbone)
         self.img_neck = None if img_neck is None else MODELS.build(img_neck)
         self.head = MODELS.build({**head, "freeze_perception": True} if freeze_perception else head)

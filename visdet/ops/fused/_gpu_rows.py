@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._arguments import check_device
+from .._arguments import check_device, check_tensors
 from .._library import declares, explain_failures, is_loaded
 from ..tracing import is_traced
 
@@ -22,8 +23,8 @@ def has_kernel(operator: str, input: Tensor) -> bool:
     Subclasses of tensors, such as shards, have rules for torch's operators alone.
     """
     return (
-        input.is_cuda
-        and type(input) in (Tensor, Parameter)
+        type(input) in (Tensor, Parameter)
+        and input.is_cuda
         and input.dtype in _TYPES
         and input.numel() > 0
         and not is_traced()
@@ -49,14 +50,15 @@ def packed(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+def check_floating(operator: str, name: str, tensor: Any) -> None:
     """Raise TypeError unless the argument ``name`` has a floating-point type."""
+    check_tensors(operator, **{name: tensor})
     if not tensor.is_floating_point():
         raise TypeError(f"{operator}: {name} must have a floating-point type, got {tensor.dtype}")
 
 
 def check_like(
-    operator: str, name: str, tensor: Tensor, shape: Sequence[int], shape_text: str, input: Tensor
+    operator: str, name: str, tensor: Any, shape: Sequence[int], shape_text: str, input: Tensor
 ) -> None:
     """Raise an error unless the argument ``name`` is a floating-point tensor of a shape on the device of ``input``."""
     check_floating(operator, name, tensor)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import check_tensors
 from .._registration import differentiable_once
 from ..tracing import is_traced
 
@@ -63,6 +64,7 @@ def autocast_linear(
     Raises:
         RuntimeError: The shapes do not fit.
     """
+    check_tensors("autocast_linear", input=input, weight=weight, bias=bias)
     if not (
         input.dim()
         and weight.dim() == 2

@@ -100,7 +100,7 @@ def _check(
         raise ValueError(f"{op}: running_mean and running_var must be given together")
     vectors = {"weight": weight, "bias": bias, "running_mean": running[0], "running_var": running[1]}
     for name, vector in vectors.items():
-        if vector is not None:
+        if vector is not None or name in ("weight", "bias"):
             check_like(op, name, vector, input.shape[1:2], "[C]", input)
 
 

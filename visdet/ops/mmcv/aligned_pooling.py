@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._arguments import computation_dtype
 from .._declared import declared
-from .._roi_sampling import _sample, bounds_of, check_rois, check_sampling_ratio, is_image, pool_samples
+from .._roi_sampling import MAP, UPRIGHT, _sample, bounds_of, check_samples, is_image, pool_samples
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
 
@@ -29,7 +29,7 @@ def border_samples(
     dtype = computation_dtype(input)
     C, N = channels // 4, boxes.shape[1]
     rows = input.view(B, 4, C, H, W).permute(0, 1, 3, 4, 2).reshape(B * 4 * H * W, C).to(dtype)
-    x1, y1, x2, y2 = boxes.to(dtype).unbind(2)
+    x1, y1, x2, y2 = boxes.detach().to(dtype).unbind(2)
     width, height, none = (x2 - x1) / pool_size, (y2 - y1) / pool_size, torch.zeros_like(x1)
     # [B, 4, N] of the borders at the top, at the left, at the bottom and at the right.
     x, y = torch.stack([x1, x1, x2, x2], 1), torch.stack([y1, y1, y2, y2], 1)
@@ -75,13 +75,13 @@ def border_align(
 
     Source: Paper "BorderDet" (Qiu et al.). The signature is mmcv's.
     """
-    return border_samples(input, boxes.detach(), pool_size)[0]
+    return border_samples(input, boxes, pool_size)[0]
 
 
 @declared(
-    input="floating [B, C, H, W]",
+    input=MAP,
     beziers="real [N, 17]",
-    output_size="integer, at least 1",
+    output_size="2 integers, at least 1",
     spatial_scale="number, above 0",
     sampling_ratio="integer",
 )
@@ -114,9 +114,8 @@ def bezier_align(
 
     Source: Paper "ABCNet" (Liu et al.). The signature is mmcv's.
     """
-    check_rois("bezier_align", input, beziers[:, :5], output_size, spatial_scale)
     dtype = computation_dtype(input)
-    check_sampling_ratio("bezier_align", sampling_ratio, output_size)
+    check_samples("bezier_align", output_size, sampling_ratio)
     least, most = bounds_of(input, spatial_scale, sampling_ratio, dtype)
     points = (
         beziers[:, 1:].detach().to(dtype).clamp(least, most).unflatten(1, (8, 2)) * spatial_scale
@@ -174,9 +173,9 @@ def _windows(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @declared(
-    features="floating [B, C, H, W]",
-    rois="real [N, 5]",
-    output_size="integer, at least 1",
+    features=MAP,
+    rois=UPRIGHT,
+    output_size="2 integers, at least 1",
     spatial_scale="number, above 0",
 )
 def prroi_pool(
@@ -204,7 +203,7 @@ def prroi_pool(
 
     Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
     """
-    check_rois("prroi_pool", features, rois, output_size, spatial_scale, names=("features", "output_size"))
+    check_samples("prroi_pool", output_size)
     dtype = computation_dtype(features)
     index = rois[:, 0].detach()
     corners = rois[:, 1:].to(dtype) * spatial_scale

@@ -68,9 +68,9 @@ def bias_act(
 @declared(
     input="floating [B, C, H, W]",
     filter="floating",
-    up="integer, at least 1",
-    down="integer, at least 1",
-    padding="integer",
+    up="2 integers, at least 1",
+    down="2 integers, at least 1",
+    padding="4 integers",
     gain="number",
 )
 def upfirdn2d(

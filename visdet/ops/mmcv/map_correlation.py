@@ -11,7 +11,7 @@ __all__ = ["correlation", "psa_mask", "tin_shift"]
 PSA_TYPES = ("collect", "distribute")
 
 
-@declared(input="real [B, M, H, W]", mask_size="integer, at least 1")
+@declared(input="real [B, M, H, W]", mask_size="2 integers, at least 1")
 def psa_mask(
     input: Tensor,  # [B, MH * MW, H, W]
     psa_type: str,
@@ -54,12 +54,12 @@ def psa_mask(
 @declared(
     input1="floating [B, C, H, W]",
     input2="floating [B, C, H, W]",
-    kernel_size="integer, at least 1",
-    patch_size="integer, at least 1",
-    stride="integer, at least 1",
-    padding="integer, at least 0",
-    dilation="integer, at least 1",
-    dilation_patch="integer, at least 1",
+    kernel_size="2 integers, at least 1",
+    patch_size="2 integers, at least 1",
+    stride="2 integers, at least 1",
+    padding="2 integers, at least 0",
+    dilation="2 integers, at least 1",
+    dilation_patch="2 integers, at least 1",
 )
 def correlation(
     input1: Tensor,  # [B, C, H, W]

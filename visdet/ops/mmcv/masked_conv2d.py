@@ -15,7 +15,7 @@ __all__ = ["MaskedConv2d", "masked_conv2d"]
     mask="mask [B, H, W]",
     weight="floating [C', C, KH, KW]",
     bias="None or floating [C']",
-    padding="integer, at least 0",
+    padding="1 or 2 integers, at least 0",
 )
 def masked_conv2d(
     features: Tensor,  # [B, C, H, W]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._arguments import computation_dtype, pair
 from .._declared import declared
-from .._roi_sampling import check_rois
+from .._roi_sampling import MAP, UPRIGHT
 from ..tracing import is_traced, recorded_as_one
 
 __all__ = [
@@ -96,7 +96,7 @@ def denormalize(grid: Tensor) -> Tensor:
     return grid * 2.0 - 1.0
 
 
-@declared(num_grid="integer, at least 0", size="integer, at least 0")
+@declared(num_grid="integer, at least 0", size="2 integers, at least 0")
 def generate_grid(num_grid: int, size: tuple[int, int], device: torch.device | str) -> Tensor:
     """Return the centres (x, y) in 0..1 of cells, row by row, [num_grid, height * width, 2].
 
@@ -252,8 +252,8 @@ class SimpleRoIAlign(nn.Module):
         self.use_torchvision = False
         self.aligned = aligned
 
+    @declared("SimpleRoIAlign", features=MAP, rois=UPRIGHT)
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
-        check_rois("SimpleRoIAlign", features, rois, self.output_size, self.spatial_scale)
         dtype = features.dtype
         features = features.to(computation_dtype(features))  # 16 bits do not hold a position in a map
         cells = generate_grid(rois.shape[0], self.output_size, rois.device)

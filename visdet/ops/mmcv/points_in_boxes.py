@@ -119,7 +119,7 @@ def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
     "roiaware_pool3d",
     rois="real [M, 7]",
     pts="real [N, 3]",
-    size="integer, at least 1",
+    size="3 integers, at least 1",
     max_pts_per_voxel="integer, at least 1",
 )
 def collect_points(
@@ -206,7 +206,7 @@ def pool_collected(
     rois="real [M, 7]",
     pts="real [N, 3]",
     pts_feature="real [N, C]",
-    out_size="integer, at least 1",
+    out_size="1 or 3 integers, at least 1",
     max_pts_per_voxel="integer, at least 1",
 )
 def roiaware_pool3d(

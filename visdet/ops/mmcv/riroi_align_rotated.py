@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 from .._arguments import computation_dtype, pair
 from .._declared import declared
-from .._roi_sampling import ROTATED, check_rois
+from .._roi_sampling import MAP, ROTATED
 from ..roi_align_rotated import roi_align_rotated
 
 __all__ = ["RiRoIAlignRotated", "riroi_align_rotated"]
 
 
 @declared(
-    out_size="integer, at least 1",
+    features=MAP,
+    rois=ROTATED,
+    out_size="1 or 2 integers, at least 1",
     spatial_scale="number, above 0",
     num_samples="integer",
     num_orientations="integer, at least 1",
@@ -53,11 +55,10 @@ def riroi_align_rotated(
     Source: ReDet, arXiv 2103.07733; the signature is mmcv's, whose counting of orientations leaves the map for angles
     below -2 pi.
     """
-    G, size, names = num_orientations, pair(out_size), ("features", "out_size")
-    check_rois("riroi_align_rotated", features, rois, size, spatial_scale, ROTATED, names)
-    if G < 1 or features.shape[1] % G:
+    G, size = num_orientations, pair(out_size)
+    if features.shape[1] % G:
         raise ValueError(
-            f"riroi_align_rotated: num_orientations must be positive and divide the channels of features, got {G} "
+            f"riroi_align_rotated: num_orientations must divide the channels of features, got {G} "
             f"for {features.shape[1]}"
         )
     pooled = roi_align_rotated(features, rois, size, spatial_scale, num_samples, False, clockwise)

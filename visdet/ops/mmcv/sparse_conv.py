@@ -26,12 +26,12 @@ MOST_TAPS = 4096  # of a kernel, as in mmcv
 @declared(
     indices="integers",
     batch_size="integer, at least 0",
-    out_shape="integer, at least 0",
-    spatial_shape="integer, at least 0",
-    ksize="integer, at least 1",
-    stride="integer, at least 1",
-    padding="integer, at least 0",
-    dilation="integer, at least 1",
+    out_shape="D integers, at least 0",
+    spatial_shape="D integers, at least 0",
+    ksize="D integers, at least 1",
+    stride="D integers, at least 1",
+    padding="D integers, at least 0",
+    dilation="D integers, at least 1",
 )
 def get_indice_pairs(
     indices: Tensor,  # [N, 1 + D]
@@ -74,11 +74,8 @@ def get_indice_pairs(
     """
     D = len(out_shape)
     check_layout("get_indice_pairs", "indices", indices, f"[N, {1 + D}]", None, 1 + D)
-    settings = {"ksize": ksize, "stride": stride, "padding": padding, "dilation": dilation}
-    for name, setting in (settings | {"spatial_shape": spatial_shape}).items():
-        if len(setting) != D:
-            raise ValueError(f"get_indice_pairs: {name} must have {D} numbers, got {list(setting)}")
-    ksize, stride, padding, dilation = ([int(n) for n in setting] for setting in settings.values())
+    settings = (ksize, stride, padding, dilation)
+    ksize, stride, padding, dilation = ([int(n) for n in setting] for setting in settings)
     if subm:
         out_shape, stride = spatial_shape, [1] * D
         padding = [size // 2 * distance for size, distance in zip(ksize, dilation, strict=True)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, _registration
-from .._arguments import check_floating, check_layout, computation_dtype
+from .._arguments import check_layout, check_numbers, computation_dtype
 from .._declared import check_indices, declared
 
 __all__ = [
@@ -25,8 +25,8 @@ REDUCTIONS = ("max", "sum", "mean")
 
 @declared(
     points="real",
-    voxel_size="number, above 0",
-    coors_range="number, above -inf",
+    voxel_size="D numbers, above 0",
+    coors_range="2 * D numbers, above -inf",
     ndim="integer, at least 1",
 )
 def dynamic_voxelize(
@@ -60,7 +60,6 @@ def dynamic_voxelize(
         torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)
     )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
-    check_layout("dynamic_voxelize", "coors_range", corners, f"[{2 * ndim}]", 2 * ndim)
     run: Any = (
         torch.ops.visdet.dynamic_voxelize.default if _library.serves(points) else dynamic_voxelize_reference
     )
@@ -88,8 +87,8 @@ _registration.without_gradient(
 
 @declared(
     points="real",
-    voxel_size="number, above 0",
-    coors_range="number, above -inf",
+    voxel_size="D numbers, above 0",
+    coors_range="2 * D numbers, above -inf",
     max_points="integer, at least 1",
     max_voxels="integer",
 )
@@ -176,7 +175,7 @@ def scatter_to_voxels(
     if not coors.shape[1]:
         raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
     if reduce_type == "mean":
-        check_floating("dynamic_scatter", feats=feats)
+        check_numbers("dynamic_scatter", "floating", feats=feats)
     inside = (coors >= 0).all(1).nonzero()[:, 0]
     voxels, voxel, count = _unique_rows(coors[inside])
     reduced = feats.new_zeros(len(voxels), feats.shape[1], dtype=computation_dtype(feats))
@@ -317,7 +316,7 @@ def bev_pool_v2(
     return _sum_into(ranks_bev.long(), values, cells).to(feat.dtype)
 
 
-@declared(input_features="real [B, N, C]", geom_xyz="real [B, N, 3]", voxel_num="integer, at least 0")
+@declared(input_features="real [B, N, C]", geom_xyz="real [B, N, 3]", voxel_num="3 integers, at least 0")
 def voxel_pooling(
     geom_xyz: Tensor,  # [B, N, 3]
     input_features: Tensor,  # [B, N, C]

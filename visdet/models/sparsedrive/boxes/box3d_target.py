@@ -10,14 +10,13 @@ from visdet.registry import TASK_UTILS
 from ...matching.assignment import for_solver
 from ...matching.match_costs import FocalLossCost
 from ...transfer import constants_on
-from ..base_target import BaseTargetWithDenoising, PairCosts
+from ..base_target import PairCosts
 from ..padded_instances import PaddedInstances
-from .box3d import encode_box
 from .denoising import BoxDenoising
 
 
 @TASK_UTILS.register_module()
-class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
+class SparseBox3DTarget(BoxDenoising):
     """Matches boxes one to one by focal cost plus weighted L1 cost, and makes noisy copies of them for denoising.
 
     A box with a NaN, such as an unknown velocity, is matched after all others, with any prediction that is left. The
@@ -52,22 +51,13 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
         add_neg_dn: bool = True,
         num_temp_dn_groups: int = 0,
     ) -> None:
-        super().__init__(num_dn_groups, num_temp_dn_groups)
+        weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else reg_weights
+        noise = dn_noise_scale, max_dn_gt, add_neg_dn
+        super().__init__(num_dn_groups, num_temp_dn_groups, *noise, box_weight, weights)
         self.cls_cost = FocalLossCost(alpha, gamma, eps, weight=cls_weight)
-        self.box_weight = box_weight
-        self.reg_weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else list(reg_weights)
         self.cls_wise_reg_weights = {
             int(label): list(weights) for label, weights in (cls_wise_reg_weights or {}).items()
         }
-        self.dn_noise_scale = dn_noise_scale
-        self.max_dn_gt = max_dn_gt
-        self.add_neg_dn = add_neg_dn
-
-    def encode_reg_target(
-        self, box_target: Sequence[Tensor], device: torch.device | None = None
-    ) -> list[Tensor]:
-        """Return each sample's boxes [N, 7 + v] encoded, [N, 8 + v]."""
-        return [encode_box(box if device is None else box.to(device)) for box in box_target]
 
     @torch.no_grad()
     def ground_truth(
@@ -87,7 +77,7 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
     @torch.no_grad()
     def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
         """Return the costs of boxes; see the base class."""
-        box_cost = self._weighted_distance(
+        box_cost = self.weighted_distance(
             box_pred.float().unsqueeze(-2), truth.values.unsqueeze(1), truth.weights.unsqueeze(1)
         )
         return PairCosts(for_solver(self.cls_cost.of_labels(cls_pred, truth.labels) + box_cost))
@@ -99,8 +89,3 @@ class SparseBox3DTarget(BoxDenoising, BaseTargetWithDenoising):
             of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
-
-    def _weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
-        scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
-        return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight

@@ -1,6 +1,6 @@
 """Denoising queries: noisy copies of the annotated boxes, which a head learns to bring back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ...matching.assignment import for_solver, solve_padded
 from ...matching.padded_targets import room_for
-from ...transfer import to_device
+from ...transfer import constants_on, to_device
+from ..base_target import BaseTargetWithDenoising
 from ..padded_instances import LEAST_ROOM
+from .box3d import encode_box
 
 _PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
 
@@ -48,8 +50,8 @@ class DenoisingQueries(NamedTuple):
     id_target: Tensor | None
 
 
-class BoxDenoising:
-    """The denoising part of ``SparseBox3DTarget``.
+class BoxDenoising(BaseTargetWithDenoising):
+    """The denoising part of ``SparseBox3DTarget``, which describes the arguments.
 
     There are G groups of queries. A query is a box plus uniform noise within ``dn_noise_scale``. With ``add_neg_dn``
     there is a second query for each box, which lies one to two scales away and is background. Each group is matched
@@ -59,14 +61,33 @@ class BoxDenoising:
     Source: Sparse4D v3, arXiv 2311.11722; names are SparseDrive's.
     """
 
-    # These attributes belong to the sampler.
-    num_dn_groups: int
-    num_temp_dn_groups: int
-    dn_noise_scale: float | Sequence[float]
-    max_dn_gt: int
-    add_neg_dn: bool
-    encode_reg_target: Callable[..., list[Tensor]]
-    _weighted_distance: Callable[..., Tensor]
+    def __init__(
+        self,
+        num_dn_groups: int,
+        num_temp_dn_groups: int,
+        dn_noise_scale: float | Sequence[float],
+        max_dn_gt: int,
+        add_neg_dn: bool,
+        box_weight: float,
+        reg_weights: Sequence[float],
+    ) -> None:
+        super().__init__(num_dn_groups, num_temp_dn_groups)
+        self.dn_noise_scale = dn_noise_scale
+        self.max_dn_gt = max_dn_gt
+        self.add_neg_dn = add_neg_dn
+        self.box_weight = box_weight
+        self.reg_weights = list(reg_weights)
+
+    def encode_reg_target(
+        self, box_target: Sequence[Tensor], device: torch.device | None = None
+    ) -> list[Tensor]:
+        """Return each sample's boxes [N, 7 + v] encoded, [N, 8 + v]."""
+        return [encode_box(box if device is None else box.to(device)) for box in box_target]
+
+    def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
+        scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
+        return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight
 
     @torch.no_grad()
     def get_dn_anchors(
@@ -95,9 +116,14 @@ class BoxDenoising:
         G, B = self.num_dn_groups, len(labels)
         labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
         ids = None if ids is None else ids.repeat(G, 1)
-        anchors = self._with_noise(boxes)
+        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
+        anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
+        if self.add_neg_dn:
+            distance = torch.rand_like(boxes) + 1
+            sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
+            anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
 
-        costs = for_solver(self._weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
+        costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
         index = solve_padded(costs, [labels.shape[1]] * len(labels))
 
         def of_matched(values: Tensor, others: int) -> Tensor:
@@ -153,16 +179,6 @@ class BoxDenoising:
         if gt_instance_id is not None:
             ids = padded([row.to(labels.device) for row in gt_instance_id], -1).long()
         return labels, boxes, ids
-
-    def _with_noise(self, boxes: Tensor) -> Tensor:
-        """Return noisy boxes [R, N, D], with ``add_neg_dn`` [R, 2 N, D]."""
-        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
-        near = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
-        if not self.add_neg_dn:
-            return near
-        distance = torch.rand_like(boxes) + 1
-        sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
-        return torch.cat([near, boxes + distance * sign * scale], dim=1)
 
     def update_dn(
         self,

@@ -7,15 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError, InvalidTypeError
-from visdet.ops.tracing import is_traced
 from visdet.registry import TASK_UTILS
 
 from ...matching.match_costs import FocalLossCost
-
-
-def _may_be_read(tensor: Tensor) -> bool:
-    """Return whether the host may read the numbers of a tensor without waiting. Those of a subclass may not exist."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and not is_traced()
 
 
 @TASK_UTILS.register_module()
@@ -56,49 +50,14 @@ class LinesL1Cost:
         flat = gt_lines.flatten(-3, -2) if self.permute else gt_lines
         if self.beta == 0:
             distance = torch.cdist(lines_pred, flat, p=1)
-        elif self.permute and _may_be_read(lines_pred) and _may_be_read(flat):
-            distance = self._distance_without_far_orderings(lines_pred, gt_lines)
         else:
-            distance = self._smooth_distance(lines_pred, flat)
+            predicted, true = torch.broadcast_tensors(lines_pred.unsqueeze(-2), flat.unsqueeze(-3))
+            distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
         if not self.permute:
             return distance
         best = distance.unflatten(-1, gt_lines.shape[-3:-1]).min(-1)
         return best.values, best.indices
-
-    def _smooth_distance(self, lines_pred: Tensor, flat: Tensor) -> Tensor:
-        """Return the sums of smooth L1 [..., Q, M] between lines [..., Q, D] and [..., M, D]."""
-        predicted, true = torch.broadcast_tensors(lines_pred.unsqueeze(-2), flat.unsqueeze(-3))
-        return F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
-
-    def _distance_without_far_orderings(self, lines_pred: Tensor, gt_lines: Tensor) -> Tensor:
-        """Return the sums [..., Q, N · orderings]. Those of orderings that no prediction can be nearest to are inf.
-
-        An open line has two orderings, and the others, most of all, are there to fill up the tensor.
-        """
-        predicted = lines_pred if lines_pred.dim() > 2 else lines_pred.unsqueeze(0)  # [..., B, Q, D]
-        lines = gt_lines if gt_lines.dim() > 3 else gt_lines.unsqueeze(0)  # [B, N, orderings, D]
-        distance = predicted.new_full((*predicted.shape[:-1], lines.shape[1] * lines.shape[2]), torch.inf)
-        for sample, may_be_nearest in enumerate(self._may_be_nearest(predicted, lines)):
-            rows = may_be_nearest.flatten().nonzero().squeeze(-1)
-            of_rows = lines[sample].flatten(0, 1)[rows]
-            of_sample = self._smooth_distance(predicted[..., sample, :, :], of_rows)
-            distance[..., sample, :, :].index_copy_(-1, rows, of_sample)
-        return distance.reshape(*lines_pred.shape[:-1], -1)
-
-    def _may_be_nearest(self, predicted: Tensor, lines: Tensor) -> Tensor:
-        """Return whether an ordering may be the nearest one of its line to a prediction, bool [B, N, orderings].
-
-        Smooth L1 is at most L1 and at least L1 - beta / 2. The bounds of L1 follow from the box around all predictions.
-        If a prediction is not finite, nothing is known of it, and the result is True.
-        """
-        if predicted.numel() == 0:
-            return torch.ones_like(lines[..., 0], dtype=torch.bool)
-        low, high = torch.aminmax(predicted.flatten(0, -2), dim=0)
-        at_most = torch.maximum(lines - low, high - lines).sum(-1)
-        at_least = torch.maximum(lines - high, low - lines).clamp(min=0).sum(-1)
-        at_least = at_least - self.beta / 2 * lines.shape[-1]
-        return ~(at_least > at_most.amin(-1, keepdim=True))
 
 
 @TASK_UTILS.register_module()

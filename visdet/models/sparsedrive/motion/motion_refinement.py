@@ -36,9 +36,7 @@ class MotionPlanningRefinementModule(BaseModule):
         ego_fut_mode: int = 3,
     ) -> None:
         super().__init__()
-        self.embed_dims = embed_dims
-        self.fut_ts, self.fut_mode = fut_ts, fut_mode
-        self.ego_fut_ts, self.ego_fut_mode = ego_fut_ts, ego_fut_mode
+        self.fut_ts, self.ego_fut_ts = fut_ts, ego_fut_ts
 
         def scores() -> nn.Sequential:
             return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, 1))

@@ -114,15 +114,20 @@ class FrameClock:
 
         Args:
             metas: ``img_metas``, one dict per sample with ``T_global`` and ``T_global_inv`` [4, 4], and with
-                ``timestamp`` (seconds) and ``scene_token`` if they are known. ``timestamp`` [B] (seconds) is used if it
-                is on the host, or if ``img_metas`` has none.
+                ``timestamp`` (seconds) and ``scene_token`` if they are known. ``timestamp`` [B] (seconds) is used if
+                ``img_metas`` has none.
 
         Raises:
             ValueError: there is no time, or a time or a pose is not finite.
         """
         samples: Sequence[dict[str, Any]] = metas["img_metas"]
+        stamps = [sample.get("timestamp") for sample in samples]
+        if None in stamps and "timestamp" not in metas:
+            raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
+        if None in stamps:
+            stamps = torch.as_tensor(metas["timestamp"]).tolist()  # The host may wait for it.
         clock = cls(
-            timestamp=_timestamps(metas, samples),
+            timestamp=tuple(map(float, stamps)),
             to_world=_poses(samples, "T_global"),
             from_world=_poses(samples, "T_global_inv"),
             scene=tuple(sample.get("scene_token") for sample in samples),
@@ -147,15 +152,3 @@ class FrameClock:
 
 def _poses(samples: Sequence[dict[str, Any]], name: str) -> Tensor:
     return torch.from_numpy(np.stack([np.asarray(sample[name], dtype=np.float64) for sample in samples]))
-
-
-def _timestamps(metas: dict[str, Any], samples: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    stamps = metas.get("timestamp")
-    if isinstance(stamps, Tensor) and stamps.device.type == "cpu":
-        return tuple(stamps.double().tolist())
-    if all("timestamp" in sample for sample in samples):
-        return tuple(float(sample["timestamp"]) for sample in samples)
-    if stamps is None:
-        raise InvalidInputError("FrameClock: metas must hold timestamp [B] in seconds")
-    # This waits for the device, so that it is done only if the host has no times.
-    return tuple(torch.as_tensor(stamps).double().tolist())
