@@ -1,5 +1,6 @@
 """Each command explains itself by ``--help``, whatever is installed."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from visdet.command_line import add_config_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +54,17 @@ def explain(*arguments):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_configs_are_completed_and_copy_is_optional(tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    completer = next(action.completer for action in parser._actions if action.dest == "config")
+    assert "dino/dino_shapes" in completer("dino/d")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dino").mkdir()
+    assert completer("din")[0] == "dino/"
+    assert "[copy] ..." in explain("-m", "visdet", "configs", "--help")
 
 
 def check(explanation, command):

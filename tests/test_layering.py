@@ -32,10 +32,20 @@ ALLOWED = {
         "restricted_load",
     },
     "visualization": {"structures", "registry", "errors"},
+    "export": {"ops", "models", "engine", "structures", "execution", "errors", "lazy_names", "__version__"},
     "compat": {"ops", "errors", "restricted_load"},
 }
 # They say which extra to install before they import its packages.
-NEED_TRAIN_EXTRA = {"structures", "registry", "models", "datasets", "evaluation", "engine", "visualization"}
+NEED_TRAIN_EXTRA = {
+    "structures",
+    "registry",
+    "models",
+    "datasets",
+    "evaluation",
+    "engine",
+    "visualization",
+    "export",
+}
 EXCEPTIONS = {
     "engine/config/load.py": {"command_line"},  # for users who parse --cfg-options in programs of their own
     "ops/registration.py": {"registry", "ops"},

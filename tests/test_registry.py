@@ -91,6 +91,12 @@ def test_unknown_name_answers_with_the_nearest_and_where_they_are():
     assert "custom_imports" in message
 
 
+def test_a_class_of_ones_own_that_is_not_imported_is_told_of_no_others():
+    with pytest.raises(KeyError) as caught:
+        MODELS.build(dict(type="OwnNetOfMine"))
+    assert "Did you mean" not in str(caught.value) and "custom_imports" in str(caught.value)
+
+
 def test_unknown_op_answers_with_the_nearest():
     with pytest.raises(KeyError, match="Did you mean"):
         OPS.get("ms_deform_atn")

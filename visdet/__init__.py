@@ -1,8 +1,8 @@
 """Detection operators, modules and detectors for PyTorch, chosen from mmengine-style configs.
 
-``visdet.init_detector`` gives a detector for images, and ``visdet.train`` and ``visdet.evaluate`` run a config. Their
-packages are imported when they are first used. ``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide
-``mmcv._ext`` (visdet.compat.mmcv_ops).
+``visdet.init_detector`` gives a detector for images, ``visdet.train`` and ``visdet.evaluate`` run a config, and
+``visdet.export`` writes a model for other runtimes. Their packages are imported when they are first used.
+``VISDET_MMCV_OPS=1`` in the environment makes ``import visdet`` provide ``mmcv._ext`` (visdet.compat.mmcv_ops).
 """
 
 import os
@@ -13,6 +13,7 @@ from .lazy_names import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import ops
     from .engine.inference.detections import Detections
     from .engine.inference.detector import Detector, init_detector
     from .engine.run import TrainingResult, evaluate, train
@@ -23,6 +24,8 @@ else:
             "engine.inference.detections": ["Detections"],
             "engine.inference.detector": ["Detector", "init_detector"],
             "engine.run": ["TrainingResult", "evaluate", "train"],
+            "ops": [],
+            "export": [],
         },
     )
 

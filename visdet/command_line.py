@@ -2,6 +2,7 @@
 
 import argparse
 import ctypes
+import glob
 import io
 import os
 import sys
@@ -75,7 +76,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "KEY=VALUE",
         "help": "change values of the config, such as train_cfg.max_iters=100",
     },
-    "checkpoint": {"help": "a checkpoint file or its http(s) address"},
+    "checkpoint": {"help": "a checkpoint file, its http(s) address, or a name of docs/model_zoo.md"},
     "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
     "--graph": {
         "action": argparse.BooleanOptionalAction,
@@ -96,7 +97,17 @@ _SHARED: dict[str, dict[str, Any]] = {
 def add_config_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add the argument ``config``, the option ``--cfg-options`` and others that several commands share, by name."""
     for name in ("config", "--cfg-options", *others):
-        parser.add_argument(name, **_SHARED[name])
+        argument: Any = parser.add_argument(name, **_SHARED[name])
+        if name == "config":
+            argument.completer = _configs  # argcomplete reads it.
+
+
+def _configs(prefix: str, **_: Any) -> list[str]:
+    """Return the config files and the names of the package's configs that begin with ``prefix``."""
+    from visdet.engine.config.packaged import packaged_configs
+
+    files = [path + "/" * os.path.isdir(path) for path in glob.glob(f"{glob.escape(prefix)}*")]
+    return [*files, *(name for name in packaged_configs() if name.startswith(prefix))]
 
 
 def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> None:

@@ -1,16 +1,11 @@
-"""Report versions, libraries, the backend of each operator, and what should be done."""
+"""Report versions, libraries, who computes the operators, and what should be done."""
 
 import argparse
 import ctypes
 import importlib.metadata
-import inspect
 import platform
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from visdet.ops.devices import Device
+from typing import Any
 
 # The distributions and their purposes.
 _PACKAGES = {
@@ -94,17 +89,13 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 def _operators(info: dict) -> list[str]:
     from visdet import ops
 
-    lines = [f"  {'operator':34} {'cpu':22} {'cuda':22} other devices"]
-    for name in ops.__all__:
-        function = getattr(ops, name)
-        is_operator = inspect.isfunction(function) and hasattr(ops, f"{name}_reference")
-        if not is_operator:
-            continue
-        without = "plain torch" if getattr(function, "needs_no_library", False) else "none: not built"
-        cpu = "visdet (C++)" if info["cpu"]["loaded"] else without
-        cuda = "visdet (CUDA)" if info["cuda"]["loaded"] else without
-        lines.append(f"  {name:34} {cpu:22} {cuda:22} plain torch")
-    return lines
+    functions = [getattr(ops, name) for name in ops.__all__ if hasattr(ops, f"{name}_reference")]
+    free = [function.__name__ for function in functions if getattr(function, "needs_no_library", False)]
+    cpu, cuda = (
+        f"visdet ({language})" if info[device]["loaded"] else f"none, but for {', '.join(free)}"
+        for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
+    )
+    return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]
 
 
 def _torchvision_operators(advice: list[str]) -> list[str]:
@@ -116,8 +107,7 @@ def _torchvision_operators(advice: list[str]) -> list[str]:
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         problem = torchvision_problem(device)
         server = "torchvision" if problem is None else "plain torch, slower"
-        kernels = "visdet's kernels" if is_loaded(device) else server
-        lines += [f"  {name} on {device}: {kernels}" for name in ("nms", "roi_align", "deform_conv2d")]
+        lines.append(f"  {device}: {'visdet' if is_loaded(device) else server}")
         if problem is not None:
             advice.append(f"{problem}: install torch and torchvision as a matching pair")
     return lines
@@ -140,23 +130,17 @@ def _driver_cuda_version() -> tuple[int, int] | None:
 
 
 def _driver(info: dict, advice: list[str]) -> list[str]:
-    toolkit = info["cuda"].get("toolkit")
-    needed = ""
-    if toolkit:
-        oldest = _OLDEST_DRIVER.get(int(toolkit.split(".")[0]), f"of CUDA {toolkit}")
-        needed = f"visdet's CUDA library needs driver {oldest} or newer"
-    found = _driver_cuda_version()
+    found, toolkit = _driver_cuda_version(), info["cuda"].get("toolkit") or "0"
     if found is None:
-        return [f"  no NVIDIA driver{'; ' + needed if needed else ''}"]
-    file = Path("/sys/module/nvidia/version")
-    name = f"driver {file.read_text().strip()}" if file.is_file() else "a driver"
-    lines = [f"  {name}, which supports CUDA up to {found[0]}.{found[1]}{'; ' + needed if needed else ''}"]
-    if toolkit and found[0] < int(toolkit.split(".")[0]):
-        lines.append("  It is too old for visdet's CUDA library: operators run on the CPU only.")
+        return ["  no NVIDIA driver"]
+    major = int(toolkit.split(".")[0])
+    if found[0] < major:
+        oldest = _OLDEST_DRIVER.get(major, f"of CUDA {toolkit}")
         advice.append(
-            f"update the NVIDIA driver ({needed}), or build from source with CUDA {found[0]}.x, 12.4 or newer"
+            f"update the NVIDIA driver, which is too old: visdet's CUDA library needs driver {oldest} or newer. Or "
+            f"build from source with CUDA {found[0]}.x, 12.4 or newer"
         )
-    return lines
+    return [f"  a driver that supports CUDA up to {found[0]}.{found[1]}"]
 
 
 _EMBEDDED = ((8, 7), (8, 8))  # Native code of other GPUs is not promised to run on these.
@@ -184,8 +168,6 @@ def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
-    from visdet.ops.devices import present_device
-
     lines = _driver(info, advice)
     if not torch.cuda.is_available():
         reason = (
@@ -202,35 +184,6 @@ def _gpus(info: dict, advice: list[str]) -> list[str]:
         lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")
         if info["cuda"]["loaded"]:
             lines += _kernels_on_gpu(index, (properties.major, properties.minor), info["cuda"], advice)
-            lines += _paths(present_device(index))
-    return lines
-
-
-def _paths(device: "str | Device") -> list[str]:
-    """Return lines with the paths that calls of published models take on a GPU, at batch size 2 in bfloat16."""
-    import torch
-
-    from visdet.ops import explain
-
-    levels = [(100, 134), (50, 67), (25, 34), (13, 17)]  # an image of 800 x 1066 pixels
-    texels, values = sum(height * width for height, width in levels), torch.bfloat16
-    lines = []
-    for title, queries in (
-        ("a Deformable DETR's encoder", texels),
-        ("its decoder, 300 queries", 300),
-        ("900 queries", 900),
-    ):
-        plan = explain(
-            "ms_deform_attn",
-            torch.empty(2, texels, 8, 32, dtype=values, device="meta"),
-            levels,
-            None,
-            torch.empty(2, queries, 8, 4, 4, 2, device="meta"),
-            torch.empty(2, queries, 8, 4, 4, device="meta"),
-            device=device,
-        )
-        paths = ", ".join(f"{op}: {path}" for op, path in plan.paths().items())
-        lines.append(f"     {title}: {paths}")
     return lines
 
 
@@ -271,7 +224,7 @@ def report() -> tuple[str, list[str]]:
         f"visdet {visdet.__version__}": _packages(advice),
         "Operator libraries": _libraries(info, advice),
         "Operators": _operators(info),
-        "Detection operators": _torchvision_operators(advice),
+        "nms, roi_align and deform_conv2d": _torchvision_operators(advice),
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }

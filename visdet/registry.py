@@ -138,7 +138,7 @@ class Registry(_MMEngineRegistry):
             level = level.parent
         wanted = key.rsplit(".", 1)[-1]
         by_lower_case = {name.lower(): name for name in known}
-        nearest = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=3, cutoff=0.55)
+        nearest = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=2, cutoff=0.75)
         lines = [f"{key!r} is not in the {self.scope}::{self.name} registry ({len(known)} names)."]
         if nearest:
             lines.append("Did you mean:")
@@ -189,6 +189,7 @@ TRANSFORMS = _child(
         "visdet.datasets.transforms.driving",
         "visdet.datasets.transforms.multi_view",
         "visdet.datasets.transforms.formatting",
+        "visdet.datasets.transforms.mixing",
         # The following ones import torchvision, which takes a second.
         "visdet.datasets.transforms.loading",
         "visdet.datasets.transforms.geometric",

@@ -65,7 +65,7 @@ NO_BOX = "none of its 2 images has a box"
                 ({"ann_file": "ann.json/a.json"}, "annotation file .* cannot be read: Not a directory"),
                 ({"ann_file": "absent.json"}, "absent.json does not exist"),
                 ({"metainfo": dict(classes="cat")}, r"got 'cat'; for one class write \('cat',\)"),
-                ({"metainfo": dict(classes=("cat", "dog", "cat"))}, "must be distinct names"),
+                ({"metainfo": dict(classes=("cat", "dog", "cat"))}, "must be a tuple of distinct names"),
                 ({"metainfo": dict(classes=())}, "must be distinct names"),
                 (
                     {"metainfo": dict(classes=("cat",), palette=[])},

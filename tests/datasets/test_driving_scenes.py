@@ -1,7 +1,6 @@
 """The driving scenes: the pictures show what the annotations say, and the annotations agree with each other."""
 
 import hashlib
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,24 +51,6 @@ def test_files_depend_on_the_seed_alone(tmp_path, capsys):
     other = make_driving_scenes(tmp_path / "other", **TINY, seed=1, num_workers=1)
     assert digests(one).keys() == digests(other).keys() and digests(one) != digests(other)
     assert "drew them in" in capsys.readouterr().out
-
-
-def test_a_folder_is_reused_replaced_or_left_alone(tmp_path, capsys):
-    folder = make_driving_scenes(tmp_path / "set", **TINY, num_workers=1)
-    before = (folder / "driving_scenes.json").stat().st_mtime_ns
-    capsys.readouterr()
-    make_driving_scenes(folder, **TINY)
-    assert capsys.readouterr().out == "" and (folder / "driving_scenes.json").stat().st_mtime_ns == before
-    make_driving_scenes(folder, **TINY | {"num_train": 1}, num_workers=1)
-    assert json.loads((folder / "driving_scenes.json").read_text())["num_train"] == 1
-    assert len(list(folder.rglob("*.bin"))) == 3 * 2
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "keep.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="was not made by make_driving_scenes"):
-        make_driving_scenes(foreign, **TINY)
-    assert (foreign / "keep.txt").read_text() == "mine"
-    assert not list(tmp_path.glob(".*partial*"))
 
 
 def one_box_world(box_xy, yaw, color, label=0):

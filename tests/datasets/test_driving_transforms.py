@@ -350,7 +350,7 @@ def test_the_published_pipeline_runs():
 def test_frames_of_unequal_content_collate():
     pipeline = [
         T.LoadMultiViewImageFromFiles(),
-        T.InstanceNameFilter(["a"] * 5),
+        T.InstanceNameFilter(list("abcde")),
         T.VectorizeMap((30, 60), False, simplify=True),
         T.NuScenesSparse4DAdaptor(),
         T.PackDrivingInputs(),

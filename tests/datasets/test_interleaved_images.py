@@ -1,9 +1,9 @@
-"""Mirroring and splitting images by OpenCV where their channels lie side by side, and by torch elsewhere."""
+"""Splitting images by OpenCV where their channels lie side by side, and by torch elsewhere."""
 
 import pytest
 import torch
 
-from visdet.datasets.transforms.interleaved import mirrored, split_channels
+from visdet.datasets.transforms.interleaved import split_channels
 
 
 def image(shape, dtype, layout):
@@ -29,9 +29,6 @@ def image(shape, dtype, layout):
 def test_values_are_those_of_torch(shape, dtype, layout):
     given = image(shape, dtype, layout)
     before = given.clone()
-    for dim in (1, 2):
-        found = mirrored(given, dim)
-        assert found.shape == shape and torch.equal(found, given.flip(dim))
     split = split_channels(given)
     assert split.is_contiguous() and torch.equal(split, given) and split.dtype == dtype
     assert torch.equal(given, before)

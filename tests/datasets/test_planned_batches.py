@@ -155,6 +155,9 @@ STEPS = [
     dict(type="Pad", size_divisor=8, pad_to_square=True),
     dict(type="PhotoMetricDistortion"),
     dict(type="FilterAnnotations", keep_empty=False),
+    dict(type="TorchvisionTransform", transform="ColorJitter", brightness=0.2),
+    dict(type="Mosaic", size=(50, 40), pipeline=[Paint(), dict(type="LoadAnnotations")]),
+    dict(type="MixUp", pipeline=[Paint(), dict(type="LoadAnnotations")]),
     dict(type="RandomChoice", transforms=[[dict(type="RandomFlip", prob=0.5)], MULTI_SCALE], prob=[0.7, 0.3]),
 ]
 
@@ -171,7 +174,8 @@ def test_the_planned_size_is_the_size_that_the_pipeline_makes(size, steps, seed)
     for step in dataset.pipeline.transforms:
         planned = planned_size(step, planned, rng)
     for index in PlannedBatch([0], [seed], BatchPlan(planned, ())):
-        packed = dataset.pipeline(dataset.get_data_info(index))
+        record = dataset.get_data_info(index)
+        packed = dataset.pipeline(record | {"draw_record": lambda record=record: dict(record)})
         left = sample_draws().random()
     if packed is not None:  # A crop without its box is rejected.
         assert packed["inputs"].shape[-2:] == planned and left == rng.random()

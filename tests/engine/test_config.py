@@ -36,7 +36,7 @@ def test_custom_imports(tmp_path, monkeypatch):
         load_config(
             written(tmp_path, "custom_imports = dict(imports=['no_such_module'], allow_failed_imports=True)")
         )
-    with pytest.raises(ConfigError, match="a_module_to_import"):
+    with pytest.raises(UserError, match=r"custom_imports.*a_module_to_import"):
         load_config(written(tmp_path, "custom_imports = ['a_module_to_import']"))
     with pytest.raises(TypeError, match="options must have texts as keys, got 5"):
         load_config(written(tmp_path, ""), {5: 1})
@@ -138,8 +138,6 @@ def test_required_keys():
         ConfigError, match=r"val_cfg and val_evaluator are None\. To leave out validation, set all of"
     ):
         check_required_keys(Config({key: {} for key in given}), for_training=True)
-    with pytest.raises(ConfigError, match="mmdetection 2"):
-        check_required_keys(Config({"data": {}, "model": {}}), for_training=True)
 
 
 def test_completing_an_iteration_based_config():

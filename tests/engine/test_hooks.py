@@ -55,6 +55,24 @@ def test_a_pipe_gets_one_line_per_interval(tmp_path, capsys):
     )
 
 
+def test_a_pipe_hears_after_ten_iterations_and_each_minute(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress_hook, "_LINE_SECONDS", 0.0)
+    ema = [dict(type="EMAHook", momentum=0.05)]
+    train(tmp_path, default_hooks__logger__interval=50, train_cfg__max_iters=4, custom_hooks=ema)
+    printed = capsys.readouterr().out
+    assert re.findall(r"^iter (\d+)/4 .* s/it", printed, re.M) == ["1", "2", "3", "4"]
+    assert re.search(r"^EMA        ExponentialMovingAverage, momentum 0\.05$", printed, re.M)
+    monkeypatch.setattr(progress_hook, "_LINE_SECONDS", 60.0)
+    train(tmp_path, resume="auto", default_hooks__logger__interval=50, train_cfg__max_iters=20)
+    assert re.findall(r"^iter (\d+)/20 ", capsys.readouterr().out, re.M) == ["14", "20"]
+
+
+def test_the_losses_of_tasks_are_told_apart():
+    layers = {"det_loss_cls_0": 2.0, "det_loss_box_1": 3.0, "d0.loss_cls": 1.0, "map_loss_cls_0": 4.0}
+    told = progress_hook._loss_parts({"loss_depth": 1.0, **layers})
+    assert told == "depth 1.0000  det 5.0000  map 4.0000  other layers 1.0000"
+
+
 def test_the_start_up_dump_is_in_the_log_and_not_on_the_terminal(tmp_path, capsys):
     runner = train(tmp_path)
     printed = capsys.readouterr().out

@@ -32,6 +32,18 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     assert curves["coco/bbox_mAP"] == {30: 0.5}
 
 
+def test_a_run_that_began_anew_replaces_the_curves(tmp_path):
+    runs = {
+        "a": ("", [{"loss": 1.0, "step": 10}, {"coco/bbox_mAP": 0.5, "step": 40}]),
+        "b": ("", [{"loss": 9.0, "step": 50}]),
+        "c": ("resumed from x", [{"loss": 8.0, "step": 60}]),
+    }
+    for name, (said, lines) in runs.items():
+        write(tmp_path / name / "vis_data" / "scalars.json", lines)
+        (tmp_path / name / f"{name}.log").write_text(said)
+    assert read_scalars(str(tmp_path)) == {"loss": {50: 9.0, 60: 8.0}}
+
+
 def test_a_folder_of_several_runs_is_no_run(tmp_path):
     for run in ("a", "b"):
         write(tmp_path / run / "1" / "vis_data" / "scalars.json", [{"loss": 1.0, "step": 1}])

@@ -336,8 +336,8 @@ def _changed(part, **options):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (_without("encoder"), ValueError, "encoder must be given"),
-        (_without("bbox_head"), ValueError, "bbox_head must be given"),
+        (_without("encoder"), ValueError, "encoder"),
+        (_without("bbox_head"), ValueError, "bbox_head"),
         (
             config(num_feature_levels=4),
             ValueError,

@@ -208,7 +208,7 @@ def _changed(**changes):
     [
         (_changed(with_box_refine=False), ValueError, "DINO: with_box_refine and as_two_stage must be True"),
         (_changed(as_two_stage=False), ValueError, "must be True, got True and False"),
-        (_changed(encoder=None), ValueError, "DINO: encoder must be given"),
+        (_changed(encoder=None), ValueError, "DINO: encoder"),
         (
             _changed(dn_cfg={"group_cfg": {"dynamic": False}}),
             ValueError,

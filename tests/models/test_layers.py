@@ -84,7 +84,7 @@ def test_activation_by_name():
     ("call", "error", "message"),
     [
         (lambda: build_norm_layer({"type": "BatchNorm"}, 8), KeyError, "BatchNorm"),
-        (lambda: build_norm_layer({"type": "GN"}, 8), TypeError, "needs num_groups"),
+        (lambda: build_norm_layer({"type": "GN"}, 8), TypeError, "num_groups"),
         (lambda: build_activation_layer({"type": "Relu"}), KeyError, "ReLU"),
         (lambda: FFN(num_fcs=1), ValueError, "num_fcs"),
         (
@@ -95,11 +95,6 @@ def test_activation_by_name():
         (lambda: SinePositionalEncoding(5), ValueError, "num_feats must be even and positive, got 5"),
         (lambda: SinePositionalEncoding(4)(None), ValueError, "got neither"),
         (lambda: ChannelMapper([4, 8], 4, num_outs=1), ValueError, "num_outs must be at least"),
-        (
-            lambda: ChannelMapper([4, 8], 4)((torch.zeros(1, 4, 2, 2),)),
-            ValueError,
-            "must be 2 feature maps, got 1",
-        ),
     ],
 )
 def test_bad_calls(call, error, message):

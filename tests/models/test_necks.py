@@ -10,9 +10,6 @@ from visdet.models.necks import FPN, ChannelMapper
 def test_feature_maps_of_other_channels_are_named(neck):
     maps = [torch.zeros(1, 4, 8, 8), torch.zeros(1, 8, 4, 4)]
     assert [tuple(level.shape[:2]) for level in neck(maps)] == [(1, 16), (1, 16)]
-    with pytest.raises(ValueError, match="inputs must be 2 feature maps, got 1"):
-        neck(maps[:1])
-    with pytest.raises(
-        ValueError, match=r"in_channels is \[4, 8\], but the feature maps have \[8, 4\] channels"
-    ):
-        neck(maps[::-1])
+    for given, channels in ((maps[:1], "4"), (maps[::-1], "8, 4")):
+        with pytest.raises(ValueError, match=rf"in_channels is \[4, 8\], .* \[{channels}\]"):
+            neck(given)

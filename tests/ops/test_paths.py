@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from path_cases import attention, devices, fused, needs_library, refusal
 
 from visdet import ops
-from visdet.doctor import _paths
 from visdet.ops import explain
 
 CSRC = Path(ops.__file__).parent / "csrc"
@@ -150,12 +149,6 @@ def test_an_explanation_names_the_kernels():
         explain("ms_deform_attn", **attention(300), device="H200", backward=False).plans[-1].op
         == "ms_deform_attn"
     )
-
-
-@needs_library
-def test_the_doctor_says_which_paths_a_gpu_takes():
-    lines = _paths("L4")
-    assert "encoder" in lines[0] and all("ms_deform_attn: decoder" in line for line in lines[1:])
 
 
 def test_on_the_cpu_there_is_nothing_to_choose():

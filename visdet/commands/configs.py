@@ -12,7 +12,7 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    copying = parser.add_subparsers(dest="action", metavar="copy").add_parser(
+    copying = parser.add_subparsers(dest="action", metavar="[copy]").add_parser(
         "copy", help="copy a config with its bases"
     )
     copying.add_argument("name", help="the name of a config of the package")

@@ -2,6 +2,7 @@
 
 visdet train deformable_detr/deformable-detr_shapes
 visdet train my_config.py --work-dir work_dirs/first --cfg-options train_cfg.max_iters=1000
+visdet train my_config.py --from model.safetensors      # fine-tune published weights
 torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 """
 
@@ -13,6 +14,13 @@ from visdet.command_line import add_config_arguments
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_config_arguments(parser, "--work-dir", "--graph", "--launcher")
+    parser.add_argument(
+        "--from",
+        dest="from_",
+        metavar="FILE|URL|NAME",
+        help="start from weights of visdet, mmdet, transformers or an original implementation: a file, an address, or "
+        "a name of docs/model_zoo.md; what does not fit, such as other classes, begins anew and is listed",
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -40,6 +48,7 @@ def run(args: argparse.Namespace) -> None:
         args.config,
         args.cfg_options,
         work_dir=args.work_dir,
+        from_=args.from_,
         resume=args.resume,
         amp=args.amp,
         graph=args.graph,

@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from mmengine.dataset import BaseDataset
@@ -143,11 +144,8 @@ class CocoDataset(BaseDataset):
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # The default palette belongs to the default classes.
         loaded = checked_classes(loaded, f"{cls.__name__}: metainfo")
-        classes = loaded["classes"]
-        if not classes or len(set(classes)) < len(classes):
-            raise InvalidInputError(
-                f"{cls.__name__}: metainfo['classes'] must be distinct names, got {classes}"
-            )
+        if not loaded["classes"]:
+            raise InvalidInputError(f"{cls.__name__}: metainfo['classes'] must be distinct names, got none")
         return loaded
 
     _fully_initialized: bool  # an attribute of mmengine's BaseDataset
@@ -250,7 +248,7 @@ class CocoDataset(BaseDataset):
             if label is None or (annotation.get("ignore") and not self.test_mode):
                 continue
             tally["boxes"] += 1
-            bbox, problem = _clip_box(annotation, width, height)
+            bbox, problem = clip_box(annotation, width, height)
             if problem is not None:
                 tally[problem] += 1
             instance = {"bbox": bbox, "bbox_label": label, "ignore_flag": int(is_ignored(annotation))}
@@ -319,6 +317,14 @@ class CocoDataset(BaseDataset):
         """Return the labels of the boxes and the crowd regions of image ``idx``."""
         return [instance["bbox_label"] for instance in self.get_data_info(idx)["instances"]]
 
+    def prepare_data(self, idx: int) -> Any:
+        """Return the output of the pipeline, whose transforms may read other images by ``draw_record``."""
+        return self.pipeline(self.get_data_info(idx) | {"draw_record": self.draw_record})
+
+    def draw_record(self) -> dict:
+        """Return the record of an image that is drawn at random."""
+        return self.get_data_info(self._rand_another())
+
     def _rand_another(self) -> int:
         # torch's generator is seeded in every worker process, but numpy's only if a seed is configured.
         return int(torch.randint(len(self), ()))
@@ -340,7 +346,7 @@ def _look_alike_on_disk(path: str) -> str | None:
     return look_alike(name, os.listdir(folder or "."))
 
 
-def _clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:
+def clip_box(annotation: dict, width: int, height: int) -> tuple[list[float] | None, str | None]:
     """Return a box (x1, y1, x2, y2) clipped to its image, and what is wrong with it.
 
     The box is ``None`` if it is not usable. The second value is ``None`` if nothing is wrong.

@@ -116,8 +116,8 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.data_aug_conf = data_aug_conf
         self.keep_consistent_seq_aug = keep_consistent_seq_aug
         self.num_cameras = num_cameras
-        self.CLASSES = _class_names("classes", classes or self.METAINFO["classes"])
-        self.MAP_CLASSES = _class_names("map_classes", map_classes or self.METAINFO["map_classes"])
+        self.CLASSES = checked_names("classes", classes or self.METAINFO["classes"])
+        self.MAP_CLASSES = checked_names("map_classes", map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._warned_about: set[str] = set()
         root, out_dir = data_root or "FOLDER", Path(ann_file).parent
@@ -382,13 +382,6 @@ class NuScenes3DDetTrackDataset(Dataset):
 
 
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
-
-
-def _class_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    checked = checked_names(argument, names)
-    if len(set(checked)) != len(checked):
-        raise InvalidInputError(f"{argument} must be different names, got {names!r}")
-    return checked
 
 
 def _lidar_to_global(info: dict) -> np.ndarray:

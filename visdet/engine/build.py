@@ -26,7 +26,6 @@ from mmengine.runner.activation_checkpointing import turn_on_activation_checkpoi
 from mmengine.utils.dl_utils import set_multi_processing
 from mmengine.visualization import Visualizer
 from torch import nn
-from torch.fx.proxy import TraceError
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -47,7 +46,6 @@ from .config.build_errors import build_model, building, check_arguments
 from .config.checks import is_iteration_based, schedules_of
 from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
-from .errors import nearest_names
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .process.console import ConsoleHandler
@@ -256,15 +254,13 @@ def check_parts_of_the_model(cfg: Config, model: nn.Module) -> None:
     """Check that a model has the parts that the config names.
 
     Raises:
-        ConfigError: it has no such part.
+        InvalidInputError: it has no such part.
     """
-    parts = dict(model.named_modules())
     for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
         names = cfg.get(key) or []
-        for name in [names] if isinstance(names, str) else names:
-            if name not in parts:
-                near = ", ".join(nearest_names(name, parts))
-                raise ConfigError(f"{key}: the model has no part {name!r}{near and f'; near: {near}'}")
+        with building(cfg, key):
+            for name in [names] if isinstance(names, str) else names:
+                model.get_submodule(name)
 
 
 def initialize_weights(cfg: Config, model: Any) -> None:
@@ -276,22 +272,15 @@ def initialize_weights(cfg: Config, model: Any) -> None:
     if cfg.get("activation_checkpointing") is not None:
         turn_on_activation_checkpointing(model, cfg.activation_checkpointing)
     if cfg.get("efficient_conv_bn_eval") is not None:
-        try:
+        with building(cfg, "efficient_conv_bn_eval"):
             turn_on_efficient_conv_bn_eval(model, cfg.efficient_conv_bn_eval)
-        except TraceError as error:
-            raise ConfigError(
-                f"efficient_conv_bn_eval: torch.fx cannot trace one of {cfg.efficient_conv_bn_eval}: {error}. Name "
-                "smaller parts of the model, or leave it out"
-            ) from error
 
 
 def compile_step(cfg: Config, steps: Any) -> None:
     """Compile the training step if the config says so."""
     if options := cfg.get("compile"):
-        try:
+        with building(cfg, "compile"):
             steps.train_step = torch.compile(steps.train_step, **({} if options is True else options))
-        except (TypeError, RuntimeError) as error:  # The model is not run yet.
-            raise ConfigError(f"compile: torch refuses {options}: {error}") from error
 
 
 def build_train_loop(runner: Any) -> TrainLoop:
@@ -376,14 +365,3 @@ def build_hook(cfg: Config, hook: Hook | dict) -> Hook:
             get_priority(priority)
             built.priority = priority
         return built
-
-
-def hooks_by_stage(hooks: Sequence[Hook]) -> str:
-    """Return the names of the hooks that each stage calls, in their order, for the log."""
-    lines = []
-    for stage in Hook.stages:
-        called = [hook for hook in hooks if stage in hook.get_triggered_stages()]
-        if called:
-            names = [f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in called]
-            lines += [f"{stage}:", *names, " -------------------- "]
-    return "\n".join(lines)

@@ -70,7 +70,7 @@ def tool_session() -> Iterator[None]:
         except (KeyboardInterrupt, Exception) as error:
             # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
             if received or isinstance(error, KeyboardInterrupt):
-                _report_interrupt(error, received[0] if received else signal.SIGINT)
+                _report_interrupt(error, received[0] if received else getattr(error, "number", signal.SIGINT))
             message = explain(error)
             if message is None or os.environ.get(SHOW_TRACEBACK):
                 if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.

@@ -18,7 +18,7 @@ def read_scalars(path: str) -> dict[str, Curve]:
     Args:
         path: a JSON-lines file of scalars, or a folder. In a folder, every ``vis_data/scalars.json`` below it is read
             in the order of the paths, which contain the starting times. A resumed run thus continues the curves and
-            replaces the steps that it trained again.
+            replaces the steps that it trained again. A run that began anew replaces the curves.
 
     Raises:
         UserError: there is no such log, the folder has logs of several runs, or there is no number.
@@ -32,6 +32,9 @@ def read_scalars(path: str) -> dict[str, Curve]:
         raise UserError(f"{path} has the logs of several runs; name the runs to draw: {listed(runs)}")
     curves: dict[str, Curve] = defaultdict(dict)
     for file in files:
+        logs = [log.read_text(errors="replace") for log in file.parent.parent.glob("*.log")]
+        if logs and not any("resumed from " in log for log in logs):  # A run that began anew.
+            curves.clear()
         first_step_of_file: dict[str, int] = {}
         for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
             try:

@@ -39,6 +39,7 @@ def train(
     /,
     *,
     work_dir: str | os.PathLike | None = None,
+    from_: str | os.PathLike | None = None,
     resume: str | os.PathLike | bool | None = None,
     amp: bool = False,
     graph: bool | None = None,
@@ -52,6 +53,9 @@ def train(
         config: a config file, the name of one of the package's configs, or a loaded config, which is not changed.
         options: values of the config to change by their dotted keys, such as ``{"train_cfg.max_iters": 100}``.
         work_dir: the folder to write. The default is ``work_dirs/<name of the config>``.
+        from_: weights to start from: a file, an http(s) address, or a name of docs/model_zoo.md, of visdet, mmdet, the
+            original implementations or transformers. Those that do not fit the model, such as those of other classes,
+            begin anew, and the log names them.
         resume: 'auto' or True to continue from the newest checkpoint of the folder if there is one, or a checkpoint.
         amp: train under bfloat16 autocast.
         graph: replay steps as CUDA graphs on a GPU. The default is the config's choice.
@@ -79,6 +83,8 @@ def train(
         cfg.graph = graph
     if auto_scale_lr:
         enable_auto_scale_lr(cfg)
+    if from_:
+        cfg.load_from, cfg.strict_load = os.path.expanduser(from_), False
     if resume:
         set_resume(cfg, os.fspath(resume))
     for remark in remarks:
@@ -115,7 +121,7 @@ def evaluate(
 
     Args:
         config, options, work_dir, graph, launcher, overrides: see :func:`train`.
-        checkpoint: a checkpoint file or its http(s) address.
+        checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md.
         out: a JSON file to write the predictions of every sample to.
         show_dir: a folder to write pictures of predictions and ground truth to.
         amp: predict under bfloat16 autocast.

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import get_dist_info, master_only
+from mmengine.dist import all_reduce, get_dist_info, master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
-from mmengine.runner import get_priority, set_random_seed
+from mmengine.runner import Runner, get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
 from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError
+from visdet.execution.host_copy import HostCopy
 from visdet.registry import RUNNERS
 
 from . import build
@@ -38,10 +39,12 @@ from .errors import log_fatal_error
 from .graphs.methods import GraphedMethod, graphs_for
 from .graphs.planned import prepare_sizes
 from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
+from .hooks.checkpoint_hook import CheckpointHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
 from .loops import EvaluationLoop, TrainLoop
 from .process.console import say
 from .process.garbage import living_objects_not_collected
+from .process.interrupts import Interrupted, NotedSignal, signals_noted
 from .process.places import only_training_in
 from .stages import StagedModel
 
@@ -64,6 +67,8 @@ class DetRunner:
       or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
     * ``launcher='pytorch'`` works on machines without GPUs, where it uses gloo.
     * Validation does not change the random state.
+    * At Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, the run ends after the iteration and saves a checkpoint, from which it
+      goes on as if it had not been interrupted. Another signal, five seconds later, ends it at once.
     * On a GPU, training steps and predictions are replayed as CUDA graphs, unless the config says ``graph=False``; see
       :class:`GraphedLoss` and :class:`GraphedPrediction`.
     * The terminal shows warnings, progress and results. The environment, the config and every log line go to the log
@@ -127,6 +132,8 @@ class DetRunner:
         self.param_schedulers: Any = None
         self.evaluators: dict[str, Any] = {}
         self.has_loaded = False
+        self._signal = NotedSignal()
+        self._heard: HostCopy | None = None
         self.hooks: list[Hook] = []
         for hook in build.build_hooks(self.cfg):
             self.register_hook(hook)
@@ -206,7 +213,7 @@ class DetRunner:
         if self._must_catch_up(loop):
             self._validate()
         try:
-            with living_objects_not_collected():
+            with living_objects_not_collected(), signals_noted() as self._signal:
                 self.model.train()
                 graphs = self.graphs.values()
                 prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, graphs, self.logger)
@@ -247,7 +254,26 @@ class DetRunner:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
         losses = self.steps.train_step(batch, self.optim_wrapper)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
+        if number := self._signal_of_all():
+            for hook in self._checkpoint_hooks():
+                hook.save_now(self)
+            raise Interrupted(number)
         self.train_loop.iter += 1
+
+    def _signal_of_all(self) -> int:
+        """Return the number of a signal that asks to end the run, or 0. All processes get the same answer.
+
+        They hear of a signal in the next iteration, so that none waits for another or for its GPU.
+        """
+        if self.world_size == 1:
+            return self._signal.number
+        number = torch.full((), float(self._signal.number), device=next(self.model.parameters()).device)
+        all_reduce(number, "max")
+        heard, self._heard = self._heard, HostCopy({"number": number})
+        return int(heard.read()["number"]) if heard else 0
+
+    def _checkpoint_hooks(self) -> list[CheckpointHook]:
+        return [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
 
     # ------------------------------------------------------------------ validation and tests
 
@@ -284,8 +310,13 @@ class DetRunner:
         if self.val_loop is not None:
             # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
             self.message_hub.update_info(_VALIDATED, self.iter)
+            # A run that goes on from a checkpoint of this iteration makes up for the validation.
+            self._signal.at_once = any(hook.saved_at == self.iter for hook in self._checkpoint_hooks())
+            if self._signal.at_once and self._signal.number:
+                raise Interrupted(self._signal.number)
             with preserved_random_state():
                 self._run_evaluation("val", self.val_loop)
+            self._signal.at_once = False
 
     def _run_evaluation(self, stage: str, loop: EvaluationLoop) -> dict[str, float]:
         """Return the metrics of a stage, which is 'val' or 'test'."""
@@ -418,7 +449,7 @@ class DetRunner:
 
     def get_hooks_info(self) -> str:
         """Return the hooks of each stage in the order in which they run."""
-        return build.hooks_by_stage(self.hooks)
+        return Runner.get_hooks_info(self)  # type: ignore[arg-type]
 
     @contextmanager
     def _stage(self) -> Iterator[None]:

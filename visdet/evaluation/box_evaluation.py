@@ -70,15 +70,12 @@ class BoxEvaluation:
             label: the class. The default is the mean over all classes.
         """
         values = self.precision[..., AREAS.index(area), self.max_dets.index(_MAX_DETS_OF_AP)]
-        values = values[self._thresholds(iou)]
+        values = values if iou is None else values[np.isclose(self.iou_thrs, iou)]
         return _mean_of_defined(values if label is None else values[..., label])
 
     def average_recall(self, max_dets: int, area: str = "all") -> float:
         """Return the AR over all thresholds and classes with ``max_dets`` detections per image."""
         return _mean_of_defined(self.recall[..., AREAS.index(area), self.max_dets.index(max_dets)])
-
-    def _thresholds(self, iou: float | None) -> np.ndarray:
-        return np.ones(len(self.iou_thrs), dtype=bool) if iou is None else np.isclose(self.iou_thrs, iou)
 
 
 def _mean_of_defined(values: np.ndarray) -> float:

@@ -210,7 +210,8 @@ class CocoMetric(BaseMetric):
         first_of_id: dict[Any, dict] = {}  # of the results of all processes
         for result in results:
             self._check_id(result, first_of_id)
-        results = _without_repetitions(results)
+        # Samplers repeat images to fill batches.
+        results = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
         if self.outfile_prefix is not None:
             self._write(_detections(results))
         results = _with_ids_of_their_own(results)
@@ -274,11 +275,6 @@ class CocoMetric(BaseMetric):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
-
-
-def _without_repetitions(results: list[dict]) -> list[dict]:
-    """Return one result of each image, because samplers repeat images to fill batches."""
-    return list({(result["img_id"], result.get("img_path")): result for result in results}.values())
 
 
 def _with_ids_of_their_own(results: list[dict]) -> list[dict]:

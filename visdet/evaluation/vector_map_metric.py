@@ -81,7 +81,10 @@ class VectorMapMetric(DrivingMetric):
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP and the AP of each class."""
         classes = self.classes or self.dataset_meta["map_classes"]
-        sampled = [self._sample(frame) for frame in results]
+        sampled = [
+            frame | {key: _resample_all(frame[key], self.num_points) for key in ("gt_lines", "lines")}
+            for frame in results
+        ]
         middle = len(self.thresholds) // 2
         curves = {}
         for label, name in enumerate(classes):
@@ -104,12 +107,6 @@ class VectorMapMetric(DrivingMetric):
         }
         print_log(self._as_text(table, counts, metrics), logger="current")
         return metrics
-
-    def _sample(self, frame: dict) -> dict[str, Any]:
-        return frame | {
-            "gt_lines": _resample_all(frame["gt_lines"], self.num_points),
-            "lines": _resample_all(frame["lines"], self.num_points),
-        }
 
     def _precisions(self, frames: list[dict], label: int) -> list[float]:
         """Return the AP of one class at each threshold."""

@@ -97,19 +97,17 @@ class BaseDetector(BaseModel, ABC):
             )
         if callable(mode):
             return mode(inputs, data_samples or [])
-        if mode == "loss":
-            if data_samples is None:
-                raise ValueError(
-                    f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth"
-                )
-            return self.loss(inputs, data_samples)
-        if mode == "predict":
-            if data_samples is None:
-                data_samples = [self.sample_type() for _ in inputs]
-            return self.predict(inputs, data_samples)
         if mode == "tensor":
             return self.raw_outputs(inputs, data_samples)
-        raise ValueError(f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}")
+        if mode == "predict":
+            return self.predict(inputs, data_samples or [self.sample_type() for _ in inputs])
+        if mode != "loss":
+            raise ValueError(
+                f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}"
+            )
+        if data_samples is None:
+            raise ValueError(f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth")
+        return self.loss(inputs, data_samples)
 
     def parse_losses(self, losses: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of the losses, and a dict for the log with that sum followed by all losses.

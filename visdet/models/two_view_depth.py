@@ -119,7 +119,17 @@ class TwoViewDepth(BaseDetector):
     def loss(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> dict[str, Tensor]:
         """Return ``loss_match`` and ``loss_depth``."""
         position, weights = self.raw_outputs(inputs, data_samples)
-        return self._loss(position, weights, torch.stack([sample.gt_depth for sample in data_samples]))
+        gt_depth = torch.stack([sample.gt_depth for sample in data_samples])
+        farthest, nearest = 1 / self.depth_range[1], 1 / self.depth_range[0]
+        truth = ((1 / gt_depth - farthest) / (nearest - farthest)).clamp(0, 1)
+        # The true weights interpolate the truth between the two nearest candidates.
+        place = truth.flatten(1) * (self.num_depths - 1)  # [B, Q]
+        steps = torch.arange(self.num_depths, device=place.device)
+        target = (1 - (place.unsqueeze(-1) - steps).abs()).clamp(min=0)
+        return {
+            "loss_match": -self.loss_match_weight * (target * (weights + 1e-6).log()).sum(-1).mean(),
+            "loss_depth": self.loss_depth_weight * F.l1_loss(position, truth),
+        }
 
     def predict(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> list[TwoViewDataSample]:
         """Return the samples with ``pred_depth`` [H / 2, W / 2]."""
@@ -175,18 +185,6 @@ class TwoViewDepth(BaseDetector):
         position = (weights @ candidates.to(weights.dtype)).view(-1, 1, *reference.shape[-2:])
         context = torch.cat((found.mT.unflatten(2, reference.shape[-2:]), position.to(found.dtype)), dim=1)
         return (position + at_least_float32(self.correction(context))).squeeze(1), weights
-
-    def _loss(self, position: Tensor, weights: Tensor, gt_depth: Tensor) -> dict[str, Tensor]:
-        farthest, nearest = 1 / self.depth_range[1], 1 / self.depth_range[0]
-        truth = ((1 / gt_depth - farthest) / (nearest - farthest)).clamp(0, 1)
-        # The true weights interpolate the truth between the two nearest candidates.
-        place = truth.flatten(1) * (self.num_depths - 1)  # [B, Q]
-        steps = torch.arange(self.num_depths, device=place.device)
-        target = (1 - (place.unsqueeze(-1) - steps).abs()).clamp(min=0)
-        return {
-            "loss_match": -self.loss_match_weight * (target * (weights + 1e-6).log()).sum(-1).mean(),
-            "loss_depth": self.loss_depth_weight * F.l1_loss(position, truth),
-        }
 
     def _inverse_depth(self, position: Tensor) -> Tensor:
         farthest, nearest = 1 / self.depth_range[1], 1 / self.depth_range[0]

@@ -1,6 +1,6 @@
 """The names and the colours of classes in the meta information of data sets and checkpoints."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from visdet.checks.arguments import Range, checked_value
@@ -17,13 +17,13 @@ def checked_names(what: str, names: Any) -> tuple[str, ...]:
     """Return names as a tuple. A single text, whose letters would be taken for names, is refused.
 
     Raises:
-        InvalidInputError: a name is no text, or ``names`` is one. The message begins with ``what``.
+        InvalidInputError: a name is no text or occurs twice, or ``names`` is a text. The message begins with ``what``.
     """
-    is_listed = isinstance(names, Iterable) and not isinstance(names, str | bytes | dict | set)
-    if not is_listed or not all(isinstance(name, str) for name in names):
+    is_listed = isinstance(names, Collection) and not isinstance(names, str | bytes | dict | set)
+    if not is_listed or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         kind = "class" if "classes" in what else "name"
         hint = f"; for one {kind} write ({names!r},)" if isinstance(names, str) else ""
-        raise InvalidInputError(f"{what} must be a tuple of names, got {names!r:.200}{hint}")
+        raise InvalidInputError(f"{what} must be a tuple of distinct names, got {names!r:.200}{hint}")
     return tuple(names)
 
 

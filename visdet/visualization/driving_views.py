@@ -55,26 +55,24 @@ class Scene:
     plan: np.ndarray | None = None
 
 
-def _numpy(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
-
-
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
     """Return the ground truth of one frame. Parts that the sample lacks stay empty."""
-    boxes = _numpy(sample.get("gt_bboxes_3d", np.zeros((0, 9))))
-    scene = Scene(boxes, _numpy(sample.get("gt_labels_3d", np.zeros(0, int))))
+    boxes = np.asarray(sample.get("gt_bboxes_3d", np.zeros((0, 9))))
+    scene = Scene(boxes, np.asarray(sample.get("gt_labels_3d", np.zeros(0, int))))
     ids = sample.get("instance_id")
     if ids is not None and len(ids) == len(boxes):
-        scene.ids = _numpy(ids)
+        scene.ids = np.asarray(ids)
     if "gt_agent_fut_trajs" in sample:
-        paths = boxes[:, None, :2] + _numpy(sample.gt_agent_fut_trajs).cumsum(axis=1)
-        lengths = _numpy(sample.gt_agent_fut_masks).sum(axis=1).astype(int)
+        paths = boxes[:, None, :2] + np.asarray(sample.gt_agent_fut_trajs).cumsum(axis=1)
+        lengths = np.asarray(sample.gt_agent_fut_masks).sum(axis=1).astype(int)
         scene.futures = [[(path[:length], 1.0)] for path, length in zip(paths, lengths, strict=True)]
     if "vectors" in sample:
-        scene.lines = [(int(k), _numpy(v)) for k, v in zip(sample.vector_labels, sample.vectors, strict=True)]
+        scene.lines = [
+            (int(k), np.asarray(v)) for k, v in zip(sample.vector_labels, sample.vectors, strict=True)
+        ]
     if "gt_ego_fut_trajs" in sample:
-        length = int(_numpy(sample.gt_ego_fut_masks).sum())
-        scene.plan = _numpy(sample.gt_ego_fut_trajs).cumsum(axis=0)[:length]
+        length = int(np.asarray(sample.gt_ego_fut_masks).sum())
+        scene.plan = np.asarray(sample.gt_ego_fut_trajs).cumsum(axis=0)[:length]
     return scene
 
 
@@ -93,32 +91,26 @@ def scene_of_prediction(
         num_modes: the number of trajectories per box, the most probable ones.
     """
     result = predictions_of(sample)
-    kept = (
-        np.flatnonzero(_numpy(result["scores_3d"]) >= _least(score_thr, _numpy(result["labels_3d"])))
-        if "scores_3d" in result
-        else np.zeros(0, int)
-    )
-    boxes = _numpy(result["boxes_3d"])[kept] if len(kept) else np.zeros((0, 9))
-    scene = Scene(boxes, _numpy(result["labels_3d"])[kept] if len(kept) else np.zeros(0, int))
-    if len(kept):
-        scene.scores = _numpy(result["scores_3d"])[kept]
-        scene.ids = _numpy(result["instance_ids"])[kept] if "instance_ids" in result else None
+    labels = np.asarray(result.get("labels_3d", np.zeros(0, int)))
+    scores = np.asarray(result.get("scores_3d", np.zeros(0)))
+    kept = np.flatnonzero(scores >= _least(score_thr, labels))
+    boxes = np.asarray(result.get("boxes_3d", np.zeros((0, 9))))
+    ids = np.asarray(result["instance_ids"])[kept] if "instance_ids" in result else None
+    scene = Scene(boxes[kept], labels[kept], ids, scores[kept])
     if "trajs_3d" in result:
-        for paths, scores in zip(
-            _numpy(result["trajs_3d"])[kept], _numpy(result["trajs_score"])[kept], strict=True
-        ):
-            best = np.argsort(-scores)[:num_modes]
-            scene.futures.append(
-                [(paths[k], float(scores[k] / max(scores[best[0]], 1e-6))) for k in best[::-1]]
-            )
+        for row in kept:
+            paths, weights = np.asarray(result["trajs_3d"])[row], np.asarray(result["trajs_score"])[row]
+            best = np.argsort(-weights)[:num_modes]
+            most = max(weights[best[0]], 1e-6)
+            scene.futures.append([(paths[k], float(weights[k] / most)) for k in best[::-1]])
     if "vectors" in result:
         for line, score, label in zip(
-            result["vectors"], _numpy(result["scores"]), _numpy(result["labels"]), strict=True
+            result["vectors"], np.asarray(result["scores"]), np.asarray(result["labels"]), strict=True
         ):
             if score >= _least(map_score_thr, label):
-                scene.lines.append((int(label), _numpy(line)))
+                scene.lines.append((int(label), np.asarray(line)))
     if "final_planning" in result:
-        scene.plan = _numpy(result["final_planning"])
+        scene.plan = np.asarray(result["final_planning"])
     return scene
 
 

@@ -119,7 +119,7 @@ def test_cross_entropy_by_hand():
         ),
         (
             lambda: CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1])),
-            "label must have the shape of cls_score",
+            "same as input size",
         ),
         (lambda: GaussianFocalLoss()(logits, torch.tensor([1])), "pred and target must have one shape"),
     ):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .formatting import PackDetInputs
     from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
     from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
+    from .mixing import MixUp, Mosaic
     from .multi_view import (
         LoadMultiViewImageFromFiles,
         LoadPointsFromFile,
@@ -42,6 +43,7 @@ else:
             ],
             "formatting": ["PackDetInputs"],
             "geometric": ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"],
+            "mixing": ["MixUp", "Mosaic"],
             "loading": ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"],
             "multi_view": [
                 "LoadMultiViewImageFromFiles",

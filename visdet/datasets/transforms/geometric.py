@@ -15,7 +15,6 @@ from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
 from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
-from .interleaved import mirrored
 from .tv_results import set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
@@ -219,13 +218,10 @@ class RandomFlip(BaseTransform):
         direction = self._directions[choose(self._probs, rng=sample_draws())]
         results["flip"] = direction is not None
         results["flip_direction"] = direction
-        for dim, flip, directions in (
-            (2, F.horizontal_flip, "horizontal diagonal"),
-            (1, F.vertical_flip, "vertical diagonal"),
-        ):
-            if direction is None or direction not in directions.split():
+        for flip, other in ((F.horizontal_flip, "vertical"), (F.vertical_flip, "horizontal")):
+            if direction is None or direction == other:
                 continue
-            set_image(results, mirrored(results["img"], dim))
+            set_image(results, flip(results["img"]))
             if "gt_bboxes" in results:
                 set_boxes(results, flip(results["gt_bboxes"]))
         return results

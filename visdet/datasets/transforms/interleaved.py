@@ -1,4 +1,4 @@
-"""Images whose channels lie side by side, as decoders return them. OpenCV mirrors and splits them faster than torch."""
+"""Images whose channels lie side by side, as decoders return them. OpenCV splits them faster than torch."""
 
 import cv2
 import numpy as np
@@ -6,31 +6,16 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.uint8, torch.float32)
-_MOST_CHANNELS = 4  # which OpenCV mirrors
-
-
-def mirrored(image: Tensor, dim: int) -> Tensor:
-    """Return an image [C, H, W] mirrored along ``dim``, which is 1 (upside down) or 2 (left to right)."""
-    pixels = _pixels(image)
-    if pixels is None:
-        return image.flip(dim)
-    return torch.from_numpy(cv2.flip(pixels, dim - 1)).permute(2, 0, 1)
+_MOST_CHANNELS = 4
 
 
 def split_channels(image: Tensor) -> Tensor:
     """Return an image [C, H, W] as a contiguous tensor."""
-    pixels = _pixels(image)
-    if pixels is None:
-        return image.contiguous()
-    channels = np.empty(image.shape, pixels.dtype)
-    cv2.split(pixels, list(channels))  # writes into these arrays, since they have the right sizes
-    return torch.from_numpy(channels)
-
-
-def _pixels(image: Tensor) -> np.ndarray | None:
-    """Return an image [C, H, W] whose channels lie side by side as an array [H, W, C], or None if it is not one."""
     C, H, W = image.shape
     is_interleaved = 1 < C <= _MOST_CHANNELS and image.stride(0) == 1 and image.stride(2) == C
     if not is_interleaved or image.dtype not in _DTYPES or min(H, W) == 0 or image.device.type != "cpu":
-        return None
-    return image.as_subclass(Tensor).permute(1, 2, 0).numpy()
+        return image.contiguous()
+    pixels = image.as_subclass(Tensor).permute(1, 2, 0).numpy()
+    channels = np.empty(image.shape, pixels.dtype)
+    cv2.split(pixels, list(channels))  # writes into these arrays, since they have the right sizes
+    return torch.from_numpy(channels)

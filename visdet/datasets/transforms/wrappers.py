@@ -74,6 +74,7 @@ class TorchvisionTransform(BaseTransform):
                 f"TorchvisionTransform: torchvision.transforms.v2 has no transform {transform!r}"
             )
         self.transform_name = transform
+        self.keeps_size = transform_class.__module__.endswith("_color")  # type: ignore[misc]
         self.arguments = arguments
         try:
             self._transform = transform_class(**arguments)

@@ -24,11 +24,14 @@ from ..errors import (
     UnwrittenFileError,
     nearest_names,
 )
+from ..process.console import say
 from .plain_state import to_plain
+from .published import PUBLISHED
 from .weights import check_finite, weights_of
 
 LAST_CHECKPOINT = "last_checkpoint"
 _URL_SCHEMES = ("http://", "https://")
+_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # in an error of torch.load
@@ -85,7 +88,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = F
     because reading it could run code. The content of the file is compared with its checksums.
 
     Args:
-        path: a file, or an http(s) address, whose file is kept in the cache of ``torch.hub``.
+        path: a file; or an http(s) address or a name of :data:`PUBLISHED`, whose file is kept in the cache of
+            ``torch.hub``.
         map_location: the device of the tensors, in any form that ``torch.load`` accepts.
         trust: whether to read every type. Code that the file contains is run then.
 
@@ -150,17 +154,18 @@ def _not_now(source: str, error: OSError) -> CheckpointError:
 
 
 def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
-    """Check that ``path`` is a file or an http(s) address.
+    """Check that ``path`` is a file, an http(s) address or a name of :data:`PUBLISHED`.
 
     Args:
-        path: a file or an http(s) address. An address is not looked up.
+        path: the path, the address, which is not looked up, or the name.
         folder_is_fine: whether to accept a folder, too.
 
     Raises:
         MissingCheckpointError: ``path`` is neither. The message names the checkpoints of its folder.
     """
     path = str(path)
-    if path.startswith(_URL_SCHEMES) or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
+    is_known = path.startswith(_URL_SCHEMES) or path in PUBLISHED
+    if is_known or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
     raise MissingCheckpointError(_missing_message(path))
 
@@ -188,6 +193,11 @@ def _read(file: BinaryIO, map_location: Any, trust: bool) -> Any:
     else:
         file.seek(0)
         start = file.read(64)
+        if start[8:9] == b"{":  # after the length of the header
+            from safetensors.torch import load
+
+            file.seek(0)
+            return load(file.read())
         if start.startswith(b"PK"):
             raise zipfile.BadZipFile("its end is missing")
         if reason := start_of_other_file(start):
@@ -210,7 +220,9 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _downloaded(path: str) -> str:
-    """Return the local file of a checkpoint, after downloading it if ``path`` is an address."""
+    """Return the local file of a checkpoint, after downloading it if ``path`` is an address or a name."""
+    if path in PUBLISHED and not os.path.isfile(path):
+        path = PUBLISHED[path][1]
     if not path.startswith(_URL_SCHEMES):
         return path
     name = Path(urlparse(path).path).name
@@ -220,6 +232,7 @@ def _downloaded(path: str) -> str:
     cached = Path(torch.hub.get_dir()) / "checkpoints" / name
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
+        say(f"downloading {path} to {cached}")
         try:
             torch.hub.download_url_to_file(
                 path, str(cached), hash_prefix=checksum and checksum[1], progress=False
@@ -238,11 +251,14 @@ def _missing_message(path: str) -> str:
         return f"checkpoint {path} is a folder; give one of its files: {_listed(Path(path))}"
     if not folder.is_dir():
         return f"checkpoint {path} does not exist, nor does its folder"
-    near = nearest_names(Path(path).name, [file.name for file in folder.glob("*.pth")])
+    near = nearest_names(Path(path).name, [*_checkpoints_in(folder), *PUBLISHED])
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Its folder has: {_listed(folder)}"
     return f"checkpoint {path} does not exist. {hint}"
 
 
 def _listed(folder: Path) -> str:
-    names = sorted(file.name for file in folder.glob("*.pth"))
-    return ", ".join(names[:8]) or "no *.pth file"
+    return ", ".join(_checkpoints_in(folder)[:8]) or f"no file *{', *'.join(_SUFFIXES)}"
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)

@@ -15,6 +15,7 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from .accumulated_gradients import restore_gradients
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
 from .plain_state import restore_message_hub, to_plain
+from .published import converted
 from .random_state import preserved_random_state, set_random_state
 from .temporal_states import restored_temporal_state
 from .training_state import optimizers_of, wrappers_of
@@ -155,7 +156,7 @@ def load_into(
         parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
         state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
         check_finite(state, path, runner.allows_nonfinite)
-    content = {**content, "state_dict": revised(weights_of(content, path), revise_keys)}
+    content = {**content, "state_dict": converted(revised(weights_of(content, path), revise_keys), model)}
     runner.call_hook("after_load_checkpoint", checkpoint=content)
     load_weights(model, content["state_dict"], path, strict, (), runner.allows_nonfinite)
     runner.has_loaded = True
@@ -293,7 +294,7 @@ def _restoring(path: str, part: str) -> Iterator[None]:
 def _refusal(path: str, reason: str) -> str:
     return (
         f"checkpoint {path} cannot be resumed: {reason}. To start training from its weights, drop --resume and use "
-        f"--cfg-options load_from={path}"
+        f"--from {path}"
     )
 
 

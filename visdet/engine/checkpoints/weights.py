@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from visdet.checks.state_dicts import common_prefix, is_dense, named, nonfinite_names
 
 from ..errors import CheckpointError
+from .published import converted
 
 
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ def load_weights(
         state_dict: the weights by their keys.
         source: the path or the address of the checkpoint, for messages.
         strict: whether to refuse weights that do not all fit. If False, those that fit are loaded, and a warning in
-            the log names the others.
+            the log names all others, which keep their values in the model.
         revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
         allow_nonfinite: see :func:`check_finite`, which is called for the weights that fit.
 
@@ -108,7 +109,7 @@ def load_weights(
         CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
             ``strict=False``, this is raised only if no weight fits.
     """
-    weights = revised(state_dict, revise_keys)
+    weights = converted(revised(state_dict, revise_keys), model)
     expected = model.state_dict()
     differing = {
         key: _difference(key, value, expected[key])
@@ -129,15 +130,14 @@ def load_weights(
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or differing):
         return
-    report = f"checkpoint {source} does not fit {type(model).__name__}: " + "; ".join(
-        f"{len(keys)} {what} ({named(keys)})"
-        for what, keys in (
-            ("missing", missing),
-            ("unexpected", list(unexpected)),
-            ("of another shape", list(differing.values())),
+    others = {"missing": missing, "unexpected": unexpected, "of another shape": list(differing.values())}
+
+    def listed(shown: int) -> str:
+        return "; ".join(
+            f"{len(keys)} {what} ({named(keys, shown)})" for what, keys in others.items() if keys
         )
-        if keys
-    )
+
+    report = f"checkpoint {source} does not fit {type(model).__name__}: {listed(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
         with torch.no_grad():
@@ -150,9 +150,18 @@ def load_weights(
                 "of its weights under keys without this prefix"
             )
         elif not none_fits:
-            report += ".\nTo load only the weights that fit, use `--cfg-options strict_load=False`"
+            report += (
+                ".\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands load "
+                "them with `--cfg-options strict_load=False`"
+            )
         raise CheckpointError(f"{report}.")
-    print_log(f"{report}. The other weights were loaded", logger="current", level=logging.WARNING)
+    loaded = len(expected) - len(missing) - len(differing)
+    print_log(
+        f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}. The others begin "
+        f"anew: {listed(200)}",
+        logger="current",
+        level=logging.WARNING,
+    )
 
 
 def _difference(key: str, value: Any, expected: Tensor) -> str:

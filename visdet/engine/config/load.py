@@ -9,6 +9,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
+from visdet.checks.arguments import OTHER_NAMES
 from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 _TRAINING_KEYS = ("model", "train_dataloader", "train_cfg", "optim_wrapper")
-_CUSTOM_IMPORTS = {"imports", "allow_failed_imports"}
 _STAGES = {"val": "validation", "test": "testing"}
 _TEST_KEYS = ("model", "test_dataloader", "test_cfg", "test_evaluator")
 
@@ -62,10 +62,10 @@ def load_config(
         if option.split(".")[0] == "vis_backends" and isinstance(cfg.get("visualizer"), dict):
             _set_option(cfg, f"visualizer.{option}", value)
         _set_option(cfg, option, value)
-    _import_custom_modules(cfg, path)
     remarks = _check_options(options or {}, known_before, path)
     _check_top_level_keys(cfg, path)
     check_sections(cfg)
+    _import_custom_modules(cfg, path)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
     return cfg, remarks + adopt_mmdet_scope(cfg)
 
@@ -95,17 +95,12 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
     """Import the modules that ``custom_imports`` of a config names.
 
     Raises:
-        ConfigError: there is no such module, or ``custom_imports`` is not a dict with the key 'imports'.
+        ConfigError: there is no such module.
     """
     custom = cfg.get("custom_imports")
     if not custom:
         return
-    if not isinstance(custom, dict) or not custom.get("imports") or set(custom) - _CUSTOM_IMPORTS:
-        raise ConfigError(
-            f"config {path}: custom_imports must be dict(imports=['my_package.my_module'], "
-            f"allow_failed_imports=False), got {custom}"
-        )
-    names = custom["imports"]
+    names = custom.get("imports") or []
     for module in [names] if isinstance(names, str) else names:
         try:
             importlib.import_module(module)
@@ -145,6 +140,7 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
         if key not in known_before:
             near = nearest_names(key, SECTIONS.keys() | known_before)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = f"; write {OTHER_NAMES['train'][key]}" if key in OTHER_NAMES["train"] else hint
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
             f"--cfg-options {option} changes a helper variable of {path}. Keys that the config has computed from it "
@@ -215,12 +211,8 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
 
     Raises:
         ConfigError: parts are missing, which the message names; only some of the keys of validation or of testing are
-            None; or the config is one of mmdetection 2.
+            None.
     """
-    if for_training and "data" in cfg and "train_dataloader" not in cfg:
-        raise ConfigError(
-            "this is a config of mmdetection 2 (`data`, `runner`); convert it to version 3's keys first"
-        )
     missing = [key for key in (_TRAINING_KEYS if for_training else _TEST_KEYS) if cfg.get(key) is None]
     if missing:
         raise ConfigError(f"config {cfg.filename} lacks {', '.join(missing)}")

@@ -25,7 +25,12 @@ class CheckpointHook(_CheckpointHook):
 
     The arguments are those of :class:`mmengine.hooks.CheckpointHook`. Old checkpoints of ``max_keep_ckpts`` and
     ``save_best`` are removed from local folders only.
+
+    Attributes:
+        saved_at: the number of iterations after which the last checkpoint was saved.
     """
+
+    saved_at = -1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,32 +72,43 @@ class CheckpointHook(_CheckpointHook):
         here = os.path.join(self.out_dir, os.path.basename(path))
         return here if os.path.isfile(here) else None
 
+    def save_now(self, runner: Any) -> None:
+        """Save what a run needs to go on after this iteration, as ``interrupted.pth``, unless that has been saved."""
+        if self.saved_at != runner.iter + 1:
+            meta = {"epoch": runner.epoch, "iter": runner.iter + 1}
+            self._write(runner, "interrupted.pth", meta, by_epoch=False, save_optimizer=True)
+
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
+        outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
+        name = self.filename_tmpl.format(step)
+        self._write(runner, name, meta, self.by_epoch, self.save_optimizer)
+        if is_main_process():
+            for old_step in outdated if self._names_differ() else []:
+                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
+
+    def _write(self, runner: Any, name: str, meta: dict, by_epoch: bool, save_optimizer: bool) -> None:
         meta["random_states"] = gather_random_states()
         meta["temporal_states"] = gather_temporal_states(runner)
         meta["accumulated_gradients"] = gather_gradients(runner.model, runner.optim_wrapper)
-        name, previous = self.filename_tmpl.format(step), runner.message_hub.get_info("last_ckpt")
-        path = os.path.join(self.out_dir, name)
+        path, previous = os.path.join(self.out_dir, name), runner.message_hub.get_info("last_ckpt")
         self._set_last(runner, path)
-        outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
         try:
             runner.save_checkpoint(
                 self.out_dir,
                 name,
                 self.file_client_args,
-                save_optimizer=self.save_optimizer,
+                save_optimizer=save_optimizer,
                 save_param_scheduler=self.save_param_scheduler,
                 meta=meta,
-                by_epoch=self.by_epoch,
+                by_epoch=by_epoch,
                 backend_args=self.backend_args,
             )
         except BaseException:
             self._set_last(runner, previous)
             raise
+        self.saved_at = meta["iter"]
         if is_main_process():
             write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), path.encode())
-            for old_step in outdated if self._names_differ() else []:
-                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
 
     def _names_differ(self) -> bool:
         """Return whether checkpoints of different steps have different names."""

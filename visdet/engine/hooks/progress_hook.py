@@ -12,6 +12,7 @@ from visdet.registry import HOOKS
 from ..process.console import console, is_main_process, say
 
 _REFRESH_SECONDS = 0.2
+_FIRST_LINE, _LINE_SECONDS = 10, 60.0  # iterations, and seconds
 
 
 @HOOKS.register_module()
@@ -19,7 +20,8 @@ class ProgressHook(Hook):
     """Shows the progress of training, and the metrics after every validation and test.
 
     On a terminal, each running loop has one live line. Elsewhere, there is one line every ``interval`` iterations,
-    which also shows the parts of the loss. The logger hook writes the log file and the scalars of TensorBoard.
+    which also shows the parts of the loss, and besides one after the first ten iterations and one each minute. The
+    logger hook writes the log file and the scalars of TensorBoard.
 
     Args:
         interval: the number of iterations between plain lines. The default is the interval of the logger hook, or 50
@@ -62,6 +64,7 @@ class ProgressHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin the training bar."""
         self._trains = True
+        self._first, self._said_at = runner.iter, time.monotonic()
         self._begin("train", runner.max_iters, runner.iter)
 
     def after_train_iter(
@@ -70,8 +73,10 @@ class ProgressHook(Hook):
         """Show the iteration."""
         done = runner.iter + 1
         if self._progress is None:
-            if done % self.interval == 0 or done == runner.max_iters:
+            is_early = done == self._first + _FIRST_LINE or time.monotonic() - self._said_at > _LINE_SECONDS
+            if is_early or done % self.interval == 0 or done == runner.max_iters:
                 say(self._train_line(runner, outputs or {}, with_parts=True))
+                self._said_at = time.monotonic()
         else:
             self._advance("train", done, self._train_line(runner, outputs or {}, with_parts=False))
 
@@ -173,12 +178,18 @@ class ProgressHook(Hook):
 
 
 def _loss_parts(losses: dict[str, float]) -> str:
-    """Return each loss of the last layer, and the sum of the losses of the other layers (such as ``d0.loss_cls``)."""
-    main = {name.removeprefix("loss_"): value for name, value in losses.items() if name.startswith("loss")}
-    layers = sum(value for name, value in losses.items() if "loss" in name and not name.startswith("loss"))
-    if layers:
-        main["other layers"] = layers
-    return "  ".join(f"{name} {_number(value)}" for name, value in main.items())
+    """Return each loss of the last layer, the sums of the losses of tasks, and that of the other layers.
+
+    ``d0.loss_cls`` is of another layer, and ``det_loss_cls_0`` is of the task ``det``.
+    """
+    parts: dict[str, float] = {}
+    for name, value in losses.items():
+        before, loss, after = name.rpartition("loss")
+        if loss:
+            part = "other layers" if "." in before else before.rstrip("_") or after.lstrip("_")
+            parts[part] = parts.get(part, 0.0) + value
+    ordered = sorted(parts, key="other layers".__eq__)
+    return "  ".join(f"{name} {_number(parts[name])}" for name in ordered)
 
 
 def _main_scalars(metrics: dict) -> dict[str, int | float]:

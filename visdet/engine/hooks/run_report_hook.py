@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from rich.table import Table
 
@@ -51,6 +51,10 @@ class RunReportHook(Hook):
             begin = f" from {runner.val_begin} on" if runner.val_begin > runner.val_interval else ""
             rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}{begin}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):
+                options = "".join(f", {key} {value}" for key, value in hook.ema_cfg.items() if key != "type")
+                rows["EMA"] = f"{hook.ema_cfg['type']}{options}"
         rows["start"] = _start(runner)
         rows["writes to"] = f"{short_path(runner.work_dir)} (log: {short_path(runner.logger.log_file)})"
         for name, row in rows.items():

@@ -14,13 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
+from PIL import Image
 from torch import nn
 
 from visdet.checks.arguments import Positive, Share, checked, checked_value
@@ -41,7 +42,7 @@ from ..process.places import check_work_dir
 from ..stages import StagedModel
 from .detections import Detections
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
-from .image_files import is_video, one_or_several, pictures_folder
+from .image_files import is_stream, is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
@@ -58,7 +59,7 @@ class Detector:
 
     Args:
         cfg: the config that the checkpoint was trained with.
-        checkpoint: a file or an http(s) address. Without one, the weights are random.
+        checkpoint: a file, an http(s) address, or a name of docs/model_zoo.md. Without one, the weights are random.
         device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
     Attributes:
@@ -92,7 +93,7 @@ class Detector:
         _check_takes_images(cfg)
         content = {} if path is None else read_checkpoint(path, trust=trust)
         self.model: nn.Module = build_model(cfg, cfg.model)
-        self.dataset_meta = _dataset_meta(cfg, content, path)
+        self.dataset_meta = _dataset_meta(cfg, content, path, self.model)
         _check_number_of_classes(self.model, self.dataset_meta["classes"], path)
         if path is not None:
             load_weights(
@@ -111,6 +112,15 @@ class Detector:
             self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
+    @overload
+    def __call__(self, images: Image.Image, *args: Any, **options: Any) -> Detections: ...
+
+    @overload
+    def __call__(self, images: list | tuple, *args: Any, **options: Any) -> list[Detections]: ...
+
+    @overload  # A path may be that of a folder or a video, and an array a batch.
+    def __call__(self, images: Any, *args: Any, **options: Any) -> Any: ...
+
     @checked
     def __call__(
         self,
@@ -122,14 +132,15 @@ class Detector:
         graph: bool | None = None,
         channel_order: Literal["bgr", "rgb"] = "bgr",
         save_video: str | os.PathLike | None = None,
-    ) -> Detections | list[Detections] | Iterator[Detections]:
+    ) -> Any:
         """Return the detections in one image or in many.
 
         One image gives one :class:`Detections`. A folder, a pattern, a list or a batch gives a list. A video or another
         iterator gives an iterator, which reads ``batch_size`` images at a time.
 
         Args:
-            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; an array
+            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; the number of
+                a camera such as "0", or the address of a stream such as "rtsp://…", which are videos; an array
                 [H, W, 3]; a tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an
                 iterator of these. :func:`each_image` describes the values.
             batch_size: number of images that the model takes at once.
@@ -155,7 +166,7 @@ class Detector:
         reads_ahead = is_finite and not is_one
         read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
         found = self.detect_items(read, batch_size, thresholds, bool(amp), graph)
-        rate = 25.0 if video is None else frames_per_second(video)
+        rate = 25.0 if video is None or is_stream(video) else frames_per_second(video)
         if save_video is not None:
             found = written_as_video(found, save_video, rate, video)
         if is_one:
@@ -252,7 +263,8 @@ def init_detector(
     Args:
         config: the config that the checkpoint was trained with: a file, the name of one of the package's configs, or a
             loaded config, which is not changed.
-        checkpoint: a checkpoint file or its http(s) address. Without one, the weights are random.
+        checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. Without one, the weights are
+            random.
         device: the device to run on, such as 'cpu' or 'cuda:1'. The default is the GPU if there is one.
 
     Raises:
@@ -320,14 +332,16 @@ def detect_files(
     """
     checked_value("--score-thr", score_thr, Share | None)
     paths = [os.fspath(path) for path in one_or_several(files)]
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    folders = [os.path.dirname(os.path.abspath(path)) for path in paths if not is_stream(path)]
+    root = os.path.commonpath(folders) if folders else ""
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
     failures: list[str] = []
 
     def picture_of(path: str, suffix: str) -> Path:
-        picture = pictures.path_of(os.path.relpath(path, root), suffix=suffix)
+        name = "stream" if is_stream(path) else os.path.relpath(path, root)
+        picture = pictures.path_of(path, name, suffix)
         check_work_dir(picture.parent, "--out-dir")
         return picture
 
@@ -418,7 +432,7 @@ def _check_number_of_classes(model: nn.Module, classes: Sequence[str], path: str
             )
 
 
-def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None) -> dict:
+def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
     dataset = _test_dataset(cfg)
@@ -426,8 +440,11 @@ def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None) -> dict:
     owner = "test_dataloader.dataset.metainfo"
     if meta.get("dataset_meta") or meta.get("CLASSES"):
         owner = f"checkpoint {path}: meta['dataset_meta']"
-    if not found and not checkpoint:
-        found = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+    if not found:
+        default = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
+        # Weights of other projects name no classes.
+        if not checkpoint or len(default.get("classes", ())) in classes_of_heads(model).values():
+            found = default
     if not isinstance(found, dict):
         return checked_classes(found, owner)
     classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")

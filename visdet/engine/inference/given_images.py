@@ -12,7 +12,7 @@ from PIL import Image
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError, check_choice
 
-from .image_files import find_images, is_video, local_path
+from .image_files import find_images, is_stream, is_video, local_path
 
 __all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
@@ -137,20 +137,13 @@ def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:
             f"{name}: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {list(shape)}"
         )
     if is_tensor:
-        image = _array_of(image.movedim(0, -1), name)
+        image = image.movedim(0, -1).detach().cpu()
+        image = (image.float() if image.dtype.is_floating_point else image).numpy()
     _check_size(image.shape, name)
     values = _bytes_of(image, name)
     colours = values[..., :3] if values.shape[2] > 1 else np.repeat(values, 3, axis=2)
     # The copy is contiguous and belongs to nobody else.
     return np.array(colours[..., ::-1] if channel_order == "bgr" else colours, order="C")
-
-
-def _array_of(image: torch.Tensor, name: str) -> np.ndarray:
-    try:
-        image = image.detach().cpu()
-        return (image.float() if image.dtype.is_floating_point else image).numpy()
-    except (TypeError, RuntimeError) as error:  # It is sparse or quantized, or has no values.
-        raise InvalidTypeError(f"{name}: cannot read a tensor: {str(error).splitlines()[0]}") from error
 
 
 def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
@@ -166,13 +159,9 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
     top = 1 if kind == "f" else 255
     slack = 0.001 if kind == "f" else 0  # Resizing and conversions leave rounding errors.
     if not (low >= -slack and high <= top + slack):  # This is so for NaN, too.
-        hint = (
-            "divide them by 255, or give uint8"
-            if kind == "f" and np.isfinite(high)
-            else "give uint8 or uint16"
-        )
         raise InvalidInputError(
-            f"{name}: values of {image.dtype} must be from 0 to {top}, got {low:g} to {high:g}; {hint}"
+            f"{name}: values of {image.dtype} must be from 0 to {top}, got {low:g} to {high:g}; give uint8 or uint16, "
+            "or divide floats by 255"
         )
     return np.round(image * 255).astype(np.uint8) if kind == "f" else image.astype(np.uint8)
 
@@ -185,9 +174,11 @@ def _check_size(shape: tuple[int, ...], name: str) -> None:
 def _opened(path: str) -> Any:
     import cv2
 
-    if not os.path.isfile(path):
+    if not is_stream(path) and not os.path.isfile(path):
         raise MissingFileError(f"video {path} does not exist")
-    video = cv2.VideoCapture(path)
+    video = cv2.VideoCapture(int(path) if path.isdecimal() else path)
+    if not video.isOpened() and is_stream(path):
+        raise UserError(f"camera or stream {path} cannot be opened")
     if not video.isOpened():
         raise UserError(f"video {path} cannot be read: OpenCV knows neither its format nor its codec")
     return video

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -48,6 +49,11 @@ class WorkerStart:
         self.init = init
 
     def __call__(self, worker: int) -> None:
+        for number in (
+            signal.SIGINT,
+            signal.SIGUSR1,
+        ):  # The training process ends its workers after the iteration.
+            signal.signal(number, signal.SIG_IGN)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, FileProxy):

@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The last one is what SLURM sends before it ends or requeues a job (`--signal=USR1@120`).
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -24,13 +26,30 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+@dataclass
+class NotedSignal:
+    """A signal that has come in a block of :func:`signals_noted`.
+
+    Attributes:
+        number: the number of the signal, or 0.
+        at_once: whether a signal interrupts the block instead, as it does elsewhere.
+    """
+
+    number: int = 0
+    at_once: bool = False
+
+
+_noting: list[NotedSignal] = []
+
+
 @contextmanager
-def signals_interrupt() -> Iterator[list[int]]:
-    """Raise :class:`Interrupted` in the block at SIGINT, SIGTERM and SIGHUP, and yield a list of those that came.
+def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
+    """Raise :class:`Interrupted` in the block at SIGINT, SIGTERM, SIGHUP and SIGUSR1, and yield a list of those.
 
     Signals within five seconds after one are taken for its repetitions, since torchrun, a terminal and a service
-    manager send several. After the block, a further signal ends a program that was interrupted without a word. A signal
-    that is ignored stays so, as ``nohup`` wants it. Threads other than the main one cannot be interrupted.
+    manager send several. After the block, a further signal ends a program that was interrupted without a word if
+    ``ends`` is True. A signal that is ignored stays so, as ``nohup`` wants it. Threads other than the main one cannot
+    be interrupted.
     """
     received: list[int] = []
     last = -math.inf
@@ -40,7 +59,10 @@ def signals_interrupt() -> Iterator[list[int]]:
         received.append(number)
         if time.monotonic() - last > 5:
             last = time.monotonic()
-            raise Interrupted(number)
+            if _noting and not (_noting[-1].at_once or _noting[-1].number):
+                _noting[-1].number = number
+            else:
+                raise Interrupted(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
@@ -51,4 +73,15 @@ def signals_interrupt() -> Iterator[list[int]]:
         yield received
     finally:
         for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if received else old)
+            signal.signal(number, signal.SIG_DFL if received and ends else old)
+
+
+@contextmanager
+def signals_noted() -> Iterator[NotedSignal]:
+    """Let the block end by itself at a signal, which is noted. Another one after five seconds interrupts it."""
+    _noting.append(NotedSignal())
+    try:
+        with signals_interrupt(ends=False):
+            yield _noting[-1]
+    finally:
+        _noting.pop()

@@ -6,6 +6,7 @@ from http.client import HTTPException
 from typing import Any
 
 from mmengine.logging import print_log
+from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
@@ -17,6 +18,43 @@ _TORCHVISION = "torchvision://"
 
 class PretrainedWeightsError(UserError, RuntimeError):
     """Pretrained weights that are not available, or that belong to another architecture."""
+
+
+class Backbone(BaseModule):
+    """The base class of backbones, whose weights may come from a checkpoint, and whose first parts may be frozen.
+
+    Args:
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` (see ``load_pretrained``) or mmengine's initialisers.
+        default: the initialisers of all weights if ``init_cfg`` is None or a checkpoint.
+    """
+
+    def __init__(self, init_cfg: Any, default: list[dict[str, Any]]) -> None:
+        options = dict(init_cfg) if isinstance(init_cfg, dict) else {}
+        is_pretrained = options.pop("type", None) == "Pretrained"
+        super().__init__(default if is_pretrained or init_cfg is None else init_cfg)
+        self.pretrained = options if is_pretrained else None
+
+    def load_pretrained(
+        self, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    ) -> None:
+        """Load the weights that the config names, if it names any."""
+        if self.pretrained is not None:
+            load_pretrained(self, convert=convert, **self.pretrained)
+
+    def frozen_parts(self) -> list[nn.Module]:
+        """Return the parts that are not trained and do not update their statistics."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        """Freeze these parts."""
+        for part in self.frozen_parts():
+            part.eval().requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        """Set the mode. Frozen parts stay in evaluation mode."""
+        super().train(mode)
+        self.freeze()
+        return self
 
 
 def load_pretrained(

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,10 +15,10 @@ from visdet.registry import MODELS
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
-from .pretrained import load_pretrained
+from .pretrained import Backbone
 
 _BN = {"type": "BN", "requires_grad": True}
-_DEFAULT_INIT = [
+_DEFAULT_INIT: list[dict[str, Any]] = [
     {"type": "Kaiming", "layer": "Conv2d"},
     {"type": "Constant", "val": 1, "layer": ["_BatchNorm", "GroupNorm"]},
 ]
@@ -57,10 +56,6 @@ class ResidualBlock(nn.Module):
             self.add_module(name, norm)
         self.downsample = downsample
         self.with_cp = with_cp
-
-    @property
-    def last_norm(self) -> nn.Module:
-        return getattr(self, self.norm_names[-1])
 
     @property
     def main_layers(self) -> list[tuple[nn.Module, nn.Module]]:
@@ -165,7 +160,7 @@ def _bottleneck_convs(
 
 
 @MODELS.register_module()
-class ResNet(BaseModule):
+class ResNet(Backbone):
     """ResNet-18, 34, 50, 101 or 152, which returns the feature maps of chosen stages.
 
     A convolution and its frozen batch norm run as one convolution; see ``fold_frozen_norms``.
@@ -227,9 +222,7 @@ class ResNet(BaseModule):
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
         _check_options(num_stages, strides, dilations, out_indices, frozen_stages)
-        from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
-        super().__init__(_DEFAULT_INIT if from_checkpoint or init_cfg is None else init_cfg)
-        self.pretrained = dict(init_cfg) if isinstance(init_cfg, dict) and from_checkpoint else None
+        super().__init__(init_cfg, _DEFAULT_INIT)
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth
         self.style = style
@@ -254,7 +247,7 @@ class ResNet(BaseModule):
             )
             self.stage_names.append(f"layer{stage + 1}")
             self.add_module(self.stage_names[-1], blocks)
-        self._freeze()
+        self.freeze()
 
     def _stage(
         self, channels_in: int, channels: int, num_blocks: int, stride: int, dilation: int
@@ -280,10 +273,8 @@ class ResNet(BaseModule):
         if self.zero_init_residual:
             for block in self.modules():
                 if isinstance(block, ResidualBlock):
-                    nn.init.zeros_(block.last_norm.get_parameter("weight"))
-        if self.pretrained is not None:
-            options = {name: value for name, value in self.pretrained.items() if name != "type"}
-            load_pretrained(self, **options)
+                    nn.init.zeros_(block.main_layers[-1][1].get_parameter("weight"))
+        self.load_pretrained()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
@@ -309,20 +300,15 @@ class ResNet(BaseModule):
     def train(self, mode: bool = True) -> "ResNet":
         """Set the mode. Frozen parts, and with ``norm_eval`` every batch norm, stay in evaluation mode."""
         super().train(mode)
-        self._freeze()
         if mode and self.norm_eval:
             for module in self.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
         return self
 
-    def _freeze(self) -> None:
-        if self.frozen_stages < 0:
-            return
-        stages = [getattr(self, name) for name in self.stage_names[: self.frozen_stages]]
-        for module in (self.conv1, getattr(self, self.norm1_name), *stages):
-            module.eval()
-            module.requires_grad_(False)
+    def frozen_parts(self) -> list[nn.Module]:
+        stages = [getattr(self, name) for name in self.stage_names[: max(self.frozen_stages, 0)]]
+        return [] if self.frozen_stages < 0 else [self.conv1, getattr(self, self.norm1_name), *stages]
 
 
 def _check_options(

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
@@ -16,7 +15,7 @@ from ..layers.dropout import build_dropout
 from ..layers.feed_forward import FFN
 from ..layers.normalization import build_norm_layer
 from ..transfer import to_device
-from .pretrained import load_pretrained
+from .pretrained import Backbone
 
 _LN = {"type": "LN"}
 _GELU = {"type": "GELU"}
@@ -183,7 +182,7 @@ class SwinStage(nn.Module):
 
 
 @MODELS.register_module()
-class SwinTransformer(BaseModule):
+class SwinTransformer(Backbone):
     """Swin Transformer, which returns the normalised feature maps of chosen stages.
 
     Args:
@@ -237,9 +236,7 @@ class SwinTransformer(BaseModule):
         frozen_stages: int = -1,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
-        from_checkpoint = isinstance(init_cfg, dict) and init_cfg.get("type") == "Pretrained"
-        super().__init__(_INIT if from_checkpoint or init_cfg is None else init_cfg)
-        self.pretrained = dict(init_cfg) if isinstance(init_cfg, dict) and from_checkpoint else None
+        super().__init__(init_cfg, _INIT)
         _check_options(patch_size, depths, num_heads, strides, out_indices)
         self.out_indices = tuple(out_indices)
         self.convert_weights = convert_weights
@@ -267,16 +264,14 @@ class SwinTransformer(BaseModule):
             self.stages.append(SwinStage(blocks, downsample, with_cp))
         for stage in self.out_indices:
             self.add_module(f"norm{stage}", build_norm_layer(norm_cfg, embed_dims * 2**stage))
-        self._freeze()
+        self.freeze()
 
     def init_weights(self) -> None:
         """Initialise all weights, then load the pretrained weights that the config names."""
         super().init_weights()
-        if self.pretrained is not None:
-            options = {name: value for name, value in self.pretrained.items() if name != "type"}
-            load_pretrained(self, convert=self._converted if self.convert_weights else None, **options)
+        self.load_pretrained(self.converted if self.convert_weights else None)
 
-    def _converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
+    def converted(self, original: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the original implementation with the names and the order of channels of this one."""
         converted = {name: value for name, value in self.state_dict().items() if name.startswith("norm")}
         renamed = {"layers.": "stages.", "attn.": "attn.w_msa.", "mlp.fc1.": "ffn.layers.0.0."}
@@ -304,19 +299,11 @@ class SwinTransformer(BaseModule):
             x = x if downsample is None else downsample(x)
         return tuple(outs)
 
-    def train(self, mode: bool = True) -> "SwinTransformer":
-        """Set the mode. Frozen parts stay in evaluation mode."""
-        super().train(mode)
-        self._freeze()
-        return self
-
-    def _freeze(self) -> None:
+    def frozen_parts(self) -> list[nn.Module]:
         if self.frozen_stages < 0:
-            return
+            return []
         norms = [getattr(self, f"norm{i}") for i in self.out_indices if i < self.frozen_stages]
-        for module in (self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages], *norms):
-            module.eval()
-            module.requires_grad_(False)
+        return [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages], *norms]
 
 
 def _check_options(

@@ -68,6 +68,10 @@ def padded_sizes(
     return to_device(sizes, inputs.device)
 
 
+def _built(config: dict[str, Any], **defaults: Any) -> Any:
+    return MODELS.build({**defaults, **config})
+
+
 class DeformableDetectionTransformer(BaseDetector):
     """The base class of Deformable DETR and its descendants.
 
@@ -90,7 +94,7 @@ class DeformableDetectionTransformer(BaseDetector):
         num_feature_levels: number of levels of the pyramid.
 
     Raises:
-        ValueError: a required config is missing, or the widths or levels of the parts do not fit together.
+        ValueError: the widths or levels of the parts do not fit together.
 
     Source: Zhu et al., Deformable DETR, ICLR 2021; keywords and parameter names are mmdet's.
     """
@@ -104,10 +108,11 @@ class DeformableDetectionTransformer(BaseDetector):
         self,
         backbone: dict[str, Any],
         neck: dict[str, Any] | None = None,
-        encoder: dict[str, Any] | None = None,
-        decoder: dict[str, Any] | None = None,
-        positional_encoding: dict[str, Any] | None = None,
-        bbox_head: dict[str, Any] | None = None,
+        *,
+        encoder: dict[str, Any],
+        decoder: dict[str, Any],
+        positional_encoding: dict[str, Any],
+        bbox_head: dict[str, Any],
         num_queries: int = 100,
         train_cfg: dict[str, Any] | None = None,
         test_cfg: dict[str, Any] | None = None,
@@ -123,32 +128,24 @@ class DeformableDetectionTransformer(BaseDetector):
         self.as_two_stage = as_two_stage
         self.backbone = MODELS.build(backbone)
         self.neck = nn.Identity() if neck is None else MODELS.build(neck)
-        self.encoder = self._part("encoder", encoder, type="DeformableDetrTransformerEncoder")
-        self.decoder = self._part("decoder", decoder, type=self.decoder_type)
-        self.positional_encoding = self._part(
-            "positional_encoding", positional_encoding, type="SinePositionalEncoding"
-        )
+        self.encoder = _built(encoder, type="DeformableDetrTransformerEncoder")
+        self.decoder = _built(decoder, type=self.decoder_type)
+        self.positional_encoding = _built(positional_encoding, type="SinePositionalEncoding")
         self.embed_dims = self.encoder.embed_dims
         head = {
-            **(bbox_head or {}),
+            **bbox_head,
             "train_cfg": train_cfg,
             "test_cfg": test_cfg,
             "share_pred_layer": not with_box_refine,
             "num_pred_layer": self.decoder.num_layers + int(as_two_stage),
             "as_two_stage": as_two_stage,
         }
-        self.bbox_head = self._part("bbox_head", bbox_head and head, embed_dims=self.embed_dims)
+        self.bbox_head = _built(head, embed_dims=self.embed_dims)
         self._check_widths(num_feature_levels)
         self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
         if as_two_stage:
             self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
             self.memory_trans_norm = LayerNorm(self.embed_dims)
-
-    def _part(self, name: str, config: dict[str, Any] | None, **defaults: Any) -> Any:
-        """Return a part that is built from its config, which is completed by ``defaults``."""
-        if config is None:
-            raise InvalidInputError(f"{type(self).__name__}: {name} must be given")
-        return MODELS.build({**defaults, **config})
 
     def _check_widths(self, num_feature_levels: int) -> None:
         """Raise an error if the parts do not fit together, so that this is known before the first batch."""

@@ -51,7 +51,7 @@ class DeformableDETR(DeformableDetectionTransformer):
     def decoder_start(
         self, memory: Tensor, pyramid: FlatPyramid, batch: TrainingBatch | None = None
     ) -> DecoderStart:
-        return self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(len(memory))
+        return self.proposals(memory, pyramid) if self.as_two_stage else self.learned_queries(memory.shape[0])
 
     def learned_queries(self, batch_size: int) -> DecoderStart:
         """Return the learned queries for each image, with the reference points that are predicted from them."""

@@ -140,8 +140,7 @@ def _pixels(
     with torch.inference_mode(False), torch.no_grad():
         shapes = torch.tensor(level_sizes)
         areas = shapes.prod(1)
-        S = sum(height * width for height, width in level_sizes)
-        level = torch.arange(len(level_sizes)).repeat_interleave(areas, output_size=S)
+        level = torch.cat([torch.full((size[0] * size[1],), index) for index, size in enumerate(level_sizes)])
         rows_columns = torch.cat([torch.cartesian_prod(*map(torch.arange, size)) for size in level_sizes])
         sources = torch.full((len(level_sizes), 2, max(map(max, level_sizes))), torch.iinfo(torch.int64).max)
         for index, size in enumerate(level_sizes):

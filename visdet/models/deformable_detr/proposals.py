@@ -19,10 +19,9 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
         the logits [B or 1, S, 4] of (cx, cy, w, h), which are +inf for boxes that are not usable, and a bool mask
         [B or 1, S, 1], True for usable boxes.
     """
-    num_levels, num_pixels = len(pyramid.level_shapes), pyramid.centers.shape[1]
-    side_of_level = 0.05 * 2.0 ** torch.arange(num_levels, dtype=torch.float32, device=pyramid.centers.device)
-    side = side_of_level.repeat_interleave(pyramid.level_shapes.prod(1), output_size=num_pixels)
-    side = side.view(1, -1, 1).expand_as(pyramid.centers)
+    pixels = torch.arange(pyramid.centers.shape[1], device=pyramid.centers.device)
+    level = (pixels.unsqueeze(1) >= pyramid.level_starts[1:]).sum(1, dtype=torch.float32)
+    side = (0.05 * 2.0**level).view(1, -1, 1).expand_as(pyramid.centers)
     boxes = torch.cat((pyramid.centers, side), dim=-1)
     usable = ((boxes > 0.01) & (boxes < 0.99)).all(dim=-1, keepdim=True)
     if pyramid.padding_mask is not None:
@@ -37,4 +36,4 @@ def box_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
 
 def rows_at(index: Tensor, rows: Tensor) -> Tensor:
     """Return the rows [B, K, C] of [B or 1, S, C] at ``index`` [B, K]."""
-    return rows.expand(len(index), -1, -1).gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    return rows.expand(index.shape[0], -1, -1).gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -59,7 +59,7 @@ class DINO(DeformableDetectionTransformer):
         sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
         if sizes.keys() & (dn_cfg or {}):
             raise InvalidInputError(f"DINO: dn_cfg must not have {' or '.join(sizes)}, got {dn_cfg}")
-        self.dn_query_generator = self._part("dn_cfg", dn_cfg or {}, type="CdnQueryGenerator", **sizes)
+        self.dn_query_generator = MODELS.build({"type": "CdnQueryGenerator", **sizes, **(dn_cfg or {})})
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -81,7 +81,7 @@ class DINO(DeformableDetectionTransformer):
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
         boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()
-        query = self.query_embedding.weight[: best.shape[1]].expand(len(memory), -1, -1)
+        query = self.query_embedding.weight[: best.shape[1]].expand(memory.shape[0], -1, -1)
         start = DecoderStart(query, None, boxes.detach())
         if not (self.training and isinstance(batch, DenoisingBatch)):
             return start

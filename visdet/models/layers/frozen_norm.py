@@ -82,16 +82,15 @@ def _product(weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.me
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
-    if type(conv) is not nn.Conv2d or conv.bias is not None or conv.padding_mode != "zeros":
-        return False
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.training:
-        return False
-    if norm.running_mean is None or norm.weight is None:
+    if type(conv) is not nn.Conv2d or not isinstance(norm, nn.modules.batchnorm._BatchNorm):
         return False
     of_conv, of_norm = (dict(layer.named_parameters(recurse=False)) for layer in (conv, norm))
     parameters = of_conv.get("weight"), of_norm.get("weight"), of_norm.get("bias")
-    if not all(type(x) in (Tensor, nn.Parameter) or (x is not None and is_traced()) for x in parameters):
-        return False  # A hook makes the weight before each call (pruning), or processes share it (FSDP).
+    # A hook may make a weight before each call (pruning), or processes may share it (FSDP).
+    has_all = all(type(x) in (Tensor, nn.Parameter) or (x is not None and is_traced()) for x in parameters)
+    is_frozen = not norm.training and norm.running_mean is not None
+    if not (has_all and is_frozen and conv.bias is None and conv.padding_mode == "zeros"):
+        return False
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
 
 

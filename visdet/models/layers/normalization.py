@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.errors import InvalidInputError
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 from visdet.registry import MODELS
 
@@ -104,8 +104,6 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
             f"norm_cfg must have the name of a layer as type, and True or False as requires_grad, got {norm_cfg!r}"
         )
     if issubclass(layer_type, nn.GroupNorm):
-        if "num_groups" not in options:
-            raise InvalidTypeError(f"norm_cfg: type 'GN' needs num_groups, got {dict(norm_cfg)}")
         layer = layer_type(num_channels=num_features, **options)
     else:
         layer = layer_type(num_features, **options)

@@ -67,11 +67,6 @@ class CrossEntropyLoss(nn.Module):
         """
         cls_score = at_least_float32(cls_score)
         if self.use_sigmoid:
-            if label.shape != cls_score.shape:
-                raise ValueError(
-                    "CrossEntropyLoss: label must have the shape of cls_score with use_sigmoid, "
-                    f"got {tuple(label.shape)} and {tuple(cls_score.shape)}"
-                )
             loss = F.binary_cross_entropy_with_logits(cls_score, label.to(cls_score.dtype), reduction="none")
         else:
             factors = None if self.class_weight is None else cls_score.new_tensor(self.class_weight)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ class ChannelMapper(BaseModule):
         in_channels: channels of each input level.
         out_channels: channels of every output level.
         kernel_size: size of the convolutions of the input levels.
-        norm_cfg, act_cfg, bias: as in ``ConvModule``.
+        norm_cfg, act_cfg, bias: as in ``ConvModule``. If convolutions have no bias, but the weights that are loaded
+            have, as those of the original implementations, these biases are added. They are not trained.
         num_outs: number of output levels, at least ``len(in_channels)``, which is the default.
 
     Raises:
@@ -63,6 +65,14 @@ class ChannelMapper(BaseModule):
             )
             for i in range(num_outs - len(in_channels))
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take over the biases that original implementations have before a normalisation. They are not trained."""
+        for name, module in self.named_modules():
+            if f"{prefix}{name}.bias" in state_dict and getattr(module, "bias", self) is None:
+                zeros = torch.zeros_like(module.weight[:, 0, 0, 0])  # type: ignore[index]
+                module.bias = nn.Parameter(zeros, requires_grad=False)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l]."""

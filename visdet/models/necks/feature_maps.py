@@ -11,8 +11,6 @@ __all__ = ["check_feature_maps"]
 
 def check_feature_maps(neck: str, inputs: Sequence[Tensor], in_channels: Sequence[int]) -> None:
     """Raise an InvalidInputError unless the maps [B, C_l, H_l, W_l] have the channels that a neck was built for."""
-    if len(inputs) != len(in_channels):
-        raise InvalidInputError(f"{neck}: inputs must be {len(in_channels)} feature maps, got {len(inputs)}")
     given = [level.shape[1] for level in inputs]
     if given != list(in_channels):
         raise InvalidInputError(

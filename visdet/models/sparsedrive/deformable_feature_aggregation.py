@@ -173,19 +173,15 @@ class DeformableFeatureAggregation(BaseModule):
         return torch.cat([output, instance_feature.to(output.dtype)], -1)
 
     def _get_weights(
-        self, instance_feature: Tensor, anchor_embed: Tensor, metas: Mapping[str, Any] | None = None
+        self, instance_feature: Tensor, anchor_embed: Tensor, metas: Mapping[str, Any]
     ) -> Tensor:
         """Return weights [B, N, V, L, P, G] that sum to 1 over V, L and P."""
-        B, N = instance_feature.shape[:2]
-        feature = instance_feature + anchor_embed
-        if self.camera_encoder is not None:
-            assert metas is not None
-            cameras = self._embed_cameras(metas["projection_mat"]).view(B, 1, self.num_cams, self.embed_dims)
-            feature = feature[:, :, None] + cameras
-        sizes = (self.num_cams, self.num_levels, self.num_pts, self.num_groups)
-        # From the logits on, the order in memory is that of the kernel, P before V and L. Then neither the weights nor
-        # their gradients are copied.
-        logits = at_least_float32(self.weights_fc(feature).view(B, N, *sizes).permute(0, 1, 4, 2, 3, 5))
+        logits, of_cameras = self._get_logits(instance_feature, anchor_embed, metas["projection_mat"])
+        if of_cameras is not None:
+            logits = logits.unsqueeze(2) + of_cameras.unsqueeze(1)
+        # From here on, the order in memory is that of the kernel, P before V and L. Then neither the weights nor their
+        # gradients are copied.
+        logits = at_least_float32(logits.permute(0, 1, 4, 2, 3, 5))
         weights = logits.flatten(2, 4).softmax(-2).view(logits.shape).permute(0, 1, 3, 4, 2, 5)
         keep = self._draw_pairs(instance_feature)
         return weights if keep is None else weights * keep[:, :, :, None, :, None] / (1 - self.attn_drop)
@@ -206,13 +202,9 @@ class DeformableFeatureAggregation(BaseModule):
         logits = self.weights_fc(instance_feature + anchor_embed)
         if self.camera_encoder is None:
             return logits.view(B, N, self.num_cams, *sizes), None
-        camera_logits = F.linear(self._embed_cameras(projection), self.weights_fc.weight)
-        return logits.view(B, N, *sizes), camera_logits.view(B, self.num_cams, *sizes)
-
-    def _embed_cameras(self, projection: Tensor) -> Tensor:
-        """Return the embeddings of the cameras [B * V, C] in full precision."""
-        assert self.camera_encoder is not None
-        return in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2).flatten(0, 1))
+        cameras = in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2))
+        of_cameras = F.linear(cameras, self.weights_fc.weight)
+        return logits.view(B, N, *sizes), of_cameras.view(B, self.num_cams, *sizes)
 
     def _draw_pairs(self, instance_feature: Tensor) -> Tensor | None:
         """Return which (camera, point) pairs attention dropout keeps, bool [B, N, V, P], or None if it keeps all."""

@@ -14,8 +14,19 @@ from ..layers.precision import at_least_float32, in_full_precision
 from .boxes.box3d import MAX_LOG_SIZE, SIN_YAW, VX, W, X
 
 
+class KeyPointsGenerator(BaseModule):
+    """The base class of the generators, some of whose points a linear layer may place."""
+
+    learnable_fc: nn.Linear | None
+
+    def init_weights(self) -> None:
+        """Initialise the linear layer of the learnable points."""
+        if self.learnable_fc is not None:
+            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+
+
 @MODELS.register_module()
-class SparseBox3DKeyPointsGenerator(BaseModule):
+class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
     """Generates key points of box anchors. Some are fixed within the box, others depend on the instance's feature.
 
     Args:
@@ -44,13 +55,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
                 f"SparseBox3DKeyPointsGenerator: fix_scale must hold triples, got shape {tuple(self.fix_scale.shape)}"
             )
         self.num_pts = len(fix_scale) + num_learnable_pts
-        if num_learnable_pts > 0:
-            self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
-
-    def init_weights(self) -> None:
-        """Initialise the linear layer of the learnable points."""
-        if self.num_learnable_pts > 0:
-            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
+        self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3) if num_learnable_pts > 0 else None
 
     def forward(
         self,
@@ -67,7 +72,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
         """
         anchor = at_least_float32(anchor)
         logits = None
-        if self.num_learnable_pts > 0 and instance_feature is not None:
+        if self.learnable_fc is not None and instance_feature is not None:
             logits = in_full_precision(self.learnable_fc, instance_feature)
         place = box_key_points_reference if self.fix_scale.requires_grad else box_key_points
         points = place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
@@ -124,7 +129,7 @@ class SparseBox3DKeyPointsGenerator(BaseModule):
 
 
 @MODELS.register_module()
-class SparsePoint3DKeyPointsGenerator(BaseModule):
+class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
     """Generates key points of polyline anchors, at learnable offsets from each of their points and at several heights.
 
     Args:
@@ -154,15 +159,9 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         self.num_learnable_pts = num_learnable_pts
         self.fix_height = tuple(fix_height)
         self.num_pts = num_sample * len(self.fix_height) * num_learnable_pts
-        if num_learnable_pts > 0:
-            self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2)
+        self.learnable_fc = nn.Linear(embed_dims, self.num_pts * 2) if num_learnable_pts > 0 else None
         heights = torch.tensor(self.fix_height, dtype=torch.float32) + ground_height
         self.register_buffer("_heights", heights[:, None, None], persistent=False)  # [heights, 1, 1]
-
-    def init_weights(self) -> None:
-        """Initialise the linear layer of the learnable points."""
-        if self.num_learnable_pts > 0:
-            xavier_init(self.learnable_fc, distribution="uniform", bias=0.0)
 
     def forward(
         self,
@@ -179,7 +178,7 @@ class SparsePoint3DKeyPointsGenerator(BaseModule):
         Raises:
             ValueError: ``num_learnable_pts`` is less than 1.
         """
-        if self.num_learnable_pts < 1:
+        if self.learnable_fc is None:
             raise InvalidInputError(
                 "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
                 f"got {self.num_learnable_pts}"

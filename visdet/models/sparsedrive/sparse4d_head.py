@@ -212,7 +212,7 @@ class Sparse4DHead(InstanceOperations):
             of what counts of the queries, before and after those of the previous frame have joined.
         """
         feature_maps = [feature_maps] if isinstance(feature_maps, Tensor) else feature_maps
-        batch_size, bank = len(feature_maps[0]), self.instance_bank
+        batch_size, bank = feature_maps[0].shape[0], self.instance_bank
         state = self.enter(None, batch_size, None) if state is None else state
         feature, anchor, time_interval, bank_state = bank.get(state.bank, batch_size)
         memory = self._memory(bank_state, feature)

@@ -72,19 +72,16 @@ class SparseDriveHead(BaseModule):
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))
-            self._check_motion_anchor()
-
-    def _check_motion_anchor(self) -> None:
-        """Raise InvalidInputError if a class of boxes has no trajectories that motion starts from."""
-        numbers = {
-            layer.num_cls for layer in self.det_head.layers if getattr(layer, "cls_layers", None) is not None
-        }
-        anchors = len(self.motion_plan_head.motion_anchor)
-        if numbers and max(numbers) > anchors:
-            raise InvalidInputError(
-                f"SparseDriveHead: motion_anchor of motion_plan_head must have the {max(numbers)} classes of "
-                f"det_head, got {anchors}"
+            classified = [one for one in self.det_head.layers if getattr(one, "cls_layers", None) is not None]
+            most, anchors = (
+                max([one.num_cls for one in classified], default=0),
+                self.motion_plan_head.motion_anchor,
             )
+            if most > len(anchors):  # A class of boxes would have no trajectories that motion starts from.
+                raise InvalidInputError(
+                    f"SparseDriveHead: motion_anchor of motion_plan_head must have the {most} classes of det_head, "
+                    f"got {len(anchors)}"
+                )
 
     @property
     def is_temporal(self) -> bool:

@@ -40,8 +40,7 @@ Tensor box_iou_rotated(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t
   Tensor overlaps = check_box_iou_rotated(boxes1_in, boxes2_in, mode, is_aligned);
   if (overlaps.numel() == 0) return overlaps;
   const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
-  dispatch_sum_type(boxes1.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
     const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
     write(boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, mutable_data_of<A>(overlaps));
   });

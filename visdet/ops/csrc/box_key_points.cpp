@@ -34,7 +34,8 @@ std::tuple<Tensor, Tensor> box_key_points_backward(const Tensor& grad_output_in,
                                                    const Tensor& fixed_in, const Tensor& logits_in,
                                                    double max_log_size) {
   const auto problem = check_box_key_points(anchors_in, fixed_in, logits_in);
-  check_key_points_gradient(problem, grad_output_in, anchors_in);
+  const auto [B, Q, D, F, M] = problem;
+  check_like("box_key_points_backward", "grad_output", grad_output_in, {B, Q, F + M, 3}, "anchors", anchors_in);
   const Tensor grad_output = dense(grad_output_in), anchors = dense(anchors_in), fixed = dense(fixed_in),
                logits = dense(logits_in);
   Tensor grad_anchors = new_like(anchors), grad_logits = new_like(logits);

@@ -56,12 +56,6 @@ inline KeyPointsProblem check_box_key_points(const Tensor& anchors, const Tensor
   return {anchors.size(0), anchors.size(1), anchors.size(2), fixed.size(0), logits.size(2) / 3};
 }
 
-inline void check_key_points_gradient(const KeyPointsProblem& problem, const Tensor& grad_output,
-                                      const Tensor& anchors) {
-  const auto [B, Q, D, F, M] = problem;
-  check_like("box_key_points_backward", "grad_output", grad_output, {B, Q, F + M, 3}, "anchors", anchors);
-}
-
 // The inputs are dense. The caller adds the results and their gradients.
 template <typename A>
 KeyPointsArrays<A> key_points_arrays(const KeyPointsProblem& problem, const Tensor& anchors, const Tensor& fixed,

@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
                                                                  const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance_backward";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_distance_gradient(op, grad_output_in, problem, points_in);
+  check_like(op, "grad_output", grad_output_in, {{"B", problem.B}, {"N", problem.N}}, "points", points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);
   Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky);
@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gaussian_field_backward(const Tensor&
   constexpr const char* op = "gaussian_field_backward";
   const auto problem =
       check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order, gaussian_order_in);
-  check_field_gradient(op, grad_output_in, problem, points_in);
+  check_like(op, "grad_output", grad_output_in, {problem.B}, "points", points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), gaussian_order = dense(gaussian_order_in);
   Tensor grad_points = new_like(points), grad_means = new_like(means), grad_cholesky = new_like(cholesky),

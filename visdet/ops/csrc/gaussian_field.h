@@ -78,11 +78,6 @@ inline GaussianProblem check_gaussians(const char* op, const Tensor& points, con
   return {points.size(0), means.size(0)};
 }
 
-inline void check_distance_gradient(const char* op, const Tensor& grad_output, const GaussianProblem& problem,
-                                    const Tensor& points) {
-  check_like(op, "grad_output", grad_output, {{"B", problem.B}, {"N", problem.N}}, "points", points);
-}
-
 inline void check_order(const char* op, const char* name, const Tensor& order, int64_t size, const Tensor& points) {
   VISDET_CHECK(op, order.dim() == 1 && (order.size(0) == size || order.size(0) == 0), name, " must be [", size,
                "] or empty, got ", shape_text(order));
@@ -108,11 +103,6 @@ inline GaussianProblem check_gaussian_field(const char* op, const Tensor& points
   check_order(op, "point_order", point_order, problem.B, points);
   check_order(op, "gaussian_order", gaussian_order, problem.N, points);
   return problem;
-}
-
-inline void check_field_gradient(const char* op, const Tensor& grad_output, const GaussianProblem& problem,
-                                 const Tensor& points) {
-  check_like(op, "grad_output", grad_output, {problem.B}, "points", points);
 }
 
 }  // namespace visdet

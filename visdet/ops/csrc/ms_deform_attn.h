@@ -34,9 +34,7 @@
 // rule from grad_location, where a sample that does not count gives zero.
 #pragma once
 
-#include <vector>
-
-#include "common/checks.h"
+#include <cstdint>
 
 namespace visdet {
 
@@ -46,6 +44,16 @@ struct MsDeformAttnProblem {
   int64_t P;            // samples a row and level, the most of any level
   bool levels_on_host;  // both level_shapes and level_starts
 };
+
+}  // namespace visdet
+
+#ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
+
+#include <vector>
+
+#include "common/checks.h"
+
+namespace visdet {
 
 // What both forms check: value and the level table.
 inline MsDeformAttnProblem check_value_and_levels(const char* op, const Tensor& value, const Tensor& level_shapes,
@@ -124,3 +132,4 @@ inline void check_levels(const MsDeformAttnProblem& problem, const int64_t* leve
 }
 
 }  // namespace visdet
+#endif

@@ -164,8 +164,7 @@ Tensor nms(const Tensor& boxes_in, const Tensor& scores_in, const std::optional<
   const int64_t N = boxes.size(0), D = boxes.size(1);
   const bool* is_candidate = is_candidate_in ? data_of<bool>(chosen) : nullptr;
   std::vector<int32_t> kept;
-  dispatch_sum_type(boxes.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(boxes.scalar_type(), [&]<typename A>(A) {
     const Order order = order_boxes(data_of<A>(scores), classes_in ? data_of<int64_t>(classes) : nullptr, N);
     const std::vector<int32_t>& ranks = order.of_ranks.members;
     const std::vector<int64_t>& starts = order.of_ranks.starts;

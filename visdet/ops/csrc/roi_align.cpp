@@ -137,9 +137,7 @@ Tensor roi_align(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int6
   const Tensor input = dense(input_in), rois = dense(rois_in);
   Tensor output = new_empty(input, {p.N, p.C, PH, PW});
   if (output.numel() == 0) return output;
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     T* averages = mutable_data_of<T>(output);
     const RegionsOfBatch<A> batch = weigh_regions(p, data_of<A>(rois));
     const int64_t tasks = std::max<int64_t>(p.B, 1) * ceil_of(p.C, kBlock<A>),
@@ -164,9 +162,7 @@ Tensor roi_align_backward(const Tensor& grad_output_in, const Tensor& rois_in, i
   Tensor grad_input = new_empty(grad_output, {B, p.C, H, W});
   zero_(grad_input);
   if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
-  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
     const T* gradient = data_of<T>(grad_output);
     T* values = mutable_data_of<T>(grad_input);
     const RegionsOfBatch<A> batch = weigh_regions(p, data_of<A>(rois));

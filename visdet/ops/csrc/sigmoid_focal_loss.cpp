@@ -41,7 +41,7 @@ Tensor sigmoid_focal_loss_backward(const Tensor& grad_output, const Tensor& inpu
                                    const Tensor& weight, double gamma, double alpha) {
   constexpr const char* op = "sigmoid_focal_loss_backward";
   const auto problem = check_sigmoid_focal_loss(op, input, target, weight);
-  check_focal_gradient(op, grad_output, input);
+  check_like(op, "grad_output", grad_output, {problem.N, problem.C}, "input", input);
   return run_focal<true>(problem, &grad_output, input, target, weight, gamma, alpha);
 }
 

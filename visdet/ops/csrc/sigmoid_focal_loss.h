@@ -65,9 +65,5 @@ inline bool is_one_number(const Tensor& tensor) {
   return true;
 }
 
-inline void check_focal_gradient(const char* op, const Tensor& grad_output, const Tensor& input) {
-  check_like(op, "grad_output", grad_output, {input.size(0), input.size(1)}, "input", input);
-}
-
 }  // namespace visdet
 #endif

@@ -116,7 +116,12 @@ class BoxDenoising(BaseTargetWithDenoising):
         G, B = self.num_dn_groups, len(labels)
         labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
         ids = None if ids is None else ids.repeat(G, 1)
-        anchors = self._with_noise(boxes)
+        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
+        anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
+        if self.add_neg_dn:
+            distance = torch.rand_like(boxes) + 1
+            sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
+            anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
 
         costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
         index = solve_padded(costs, [labels.shape[1]] * len(labels))
@@ -174,16 +179,6 @@ class BoxDenoising(BaseTargetWithDenoising):
         if gt_instance_id is not None:
             ids = padded([row.to(labels.device) for row in gt_instance_id], -1).long()
         return labels, boxes, ids
-
-    def _with_noise(self, boxes: Tensor) -> Tensor:
-        """Return noisy boxes [R, N, D], with ``add_neg_dn`` [R, 2 N, D]."""
-        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
-        near = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
-        if not self.add_neg_dn:
-            return near
-        distance = torch.rand_like(boxes) + 1
-        sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
-        return torch.cat([near, boxes + distance * sign * scale], dim=1)
 
     def update_dn(
         self,

@@ -71,7 +71,7 @@ class SparseBox3DMotionDecoder(ResultDecoder):
             cls_scores[output_idx], wanted, of_layer, self.sorted, once_each=instance_id is not None
         )
         query = best.query
-        batch = torch.arange(len(query), device=query.device)[:, None]
+        batch = torch.arange(query.shape[0], device=query.device)[:, None]
         centre = box_preds[output_idx][batch, query, :2]
         steps = motion_output["prediction"][-1][batch, query]
         queue = torch.stack(motion_output["anchor_queue"], 2)[batch, query]
@@ -122,7 +122,7 @@ class HierarchicalPlanningDecoder(ResultDecoder):
             metres; ``ego_period`` [B, 1]; and ``ego_anchor_queue`` [B, 1, frames, 7 + v].
         """
         classification = planning_output["classification"][-1].float()
-        B = len(classification)
+        B = classification.shape[0]
         scores = classification.reshape(B, 3, self.ego_fut_mode).clone()
         plans = planning_output["prediction"][-1].float()
         plans = plans.reshape(B, 3, self.ego_fut_mode, self.ego_fut_ts, 2).cumsum(-2)

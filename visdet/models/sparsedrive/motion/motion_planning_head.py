@@ -270,49 +270,39 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
             futures: the futures of the matched instances; see ``MotionTarget.futures``.
             num_matched: [], the number of matched instances, averaged over all processes and at least 1.
         """
-        device_type = motion_model_outs["prediction"][0].device.type
-        with torch.autocast(device_type, enabled=False):
-            losses = self._motion_loss(motion_model_outs, futures, num_matched)
-            return losses | self._planning_loss(planning_model_outs, data)
-
-    def _motion_loss(
-        self, outs: dict[str, Any], futures: tuple[Tensor, Tensor], num_matched: Tensor
-    ) -> dict[str, Tensor]:
+        motion, planning = motion_model_outs, planning_model_outs
         losses = {}
-        target, weight = futures
-        for i, (cls, reg) in enumerate(zip(outs["classification"], outs["prediction"], strict=True)):
-            mode, best = best_modes(reg.float(), target, weight)
-            counts = weight.any(-1)
-            cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
-            losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
-                cls, mode, weight=counts, avg_factor=num_matched
-            )
-            losses[f"motion_loss_reg_{i}"] = self.motion_loss_reg(
-                best.flatten(end_dim=1).cumsum(-2),
-                target.flatten(end_dim=1).cumsum(-2),
-                weight=weight.flatten(end_dim=1).unsqueeze(-1),
-                avg_factor=num_matched,
-            )
-        return losses
-
-    def _planning_loss(self, outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
-        losses = {}
-        future, known = field_of(data, "gt_ego_fut_trajs"), field_of(data, "gt_ego_fut_masks")
-        for i, (cls, reg, status) in enumerate(
-            zip(outs["classification"], outs["prediction"], outs["status"], strict=True)
-        ):
-            cls, mode, counts, best, target, weight = self.planning_sampler.sample(
-                cls.float(), reg.float(), future, known, data
-            )
-            cls, mode, counts = (x.flatten(end_dim=1) for x in (cls, mode, counts.float()))
-            losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts)
-            losses[f"planning_loss_reg_{i}"] = self.plan_loss_reg(
-                best.flatten(end_dim=1),
-                target.flatten(end_dim=1),
-                weight=weight.flatten(end_dim=1).unsqueeze(-1),
-            )
-            given = field_of(data, "ego_status").to(status.device, torch.float32)
-            losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
+        with torch.autocast(motion["prediction"][0].device.type, enabled=False):
+            target, weight = futures
+            for i, (cls, reg) in enumerate(zip(motion["classification"], motion["prediction"], strict=True)):
+                mode, best = best_modes(reg.float(), target, weight)
+                counts = weight.any(-1)
+                cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
+                losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
+                    cls, mode, weight=counts, avg_factor=num_matched
+                )
+                losses[f"motion_loss_reg_{i}"] = self.motion_loss_reg(
+                    best.flatten(end_dim=1).cumsum(-2),
+                    target.flatten(end_dim=1).cumsum(-2),
+                    weight=weight.flatten(end_dim=1).unsqueeze(-1),
+                    avg_factor=num_matched,
+                )
+            future, known = field_of(data, "gt_ego_fut_trajs"), field_of(data, "gt_ego_fut_masks")
+            for i, (cls, reg, status) in enumerate(
+                zip(planning["classification"], planning["prediction"], planning["status"], strict=True)
+            ):
+                cls, mode, counts, best, true, weight = self.planning_sampler.sample(
+                    cls.float(), reg.float(), future, known, data
+                )
+                cls, mode, counts = (x.flatten(end_dim=1) for x in (cls, mode, counts.float()))
+                losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts)
+                losses[f"planning_loss_reg_{i}"] = self.plan_loss_reg(
+                    best.flatten(end_dim=1),
+                    true.flatten(end_dim=1),
+                    weight=weight.flatten(end_dim=1).unsqueeze(-1),
+                )
+                given = field_of(data, "ego_status").to(status.device, torch.float32)
+                losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
         return losses
 
     def select(

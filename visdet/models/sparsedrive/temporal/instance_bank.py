@@ -273,7 +273,7 @@ class InstanceBank(ModuleWithAnchors):
         K, known = self.num_temp_instances, state.instance_id
         if K <= 0:
             return ids, state
-        if known is not None and len(known) == len(ids):
+        if known is not None and known.shape[0] == ids.shape[0]:
             ids = known.clone()
         is_new = ids < 0
         if threshold is not None:
@@ -283,5 +283,5 @@ class InstanceBank(ModuleWithAnchors):
         state = replace(state, prev_id=state.prev_id + count[-1])
         order = confidence if state.temp_confidence is None else state.temp_confidence
         _, (kept,) = topk(order, K, ids)
-        others = kept.new_full((len(ids), self.num_anchor - K), -1)
+        others = kept.new_full((ids.shape[0], self.num_anchor - K), -1)
         return ids, replace(state, instance_id=torch.cat([kept.squeeze(-1), others], dim=1))

@@ -197,7 +197,7 @@ class InstanceQueue(BaseModule):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
         feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
-        batch_size = len(feature)
+        batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)

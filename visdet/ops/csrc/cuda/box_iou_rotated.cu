@@ -56,8 +56,7 @@ Tensor forward(const Tensor& boxes1_in, const Tensor& boxes2_in, int64_t mode, b
   const DeviceScope scope(boxes1_in);
   const Tensor boxes1 = dense(boxes1_in), boxes2 = dense(boxes2_in);
   if (overlaps.numel() == 0) return overlaps;
-  dispatch_sum_type(boxes1.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  dispatch_sum_type(boxes1.scalar_type(), [&]<typename A>(A) {
     const auto write = boxes1.size(1) == 5 ? write_overlaps<A, true> : write_overlaps<A, false>;
     write(scope, boxes1, boxes2, static_cast<OverlapMode>(mode), is_aligned, mutable_data_of<A>(overlaps));
   });

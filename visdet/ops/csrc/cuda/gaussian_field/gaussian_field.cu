@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in
   constexpr const char* op = "gaussian_field_backward";
   const auto problem =
       check_gaussian_field(op, points_in, means_in, cholesky_in, weights_in, point_order_in, gaussian_order_in);
-  check_field_gradient(op, grad_output_in, problem, points_in);
+  check_like(op, "grad_output", grad_output_in, {problem.B}, "points", points_in);
   const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in), weights = dense(weights_in), point_order = dense(point_order_in),

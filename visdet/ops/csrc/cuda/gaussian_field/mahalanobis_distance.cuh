@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor> mahalanobis_distance_backward(const Tensor& g
                                                                  const Tensor& means_in, const Tensor& cholesky_in) {
   constexpr const char* op = "mahalanobis_distance_backward";
   const auto problem = check_gaussians(op, points_in, means_in, cholesky_in);
-  check_distance_gradient(op, grad_output_in, problem, points_in);
+  check_like(op, "grad_output", grad_output_in, {{"B", problem.B}, {"N", problem.N}}, "points", points_in);
   const DeviceScope scope(points_in);
   const Tensor grad_output = dense(grad_output_in), points = dense(points_in), means = dense(means_in),
                cholesky = dense(cholesky_in);

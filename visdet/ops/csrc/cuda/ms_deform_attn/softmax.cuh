@@ -200,8 +200,7 @@ class FusedBackward {
   const SoftmaxRow<A>* softmax() {
     softmax_ = new_empty(form_.reference, {rows_, 2});
     auto* of_rows = mutable_data_of<SoftmaxRow<A>>(*softmax_);
-    dispatch_predictions<A>([&](auto type) {
-      using I = decltype(type);
+    dispatch_predictions<A>([&]<typename I>(I) {
       launch({kOp, "softmax_kernel", scope_, ceil_div(rows_ * kSoftmaxLanes, kRowThreads), kRowThreads},
              softmax_kernel<I, A>, source<I, A>(), of_rows, rows_, static_cast<int>(problem_.K));
     });

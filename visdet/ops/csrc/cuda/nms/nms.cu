@@ -69,8 +69,7 @@ Tensor forward(const Tensor& boxes_in, const Tensor& scores, const std::optional
   }
   if (is_candidate_in) is_candidate = dense(*is_candidate_in);
   const Problem problem{scope, boxes, order, ranks, sorted_classes, is_candidate};
-  return dispatch_sum_type(boxes.scalar_type(), [&](auto tag) {
-    using A = decltype(tag);
+  return dispatch_sum_type(boxes.scalar_type(), [&]<typename A>(A) {
     const A limit = static_cast<A>(iou_threshold);
     if (boxes.size(1) == 5) return suppress<Polygons<A, true>, A>(problem, {limit});
     if (boxes.size(1) == 8) return suppress<Polygons<A, false>, A>(problem, {limit});

@@ -103,9 +103,7 @@ Tensor forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_
   if (output.numel() == 0) return output;
   if (input.numel() == 0) return zero_(output);
   const int slab = slab_of(scope, p);
-  dispatch_value_type(input.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
     dispatch_geometry<A>(p, [&](auto geometry, auto windows) {
       launch({op, "average_kernel", scope, p.N * ceil_div(p.C, slab), kThreads<A>},
              average_kernel<T, A, decltype(geometry), decltype(windows)::value>, data_of<T>(input), data_of<A>(rois),
@@ -138,9 +136,7 @@ Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, 
   Tensor grad_input = new_empty(grad_output, {B, p.C, H, W});
   if (grad_input.numel() == 0) return grad_input;
   if (grad_output.numel() == 0) return zero_(grad_input);
-  dispatch_value_type(grad_output.scalar_type(), [&](auto value_tag, auto accumulate_tag) {
-    using T = decltype(value_tag);
-    using A = decltype(accumulate_tag);
+  dispatch_value_type(grad_output.scalar_type(), [&]<typename T, typename A>(T, A) {
     const auto add = [&](const auto& sums) { spread<T, A>(scope, p, grad_output, rois, sums); };
     if (deterministic) {
       return add_whole_numbers<T, A>(kBackward, scope, grad_output, p.N * p.PH * p.PW, grad_input, add);

@@ -1,0 +1,189 @@
+"""Data sets in other formats become COCO files, and what is left out or looks wrong is named."""
+
+import json
+import runpy
+import sys
+
+import pytest
+from PIL import Image
+
+from visdet.datasets.conversion import convert
+from visdet.errors import UserError
+
+VOC = """<annotation><filename>{name}</filename><size><width>100</width><height>80</height></size>
+<object><name>bolt</name><bndbox><xmin>10</xmin><ymin>20</ymin><xmax>40</xmax><ymax>60</ymax></bndbox></object>
+<object><name>nut</name><difficult>1</difficult><bndbox><xmin>0</xmin><ymin>0</ymin><xmax>9</xmax><ymax>9</ymax>
+</bndbox></object><object><name>nut</name></object></annotation>"""
+TABLE = "{image},xmin,ymin,xmax,ymax,{label}\na.png,10,20,40,60,bolt\na.png,0,0,9,9,nut\nb.png,,,,,\n"
+TABLE += "a.png,1,2,x,4,nut\ngone.png,1,2,3,4,nut\n"
+
+
+def pictures(folder, *names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        Image.new("RGB", (100, 80)).save(folder / name)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def yolo(root, names="[bolt, nut]", train="images/train"):
+    write(root / "labels/train/gone.txt", "0 0.25 0.5 0.3 0.5")
+    for split in ("train", "val"):
+        pictures(root / "images" / split, "a.png", "b.png")
+        write(
+            root / "labels" / split / "a.txt",
+            "0 0.25 0.5 0.3 0.5\n1 0 0 0.09 0 0.09 0.1125 0 0.1125\n7 1 1 1 1\n",
+        )
+    write(
+        root / "data.yaml", f"path: /on/another/machine\ntrain: {train}\nval: ../images/val\nnames: {names}\n"
+    )
+
+
+def voc(root):
+    pictures(root / "JPEGImages", "a.png", "b.png")
+    for name in ("a", "b"):
+        write(root / "Annotations" / f"{name}.xml", VOC.format(name=f"{name}.png"))
+    write(root / "ImageSets/Main/train.txt", "a\n")
+    write(root / "ImageSets/Main/val.txt", "b\n")
+
+
+def roboflow_csv(root):
+    for split in ("train", "valid"):
+        pictures(root / split, "a.png", "b.png")
+        text = TABLE.format(image="filename", label="class")
+        write(root / split / "_annotations.csv", text)
+
+
+def one_csv(root):
+    pictures(root / "images", "a.png", "b.png")
+    write(root / "trees.csv", TABLE.format(image="image_path", label="label"))
+
+
+def coco(root):
+    categories = [
+        dict(id=0, name="parts", supercategory="none"),
+        dict(id=1, name="bolt"),
+        dict(id=2, name="nut"),
+    ]
+    boxes = [
+        dict(id=1, image_id=0, category_id=1, bbox=[10, 20, 30, 40]),
+        dict(id=2, image_id=0, category_id=2, bbox=[0, 0, 9, 9], iscrowd=1),
+    ]
+    images = [dict(id=k, file_name=name, width=100, height=80) for k, name in enumerate(("a.png", "b.png"))]
+    for split in ("train", "valid"):
+        pictures(root / split, "a.png", "b.png")
+        rows = [*boxes, dict(id=3, image_id=9, category_id=1, bbox=[1, 1, 2, 2])]
+        content = dict(categories=categories, images=images, annotations=rows)
+        write(root / split / "_annotations.coco.json", json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("make", "num_images", "left_out"),
+    [
+        (yolo, (2, 2), ["line 3 of", "no box of a class", "gone.txt is of no image"]),
+        (lambda root: yolo(root, "{1: nut, 0: bolt}"), (2, 2), ["line 3 of"]),
+        (voc, (1, 1), ["an object nut has no bndbox"]),
+        (roboflow_csv, (2, 2), ["line 5 of", "gone.png is missing"]),
+        (one_csv, (1, 1), ["line 5 of", "gone.png is missing"]),
+        (coco, (2, 2), ["a category that the file does not have"]),
+    ],
+)
+def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out):
+    make(tmp_path)
+    files, skipped = convert(tmp_path, tmp_path, val_share=0.5)
+    contents = {file.stem: json.loads(file.read_text()) for file in files}
+    assert list(map(len, (contents["train"]["images"], contents["val"]["images"]))) == list(num_images)
+    assert all(any(part in what for what in skipped) for part in left_out), skipped
+    with_boxes = max(contents.values(), key=lambda content: len(content["annotations"]))
+    names = {category["id"]: category["name"] for category in with_boxes["categories"]}
+    assert {"bolt", "nut"} <= set(names.values())
+    first, second = with_boxes["annotations"]
+    assert (names[first["category_id"]], first["bbox"]) == ("bolt", pytest.approx([10, 20, 30, 40]))
+    assert (names[second["category_id"]], second["bbox"]) == ("nut", pytest.approx([0, 0, 9, 9]))
+    assert bool(second.get("ignore")) == (make is voc) and bool(second["iscrowd"]) == (make is coco)
+    assert all((tmp_path / image["file_name"]).is_file() for image in with_boxes["images"])
+    assert convert(tmp_path, tmp_path, val_share=0.5)[0] == files, "its own files may be written again"
+
+
+def test_what_cannot_be_converted_is_one_message(tmp_path):
+    for make, message in (
+        (lambda root: None, "is not a folder"),
+        (lambda root: root.mkdir(), "has none of data.yaml"),
+        (lambda root: yolo(root, "7"), "must have names"),
+        (lambda root: yolo(root, "[a"), "data.yaml is not valid YAML"),
+        (lambda root: write(root / "a.csv", "x,y\n1,2\n"), "no column image, label, xmin"),
+        (lambda root: (one_csv(root), write(root / "train.json", "{}")), "train.json exists"),
+    ):
+        root = tmp_path / message.replace(" ", "")
+        make(root)
+        with pytest.raises(UserError, match=message):
+            convert(root, root)
+
+
+def test_a_turned_picture_has_the_size_that_viewers_show(tmp_path):
+    yolo(tmp_path)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (100, 80)).save(tmp_path / "images/train/a.png", exif=exif)
+    content = json.loads((convert(tmp_path, tmp_path / "out")[0][0]).read_text())
+    assert (content["images"][0]["width"], content["images"][0]["height"]) == (80, 100)
+
+
+CONFIG = """
+_base_ = "visdet::deformable_detr/deformable-detr_small_coco.py"
+data_root = {root!r}
+images = dict(data_root=data_root, data_prefix=dict(img=""), metainfo=dict(classes={classes}))
+train_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(ann_file="train.json", **images))
+val_dataloader = dict(dataset=dict(ann_file="val.json", **images))
+test_dataloader = val_dataloader
+val_evaluator = dict(ann_file=data_root + "val.json")
+test_evaluator = val_evaluator
+model = dict(bbox_head=dict(num_classes={number}))
+"""
+
+
+def test_the_commands_report_and_draw(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def program(*arguments):
+        monkeypatch.setattr(sys, "argv", ["visdet", *arguments])
+        status = 0
+        try:
+            runpy.run_module("visdet", run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+        return status, capsys.readouterr().out
+
+    yolo(tmp_path / "mine", "[bolt, nut, Nut, washer]", "[images/train, images/val]")
+    status, printed = program("convert", "mine")
+    assert status == 0
+    for line in (
+        "train.json: 4 images, 4 boxes: bolt 2, nut 2",
+        "images without a box: 2 (",
+        "classes without a box: 2 (Nut, washer)",
+        "'Nut' differs from 'nut' only in case",
+        "left out, 3 kinds",
+        "line 3 of",
+        "classes = ('bolt', 'nut', 'Nut', 'washer')",
+    ):
+        assert line in printed, line
+    for number, classes, status, line in (
+        (
+            80,
+            ("bolt", "nut"),
+            1,
+            "the data has 2 classes, but the model model.bbox_head.num_classes=80; set 2",
+        ),
+        (2, ("bolt", "screw"), 1, "a run stops here"),
+        (2, ("bolt", "nut"), 0, "images that train has, too: 2"),
+    ):
+        (tmp_path / "config.py").write_text(
+            CONFIG.format(root=f"{tmp_path}/mine/", number=number, classes=classes)
+        )
+        found, printed = program("check-data", "config.py", "--out-dir", "out")
+        assert found == status and line in printed and "4 images, 4 boxes" in printed
+        drawn = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+        assert drawn == [*(f"{k:05d}_{'ab'[k % 2]}.png" for k in range(4)), "sheet.png"] * (status == 0)

@@ -1,0 +1,45 @@
+"""Write COCO files of a data set in another format, and report what may be wrong in it.
+
+The folder holds YOLO's data.yaml, Pascal VOC's XML files, CSV tables (image, xmin, ymin, xmax, ymax, label) or COCO
+files, as Roboflow exports them. Images stay where they are.
+
+visdet convert FOLDER
+visdet convert FOLDER --out-dir data/mine --format voc --val-share 0.1
+"""
+
+import argparse
+
+from visdet.command_line import add_options, folder_name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("folder", help="the folder of the data set")
+    parser.add_argument("--out-dir", type=folder_name, help="folder of the COCO files (default: FOLDER)")
+    parser.add_argument("--format", choices=("yolo", "voc", "csv", "coco"), help="by default, it is found")
+    add_options(
+        parser, val_share=(0.2, "share of the images for validation, if the data set has no such split")
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from pathlib import Path
+
+    from visdet.datasets.coco_report import coco_report
+    from visdet.datasets.conversion import convert
+    from visdet.structures.coco_json import load_coco_json
+
+    out = Path(args.out_dir or args.folder)
+    files, skipped = convert(Path(args.folder), out, args.format, args.val_share)
+    for file in files:
+        content = load_coco_json(str(file))
+        print(f"{file}: " + "\n  ".join(coco_report(content, args.folder)))
+    if skipped:
+        print(f"left out, {len(skipped)} kinds:\n  " + "\n  ".join(skipped))
+    classes = tuple(category["name"] for category in content["categories"])
+    images = "" if out.samefile(args.folder) else f"{Path(args.folder).resolve()}/"
+    print(
+        f"for the config (docs/own_data.md):\ndata_root = {f'{out.resolve()}/'!r}\nclasses = {classes!r}\n"
+        f"images = dict(data_root=data_root, data_prefix=dict(img={images!r}), metainfo=dict(classes=classes))"
+    )

@@ -1,0 +1,76 @@
+"""Write a trained model for another runtime, run what was written there, and compare it with the model.
+
+visdet export deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth --format onnx \\
+    --check data/shapes/annotations/val.json --out exported
+"""
+
+import argparse
+
+from visdet.command_line import add_config_arguments, folder_name, positive_int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_arguments(parser, "checkpoint")
+    parser.add_argument(
+        "--format", choices=("pt2", "aoti", "onnx", "openvino"), default="pt2", help="(default: pt2)"
+    )
+    parser.add_argument("--out", type=folder_name, required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "float16", "bfloat16"),
+        default="float32",
+        help="type in which convolutions and linear layers compute (default: float32)",
+    )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--shape",
+        type=positive_int,
+        nargs=2,
+        metavar=("H", "W"),
+        help="size of the images, to which they are padded",
+    )
+    sizes.add_argument(
+        "--dynamic", action="store_true", help="accept images of any size (the default where the model can)"
+    )
+    parser.add_argument(
+        "--batch", type=positive_int, metavar="N", help="accept N images at once (default: any number)"
+    )
+    parser.add_argument(
+        "--check",
+        metavar="DATA",
+        help="compare metrics, too: on an annotation file of the kind of the config's test data, or on a folder that "
+        "replaces its data_root",
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not run what was written; the report says so"
+    )
+    parser.add_argument(
+        "--bench", action="store_true", help="measure latencies of the exported model and of the model"
+    )
+    parser.add_argument("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from visdet.engine import say
+    from visdet.errors import InvalidInputError
+    from visdet.export.from_config import export_config
+
+    if args.check and args.no_check:
+        raise InvalidInputError("--check and --no-check exclude each other")
+    report = export_config(
+        args.config,
+        args.checkpoint,
+        args.out,
+        args.cfg_options,
+        data=args.check,
+        device=args.device,
+        format=args.format,
+        precision=args.precision,
+        shape=args.shape,
+        batch=args.batch,
+        check=not args.no_check,
+        bench=args.bench,
+    )
+    say(f"{args.out}: {'checked' if report['checked'] else 'NOT CHECKED'}, see {args.out}/report.md")

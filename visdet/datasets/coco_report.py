@@ -1,0 +1,63 @@
+"""What is remarkable in a COCO file, in a few lines."""
+
+import os
+from collections import Counter
+from collections.abc import Collection
+from itertools import combinations
+
+from visdet.checks.similar_names import look_alike
+from visdet.structures.coco_json import listed
+
+from .coco import clip_box
+
+
+def coco_report(content: dict, folder: str, classes: Collection[str] | None = None) -> list[str]:
+    """Return what a COCO file holds and what may be a mistake in it, in lines.
+
+    Args:
+        content: the file, as ``load_coco_json`` returns it.
+        folder: the folder that its images are relative to.
+        classes: the classes to train on. By default, they are all categories of the file.
+    """
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    images = {image["id"]: image for image in content["images"]}
+    boxes = Counter(names.get(row["category_id"], "no category") for row in content["annotations"])
+    counts = listed([f"{name} {count}" for name, count in boxes.most_common()], 20)
+    lines = [f"{len(images)} images, {len(content['annotations'])} boxes" + (f": {counts}" if counts else "")]
+
+    def say(what: str, found: Collection, limit: int = 3) -> None:
+        if found:
+            lines.append(f"{what}: {len(found)} ({listed(found, limit)})")
+
+    problems: dict[str, list[str]] = {"of an image that is not in the file": []}
+    for row in content["annotations"]:
+        image = images.get(row["image_id"])
+        name = f"id {row['id']}" if image is None else f"id {row['id']} in {image['file_name']}"
+        problem = (
+            clip_box(row, image["width"], image["height"])[1]
+            if image
+            else "of an image that is not in the file"
+        )
+        if problem:
+            problems.setdefault("that go beyond their image" if problem == "clipped" else problem, []).append(
+                name
+            )
+    with_boxes = {row["image_id"] for row in content["annotations"]}
+    files = {image["file_name"] for image in images.values()}
+    say(
+        "images without a box", [image["file_name"] for key, image in images.items() if key not in with_boxes]
+    )
+    say("missing images", sorted(file for file in files if not os.path.isfile(os.path.join(folder, file))))
+    say("file names that several images have", sorted(files) if len(files) < len(images) else [])
+    for problem, found in problems.items():
+        say(f"boxes {problem}", found)
+    wanted = list(classes or names.values())
+    say("classes without a box", [name for name in wanted if not boxes[name]], 20)
+    say("categories that are not trained on", [name for name in names.values() if name not in wanted], 20)
+    pairs = combinations(dict.fromkeys([*wanted, *names.values()]), 2)
+    say("names that look alike", [hint for one, other in pairs if (hint := look_alike(one, [other]))])
+    say(
+        "category ids that are 0, which other programs may take for the background",
+        [k for k in names if k == 0],
+    )
+    return lines

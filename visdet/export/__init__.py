@@ -1,0 +1,38 @@
+"""Models outside Python: ``visdet.export(model, folder, format=...)``, and the formats.
+
+The package is callable, and a call is that of :func:`visdet.export.run.export`.
+
+The order of an export is: :mod:`.families` wraps the stages of a model into a module of named tensors, ``trace`` makes
+a :class:`~visdet.export.program.Program` of it, a format writes the program, and :mod:`.check` runs what was written in
+the format's own runtime and compares it with the model. A model knows nothing of this.
+
+A format is a module of ``visdet.export.formats`` with its name, which has two functions and a tuple:
+
+* ``PACKAGES``: the names of the packages that it needs, which an error names if they are not installed.
+* ``write(program, folder)`` writes a :class:`~visdet.export.program.Program` into an existing folder.
+* ``load(folder)`` returns a function of named arrays, ``{input: array}``, that returns ``{output: array}``. It reads
+  the names of the outputs in ``model.json`` with ``outputs_of(folder)`` if the file of the format has none.
+
+``visdet.export.run.FORMATS`` lists the formats. A format that exists for one model only, or for no GPU, raises an
+``ExportError`` that says what it lacks.
+"""
+
+import sys
+import types
+
+from visdet.lazy_names import lazy_names
+from visdet.train_extra import require_train_extra
+
+require_train_extra("visdet.export")
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__, {"errors": ["ExportError"], "program": ["Program"], "run": ["export"]}
+)
+
+
+class _CallableModule(types.ModuleType):
+    def __call__(self, *arguments: object, **options: object) -> object:
+        return self.export(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,145 @@
+"""Whether what was exported gives what the model gives, in the runtime of the format."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import ExportError
+from .families.family import Arrays, Family
+
+Run = Callable[[Arrays], Arrays]
+
+
+@dataclass
+class Differences:
+    """The largest and the mean difference of each output, and the number of compared inputs.
+
+    Differences of numbers are divided by the greater of 1 and the largest number of that output.
+    """
+
+    largest: dict[str, float] = field(default_factory=dict)
+    mean: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, expected: Arrays, found: Arrays, rows: Mapping[str, tuple[str, ...]], limit: float) -> None:
+        """Add the comparison of the outputs of one call.
+
+        Args:
+            expected, found: the outputs of the model and of what was exported.
+            rows: groups of outputs whose rows are sets; see ``Family``. limit: rows whose score is within this of the
+                lowest one may be missing, because another row may have been chosen.
+        """
+        self.count += 1
+        in_groups = {name for names in rows.values() for name in names}
+        for name, values in expected.items():
+            if found[name].shape != values.shape:
+                self._note(name, np.array([np.inf]))
+            elif name not in in_groups:
+                self._note(name, _distance(values, found[name]))
+        for score, names in rows.items():
+            group = [name for name in names if found[name].shape == expected[name].shape]
+            for sample in range(len(expected[score]) if len(group) == len(names) else 0):
+                ours, theirs = ({name: side[name][sample] for name in group} for side in (expected, found))
+                self._add_rows(ours, theirs, score, limit)
+                self._add_rows(theirs, ours, score, limit)
+
+    def _add_rows(self, ours: Arrays, theirs: Arrays, score: str, limit: float) -> None:
+        distances = {name: _row_distances(ours[name], theirs[name]) for name in ours}  # [K, K] each
+        nearest = np.max(list(distances.values()), axis=0).argmin(1)
+        scores = ours[score].reshape(len(nearest), -1).max(1)
+        is_certain = scores > scores.min() + 2 * limit
+        chosen = np.flatnonzero(is_certain) if is_certain.any() else np.arange(len(nearest))
+        for name, distance in distances.items():
+            self._note(name, distance[chosen, nearest[chosen]])
+
+    def _note(self, name: str, distance: np.ndarray) -> None:
+        if not distance.size:
+            return
+        self.largest[name] = max(self.largest.get(name, 0.0), float(distance.max()))
+        seen = self.mean.get(name, 0.0) * (self.count - 1)
+        self.mean[name] = (seen + float(distance.mean())) / self.count
+
+    def check(self, limit: float) -> None:
+        """Raise an ExportError if an output differs by more than ``limit``."""
+        wrong = {name: value for name, value in self.largest.items() if not value <= limit}
+        if wrong:
+            text = ", ".join(f"{name} by {value:.3g}" for name, value in wrong.items())
+            raise ExportError(
+                f"the exported model gives other results than the model: {text} (relative to the largest number of the "
+                f"output, limit {limit:g}, {self.count} inputs)"
+            )
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return |a - b| relative to the largest number. Equal infinite numbers and two NaN are equal."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    finite = np.abs(a)[np.isfinite(a)]
+    scale = max(1.0, float(finite.max())) if finite.size else 1.0
+    with np.errstate(invalid="ignore"):
+        distance = np.where(same, 0.0, np.abs(a - b) / scale)
+    return np.where(np.isnan(distance), np.inf, distance)
+
+
+def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the largest distance of each pair of rows [K, K]. Integers, such as labels, are equal or 1 apart."""
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    if not np.issubdtype(a.dtype, np.floating):
+        return (a[:, None] != b[None]).any(-1).astype(np.float64)
+    pairs = np.broadcast_arrays(a[:, None], b[None])
+    return _distance(*pairs).max(-1) if a.shape[1] else np.zeros((len(a), len(b)))
+
+
+def run_model(family: Family, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the outputs of the model itself."""
+    with torch.no_grad(), torch.autocast(family.device.type, dtype, enabled=dtype != torch.float32):
+        return dict(zip(family.output_names, family(*inputs.values()), strict=True))
+
+
+def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """Return tensors as arrays."""
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def compare(family: Family, run: Run, dtype: torch.dtype, limit: float) -> tuple[Differences, Arrays, Arrays]:
+    """Compare the model and what was exported on the family's cases, each with its own state.
+
+    Returns:
+        the differences, and the inputs and outputs of the first call.
+    """
+    differences = Differences()
+    sample: tuple[Arrays, Arrays] | None = None
+    for calls in family.cases():
+        state: dict[str, torch.Tensor] = {}
+        exported_state: Arrays = {}
+        for given in calls:
+            expected = run_model(family, {**given, **state}, dtype)
+            inputs = {**arrays(given), **exported_state}
+            found = run(inputs)
+            differences.add(arrays(expected), found, family.rows, limit)
+            sample = sample or (inputs, found)
+            state = {name: expected[output] for name, output in family.states.items()}
+            exported_state = {name: found[output] for name, output in family.states.items()}
+    assert sample is not None
+    return differences, *sample
+
+
+def latencies(call: Callable[[], Any], batch: int, seconds: float = 3.0) -> dict[str, float]:
+    """Return ``p50_ms``, ``p99_ms`` and ``images_per_second`` of a call."""
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 10:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    p50, p99 = np.percentile(times, [50, 99])
+    return {
+        "p50_ms": float(p50) * 1e3,
+        "p99_ms": float(p99) * 1e3,
+        "images_per_second": batch / float(np.mean(times)),
+    }

@@ -1,0 +1,37 @@
+"""The families of models that can be exported, each as a module of named tensors with what a check of it needs."""
+
+from typing import Any
+
+from torch import nn
+
+from visdet.models.deformable_detr.base import DeformableDetectionTransformer
+from visdet.models.gaussian_field import LearnableGaussianField
+from visdet.models.sparsedrive.sparsedrive import SparseDrive
+
+from ..errors import ExportError
+from .family import Family
+from .field import Field
+from .frames import Frames
+from .images import Images
+
+_FAMILIES: dict[Any, Any] = {
+    DeformableDetectionTransformer: Images,
+    SparseDrive: Frames,
+    LearnableGaussianField: Field,
+}
+
+
+def family_of(model: nn.Module, shape: tuple[int, int] | None, batch: int | None) -> Family:
+    """Return a model as a function of named tensors.
+
+    Args:
+        model: the model. shape: the (height, width) of its images, or None if any is possible or the model has none.
+        batch: the number of images or frames, or None for any.
+    """
+    kind = next((family for kind, family in _FAMILIES.items() if isinstance(model, kind)), None)
+    if kind is None:
+        names = ", ".join(sorted(kind.__name__ for kind in _FAMILIES))
+        raise ExportError(
+            f"{type(model).__name__} cannot be exported. What can are {names} and their subclasses"
+        )
+    return kind(model, shape, batch)

@@ -1,0 +1,64 @@
+"""What every family of exported models has."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..program import MAX_BATCH, Program
+
+Arrays = dict[str, np.ndarray]
+
+
+class Family(nn.Module, ABC):
+    """A model as a function of named tensors, which computes what the model's own ``prediction_batch`` and
+    ``detections`` do.
+
+    Attributes:
+        model: the model, in evaluation and without gradients. It is the caller's own, whose mode changes.
+        shape: the (height, width) of the images, or None for any. batch: the number of images, or None for any.
+        input_names, output_names: the names of the tensors, in order.
+        rows: groups of outputs [B, K, ...] whose rows K are a set without an order, by the name of the score that
+            chooses them.
+        states: the outputs that are inputs of the next call, by the name of the input.
+    """
+
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    rows: Mapping[str, tuple[str, ...]] = {}
+    states: Mapping[str, str] = {}
+    about: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, model: Any, shape: tuple[int, int] | None, batch: int | None) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.shape, self.batch = shape, batch
+        self.device = next(model.parameters()).device
+
+    def program(self, dtype: torch.dtype) -> Program:
+        """Return the program of this model, whose convolutions and linear layers compute in ``dtype``."""
+        example = next(self.cases())[0]
+        return Program(self, example, self.output_names, self.dynamic(), self.ranges(), dtype)
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Return the least and the greatest size of the axes that may change, by name."""
+        return {} if self.batch else {"batch": (1, MAX_BATCH)}
+
+    def dynamic(self) -> dict[str, dict[int, str]]:
+        """Return the names of the axes that may change, for each input."""
+        return {} if self.batch else {name: {0: "batch"} for name in self.input_names}
+
+    @abstractmethod
+    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield the inputs of several checks. Each is a sequence of calls, of which each continues the one before."""
+
+    @abstractmethod
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the inputs for a batch of data, without the state."""
+
+    @abstractmethod
+    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+        """Return the samples with the outputs as their predictions."""

@@ -1,0 +1,77 @@
+"""Detectors of objects in single images: Deformable DETR, its variants and DINO."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.models.base_detector import image_sizes
+from visdet.models.deformable_detr.base import PredictionBatch
+
+from ..errors import ExportError
+from .family import Family
+
+_SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
+
+
+class Images(Family):
+    """The inputs are ``images`` [B, 3, H, W], normalised and padded, and ``image_sizes`` [B, 2], the (height, width) of
+    each without its padding. The outputs are ``bboxes`` [B, K, 4], ``scores`` and ``labels`` [B, K].
+    """
+
+    input_names = ("images", "image_sizes")
+    output_names = ("bboxes", "scores", "labels")
+    rows = {"scores": ("bboxes", "scores", "labels")}
+    about: ClassVar[dict[str, str]] = {
+        "images": "float32 [B, 3, H, W]: see preprocessing; padding at the bottom and on the right is pad_value",
+        "image_sizes": "int64 [B, 2]: (height, width) of each image without padding, in pixels",
+        "bboxes": "[B, K, 4]: (x1, y1, x2, y2) in pixels of the input; divide by the scale (x, y) that the image was "
+        "resized by",
+        "scores": "[B, K]: the best first",
+        "labels": "[B, K]: indices of classes",
+    }
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        images, sizes = tensors
+        limit = sizes.flip(-1).to(torch.float32).repeat(1, 2).unsqueeze(1)
+        found = self.model.detections(PredictionBatch(images, sizes, limit, torch.ones_like(limit)))
+        return tuple(found[name] for name in self.output_names)
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        return super().ranges() | ({} if self.shape else {"height": _SIDES, "width": _SIDES})
+
+    def dynamic(self) -> dict[str, dict[int, str]]:
+        axes = super().dynamic()
+        if self.shape is None:
+            axes["images"] = {**axes.get("images", {}), 2: "height", 3: "width"}
+        return axes
+
+    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [self.shape] * 3 if self.shape else [(128, 160), (160, 131), (96, 224)]
+        for batch, (height, width) in zip((2, 1, 3), shapes, strict=True):
+            batch = self.batch or batch
+            images = torch.randn(batch, 3, height, width, generator=generator)
+            sizes = torch.tensor([[height, width], [height - 17, width], [height, width - 30]])
+            sizes = sizes[torch.arange(batch) % 3]
+            for image, (bottom, right) in zip(images, sizes.tolist(), strict=True):
+                image[:, bottom:], image[:, :, right:] = 0, 0
+            yield [{"images": images.to(self.device), "image_sizes": sizes.to(self.device)}]
+
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+        sizes = torch.tensor(image_sizes(inputs, data_samples), device=inputs.device)
+        height, width = self.shape or tuple(max(side, _SIDES[0]) for side in inputs.shape[-2:])
+        if inputs.shape[-2] > height or inputs.shape[-1] > width or max(height, width) > _SIDES[1]:
+            raise ExportError(
+                f"images of {inputs.shape[-2]} x {inputs.shape[-1]} pixels (height x width) are outside the exported "
+                f"range, up to {self.shape or (_SIDES[1], _SIDES[1])}: give a larger --shape, or --dynamic"
+            )
+        images = F.pad(inputs, (0, width - inputs.shape[-1], 0, height - inputs.shape[-2]))
+        return {"images": images, "image_sizes": sizes}
+
+    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+        factors = [sample.metainfo.get("scale_factor", (1.0, 1.0))[:2] for sample in data_samples]
+        scale = torch.tensor(factors, dtype=torch.float32).repeat(1, 2).unsqueeze(1)
+        return self.model.with_detections({**outputs, "bboxes": outputs["bboxes"] / scale}, data_samples)

@@ -1,0 +1,57 @@
+"""ONNX with standard operators, checked in onnxruntime on the CPU."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import ExportError
+from ..program import Program
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+OPSET = 20
+
+
+def write(program: Program, folder: Path) -> None:
+    """Write ``model.onnx`` into a folder, and check its structure."""
+    import onnx
+
+    with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
+        graph = torch.onnx.export(
+            program.standard,
+            input_names=list(program.inputs),
+            output_names=list(program.outputs),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert graph is not None
+    graph.save(folder / "model.onnx", external_data=False)
+    model = onnx.load(folder / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    problems = sorted({f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain})
+    problems += sorted({node.op_type for node in model.graph.node if node.op_type in ("If", "Loop", "Scan")})
+    if any(value.data_type == onnx.TensorProto.DOUBLE for value in model.graph.initializer):
+        problems.append("float64 constants")
+    if problems:
+        raise ExportError(
+            f"the ONNX graph has {', '.join(problems)}, which other runtimes do not run. Export the model as pt2"
+        )
+
+
+def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Return the function of named arrays that ``model.onnx`` of a folder is in onnxruntime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    read = {given.name for given in session.get_inputs()}
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        given = {name: value for name, value in inputs.items() if name in read}
+        return dict(zip(names, session.run(None, given), strict=True))
+
+    return run

@@ -1,0 +1,36 @@
+"""OpenVINO, converted from the ONNX graph and checked on the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..program import Program, outputs_of
+from . import onnx
+
+PACKAGES = (*onnx.PACKAGES, "openvino")
+
+
+def write(program: Program, folder: Path) -> None:
+    """Write ``model.onnx``, and ``model.xml`` and ``model.bin`` of it, into a folder. Weights keep their type."""
+    import openvino
+
+    onnx.write(program, folder)
+    openvino.save_model(
+        openvino.convert_model(folder / "model.onnx"), folder / "model.xml", compress_to_fp16=False
+    )
+
+
+def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Return the function of named arrays that ``model.xml`` of a folder is, in float32 on the CPU."""
+    import openvino
+
+    compiled = openvino.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    read = {name for port in compiled.inputs for name in port.names}
+    names = outputs_of(folder)
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = compiled({name: value for name, value in inputs.items() if name in read})
+        return {name: outputs[name] for name in names}
+
+    return run

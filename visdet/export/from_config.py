@@ -1,0 +1,133 @@
+"""Exports of a config with a checkpoint, and the metrics of an exported model on data."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from visdet.engine.checkpoints.checkpoint import read_checkpoint
+from visdet.engine.config.load import dataset_config, load_config
+from visdet.engine.hooks.num_class_check_hook import classes_of_heads
+from visdet.engine.prepare import build_runner
+from visdet.engine.process.default_device import cpu_by_default
+from visdet.errors import MissingFileError
+from visdet.structures.class_names import checked_classes
+
+from .check import Run, arrays
+from .errors import ExportError
+from .families.family import Family
+from .run import export, format_module
+
+_MAX_LOSS = 0.001  # of a metric, which is 0.1 points of AP
+
+
+def export_config(
+    config: str | os.PathLike | Config,
+    checkpoint: str | os.PathLike,
+    out: str | Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    data: str | None = None,
+    device: str = "cpu",
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Export the model of a config with the weights of a checkpoint. This is the command ``visdet export``.
+
+    Args:
+        config, checkpoint, options: as in :func:`visdet.evaluate`.
+        out: the folder to write.
+        data: an annotation file of the kind of the config's test data, or a folder that replaces its ``data_root``, on
+            which the metrics of the exported model and of the model are compared.
+        device: the device of the model.
+        arguments: see :func:`visdet.export.run.export`.
+    """
+    format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
+    cfg, _ = load_config(config, dict(options or {}))
+    path = os.path.expanduser(checkpoint)
+    cfg.load_from, cfg.resume, cfg.launcher, cfg.graph = path, False, "none", False
+    if data is not None:
+        _use_data(cfg, data, arguments.get("batch"))
+    with tempfile.TemporaryDirectory() as logs, cpu_by_default():
+        cfg.work_dir = logs
+        runner = build_runner(cfg)
+        classes = _checked_class_names(runner.model, path)
+        runner.load_checkpoint(path)
+        model = runner.model.to(device)
+        metrics = None if data is None else lambda *exported: _metrics(runner, *exported)
+        steps = {
+            "pipeline": dataset_config(cfg, "test").get("pipeline"),
+            "data_preprocessor": cfg.model.get("data_preprocessor"),
+        }
+        return export(model, out, classes=classes, preprocessing=steps, evaluate=metrics, **arguments)
+
+
+def _use_data(cfg: Config, data: str, batch: int | None) -> None:
+    """Let the test data and the metrics of a config read an annotation file or another folder."""
+    if not os.path.exists(data):
+        raise MissingFileError(f"--check {data} does not exist")
+    folder = os.path.isdir(data)
+    dataset = cfg.test_dataloader.dataset
+    dataset["data_root" if folder else "ann_file"] = (
+        os.path.join(data, "") if folder else os.path.abspath(data)
+    )
+    metrics = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
+    for metric in metrics:
+        if "ann_file" in metric:
+            metric.ann_file = os.path.join(data, dataset.ann_file) if folder else os.path.abspath(data)
+    if batch is not None and "batch_sampler" not in cfg.test_dataloader:
+        cfg.test_dataloader.batch_size = batch
+
+
+def _checked_class_names(model: nn.Module, path: str) -> list[str] | None:
+    """Return the classes that a checkpoint names, as many as the heads have."""
+    meta = read_checkpoint(path).get("meta")
+    found = (meta.get("dataset_meta") or {}) if isinstance(meta, dict) else {}
+    names = found.get("classes") or found.get("CLASSES")
+    if names is None:
+        return None
+    names = checked_classes({"classes": names}, f"checkpoint {path}")["classes"]
+    wrong = {head: count for head, count in classes_of_heads(model).items() if count != len(names)}
+    if wrong:
+        text = ", ".join(f"model.{head}.num_classes is {count}" for head, count in wrong.items())
+        raise ExportError(
+            f"checkpoint {path} names {len(names)} classes, but {text}: give the config of the checkpoint"
+        )
+    return list(names)
+
+
+class _Exported(nn.Module):
+    """What was exported, as a model that the test loop of a runner can run."""
+
+    def __init__(self, family: Family, run: Run) -> None:
+        super().__init__()
+        self.family, self.run_exported = family, run
+
+    def test_step(self, data: Any) -> list[Any]:
+        batch = self.family.model.data_preprocessor(data, False)
+        given = self.family.inputs_of(batch["inputs"], batch["data_samples"])
+        found = self.run_exported(arrays(given))
+        outputs = {name: torch.from_numpy(value) for name, value in found.items()}
+        return self.family.samples_of(outputs, batch["data_samples"])
+
+
+def _metrics(runner: Any, family: Family, run: Run, dtype: torch.dtype, limit: float) -> dict[str, Any]:
+    """Return the metrics of the model and of what was exported, on the test data of a runner."""
+    metrics = {"model": runner.test()}
+    model, runner.model = runner.model, _Exported(family, run)
+    try:
+        metrics["exported"] = runner.test()
+    finally:
+        runner.model = model
+    for name, value in metrics["model"].items():
+        loss = value - metrics["exported"][name]
+        if any(kind in name for kind in ("mAP", "NDS")) and loss > _MAX_LOSS:
+            raise ExportError(
+                f"{name} of the exported model is {metrics['exported'][name]:.4f}, that of the model is {value:.4f}, "
+                f"which is more than {_MAX_LOSS} apart"
+            )
+    return {"metrics": metrics}

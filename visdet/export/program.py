@@ -1,0 +1,74 @@
+"""A model as a graph of named tensors, with visdet's operators or with torch's alone."""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from .standard_operators import standard_operators
+
+DESCRIPTION = "model.json"
+MAX_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model to write.
+
+    Attributes:
+        module: the model as a function of tensors, in the order of ``inputs``. It returns a tuple in the order of
+            ``outputs``.
+        inputs: the names and examples of the inputs.
+        outputs: the names of the outputs.
+        dynamic: for each input, the names of the axes whose size may change, by axis.
+        ranges: the least and the greatest size of each of these names.
+        dtype: the type of autocast, or float32.
+    """
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    outputs: tuple[str, ...]
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    @functools.cached_property
+    def exported(self) -> ExportedProgram:
+        """The graph with visdet's operators, for runtimes that load their library."""
+        return self._traced(self.module)
+
+    @functools.cached_property
+    def standard(self) -> ExportedProgram:
+        """The graph with torch's operators alone, for all other runtimes."""
+        return self._traced(_Standard(self.module))
+
+    def _traced(self, module: nn.Module) -> ExportedProgram:
+        sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
+        shapes = tuple(
+            {axis: sizes[size] for axis, size in self.dynamic.get(name, {}).items()} for name in self.inputs
+        )
+        with torch.no_grad(), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            return torch.export.export(
+                module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False
+            )
+
+
+class _Standard(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: Tensor) -> Any:
+        with standard_operators(self.module):
+            return self.module(*tensors)
+
+
+def outputs_of(folder: Path) -> list[str]:
+    """Return the names of the outputs of what was exported into a folder."""
+    return list(json.loads((folder / DESCRIPTION).read_text())["outputs"])

@@ -1,0 +1,36 @@
+"""The report of an export, as JSON and for reading."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write ``report.json`` and ``report.md`` into a folder."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
+    lines = [f"# Export: {report['format']}, {report['precision']}", ""]
+    lines += [f"**{report[name]}**" for name in ("error", "remark") if name in report]
+    lines += [f"* {name}: {size / 2**20:.1f} MiB" for name, size in report["bytes"].items()]
+    for title, part in (("random inputs", report), ("data", report.get("data", {}))):
+        if "differences" in part:
+            found = part["differences"]
+            lines += ["", f"Relative differences from the model on {found['inputs']} {title}:", ""]
+            lines += ["| output | largest | mean |", "|---|---|---|"]
+            lines += [
+                f"| {name} | {one['largest']:.2g} | {one['mean']:.2g} |"
+                for name, one in found["outputs"].items()
+            ]
+    if metrics := report.get("data", {}).get("metrics"):
+        columns = list(metrics)
+        lines += ["", f"| metric | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+        for name in metrics[columns[0]]:
+            lines.append(f"| {name} | {' | '.join(f'{metrics[column][name]:.4f}' for column in columns)} |")
+    if times := report.get("latency"):
+        lines += ["", f"On {times['device']} with {times['threads']} threads:", ""]
+        lines += ["| | p50 ms | p99 ms | images per second |", "|---|---|---|---|"]
+        lines += [
+            f"| {name} | {one['p50_ms']:.1f} | {one['p99_ms']:.1f} | {one['images_per_second']:.1f} |"
+            for name, one in times.items()
+            if isinstance(one, dict)
+        ]
+    (folder / "report.md").write_text("\n".join(lines) + "\n")

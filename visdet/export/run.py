@@ -1,0 +1,174 @@
+"""The order of an export: wrap, trace, write, run, compare, report."""
+
+import importlib
+import importlib.util
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+import visdet
+from visdet.errors import MissingPackageError, check_choice
+
+from .check import Differences, Run, arrays, compare, latencies, run_model
+from .errors import ExportError
+from .families import family_of
+from .families.family import Family
+from .program import DESCRIPTION
+from .report import write_report
+
+FORMATS = ("pt2", "aoti", "onnx", "openvino")
+PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# The largest difference of outputs, relative to the largest number of each. In 16 bit, other kernels round otherwise.
+LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def export(
+    model: nn.Module,
+    out: str | Path,
+    format: Literal["pt2", "aoti", "onnx", "openvino"] = "pt2",
+    precision: Literal["float32", "float16", "bfloat16"] = "float32",
+    *,
+    shape: Sequence[int] | None = None,
+    batch: int | None = None,
+    classes: Sequence[str] | None = None,
+    preprocessing: Any = None,
+    check: bool = True,
+    bench: bool = False,
+    evaluate: Any = None,
+) -> dict[str, Any]:
+    """Write a model into a folder, run it in the runtime of the format, compare it, and return the report.
+
+    The folder then has the model, ``model.json`` (inputs, outputs, pre- and post-processing, classes, versions),
+    ``sample.npz`` (an input with its outputs), ``report.json`` and ``report.md``.
+
+    Args:
+        model: the model, whose mode becomes that of evaluation.
+        out: the folder to write.
+        format: 'pt2', 'aoti', 'onnx' or 'openvino'.
+        precision: the type in which convolutions and linear layers compute, as under autocast.
+        shape: the (height, width) of the images. By default any size is accepted where the model's can change.
+        batch: the number of images at once. By default any number is accepted.
+        classes: the names of the classes.
+        preprocessing: what is done with images before, for ``model.json``, in numbers, texts, lists and dicts.
+        check: whether what was written is run and compared. Without it, the report says so.
+        bench: whether latencies are measured, of the exported model and of the model itself.
+        evaluate: a function of the family and of what runs the exported model, which returns a part of the report with
+            metrics, and raises an error if they differ too much.
+
+    Raises:
+        ExportError: the model cannot be exported so, or the exported model gives other results.
+        MissingPackageError: a package that writes or runs the format is not installed.
+    """
+    check_choice("format", format, FORMATS)
+    check_choice("precision", precision, tuple(PRECISIONS))
+    module, dtype = format_module(format), PRECISIONS[precision]
+    family = family_of(model, None if shape is None else (int(shape[0]), int(shape[1])), batch)
+    program = family.program(dtype)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    description = _description(
+        family, program.dynamic, program.ranges, format, precision, classes, preprocessing
+    )
+    (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": False}, indent=1))
+    module.write(program, folder)
+    report: dict[str, Any] = {"format": format, "precision": precision, "checked": check}
+    report["bytes"] = {p.name: p.stat().st_size for p in sorted(folder.glob("model*")) if p.is_file()}
+    if not check:
+        report["remark"] = "the exported model was not run and not compared (--no-check)"
+        write_report(report, folder)
+        return report
+    run: Run = module.load(folder)
+    limit = LIMITS[precision]
+    differences, inputs, outputs = compare(family, run, dtype, limit)
+    named: dict[str, Any] = {f"input.{name}": value for name, value in inputs.items()}
+    named |= {f"output.{name}": value for name, value in outputs.items()}
+    np.savez(folder / "sample.npz", **named)
+    report["differences"] = _table(differences)
+    try:
+        differences.check(limit)
+        if evaluate is not None:
+            report["data"] = evaluate(family, run, dtype, limit)
+        if bench:
+            report["latency"] = _latencies(family, run, dtype)
+        (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": True}, indent=1))
+    except ExportError as error:
+        report["error"] = str(error)
+        raise
+    finally:
+        write_report(report, folder)
+    return report
+
+
+def format_module(format: str) -> ModuleType:
+    """Return the module of a format, whose packages are installed."""
+    module = importlib.import_module(f"visdet.export.formats.{format}")
+    missing = [name for name in module.PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"format {format!r} needs {', '.join(missing)}, not installed here, to write the model and to check it: "
+            "pip install 'visdet-ops[export]'"
+        )
+    return module
+
+
+def _table(differences: Differences) -> dict[str, Any]:
+    outputs = {
+        name: {"largest": largest, "mean": differences.mean[name]}
+        for name, largest in differences.largest.items()
+    }
+    return {"inputs": differences.count, "outputs": outputs}
+
+
+def _latencies(family: Family, run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    given = next(family.cases())[0]
+    named = arrays(given)
+    batch = len(next(iter(named.values())))
+    return {
+        "exported": latencies(lambda: run(named), batch),
+        "model": latencies(lambda: arrays(run_model(family, given, dtype)), batch),
+        "threads": torch.get_num_threads(),
+        "device": str(family.device),
+    }
+
+
+def _description(
+    family: Family,
+    dynamic: Mapping[str, Any],
+    ranges: Mapping[str, tuple[int, int]],
+    format: str,
+    precision: str,
+    classes: Sequence[str] | None,
+    preprocessing: Any,
+) -> dict[str, Any]:
+    case = next(family.cases())[0]
+    inputs = {
+        name: {
+            "type": str(tensor.dtype).removeprefix("torch."),
+            "shape": [dynamic.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)],
+            "meaning": family.about.get(name, ""),
+        }
+        for name, tensor in case.items()
+    }
+    return {
+        "model": type(family.model).__name__,
+        "format": format,
+        "precision": precision,
+        "inputs": inputs,
+        "ranges": dict(ranges),
+        "outputs": {name: family.about.get(name, "") for name in family.output_names},
+        "states": dict(family.states),
+        "preprocessing": preprocessing,
+        "classes": list(classes) if classes is not None else None,
+        "versions": {
+            "visdet": visdet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
