@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.model import BaseModule
@@ -89,8 +89,6 @@ class Sparse4DHead(InstanceOperations):
     Source: Sparse4D v3, arXiv 2311.11722; SparseDrive, arXiv 2405.19620; names and defaults are theirs.
     """
 
-    OPERATIONS = ("temp_gnn", "gnn", "norm", "ffn", "deformable", "refine")
-
     def __init__(
         self,
         instance_bank: dict[str, Any],
@@ -113,16 +111,16 @@ class Sparse4DHead(InstanceOperations):
         with_instance_id: bool = True,
         task_prefix: str = "det",
         reg_weights: Sequence[float] | None = None,
-        operation_order: Sequence[str] | None = None,
+        operation_order: Sequence[Literal["temp_gnn", "gnn", "norm", "ffn", "deformable", "refine"]]
+        | None = None,
         cls_threshold_to_reg: float = -1,
         dn_loss_weight: float = 5.0,
         decouple_attn: bool = True,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if operation_order is None:
-            layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
-            operation_order = (layer_ops * num_decoder)[3:]
+        layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
+        order = (layer_ops * num_decoder)[3:] if operation_order is None else list(operation_order)
         self.num_single_frame_decoder = num_single_frame_decoder
         self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
         self.with_instance_id = with_instance_id
@@ -150,7 +148,7 @@ class Sparse4DHead(InstanceOperations):
             "refine": refine_layer,
         }
         self.embed_dims = self.instance_bank.embed_dims
-        self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
+        self.build_operations(configs, order, self.embed_dims, decouple_attn)
 
     def init_weights(self) -> None:
         """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule."""
