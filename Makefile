@@ -134,6 +134,7 @@ abi-check: setup
 bench: setup
 	$(BIN)/python -m benchmarks.run --out work_dirs/bench
 	$(BIN)/python -m benchmarks.models --out work_dirs/bench
+	$(BIN)/python -m benchmarks.runs --out work_dirs/bench
 	$(BIN)/python -m benchmarks.transforms --out work_dirs/bench
 
 wheel: setup
