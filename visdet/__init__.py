@@ -13,6 +13,7 @@ from .lazy_names import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import ops
     from .engine.inference.detections import Detections
     from .engine.inference.detector import Detector, init_detector
     from .engine.run import TrainingResult, evaluate, train
@@ -23,6 +24,7 @@ else:
             "engine.inference.detections": ["Detections"],
             "engine.inference.detector": ["Detector", "init_detector"],
             "engine.run": ["TrainingResult", "evaluate", "train"],
+            "ops": [],
             "export": [],
         },
     )

@@ -28,4 +28,4 @@ def lazy_names(
             return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return sorted(module_of), get_attribute, lambda: sorted({*module_of, *names_of})
+    return sorted(module_of), get_attribute, lambda: sorted(module_of)

@@ -158,17 +158,6 @@ def test_augmentation_limits(dataset_of, infos):
     )
 
 
-def test_unknown_classes_and_velocities(dataset_of, infos):
-    velocity = infos[3]["gt_velocity"].copy()
-    velocity[0] = np.nan
-    visible = np.ones(len(velocity), dtype=np.int64)
-    infos = changed(infos, 3, gt_velocity=velocity, num_lidar_pts=visible)
-    record = dataset_of(infos, classes=("truck",))[3]
-    np.testing.assert_array_equal(record["gt_bboxes_3d"][0, 7:], [0, 0])
-    assert set(record["gt_labels_3d"]) == {-1, 0}
-    assert np.isnan(dataset_of(infos, test_mode=True)[3]["gt_bboxes_3d"][0, 7:]).all()
-
-
 def test_a_frame_without_boxes_may_have_arrays_of_any_shape(dataset_of, infos):
     keys = ("gt_boxes", "gt_names", "gt_velocity", "num_lidar_pts", "num_radar_pts", "valid_flag")
     none = {key: np.zeros(0) for key in (*keys, "instance_inds", "gt_agent_fut_trajs", "gt_agent_fut_masks")}

@@ -65,19 +65,6 @@ def test_brightness_alone_by_hand():
     assert min(values) == 80 and max(values) == 120 and 100 in values
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (dict(contrast_range=(1.5, 0.5)), "contrast_range must be 0 <= lowest <= highest"),
-        (dict(saturation_range=(-1, 1)), "saturation_range must be"),
-        (dict(hue_delta=200), "hue_delta must be"),
-    ],
-)
-def test_wrong_arguments_of_the_distortion(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PhotoMetricDistortion(**arguments)
-
-
 def test_packing():
     boxes = torch.tensor([[1.0, 2, 3, 4], [0, 0, 9, 9], [5, 5, 6, 6]])
     packed = PackDetInputs(meta_keys=("img_id", "img_shape", "scale_factor"))(

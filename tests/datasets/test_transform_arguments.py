@@ -55,7 +55,6 @@ def test_arguments_as_people_write_them(config, shape):
         (dict(type="Pad", size=64, pad_val=dict(img="0")), "Pad: pad_val must be"),
         (dict(type="Pad", size=(60, 100), padding_mode="reflect"), "Pad: .* 60x40, is too small for .* 0x60"),
         (dict(type="Pad", size=(121, 40), padding_mode="symmetric"), "Pad: .* 60x40, is too small for"),
-        (dict(type="TorchvisionTransform", transform="GaussianBlur", kernel_size=2), "GaussianBlur: "),
         (dict(type="VectorizeMap", roi_size=(30, 60, 5), normalize=True, sample_num=20), "roi_size must be"),
         (dict(type="MultiScaleDepthMapGenerator", downsample=[4, 0]), "downsample must be"),
         (dict(type="LoadPointsFromFile", coord_type="LIDAR", use_dim=[-1]), "use_dim must be"),

@@ -1,7 +1,10 @@
 """A trained model on files, and the detections of a test as a file."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from torch import nn
 from toy_run import toy_config, toy_runner, train
 
 import visdet
+from visdet.commands import main
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
 from visdet.engine.inference.detections import Detections, detections_of
 from visdet.engine.inference.detector import detect_files
@@ -130,6 +134,85 @@ def test_a_config_without_a_part_is_one_message(tmp_path, image, options, messag
         Detector(toy_config(tmp_path, **(cfg if "dataset" in str(options) else cfg | meta)), None, "cpu")(
             image
         )
+
+
+def test_each_run_of_infer_gets_a_folder_and_says_what_is_enlarged(
+    tmp_path, monkeypatch, capsys, trained, image
+):
+    monkeypatch.chdir(tmp_path)
+    toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE).dump("toy.py")
+    monkeypatch.setattr("sys.argv", ["visdet infer", "toy.py", trained, image, "--device", "cpu"])
+    for folder in ("detections", "detections_2"):
+        main("infer")
+        assert (tmp_path / "work_dirs" / folder / "pictures" / "image.png").is_file()
+        shown = capsys.readouterr().out
+        assert f"work_dirs/{folder}/predictions.json" in shown and "1 pictures are enlarged" in shown
+    monkeypatch.setattr("sys.argv", ["visdet infer", "toy.py", "no.pth", "nowhere.jpg"])
+    with pytest.raises(SystemExit):
+        main("infer")
+    assert "nowhere.jpg does not exist" in capsys.readouterr().err  # before the checkpoint is looked for
+
+
+def test_cameras_and_streams_are_videos(tmp_path, trained):
+    assert find_images(["77", "rtsp://127.0.0.1:9/x"])[0] == ["77", "rtsp://127.0.0.1:9/x"]
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    with pytest.raises(UserError, match="camera or stream 77 cannot be opened"):
+        next(detector("77"))
+    found, failures = detect_files(detector, ["77"], str(tmp_path / "out"), None)
+    assert not found and "stream 77" in failures[0]
+
+
+def test_detections_are_a_sequence(tmp_path):
+    sample = DetDataSample(metainfo={"img_path": "a.jpg", "ori_shape": (40, 50)})
+    boxes = torch.tensor([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 7.0, 9.0], [1.0, 1.0, 2.0, 2.0]])
+    sample.pred_instances = InstanceData(
+        bboxes=boxes, scores=torch.tensor([0.5, 0.75, 0.25]), labels=torch.tensor([1, 0, 1])
+    )
+    picture = np.zeros((40, 50, 3), np.uint8)
+    found = Detections(sample, ("a", "b"), image=picture, draw=lambda image, sample: image)
+    assert [one.class_name for one in found] == ["a", "b", "b"]
+    assert found[0] == ("a", 0, 0.75, (4.0, 5.0, 7.0, 9.0)) and found[-1].score == 0.25
+    for chosen in (found[1:], found[found.labels == 1], found[[1, 2]], found.filter("b")):
+        assert chosen.scores.tolist() == [0.5, 0.25] and len(chosen.draw().getbands()) == 3
+    assert len(found.filter(score_threshold=0.5)) == 2 and len(found.filter(["a"], 0.8)) == 0
+    with pytest.raises(UserError, match="classes must be among a, b, got 'c'"):
+        found.filter("c")
+    record = {"image_id": 7, "category_id": 18, "bbox": [4.0, 5.0, 3.0, 4.0], "score": 0.75}
+    assert found.to_coco(7, [18, 3])[0] == record and found.to_coco()[1]["category_id"] == 2
+    with pytest.raises(UserError, match="category_ids must have 2 numbers"):
+        found.to_coco(category_ids=[1])
+    found.save(tmp_path / "new" / "a.json")
+    found.save(tmp_path / "new" / "a.png")
+    assert json.loads((tmp_path / "new" / "a.json").read_text()) == found.to_dict()
+    assert found._repr_png_() == (tmp_path / "new" / "a.png").read_bytes()
+    assert Detections(sample, ("a", "b"))._repr_png_() is None
+
+
+def test_names_that_people_try_are_answered(tmp_path, trained, image):
+    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    with pytest.raises(TypeError, match="'conf'; write score_threshold="):
+        detector(image, conf=0.5)
+    with pytest.raises(UserError, match=r"epochs: .*write train_cfg=dict\(max_epochs="):
+        visdet.train("dino/dino_shapes", epochs=3)
+    assert {"Detector", "init_detector", "ops", "train"} <= set(dir(visdet))
+    assert not any("." in name for name in dir(visdet)) and visdet.ops.ms_deform_attn
+
+
+@pytest.mark.slow
+def test_type_checkers_know_what_a_detector_returns(tmp_path):
+    pytest.importorskip("mypy")
+    lines = ["import visdet", "from PIL import Image", "det = visdet.init_detector('dino/dino_shapes')"]
+    lines += [
+        "det('a.jpg').boxes",
+        "reveal_type(det(['a.jpg'])[0])",
+        "reveal_type(det(Image.new('L', (8, 8))))",
+    ]
+    lines += ["for one in det(['a.jpg'])[0]: reveal_type(one.score)"]
+    (tmp_path / "use.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(tmp_path / "use.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    kinds = re.findall(r'Revealed type is "(?:[\w.]*\.)?(\w+)"', done.stdout)
+    assert done.returncode == 0 and kinds == ["Detections", "Detections", "float"], done.stdout
 
 
 def test_detections_are_sorted_rounded_and_cut():

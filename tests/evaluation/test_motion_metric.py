@@ -109,6 +109,8 @@ def test_nothing():
     assert np.isnan(list(motion_scores([nothing]).values())).all()
     assert np.isnan(list(motion_scores([]).values())).all()
     way = path(0, 0, 1.0)
+    full = frame([((0, 0), way)], [(0.9, (0, 0), [way])])
+    assert motion_scores([nothing, full, nothing]) == pytest.approx(dict(minADE=0, minFDE=0, MR=0, EPA=1))
     scores = motion_scores([frame([((0, 0), way)], [])])
     assert scores["EPA"] == 0.0 and np.isnan(scores["minADE"])
     assert motion_scores([frame([((0, 0), way)], [(0.9, (9, 0), [way])])])["EPA"] == -0.5
@@ -175,25 +177,21 @@ def test_threshold_and_range():
 
 
 def test_a_frame_without_boxes():
-    """Neither true nor predicted ones, beside a frame that has them."""
-    way = path(0, 0, 1.0)
-    nothing = frame([], [])
-    scores = motion_scores([nothing, frame([((0, 0), way)], [(0.9, (0, 0), [way])]), nothing])
-    assert scores == pytest.approx({"minADE": 0.0, "minFDE": 0.0, "MR": 0.0, "EPA": 1.0})
-    metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES})
+    """Files of empty frames may have futures of one dimension."""
     samples = {
         "gt_bboxes_3d": torch.zeros(0, 9),
-        "gt_labels_3d": torch.zeros(0, dtype=torch.int64),
-        "gt_agent_fut_trajs": torch.zeros(0),  # as files of empty frames may have it
-        "gt_agent_fut_masks": torch.zeros(0),
+        "gt_labels_3d": torch.zeros(0),
         "token": "a",
         "T_global": np.eye(4),
+        "gt_agent_fut_trajs": torch.zeros(0),
+        "gt_agent_fut_masks": torch.zeros(0),
+        "pred_instances_3d": {
+            "boxes_3d": torch.zeros(0, 10),
+            "scores_3d": torch.zeros(0),
+            "labels_3d": torch.zeros(0),
+            "trajs_3d": torch.zeros(0, 6, 12, 2),
+        },
     }
-    prediction = {
-        "boxes_3d": torch.zeros(0, 10),
-        "scores_3d": torch.zeros(0),
-        "labels_3d": torch.zeros(0, dtype=torch.int64),
-        "trajs_3d": torch.zeros(0, 6, 12, 2),
-    }
-    metric.process({}, [{**samples, "pred_instances_3d": prediction}])
+    metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES})
+    metric.process({}, [samples])
     assert np.isnan(metric.evaluate(1)["Motion/car_EPA"])

@@ -1,16 +1,20 @@
 """Detect objects in images and videos. The detections are written to a JSON file and drawn into a copy of each file.
 
+Without --out-dir, each run gets a folder of its own. A camera is named by its number, and a stream by its address.
+Ctrl-C ends them, and what was found until then is written.
+
 visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth data/shapes/val
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from visdet.command_line import add_config_arguments, add_options, positive_int
+from visdet.command_line import add_config_arguments, folder_name, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "images",
         nargs="+",
-        help="images, videos, and folders that are searched for them with their subfolders",
+        help="images, videos, and folders that are searched for them with their subfolders; the number of a camera, "
+        "such as 0, or the address of a stream, rtsp://...",
     )
-    add_options(parser, out_dir=("work_dirs/detections", "folder to write"))
+    parser.add_argument(
+        "--out-dir",
+        type=folder_name,
+        help="folder to write (default: the first of work_dirs/detections, work_dirs/detections_2 ... that is new)",
+    )
     parser.add_argument(
         "--batch-size", type=positive_int, default=1, help="images that the model takes at once (default: 1)"
     )
@@ -49,6 +58,13 @@ def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
             yield result
 
 
+def _new_folder() -> str:
+    """Return the first of work_dirs/detections, work_dirs/detections_2 … in which no run has written."""
+    folder = "work_dirs/detections"
+    names = itertools.chain([folder], (f"{folder}_{number}" for number in itertools.count(2)))
+    return next(name for name in names if not os.path.exists(os.path.join(name, "predictions.json")))
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import (
@@ -63,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph
+    args.out_dir = args.out_dir or _new_folder()
     files, left_out = find_images(args.images, args.out_dir)
     check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
@@ -81,6 +98,12 @@ def run(args: argparse.Namespace) -> None:
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
     pictures = "" if args.json_only else f" and {args.out_dir}/pictures"
     say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json{pictures}")
+    side = (cfg.get("visualizer") or {}).get("min_side", 480)
+    small = sum(max(image["height"], image["width"]) < side for image in found)
+    if small and not args.json_only:
+        left_out.append(
+            f"{small} pictures are enlarged, whose images have less than {side} pixels (visualizer.min_side)"
+        )
     for remark in left_out:
         say(remark)
     for failure in failures:

@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def _coco(images: list[tuple[Picture, tuple[int, int]]], names: list[str], root:
         scale = (width, height) if picture.is_relative else (1, 1)
         for label, (x1, y1, x2, y2), others in picture.boxes:
             w, h = (x2 - x1) * scale[0], (y2 - y1) * scale[1]
-            annotation = {
+            annotation: dict[str, Any] = {
                 "id": len(annotations) + 1,
                 "image_id": len(rows),
                 "category_id": names.index(label) + 1,
@@ -145,6 +146,15 @@ def _coco(images: list[tuple[Picture, tuple[int, int]]], names: list[str], root:
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     info = {"description": _MAKER}
     return {"info": info, "categories": categories, "images": rows, "annotations": annotations}
+
+
+@contextmanager
+def _left_out(skipped: Counter[str], what: str) -> Iterator[None]:
+    """Count what the block cannot read, and go on."""
+    try:
+        yield
+    except (ValueError, KeyError, ElementTree.ParseError) as error:
+        skipped[f"{what}: {error}"] += 1
 
 
 def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
@@ -201,17 +211,16 @@ def _yolo_label(image: Path) -> Path:
 def _yolo_boxes(label: Path, names: dict[int, Any], skipped: Counter[str]) -> list:
     boxes: list[tuple[str, list[float], dict]] = []
     for number, line in enumerate(label.read_text("utf-8").splitlines() if label.exists() else (), start=1):
-        try:
-            kind, *values = map(float, line.split())
-            if len(values) >= 6:  # an outline, which a box encloses
-                corners = [min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2])]
-            else:
+        with _left_out(
+            skipped, f"line {number} of {label}, {line[:60]!r}, is no box of a class of data.yaml"
+        ):
+            if line.strip():
+                kind, *values = map(float, line.split())
                 x, y, w, h = values[:4]
                 corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
-            boxes.append((str(names[int(kind)]), corners, {}))
-        except (ValueError, KeyError):
-            if line.strip():
-                skipped[f"line {number} of {label}: {line[:60]!r} is no box of a class of data.yaml"] += 1
+                if len(values) >= 6:  # an outline, which a box encloses
+                    corners = [min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2])]
+                boxes.append((str(names[int(kind)]), corners, {}))
     return boxes
 
 
@@ -219,33 +228,26 @@ def _voc(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictur
     lists = {file.stem: file.read_text("utf-8").split() for file in root.glob("**/ImageSets/Main/*.txt")}
     split_of = {stem: split for split in ("test", "val", "train") for stem in lists.get(split, ())}
     for file in sorted(root.rglob("*.xml")):
-        try:
-            tree = ElementTree.parse(file)
-        except ElementTree.ParseError as error:
-            skipped[f"{file} is no XML: {error}"] += 1
-            continue
-        name = Path(tree.findtext("filename") or "").name or file.stem
-        places = [
-            folder / name
-            for folder in (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
-        ]
-        beside = [file.with_suffix(suffix) for suffix in sorted(_SUFFIXES)]
-        path = next((place for place in (*places, *beside) if place.is_file()), places[0])
-        sides = [tree.findtext(f"size/{side}") or "0" for side in ("width", "height")]
-        picture = Picture(
-            path, split_of.get(file.stem) or _split_of(file, root), (int(sides[0]), int(sides[1]))
-        )
-        for item in tree.iter("object"):
-            try:
-                corners = [
-                    float(item.findtext(f"bndbox/{side}") or "") for side in ("xmin", "ymin", "xmax", "ymax")
-                ]
-            except ValueError:
-                skipped[f"{file}: an object {item.findtext('name')} has no bndbox of four numbers"] += 1
-                continue
-            others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
-            picture.boxes.append((item.findtext("name") or "", corners, others))
-        yield picture
+        with _left_out(skipped, str(file)):
+            yield _voc_picture(file, root, split_of.get(file.stem), skipped)
+
+
+def _voc_picture(file: Path, root: Path, split: str | None, skipped: Counter[str]) -> Picture:
+    tree = ElementTree.parse(file)
+    name = Path(tree.findtext("filename") or "").name or file.stem
+    folders = (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
+    beside = [file.with_suffix(suffix) for suffix in sorted(_SUFFIXES)]
+    places = [*(folder / name for folder in folders), *beside]
+    path = next((place for place in places if place.is_file()), places[0])
+    width, height = (int(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
+    picture = Picture(path, split or _split_of(file, root), (width, height))
+    for item in tree.iter("object"):
+        label = item.findtext("name") or ""
+        with _left_out(skipped, f"{file}: an object {label} has no bndbox of four numbers"):
+            sides = ("xmin", "ymin", "xmax", "ymax")
+            corners = [float(item.findtext(f"bndbox/{side}") or "nothing") for side in sides]
+            picture.boxes.append((label, corners, {"ignore": 1} if item.findtext("difficult") == "1" else {}))
+    return picture
 
 
 def _csv(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
@@ -266,46 +268,38 @@ def _csv(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictur
                 picture = pictures.setdefault(
                     image, Picture(_existing(file.parent, root, image), _split_of(file, root))
                 )
-                try:
+                with _left_out(skipped, f"line {number} of {file}"):
                     if any(sides):  # An image without boxes has a row without numbers.
                         picture.boxes.append((label, list(map(float, sides)), {}))
-                except ValueError:
-                    skipped[f"line {number} of {file}: {', '.join(sides)!r:.60} are not four numbers"] += 1
         yield from pictures.values()
 
 
 def _coco_files(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
     for file in sorted(root.rglob("*.json")):
-        if _is_ours(file):
+        if not _is_ours(file):
+            with _left_out(skipped, str(file)):
+                yield from _coco_pictures(file, root, names, skipped)
+
+
+def _coco_pictures(file: Path, root: Path, names: list[str], skipped: Counter[str]) -> list[Picture]:
+    content = load_coco_json(str(file))
+    label_of = {category["id"]: category["name"] for category in content["categories"]}
+    names += [name for name in label_of.values() if name not in names]
+    pictures = {}
+    for image in content["images"]:
+        path, size = _existing(file.parent, root, image["file_name"]), (image["width"], image["height"])
+        pictures[image["id"]] = Picture(path, _split_of(file, root), size)
+    for annotation in content["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        if annotation["image_id"] not in pictures or annotation["category_id"] not in label_of:
+            skipped[f"a box of {file} is of an image or a category that the file does not have"] += 1
             continue
-        try:
-            content = load_coco_json(str(file))
-        except UserError as error:
-            skipped[str(error)] += 1
-            continue
-        label_of = {category["id"]: category["name"] for category in content["categories"]}
-        names += [name for name in label_of.values() if name not in names]
-        pictures = {
-            image["id"]: Picture(
-                _existing(file.parent, root, image["file_name"]),
-                _split_of(file, root),
-                (image["width"], image["height"]),
-            )
-            for image in content["images"]
+        others = {
+            key: annotation[key] for key in ("area", "iscrowd", "ignore") if annotation.get(key) is not None
         }
-        for annotation in content["annotations"]:
-            x, y, w, h = annotation["bbox"]
-            if annotation["image_id"] not in pictures or annotation["category_id"] not in label_of:
-                skipped[f"a box of {file} is of an image or a category that the file does not have"] += 1
-                continue
-            others = {
-                key: annotation[key]
-                for key in ("area", "iscrowd", "ignore")
-                if annotation.get(key) is not None
-            }
-            label = label_of[annotation["category_id"]]
-            pictures[annotation["image_id"]].boxes.append((label, [x, y, x + w, y + h], others))
-        yield from pictures.values()
+        label = label_of[annotation["category_id"]]
+        pictures[annotation["image_id"]].boxes.append((label, [x, y, x + w, y + h], others))
+    return list(pictures.values())
 
 
 def _existing(folder: Path, root: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ from visdet.errors import MissingFileError
 from visdet.structures.poses import inverse_pose, pose_matrix
 
 from .nuscenes_maps import NuScenesMap
-from .nuscenes_tables import NuScenesTables, nearest_message
+from .nuscenes_tables import NuScenesTables
 
 _CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 _CLASS_OF_CATEGORY = {
@@ -262,7 +262,7 @@ def _ego_status(messages: tuple[list[dict], list[dict]] | None, time_us: int) ->
     """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10], or zeros if unknown."""
     if messages is None or not all(messages):
         return np.zeros(10, dtype=np.float32)
-    pose, steering = (nearest_message(kind, time_us) for kind in messages)
+    pose, steering = (min(kind, key=lambda one: abs(one["utime"] - time_us)) for kind in messages)
     return np.array(
         [*pose["accel"], *pose["rotation_rate"], *pose["vel"], steering["value"]], dtype=np.float32
     )

@@ -87,7 +87,10 @@ class NuScenesMap:
             ]
 
         return {
-            0: [line for area in self._merged(local(self._crossings)) for line in self._outline(area)],
+            0: [
+                np.array((ring if ring.is_ccw else ring.reverse()).coords)
+                for ring in (area.exterior for area in self._merged(local(self._crossings)))
+            ],
             1: [
                 np.array(line.coords) for part in local(self._dividers) for line in _parts(part, "LineString")
             ],
@@ -116,11 +119,6 @@ class NuScenesMap:
         sides = np.diff(np.array(polygon.minimum_rotated_rectangle.exterior.coords)[:3], axis=0)
         longest = sides[np.linalg.norm(sides, axis=1).argmax()]
         return longest / np.linalg.norm(longest)
-
-    def _outline(self, polygon: Any) -> list[np.ndarray]:
-        """Return the closed outline of a crossing, counter-clockwise."""
-        ring = polygon.exterior if polygon.exterior.is_ccw else polygon.exterior.reverse()
-        return [np.array(ring.coords)]
 
     def _boundaries(self, roads: list, half: np.ndarray) -> list[np.ndarray]:
         """Return the edges of the road. The road is on their right."""

@@ -127,8 +127,3 @@ class NuScenesTables:
     def location(self, scene: dict) -> str:
         """Return the name of the map on which a scene was recorded."""
         return self.get("log", scene["log_token"])["location"]
-
-
-def nearest_message(messages: list[dict], time_us: int) -> dict:
-    """Return the CAN bus message whose ``utime`` is nearest to ``time_us``."""
-    return min(messages, key=lambda message: abs(message["utime"] - time_us))

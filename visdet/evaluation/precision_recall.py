@@ -223,7 +223,6 @@ def _confident_matches(image: _ImageBoxes, least: np.ndarray) -> tuple[np.ndarra
 def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path: str) -> None:
     # matplotlib is slow to import, and it is not needed before the first picture.
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties
 
     names, font = legible(*classes)
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -243,13 +242,12 @@ def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path
     )
     axis.grid(alpha=0.3)
     if axis.lines and len(names) <= 40:
-        axis.legend(prop=_font(names, font, FontProperties, 8), loc="lower left")
+        axis.legend(prop=_font(names, font), loc="lower left")
     figure.savefig(path, dpi=110)
 
 
 def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties
 
     shown, font = legible(*labels)
     size = max(5.0, min(0.5 * len(labels) + 2, 24))
@@ -257,7 +255,7 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> Non
     axis = figure.subplots()
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    properties = _font(shown, font, FontProperties, 8)
+    properties = _font(shown, font)
     places = range(len(labels))
     axis.set_xticks(places, shown, rotation=90, fontproperties=properties)
     axis.set_yticks(places, shown, fontproperties=properties)
@@ -271,5 +269,7 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> Non
     figure.savefig(path, dpi=110)
 
 
-def _font(names: Sequence[str], file: str, properties: Any, size: int) -> Any:
-    return properties(fname=None if all(map(str.isascii, names)) else file, size=size)
+def _font(names: Sequence[str], file: str) -> Any:
+    from matplotlib.font_manager import FontProperties
+
+    return FontProperties(fname=None if all(map(str.isascii, names)) else file, size=8)

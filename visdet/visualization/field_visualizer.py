@@ -135,9 +135,21 @@ class _Cut:
 
     def draw_ellipses(self, panel: Any, gaussians: InstanceData, at_most: int) -> None:
         """Draw the first ``at_most`` Gaussians that meet the plane."""
+        from matplotlib.collections import EllipseCollection
+
         means, covariances = gaussians.means.double().numpy(), gaussians.covariances.double().numpy()
-        ellipses = slice_ellipses(means, covariances, self.axis, self.position)
-        _add_ellipses(panel, [part[:at_most] for part in ellipses])
+        cut = slice_ellipses(means, covariances, self.axis, self.position)
+        centres, sizes, angles = (part[:at_most] for part in cut)
+        drawn = EllipseCollection(
+            *(sizes[:, 0], sizes[:, 1], angles),
+            units="xy",
+            offsets=centres,
+            offset_transform=panel.transData,
+            facecolors="none",
+            edgecolors="white",
+            linewidths=0.5,
+        )
+        panel.add_collection(drawn, autolim=False)
 
 
 def slice_ellipses(
@@ -164,23 +176,3 @@ def slice_ellipses(
     sizes, axes = np.linalg.eigh(shapes)
     angles = np.degrees(np.arctan2(axes[:, 1, 0], axes[:, 0, 0]))
     return centres, 2 * np.sqrt(np.maximum(sizes, 0)), angles
-
-
-def _add_ellipses(panel: Any, ellipses: Sequence[np.ndarray]) -> None:
-    from matplotlib.collections import EllipseCollection
-
-    centres, sizes, angles = ellipses
-    panel.add_collection(
-        EllipseCollection(
-            sizes[:, 0],
-            sizes[:, 1],
-            angles,
-            units="xy",
-            offsets=centres,
-            offset_transform=panel.transData,
-            facecolors="none",
-            edgecolors="white",
-            linewidths=0.5,
-        ),
-        autolim=False,
-    )

@@ -68,20 +68,16 @@ def make_shapes(
 
 def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
     counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
-    _draw_all(partial, counts, stamp, num_workers)
+    for split in counts:
+        (partial / split).mkdir()
+    # Each worker draws every num_workers-th image.
+    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_shapes")
     (partial / "annotations").mkdir()
     for split, count in counts.items():
         annotations = partial / "annotations" / f"instances_{split}.json"
         annotations.write_text(json.dumps(_merge(partial, split, count, stamp["image_size"])))
     for part in partial.glob("*.part.json"):
         part.unlink()
-
-
-def _draw_all(partial: Path, counts: dict[str, int], stamp: dict, num_workers: int | None) -> None:
-    """Draw all images. Each worker draws every ``num_workers``-th one."""
-    for split in counts:
-        (partial / split).mkdir()
-    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_shapes")
 
 
 def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:

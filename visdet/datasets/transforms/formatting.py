@@ -45,13 +45,10 @@ class PackDetInputs(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
-        fields = {}
-        if "gt_bboxes" in results:
-            fields["bboxes"] = results["gt_bboxes"].as_subclass(torch.Tensor)
-        if "gt_bboxes_labels" in results:
-            fields["labels"] = results["gt_bboxes_labels"]
-        if "gt_areas" in results:
-            fields["areas"] = results["gt_areas"]
+        names = {"bboxes": "gt_bboxes", "labels": "gt_bboxes_labels", "areas": "gt_areas"}
+        fields = {
+            key: results[name].as_subclass(torch.Tensor) for key, name in names.items() if name in results
+        }
         if fields:
             ignored = {key: value[:0] for key, value in fields.items()}
             is_ignored = results.get("gt_ignore_flags")

@@ -73,10 +73,10 @@ class Mosaic(MixingTransform):
         prob: Share = 0.5,
     ) -> None:
         super().__init__(pipeline, prob)
-        self.size = tuple(size)
+        self.size = size
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
-        return self.size[::-1] if uniform(0, 1, rng=rng) < self.prob else size
+        return (self.size[1], self.size[0]) if uniform(0, 1, rng=rng) < self.prob else size
 
     def transform(self, results: dict) -> dict:
         if uniform(0, 1, rng=sample_draws()) >= self.prob:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
+from visdet.checks.arguments import OTHER_NAMES
 from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
@@ -139,6 +140,7 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
         if key not in known_before:
             near = nearest_names(key, SECTIONS.keys() | known_before)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = f"; write {OTHER_NAMES['train'][key]}" if key in OTHER_NAMES["train"] else hint
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
             f"--cfg-options {option} changes a helper variable of {path}. Keys that the config has computed from it "

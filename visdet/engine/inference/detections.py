@@ -1,10 +1,11 @@
 """The detections in one image, as a detector returns them."""
 
+import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from mmengine.structures import InstanceData
 from PIL import Image
 from torch import Tensor
 
-from visdet.checks.arguments import checked
+from visdet.checks.arguments import Share, checked
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, MissingPackageError, UserError
 from visdet.structures import DetDataSample
@@ -20,11 +21,23 @@ from visdet.structures.class_names import checked_names
 
 from .sample_images import image_file_of
 
-__all__ = ["Detections", "detections_of"]
+__all__ = ["Detection", "Detections", "detections_of"]
+
+
+class Detection(NamedTuple):
+    """One detection: its class, the position of that in the list of all, its score, and (x1, y1, x2, y2) in pixels."""
+
+    class_name: str
+    label: int
+    score: float
+    box: tuple[float, float, float, float]
 
 
 class Detections:
     """The detections in one image, the highest score first.
+
+    ``len``, a loop and ``found[0]`` give a :class:`Detection` each. A slice, a mask or positions give the
+    ``Detections`` that they choose: ``found[found.scores > 0.8]``. A notebook shows the picture.
 
     Args:
         sample: the predictions of the model for the image, on the CPU.
@@ -88,6 +101,37 @@ class Detections:
         where += "" if self.frame is None else f", frame {self.frame},"
         return f"Detections({counts} in {where} of {self.shape[1]}x{self.shape[0]} pixels)"
 
+    def __iter__(self) -> Iterator[Detection]:
+        for name, label, score, box in zip(
+            self.class_names, self.labels.tolist(), self.scores.tolist(), self.boxes.tolist(), strict=True
+        ):
+            yield Detection(name, label, score, tuple(box))
+
+    @overload
+    def __getitem__(self, index: int) -> Detection: ...
+
+    @overload
+    def __getitem__(self, index: slice | list | np.ndarray | Tensor) -> "Detections": ...
+
+    def __getitem__(self, index: Any) -> "Detection | Detections":
+        if isinstance(index, int | np.integer):
+            return list(self)[index]
+        sample = self.sample.new()
+        sample.pred_instances = self.sample.pred_instances[index]
+        return Detections(sample, self.classes, 0.0, self._image, self._draw, self.frame)
+
+    @checked
+    def filter(
+        self, classes: str | Sequence[str] | None = None, score_threshold: Share = 0.0
+    ) -> "Detections":
+        """Return the detections of some classes, which are named, and of some score."""
+        names = [classes] if isinstance(classes, str) else self.classes if classes is None else classes
+        for name in names:
+            if name not in self.classes:
+                raise InvalidInputError(f"classes must be among {', '.join(self.classes)}, got {name!r}")
+        is_kept = [one.class_name in names and one.score >= score_threshold for one in self]
+        return self[torch.tensor(is_kept, dtype=torch.bool)]
+
     @property
     def class_names(self) -> list[str]:
         """The name of the class of each detection."""
@@ -125,7 +169,6 @@ class Detections:
         Its keys are ``file``, ``frame`` (of videos only), ``height``, ``width`` and ``detections``. That is a list of
         dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2 decimals).
         """
-        rows = zip(self.class_names, self.labels.tolist(), self.scores, self.boxes, strict=True)
         return {
             "file": self.path,
             **({} if self.frame is None else {"frame": self.frame}),
@@ -133,14 +176,53 @@ class Detections:
             "width": self.shape[1],
             "detections": [
                 {
-                    "class": name,
-                    "label": label,
-                    "score": round(float(score), 5),
-                    "bbox_xyxy": [round(float(edge), 2) for edge in box],
+                    "class": one.class_name,
+                    "label": one.label,
+                    "score": round(one.score, 5),
+                    "bbox_xyxy": [round(edge, 2) for edge in one.box],
                 }
-                for name, label, score, box in rows
+                for one in self
             ],
         }
+
+    @checked
+    def save(self, out_file: str | os.PathLike) -> None:
+        """Write a file: a .json file holds :meth:`to_dict`, and any other one the picture of :meth:`draw`."""
+        if Path(out_file).suffix.lower() != ".json":
+            self.draw(out_file)
+            return
+        path = Path(out_file).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json() + "\n")
+
+    def _repr_png_(self) -> bytes | None:
+        if self._draw is None:
+            return None
+        self.draw().save(content := io.BytesIO(), "PNG")
+        return content.getvalue()
+
+    @checked
+    def to_coco(
+        self, image_id: int | str = 0, category_ids: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the detections as COCO's result format has them, with ``bbox`` (x, y, width, height).
+
+        Args:
+            image_id: the number of the image in the annotation file.
+            category_ids: the number of each class in the annotation file. The default is 1, 2, 3 …
+        """
+        numbers = range(1, len(self.classes) + 1) if category_ids is None else category_ids
+        if len(numbers) != len(self.classes):
+            raise InvalidInputError(f"category_ids must have {len(self.classes)} numbers, got {len(numbers)}")
+        return [
+            {
+                "image_id": image_id,
+                "category_id": int(numbers[one.label]),
+                "bbox": [one.box[0], one.box[1], one.box[2] - one.box[0], one.box[3] - one.box[1]],
+                "score": one.score,
+            }
+            for one in self
+        ]
 
     def to_json(self) -> str:
         """Return :meth:`to_dict` as a text in JSON."""

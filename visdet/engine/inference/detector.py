@@ -14,13 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, islice
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
+from PIL import Image
 from torch import nn
 
 from visdet.checks.arguments import Positive, Share, checked, checked_value
@@ -41,7 +42,7 @@ from ..process.places import check_work_dir
 from ..stages import StagedModel
 from .detections import Detections
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
-from .image_files import is_video, one_or_several, pictures_folder
+from .image_files import is_stream, is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .read_ahead import computed_ahead
 from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
@@ -111,6 +112,15 @@ class Detector:
             self._pipeline = Compose(_test_pipeline(cfg))
         self._cfg = cfg
 
+    @overload
+    def __call__(self, images: Image.Image, *args: Any, **options: Any) -> Detections: ...
+
+    @overload
+    def __call__(self, images: list | tuple, *args: Any, **options: Any) -> list[Detections]: ...
+
+    @overload  # A path may be that of a folder or a video, and an array a batch.
+    def __call__(self, images: Any, *args: Any, **options: Any) -> Any: ...
+
     @checked
     def __call__(
         self,
@@ -122,14 +132,15 @@ class Detector:
         graph: bool | None = None,
         channel_order: Literal["bgr", "rgb"] = "bgr",
         save_video: str | os.PathLike | None = None,
-    ) -> Detections | list[Detections] | Iterator[Detections]:
+    ) -> Any:
         """Return the detections in one image or in many.
 
         One image gives one :class:`Detections`. A folder, a pattern, a list or a batch gives a list. A video or another
         iterator gives an iterator, which reads ``batch_size`` images at a time.
 
         Args:
-            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; an array
+            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; the number of
+                a camera such as "0", or the address of a stream such as "rtsp://…", which are videos; an array
                 [H, W, 3]; a tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an
                 iterator of these. :func:`each_image` describes the values.
             batch_size: number of images that the model takes at once.
@@ -155,7 +166,7 @@ class Detector:
         reads_ahead = is_finite and not is_one
         read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
         found = self.detect_items(read, batch_size, thresholds, bool(amp), graph)
-        rate = 25.0 if video is None else frames_per_second(video)
+        rate = 25.0 if video is None or is_stream(video) else frames_per_second(video)
         if save_video is not None:
             found = written_as_video(found, save_video, rate, video)
         if is_one:
@@ -321,14 +332,16 @@ def detect_files(
     """
     checked_value("--score-thr", score_thr, Share | None)
     paths = [os.fspath(path) for path in one_or_several(files)]
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    folders = [os.path.dirname(os.path.abspath(path)) for path in paths if not is_stream(path)]
+    root = os.path.commonpath(folders) if folders else ""
     pictures = PicturePaths(pictures_folder(out_dir))
     predictions = Path(out_dir, "predictions.json")
     found: list[dict[str, Any]] = []
     failures: list[str] = []
 
     def picture_of(path: str, suffix: str) -> Path:
-        picture = pictures.path_of(os.path.relpath(path, root), suffix=suffix)
+        name = "stream" if is_stream(path) else os.path.relpath(path, root)
+        picture = pictures.path_of(path, name, suffix)
         check_work_dir(picture.parent, "--out-dir")
         return picture
 

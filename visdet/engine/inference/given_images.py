@@ -12,7 +12,7 @@ from PIL import Image
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError, check_choice
 
-from .image_files import find_images, is_video, local_path
+from .image_files import find_images, is_stream, is_video, local_path
 
 __all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
@@ -174,9 +174,11 @@ def _check_size(shape: tuple[int, ...], name: str) -> None:
 def _opened(path: str) -> Any:
     import cv2
 
-    if not os.path.isfile(path):
+    if not is_stream(path) and not os.path.isfile(path):
         raise MissingFileError(f"video {path} does not exist")
-    video = cv2.VideoCapture(path)
+    video = cv2.VideoCapture(int(path) if path.isdecimal() else path)
+    if not video.isOpened() and is_stream(path):
+        raise UserError(f"camera or stream {path} cannot be opened")
     if not video.isOpened():
         raise UserError(f"video {path} cannot be read: OpenCV knows neither its format nor its codec")
     return video

@@ -11,7 +11,7 @@ from PIL import Image
 
 from visdet.errors import InvalidInputError, UserError
 
-__all__ = ["find_images", "is_video", "local_path", "one_or_several", "pictures_folder"]
+__all__ = ["find_images", "is_stream", "is_video", "local_path", "one_or_several", "pictures_folder"]
 
 # Files with these names are meant to be images. If one cannot be read, that is an error.
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
@@ -31,6 +31,7 @@ _VIDEO_SUFFIXES = {
     ".3gp",
 }
 _VIDEO_SUFFIXES |= {".mts", ".m2ts"}
+_STREAMS = ("rtsp://", "rtsps://", "rtmp://", "udp://")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _FRAMES = {".gif", ".tif", ".tiff", ".webp", ".png", ".avif"}
 # Pillow opens these with other programs or plugins, or they are no pictures.
@@ -43,9 +44,14 @@ def pictures_folder(out_dir: str) -> str:
     return os.path.join(out_dir, "pictures")
 
 
+def is_stream(path: str) -> bool:
+    """Return whether a text is the number of a camera or the address of a stream."""
+    return (path.isdecimal() or path.startswith(_STREAMS)) and not os.path.lexists(path)
+
+
 def is_video(path: str) -> bool:
-    """Return whether the suffix of a file is that of a video."""
-    return Path(path).suffix.lower() in _VIDEO_SUFFIXES
+    """Return whether the suffix of a file is that of a video, or whether a camera or a stream is named."""
+    return is_stream(path) or Path(path).suffix.lower() in _VIDEO_SUFFIXES
 
 
 def local_path(given: str | os.PathLike) -> str:
@@ -57,7 +63,7 @@ def local_path(given: str | os.PathLike) -> str:
     path = os.fspath(given)
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{path!r} is no path of an image or a video")
-    if os.path.lexists(path):
+    if os.path.lexists(path) or is_stream(path):
         return path
     if not _ADDRESS.match(path):
         return os.path.expanduser(path)
@@ -99,7 +105,7 @@ def find_images(
             raise UserError(
                 f"{path} is in {pictures}, which is going to be written: choose another --out-dir"
             )
-        if os.path.isfile(path):
+        if os.path.isfile(path) or is_stream(path):
             images[path] = None
         elif os.path.isdir(path):
             files = list(_files_below(path, pictures))

@@ -6,6 +6,7 @@ from typing import Any
 
 from visdet.errors import UserError
 
+from ..process.console import say
 from ..process.places import check_out_file
 from .detections import Detections
 
@@ -44,8 +45,6 @@ def _is_same_file(source: str | None, path: str) -> bool:
 
 
 def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
-    import cv2
-
     writer: Any = None
     part = f"{path[:-4]}.part.mp4"  # The file of the other name may be among those that are still to be read.
     is_read = False
@@ -57,9 +56,7 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
             # The codec takes even sizes only.
             size = (picture.width // 2 * 2, picture.height // 2 * 2)
             if writer is None:
-                first, writer = size, cv2.VideoWriter(part, cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
-                if not writer.isOpened():
-                    raise UserError(f"OpenCV cannot write the video {path}")
+                first, writer = size, _opened(part, rate, size)
             if size != first:
                 raise UserError(f"save_video: the frames must be of one size, got {first} and {size}")
             writer.write(_bgr(picture.crop((0, 0, *size))))
@@ -69,6 +66,31 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
             writer.release()
         if os.path.exists(part):
             os.remove(part) if is_read else os.replace(part, path)
+
+
+def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
+    """Return a writer with the codec H.264, which browsers play, or with MPEG-4 if OpenCV has none of it."""
+    import cv2
+
+    # OpenCV and FFmpeg would print many lines about a codec that is not there.
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+    level = cv2.utils.logging.getLogLevel()
+    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    try:
+        for codec in ("avc1", "mp4v"):
+            writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*codec), rate, size)
+            if writer.isOpened():
+                break
+    finally:
+        cv2.utils.logging.setLogLevel(level)
+    if not writer.isOpened():
+        raise UserError(f"OpenCV cannot write the video {path}")
+    if codec == "mp4v":
+        say(
+            "OpenCV has no H.264 here, so that the video is MPEG-4: players show it, but browsers do not. "
+            "`ffmpeg -i IN.mp4 -c:v libx264 OUT.mp4` converts it"
+        )
+    return writer
 
 
 def _bgr(picture: Any) -> Any:
