@@ -106,7 +106,7 @@ test: setup
 lint: setup
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
-	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard examples/*/*.h examples/*/*.cpp)
 	$(BIN)/mypy
 	$(BIN)/torch-abi-audit --check torch visdet/ops/*.so
 
@@ -117,7 +117,7 @@ docs: setup
 format: setup
 	$(BIN)/ruff check --fix $(LINTED)
 	$(BIN)/ruff format $(LINTED)
-	$(BIN)/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+	$(BIN)/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard examples/*/*.h examples/*/*.cpp)
 
 # Every .cu file for the oldest supported GPU and for sm_90, on a machine with or without a GPU; nvcc comes from the package
 # registry where there is none.
@@ -134,6 +134,7 @@ abi-check: setup
 bench: setup
 	$(BIN)/python -m benchmarks.run --out work_dirs/bench
 	$(BIN)/python -m benchmarks.models --out work_dirs/bench
+	$(BIN)/python -m benchmarks.runs --out work_dirs/bench
 	$(BIN)/python -m benchmarks.transforms --out work_dirs/bench
 
 wheel: setup

@@ -92,19 +92,23 @@ def _sparsedrive_config(stage: int, tiny: bool) -> Any:
     if tiny:
         config.img_backbone.base_channels = 8
         config.img_neck.in_channels = [8, 16, 32]
-    numbers = np.random.default_rng(0)
-    num_det, num_map = (TINY_DET, TINY_MAP) if tiny else (NUM_DET, NUM_MAP)
-    boxes = np.zeros((num_det, 11))
-    boxes[:, :3] = numbers.uniform((-50, -50, -3), (50, 50, 1), (num_det, 3))
-    boxes[:, 3:7] = 1
-    starts = numbers.uniform((-15, -30), (15, 30), (num_map, 1, 2))
-    lines = starts + np.linspace(0, 4, 20)[None, :, None]
-    for task, anchors in (("det", boxes), ("map", lines)):
+    counts = (TINY_DET, TINY_MAP) if tiny else (NUM_DET, NUM_MAP)
+    for task, anchors in random_anchors(*counts).items():
         bank = config.head[f"{task}_head"].instance_bank
         bank.update(anchor=anchors.tolist(), num_anchor=len(anchors))
         if tiny:
             bank.num_temp_instances = len(anchors) // 3
     return config
+
+
+def random_anchors(num_det: int, num_map: int) -> dict[str, np.ndarray]:
+    """Return boxes [num_det, 11] and lines [num_map, 20, 2] around the vehicle."""
+    numbers = np.random.default_rng(0)
+    boxes = np.zeros((num_det, 11))
+    boxes[:, :3] = numbers.uniform((-50, -50, -3), (50, 50, 1), (num_det, 3))
+    boxes[:, 3:7] = 1
+    starts = numbers.uniform((-15, -30), (15, 30), (num_map, 1, 2))
+    return {"det": boxes, "map": starts + np.linspace(0, 4, 20)[None, :, None]}
 
 
 def _frames(batch_size: int, num_batches: int, folder: Path, image_size: tuple[int, int]) -> Batches:

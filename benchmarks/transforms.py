@@ -36,20 +36,19 @@ CONFIG = "configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"
 Sample = dict[str, Any]
 
 
-def draw_photographs(folder: Path, count: int) -> list[Sample]:
-    """Write JPEGs of ``SIZE`` and about 120 KB, and return their records for a pipeline, with random boxes."""
+def draw_photographs(folder: Path, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
+    """Write JPEGs of each (height, width), of 0.4 bytes a pixel, and return their records with random boxes."""
     random = np.random.default_rng(0)
     samples: list[Sample] = []
-    for index in range(count):
-        coarse = random.integers(0, 256, (SIZE[0] // 32, SIZE[1] // 32, 3)).astype(np.float32)
-        picture = cv2.resize(coarse, SIZE[::-1], interpolation=cv2.INTER_CUBIC) + random.normal(
-            0, 12, (*SIZE, 3)
-        )
+    for index, (height, width) in enumerate(sizes):
+        coarse = random.integers(0, 256, (height // 32, width // 32, 3)).astype(np.float32)
+        picture = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        picture += random.normal(0, 12, (height, width, 1)).astype(np.float32)
         path = str(folder / f"{index:06}.jpg")
         cv2.imwrite(path, picture.clip(0, 255).astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])
-        corners = np.sort(random.uniform(0, SIZE[::-1], (BOXES, 2, 2)), axis=1).reshape(BOXES, 4)
+        corners = np.sort(random.uniform(0, (width, height), (BOXES, 2, 2)), axis=1).reshape(BOXES, 4)
         instances = [dict(bbox=box, bbox_label=0, ignore_flag=0) for box in corners.tolist()]
-        samples.append(dict(img_path=path, img_id=index, height=SIZE[0], width=SIZE[1], instances=instances))
+        samples.append(dict(img_path=path, img_id=index, height=height, width=width, instances=instances))
     return samples
 
 
@@ -170,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cv2.setNumThreads(0)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        rows = race(pipeline, draw_photographs(Path(folder), options.images))
+        rows = race(pipeline, draw_photographs(Path(folder), [SIZE] * options.images))
     report = {"environment": describe(torch.device("cpu")), "config": options.config, "results": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "transforms.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -41,6 +41,7 @@ REASONS = {
     "_dynamo_marked_constant": "The public decorator that sets it imports the compiler, which takes long.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_foreach_norm": "The norms of many tensors take few kernels.",
+    "_inductor": "torch documents the functions of AOTInductor there.",
     "_load_from_state_dict": "torch names it for subclasses that read older checkpoints.",
     "_metadata": "A state dict has the versions of its modules there.",
     "_op": "Whoever calls an operator gets torch's own error where memory does not suffice.",

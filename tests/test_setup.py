@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -41,10 +40,6 @@ CUDA_13 = ["75", "80", "86", "87", "88", "89", "90", "100", "110", "103", "120",
 @pytest.fixture
 def nvcc(tmp_path):
     return stand_in_for_nvcc(tmp_path, "13.0", CUDA_13)
-
-
-CUDA_TORCH = SimpleNamespace(__version__="2.14.1", version=SimpleNamespace(cuda="13.0"))
-CPU_TORCH = SimpleNamespace(__version__="2.14.1+cpu", version=SimpleNamespace(cuda=None))
 
 
 def test_targets_torch_2_10(build):
@@ -120,47 +115,12 @@ def test_one_header_includes_torch_for_all_sources(build):
     assert allowed and all(name.startswith(stable) for name in allowed)
 
 
-def test_every_cuda_file_is_in_one_unit_and_both_libraries_have_the_common_objects(build, nvcc):
-    rules = build.NinjaFile()
-    libraries = Path("libvisdet_cuda.so"), Path("libvisdet_cpu.so")
-    rules.add_cuda_library(libraries[0], Path("objects"), [], nvcc, ["90"], [])
-    rules.add_cpu_library(libraries[1], Path("objects"), [])
-    included = [name for text in rules.texts.values() for name in re.findall(r'#include "(.*)"', text)]
-    csrc = build.ROOT / build.CSRC
-    assert sorted(included) == sorted(str(p.relative_to(csrc)) for p in csrc.rglob("*.cu"))
-    common = [f"objects/common_{source.stem}.o" for source in (csrc / "common").glob("*.cpp")]
-    assert common and all(name in rules.links[library].split() for library in libraries for name in common)
-
-
-@pytest.mark.parametrize(
-    "torch_build, reason", [(CUDA_TORCH, "no nvcc"), (CPU_TORCH, "no nvcc|CPU-only build")]
-)
-def test_what_is_not_built_is_said_aloud(build, torch_build, reason, monkeypatch, capsys):
-    monkeypatch.delenv("VISDET_CUDA", raising=False)
-    monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    assert build.cuda_decision(torch_build) is None
-    message = capsys.readouterr().err
-    assert "CUDA library is NOT built" in message and "====" in message
-    monkeypatch.setenv("VISDET_CUDA", "1")
-    with pytest.raises(SystemExit, match=reason):
-        build.cuda_decision(torch_build)
-
-
-def test_visdet_cuda_0_and_nonsense(build, nvcc, monkeypatch, capsys):
-    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
-    monkeypatch.setenv("VISDET_CUDA", "0")
-    assert build.cuda_decision(CUDA_TORCH) is None
-    assert "VISDET_CUDA=0" in capsys.readouterr().err
-    monkeypatch.setenv("VISDET_CUDA", "yes")
-    with pytest.raises(SystemExit, match="must be 0, 1 or unset, got 'yes'"):
-        build.cuda_decision(CUDA_TORCH)
-
-
 def test_doctor_reports_versions_libraries_and_operators():
     done = subprocess.run([sys.executable, "-m", "visdet.doctor"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for part in (
         "torch ",
+        "system",
         "torchvision",
         "mmengine",
         "libvisdet_cpu.so",

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mmengine", reason="the extra train is not installed")
 
-from benchmarks.transforms import draw_photographs, main, measure, race, torchvision_counterparts
+from benchmarks.transforms import SIZE, draw_photographs, main, measure, race, torchvision_counterparts
 
 PIPELINE = [
     dict(type="LoadImageFromFile"),
@@ -27,7 +27,7 @@ PIPELINE = [
 
 
 def test_every_transform_is_timed_on_what_the_one_before_it_left(tmp_path):
-    rows = race(PIPELINE, draw_photographs(tmp_path, 2))
+    rows = race(PIPELINE, draw_photographs(tmp_path, [SIZE] * 2))
     assert [row["transform"] for row in rows] == [
         "LoadImageFromFile",
         "LoadAnnotations",
@@ -49,7 +49,7 @@ def test_every_transform_is_timed_on_what_the_one_before_it_left(tmp_path):
 def test_the_counterparts_do_the_same(tmp_path):
     from visdet.registry import TRANSFORMS
 
-    (sample,) = draw_photographs(tmp_path, 1)
+    (sample,) = draw_photographs(tmp_path, [SIZE] * 1)
     for settings in PIPELINE[:2]:
         sample = TRANSFORMS.build(dict(settings))(sample)
     decoded = torchvision_counterparts(PIPELINE[0])(sample)

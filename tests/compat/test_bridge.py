@@ -248,35 +248,6 @@ def test_deformable_attention_as_a_repository_writes_it(device, no_extensions):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("all_of_it", [False, True], ids=["features", "everything"])
-def test_aggregation_adds_its_gradients(device, dtype, all_of_it, no_extensions):
-    """The features have the ``dtype``, and with ``all_of_it`` the locations and the weights have it, too."""
-    extensions.install()
-    extension = importlib.import_module("deformable_aggregation_ext")
-    generator = torch.Generator().manual_seed(0)
-    shapes = torch.tensor([[[4, 5], [2, 3]]] * 2, dtype=torch.int32, device=device)
-    starts = torch.tensor([[0, 20], [26, 46]], dtype=torch.int32, device=device)
-    other = dtype if all_of_it else torch.float32
-    features = torch.randn(2, 52, 8, generator=generator).to(device, dtype)
-    locations = (torch.rand(2, 5, 3, 2, 2, generator=generator) * 1.2 - 0.1).to(device, other)
-    weights = torch.rand(2, 5, 3, 2, 2, 4, generator=generator).to(device, other)
-    out = extension.deformable_aggregation_forward(features, shapes, starts, locations, weights)
-    grads = [torch.ones_like(tensor) for tensor in (features, locations, weights)]
-    extension.deformable_aggregation_backward(
-        features, shapes, starts, locations, weights, torch.ones_like(out), *grads
-    )
-    leaves = [tensor.double().requires_grad_() for tensor in (features, locations, weights)]
-    wanted = ops.deformable_aggregation_reference(leaves[0], shapes, starts, *leaves[1:])
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
-    for found, grad in zip(grads, torch.autograd.grad(wanted.sum(), leaves), strict=True):
-        scale = tolerance * float(grad.abs().max())
-        torch.testing.assert_close(found.double(), grad + 1, rtol=tolerance, atol=scale)
-
-
 ROOT = str(Path(compat.__file__).resolve().parents[2])
 
 

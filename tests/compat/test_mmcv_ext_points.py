@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from entries import check_entries, leaf
 
 from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, mmcv_ext
 from visdet.ops import furthest_point_sample, point_neighbours
@@ -20,26 +21,6 @@ def device(request):
     torch.manual_seed(0)
     with torch.device(request.param):
         yield request.param
-
-
-def leaf(*shape):
-    return torch.randn(shape, dtype=torch.float64).requires_grad_()
-
-
-def check_entries(function, inputs, forward, backward):
-    """Compare a forward entry and a backward entry, given output tensors, with the function and its gradients."""
-    expected = function(*inputs)
-    grad = torch.randn_like(expected)
-    grads = torch.autograd.grad(expected, inputs, grad)
-    values = [tensor.detach() for tensor in inputs]
-    out, outs = torch.zeros_like(expected), [torch.zeros_like(tensor) for tensor in values]
-    forward(*values, out)
-    torch.testing.assert_close(out, expected.detach())
-    backward(grad, *values, *outs)
-    for given, wanted in zip(outs, grads, strict=True):
-        torch.testing.assert_close(given, wanted)
-    with pytest.raises(ValueError, match=r"mmcv\._ext\.\w+: \w+ must be \["):
-        forward(*values, out[:0])
 
 
 def test_groups():

@@ -15,7 +15,6 @@ from visdet.models.layers import (
     SinePositionalEncoding,
     build_activation_layer,
     build_norm_layer,
-    sine_embedding,
 )
 from visdet.models.necks import ChannelMapper
 
@@ -154,12 +153,6 @@ def test_dropout_of_one_attention_leaves_the_next_alone():
     assert explicit.dropout_layer.p == 0.25
 
 
-def test_sine_embedding_by_hand():
-    angle = 3.0
-    expected = [math.sin(angle), math.cos(angle), math.sin(angle / 100), math.cos(angle / 100)]
-    torch.testing.assert_close(sine_embedding(torch.tensor(angle), 4), torch.tensor(expected))
-
-
 @pytest.mark.parametrize("name", ["SinePositionalEncoding", "SinePositionalEncoding_plain"])
 def test_positional_encoding_golden(name):
     arrays = golden("modules")
@@ -169,13 +162,6 @@ def test_positional_encoding_golden(name):
     torch.testing.assert_close(
         encoding(None, given["shape_only"]), expected["unmasked"], rtol=1e-4, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_positional_encoding_without_mask_is_that_of_an_empty_mask(normalize):
-    encoding = SinePositionalEncoding(6, normalize=normalize, offset=-0.5)
-    mask = torch.zeros(2, 5, 7, dtype=torch.bool)
-    torch.testing.assert_close(encoding(None, torch.zeros(2, 3, 5, 7)), encoding(mask))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -322,17 +322,6 @@ def test_offsets_are_y_then_x(backend):
     assert out[0, 0, 2].tolist() == [0, 0, 0, 0]
 
 
-def test_plain_torch_agrees(backend):
-    (x, offset, mask, weight, bias), settings = arguments()
-    leaves = [t.requires_grad_() for t in (x, offset, mask, weight, bias)]
-    served = modulated_deform_conv2d(*leaves, *settings, 2, 2)
-    plain = deform_conv2d_reference(*leaves, *settings, 2)
-    torch.testing.assert_close(served, plain)
-    grad = torch.randn_like(served)
-    for first, second in zip(*(torch.autograd.grad(o, leaves, grad) for o in (served, plain)), strict=True):
-        torch.testing.assert_close(first, second)
-
-
 def test_plain_torch_counts_pixels_beyond_float32():
     x = torch.zeros(1, 1, 4100, 4100)
     x[0, 0, -1, -1] = 5  # the pixel 16809999, which float32 cannot count
@@ -587,19 +576,6 @@ def test_matches_the_definition(device, name, dtype):
     assert_near(output, expected, dtype)
     for grad, wanted in zip(grads, expected_grads, strict=True):
         assert_near(grad, wanted, dtype)
-
-
-@devices
-def test_gradients_numerically(device):
-    case = CASES["settings"]
-    x, offset, mask, weight = case.tensors(torch.float64, device)
-    offset = (
-        offset.floor() + 0.2 + 0.6 * torch.rand_like(offset)
-    )  # off the whole pixels, where there is no slope
-    leaves = [t.requires_grad_() for t in (x, offset, mask, weight)]
-    assert torch.autograd.gradcheck(
-        lambda *t: torch.ops.visdet.deform_conv2d(*t, *case.settings, case.step), leaves, nondet_tol=1e-10
-    )
 
 
 @devices

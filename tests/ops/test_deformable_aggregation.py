@@ -19,10 +19,8 @@ from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, w
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
-    deformable_aggregation_fused,
     deformable_aggregation_reference,
     feature_maps_format,
-    ms_deform_attn_fused,
 )
 from visdet.ops.explain import choose_only
 
@@ -256,47 +254,11 @@ def test_golden_vectors(suffix):
         assert relative_error(grad, arrays[f"output/grad_{name}"]) < 1e-12
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gradcheck(device):
-    features, shapes, starts, locations, weights = make_case(2, 3, 2, 2, 6, device=device)
-    leaves = [tensor.requires_grad_() for tensor in (features, locations, weights)]
-    assert torch.autograd.gradcheck(
-        lambda f, x, w: deformable_aggregation(f, shapes, starts, x, w), leaves, nondet_tol=1e-12
-    )
-
-
 SHAPES_groups = [
     [(6, 9), (3, 5)],
     [(7, 9), (4, 5)],
     [(6, 9), (3, 5)],
 ]  # three cameras, the second with a row more
-
-
-NUM_GROUPS = (1, 2, 4, 9, 35)  # one round of a warp's lanes over the groups, and several
-
-
-def assert_matches_reference(case, tolerance_of_coordinates):
-    dtype = case[0].dtype
-    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
-    B, C, Q = case[0].shape[0], case[0].shape[2], case[3].shape[1]
-    grad_output = torch.randn(B, Q, C, generator=torch.Generator().manual_seed(1)).to(dtype)
-    output, grads = gradients(deformable_aggregation, case, grad_output)
-    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
-    assert relative_error(output, expected) < TOLERANCE[dtype]
-    tolerances = (TOLERANCE[dtype], tolerance_of_coordinates, tolerance_of_coordinates)
-    for name, grad, wanted, tolerance in zip(
-        ("features", "locations", "weights"), grads, expected_grads, tolerances, strict=True
-    ):
-        assert relative_error(grad, wanted) < tolerance, f"the gradient of {name}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("channels", range(1, 41))
-def test_any_number_of_channels_a_group(channels, dtype, device):
-    for G in NUM_GROUPS if device == "cuda" else NUM_GROUPS[:3]:
-        case = make_case(2, 7, 5, G, G * channels, SHAPES_groups, dtype=dtype, device=device)
-        assert_matches_reference(case, 1e-12 if dtype == torch.float64 else 2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -591,19 +553,6 @@ def test_feature_maps_format_rejects():
 def test_feature_maps_format_of_no_cameras():
     features, shapes, starts = feature_maps_format([torch.zeros(2, 0, 4, 4, 6), torch.zeros(2, 0, 4, 2, 3)])
     assert features.shape == (2, 0, 4) and shapes.shape == (0, 2, 2) and starts.shape == (0, 2)
-
-
-def test_errors_of_level_tables_name_the_operator_that_was_called():
-    key_points, logits = torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 1, 1, 1)
-    with pytest.raises(TypeError, match=r"^deformable_aggregation_fused: level_shapes must be .* got 'abc'"):
-        deformable_aggregation_fused(
-            torch.zeros(1, 4, 2), "abc", [[0]], key_points, torch.zeros(1, 1, 4, 4), None, logits
-        )
-    offsets, logits = torch.zeros(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1)
-    with pytest.raises(TypeError, match=r"^ms_deform_attn_fused: level_starts must be .* got 'abc'"):
-        ms_deform_attn_fused(
-            torch.zeros(1, 4, 1, 2), [(2, 2)], "abc", torch.zeros(1, 1, 1, 2), offsets, logits, 1
-        )
 
 
 @pytest.mark.parametrize("device", DEVICES)

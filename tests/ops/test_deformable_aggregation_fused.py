@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
-    deformable_aggregation,
     deformable_aggregation_fused,
     deformable_aggregation_fused_reference,
 )
@@ -272,27 +271,6 @@ def test_one_point_by_hand(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("cameras", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", SIZES)
-def test_matches_reference(name, dtype, cameras, keep, device):
-    case = make_case(*SIZES[name], cameras=cameras, keep=keep, dtype=dtype, logit_dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(1)
-    grad_output = torch.randn(case[0].shape[0], case[3].shape[1], case[0].shape[2], generator=generator).to(
-        dtype
-    )
-    actual = gradients(deformable_aggregation_fused, case, grad_output.to(device))
-    expected = gradients(
-        deformable_aggregation_fused_reference, reference_of(case), grad_output.double().to(device)
-    )
-    for what, ours, theirs in zip(("output", *DIFFERENTIABLE), actual, expected, strict=False):
-        assert ours.dtype == (dtype if what != "key_points" else case[3].dtype)
-        error = (ours.double() - theirs).abs().max() / theirs.abs().max()
-        assert theirs.abs().max() > 0 and error < TOLERANCE[dtype], f"{what}: {error:.1e}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("channels", range(1, 41))
 def test_any_number_of_channels_a_group(channels, device):
     for G in (1, 4, 9):
@@ -303,39 +281,6 @@ def test_any_number_of_channels_a_group(channels, device):
         for what, ours, theirs in zip(("output", *DIFFERENTIABLE), actual, expected, strict=True):
             error = (ours - theirs).abs().max() / theirs.abs().max()
             assert error < TOLERANCE[torch.float64], f"G={G}, {what}: {error:.1e}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cameras", [False, True])
-def test_gradcheck(cameras, device):
-    case = list(make_case(1, 2, 3, 2, 4, cameras=cameras, device=device))
-    indices = [i for i in DIFFERENTIABLE.values() if case[i] is not None]
-
-    def function(*leaves):
-        given = list(case)
-        for i, leaf in zip(indices, leaves, strict=True):
-            given[i] = leaf
-        return deformable_aggregation_fused(*given)
-
-    leaves = [case[i].requires_grad_() for i in indices]
-    assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_equals_deformable_aggregation_of_softmax_and_projection(device):
-    features, shapes, starts, points, projection, image_wh, logits, _, _, _ = make_case(
-        2, 5, 4, 2, 8, cameras=False, dtype=torch.float32, device=device
-    )
-    pixels = (
-        torch.einsum("bvij,bqpj->bqpvi", projection[..., :3, :3], points)
-        + projection[:, None, None, :, :3, 3]
-    )
-    locations = pixels[..., :2] / pixels[..., 2:].clamp(min=1e-5) / image_wh[:, None, None]
-    weights = logits.flatten(2, 4).softmax(2).view_as(logits).permute(0, 1, 4, 2, 3, 5)
-    expected = deformable_aggregation(features, shapes, starts, locations, weights)
-    actual = deformable_aggregation_fused(features, shapes, starts, points, projection, image_wh, logits)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert expected.abs().max() > 0.01
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -366,14 +311,6 @@ def test_logit_that_is_not_finite_acts_as_in_a_softmax(bad, cameras, device):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert output.isnan().any() == (math.isnan(bad) or bad == math.inf)
     assert output[0, 1].isfinite().all() and output[0, 0, 4:].isfinite().all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_nothing_kept_gives_zero(device):
-    case = list(make_case(1, 2, 3, 2, 8, dtype=torch.float32, device=device))
-    case[8] = torch.zeros_like(case[8])
-    results = gradients(deformable_aggregation_fused, case, torch.ones(1, 2, 8))
-    assert all((result == 0).all() for result in results)
 
 
 REJECTIONS = {

@@ -172,23 +172,6 @@ def test_gradcheck_and_parts_of_one_tensor(device):
     assert torch.equal(function(*leaves), dense)
 
 
-@pytest.mark.parametrize(
-    ("changed", "value", "message"),
-    [
-        (1, torch.ones(2, 7, 3), r"depth_probs must be \[B, S, D\] = \[2, \d+, D\], got \[2, 7, 3\]"),
-        (1, torch.ones(2, 133, 3, dtype=torch.float64), "depth_probs must be Float, the type of features"),
-        (4, torch.ones(2, 3, 2, 3, 2), r"locations must be \[B, Q, P, V, 3\].*got \[2, 3, 2, 3, 2\]"),
-        (5, torch.ones(2, 3, 2, 3, 2, 3), "groups G of weights must divide the channels C = 4"),
-        (4, torch.ones(2, 3, 2, 3, 3, device="meta"), "locations must be on features' device"),
-    ],
-)
-def test_rejections(changed, value, message):
-    case = list(make(2, 3, 2, 2, 4, 3, torch.float32))
-    case[changed] = value
-    with pytest.raises(RuntimeError, match=f"deformable_aggregation_with_depth: .*{message}"):
-        deformable_aggregation_with_depth(*case)
-
-
 @pytest.mark.cuda
 @pytest.mark.slow
 def test_more_than_two_to_the_31_numbers():

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from visdet.ops import roi_pool, sigmoid_focal_loss, soft_nms
+from visdet.ops import roi_pool, sigmoid_focal_loss
 from visdet.ops.carafe import carafe_reference
 from visdet.ops.focal_loss import sigmoid_focal_loss_reference
 from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
@@ -124,25 +123,6 @@ def assert_near(actual, expected, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_matches_reference(case, dtype, device):
-    setup = CASES[case](dtype, device)
-    # Regions, which round to bins, stay in the type the operator computes them in.
-    function = setup.reference if "roi_pool" not in case else reference_of_pooled
-    output, grads = run(setup.op, setup)
-    grad_output = draw(*output.shape, seed=5).to(dtype).double()
-    expected, expected_grads = run(function, setup, grad_output, exact="roi_pool" not in case)
-    assert_near(output, expected.double().cpu(), dtype)
-    for grad, wanted in zip(grads, expected_grads, strict=True):
-        assert_near(grad, wanted.double().cpu(), dtype)
-
-
-def reference_of_pooled(input, rois, *settings):
-    return roi_pool_reference(input, rois, *settings)[0]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_argmax_is_the_references(device):
     for case in (name for name in CASES if "roi_pool" in name):
         setup = CASES[case](torch.float32, device)
@@ -186,20 +166,6 @@ def test_losses_of_extreme_logits(dtype, device):
     arguments = (nan, torch.tensor([0], device=device), logits.new_empty(0), 2.0, 0.25)
     assert torch.ops.visdet.sigmoid_focal_loss(*arguments).isnan().all()
     assert torch.ops.visdet.sigmoid_focal_loss_backward(torch.ones_like(nan), *arguments).isnan().all()
-
-
-@pytest.mark.parametrize("case", ["roi_pool", "focal", "focal-gamma-0", "carafe", "carafe-one"])
-def test_gradients_numerically(case):
-    setup = CASES[case](torch.float64, "cpu")
-    leaves = tuple(setup.arguments[i].requires_grad_() for i in setup.differentiable)
-
-    def function(*leaves):
-        arguments = list(setup.arguments)
-        for i, leaf in zip(setup.differentiable, leaves, strict=True):
-            arguments[i] = leaf
-        return first_of(setup.op(*arguments))
-
-    assert torch.autograd.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize(
@@ -253,20 +219,6 @@ def soft_boxes(N, dtype, grid=False):
     return torch.cat([corner, corner + extent], 1).to(dtype), scores.to(dtype)
 
 
-@pytest.mark.parametrize("grid", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 300])
-@pytest.mark.parametrize("method", range(3))
-def test_soft_nms_matches_reference(method, N, dtype, grid):
-    boxes, scores = soft_boxes(N, dtype, grid)
-    for offset, min_score in ((0, 1e-3), (1, 0.2)):
-        settings = (0.3, 0.5, min_score, method, offset)
-        dets, keep = torch.ops.visdet.soft_nms(boxes, scores, None, *settings)
-        expected, expected_keep = soft_nms_reference(boxes, scores, *settings)
-        assert torch.equal(keep, expected_keep)
-        torch.testing.assert_close(dets, expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=0)
-
-
 @pytest.mark.parametrize("method", SOFT_METHODS)
 def test_soft_nms_of_what_is_no_box(method):
     boxes, scores = soft_boxes(20, torch.float64)
@@ -279,41 +231,6 @@ def test_soft_nms_of_what_is_no_box(method):
     )
     assert torch.equal(found[1], expected[1]) and found[1][-1] == 2
     torch.testing.assert_close(found[0], expected[0], equal_nan=True)
-
-
-def test_soft_nms_registration():
-    boxes, scores = soft_boxes(9, torch.float32)
-    for classes in (None, torch.arange(9) % 3):
-        opcheck(torch.ops.visdet.soft_nms.default, (boxes, scores, classes, 0.3, 0.5, 1e-3, 1, 0))
-    program = torch.export.export(SoftNms(), (boxes, scores))
-    for found, wanted in zip(program.module()(boxes, scores), soft_nms(boxes, scores), strict=True):
-        assert torch.equal(found, wanted)
-
-
-class SoftNms(torch.nn.Module):
-    def forward(self, boxes, scores):
-        return soft_nms(boxes, scores)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(3, 5), torch.zeros(3)), r"soft_nms: boxes must be \[N, 4\], got \[3, 5\]"),
-        ((torch.zeros(3, 4).half(), torch.zeros(3)), "soft_nms: boxes must be float64 or float32, got Half"),
-        ((torch.zeros(3, 4), torch.zeros(2)), r"soft_nms: scores must be \[3\], got \[2\]"),
-        ((torch.zeros(3, 4), torch.zeros(3).double()), "scores must be Float, the type of boxes, got Double"),
-        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(2).long()), r"classes must be \[3\], got \[2\]"),
-        ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3)), "classes must be int64, got Float"),
-        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.5, 0.0, 3), "method must be 0, 1 or 2, got 3"),
-        ((torch.zeros(3, 4), torch.zeros(3), None, 0.3, 0.0, 0.0, 2), "sigma must be positive, got 0"),
-    ],
-)
-def test_soft_nms_rejections(arguments, message):
-    settings = (None, 0.3, 0.5, 0.0, 1, 0)
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.visdet.soft_nms(*arguments, *settings[len(arguments) - 2 :])
-    with pytest.raises(ValueError, match="soft_nms: sigma must be positive, got 0"):
-        soft_nms(torch.zeros(3, 4), torch.zeros(3), sigma=0, method="gaussian")
 
 
 @pytest.mark.cuda

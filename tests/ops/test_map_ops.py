@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
-    CARAFE,
     CARAFEPack,
     ConvAWS2d,
     CornerPool,
@@ -167,31 +166,6 @@ OPERATORS = (
     ),
     Operator("point_sample", point_sample, _draw_points, _points_reference, _points_bounds),
 )
-
-
-def carafe_by_definition(features, masks, K, G, s):
-    B, C, H, W = features.shape
-    padded = F.pad(features, [K // 2] * 4)
-    out = torch.zeros(B, C, H * s, W * s, dtype=features.dtype)
-    for y in range(H * s):
-        for x in range(W * s):
-            window = padded[:, :, y // s : y // s + K, x // s : x // s + K].reshape(B, G, C // G, K * K)
-            kernel = masks[:, :, y, x].reshape(B, G, 1, K * K)
-            out[:, :, y, x] = (window * kernel).sum(-1).reshape(B, C)
-    return out
-
-
-@pytest.mark.parametrize(("K", "G", "s"), [(3, 1, 2), (5, 2, 1), (1, 2, 3)])
-def test_carafe_is_its_definition(K, G, s):
-    torch.manual_seed(0)
-    features = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
-    masks = torch.randn(2, K * K * G, 3 * s, 5 * s, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(
-        carafe(features, masks, K, G, s), carafe_by_definition(features, masks, K, G, s)
-    )
-    assert torch.autograd.gradcheck(lambda f, m: carafe(f, m, K, G, s), (features, masks))
-    half = CARAFE(K, G, s)(features.bfloat16(), masks.bfloat16())
-    assert half.dtype == torch.bfloat16
 
 
 def test_carafe_pack_starts_as_a_mean():

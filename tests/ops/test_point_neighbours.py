@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
 from visdet.ops import (
-    _library,
     ball_query,
     furthest_point_sample,
     furthest_point_sample_with_dist,
@@ -473,25 +472,6 @@ def test_gradients():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(2, 4, 3))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, other: ball_query(0, 1, 2, x, other),
-        lambda x, other: knn(2, x, other),
-        lambda x, other: torch.ops.visdet.box_iou_rotated(
-            x[0, :, [0, 1, 2, 0, 1]], other[0, :, [0, 1, 2, 0, 1]], 0, False
-        ),
-        lambda x, other: torch.ops.visdet.nms(x[0, :, [0, 1, 2, 0]], other[0, :, 0], None, None, 0.5),
-    ],
-    ids=["ball_query", "knn", "box_iou_rotated", "nms"],
-)
-def test_tensors_without_data_beside_others_are_refused(call):
-    if not _library.is_loaded("cpu"):
-        pytest.skip("the library is not built")
-    with pytest.raises(RuntimeError, match=r"must be on .*device cpu.*, got meta"):
-        call(torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, device="meta"))
 
 
 def test_the_gradient_of_interpolation_is_summed_before_it_is_rounded(device):

@@ -208,16 +208,6 @@ def test_values_as_large_as_the_type_holds_do_not_overflow():
         torch.testing.assert_close(out, torch.full_like(out, most), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
-def test_gradients_numerically(turned, device):
-    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float64, turned, device)
-    function = roi_align_rotated if turned else upright(roi_align)
-    assert torch.autograd.gradcheck(
-        lambda x: function(x, rois, *settings), x.requires_grad_(), nondet_tol=1e-12
-    )
-
-
 def test_torchvision_serves_where_the_library_is_missing(monkeypatch):
     pytest.importorskip("torchvision")
     x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.bfloat16)

@@ -17,9 +17,7 @@ from visdet.ops import (
     ModulatedDeformRoIPoolPack,
     RoIAlign,
     RoIPool,
-    SimpleRoIAlign,
     _library,
-    _torchvision,
     deform_roi_pool,
     explain,
     roi_align,
@@ -359,76 +357,11 @@ def test_roi_align_by_hand():
     torch.testing.assert_close(maximum, torch.tensor([[[[1 + 0.25 + 0.5]]]]))
 
 
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("sampling_ratio", [0, 2, 3])
-@pytest.mark.parametrize("size", [(2, 3), 1])
-@pytest.mark.parametrize("server", ["visdet", "torchvision"])
-def test_plain_torch_agrees_with_who_serves(server, aligned, sampling_ratio, size, monkeypatch):
-    if server == "torchvision":
-        if not _torchvision.serves("cpu"):
-            pytest.skip("torchvision's operators do not load")
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    x = maps(torch.float64).requires_grad_()
-    arguments = (ROIS.double(), size, 0.9, sampling_ratio, "avg", aligned)
-    served, plain = roi_align(x, *arguments), roi_align_reference(x, *arguments)
-    torch.testing.assert_close(served, plain)
-    grad = torch.randn(served.shape, dtype=torch.float64)
-    for first, second in zip(*(torch.autograd.grad(out, x, grad) for out in (served, plain)), strict=True):
-        torch.testing.assert_close(first, second)
-
-
 def test_maximum_mode_takes_the_largest_sample():
     x = maps(torch.float64)
     fine = roi_align(x, ROIS.double()[:2], (4, 6), 1.0, 1, "avg", True)  # one sample in each quarter of a bin
     coarse = roi_align(x, ROIS.double()[:2], (2, 3), 1.0, 2, "max", True)
     torch.testing.assert_close(coarse, torch.nn.functional.max_pool2d(fine, 2))
-
-
-@pytest.mark.parametrize("served", [True, False])
-def test_no_regions(served, monkeypatch):
-    if not served:
-        monkeypatch.setattr(_torchvision, "serves", lambda device_type: False)
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-    x, none = maps().requires_grad_(), torch.zeros(0, 5)
-    offset = torch.zeros(0, 2, 2, 2, requires_grad=True)
-    for out in (
-        roi_align(x, none, 2),
-        roi_align(x, none, 2, pool_mode="max"),
-        roi_pool(x, none, 2),
-        SimpleRoIAlign(2, 1.0)(x, none),
-        deform_roi_pool(x, none, None, 2),
-        deform_roi_pool(x, none, offset, 2),
-    ):
-        assert out.shape == (0, 3, 2, 2)
-        out.sum().backward()
-        assert not x.grad.any()
-    assert offset.grad.shape == offset.shape
-
-
-def roi_pool_by_definition(x, rois, PH, PW, scale):
-    out = torch.zeros(len(rois), x.shape[1], PH, PW, dtype=x.dtype)
-    H, W = x.shape[2:]
-    for n, (b, x1, y1, x2, y2) in enumerate(rois.tolist()):
-        x1, y1, x2, y2 = x1 * scale, y1 * scale, (x2 + 1) * scale, (y2 + 1) * scale
-        if x2 <= x1 or y2 <= y1:
-            continue
-        for p in range(PH):
-            for q in range(PW):
-                top = min(max(math.floor(p * (y2 - y1) / PH + y1), 0), H)
-                bottom = min(max(math.ceil((p + 1) * (y2 - y1) / PH + y1), 0), H)
-                left = min(max(math.floor(q * (x2 - x1) / PW + x1), 0), W)
-                right = min(max(math.ceil((q + 1) * (x2 - x1) / PW + x1), 0), W)
-                if bottom > top and right > left:
-                    out[n, :, p, q] = x[int(b), :, top:bottom, left:right].amax((1, 2))
-    return out
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_roi_pool_is_its_definition(scale):
-    x, rois = maps(torch.float64), ROIS.double()
-    torch.testing.assert_close(roi_pool(x, rois, (3, 2), scale), roi_pool_by_definition(x, rois, 3, 2, scale))
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: roi_pool(x, rois, (3, 2), scale), x)
 
 
 def test_roi_pool_by_hand():

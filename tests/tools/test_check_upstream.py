@@ -1,18 +1,15 @@
 """The check of other repositories' sources, on imitations of their checkouts."""
 
-import multiprocessing
 import sys
 
 import pytest
 import torch
 from toolbox import ROOT, run
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from check_upstream import COLUMNS, table
 from upstream.compare import differences, in_order_of
-from upstream.cpu import CpuForCuda
 from upstream.float64 import float32_is_float64, in_float64
 from upstream.recipes import RECIPES, recognise
 
@@ -168,25 +165,3 @@ def test_code_that_asks_for_float32_gets_float64():
     assert {tensor.dtype for tensor in (*asked, made, data["img"], data["gt"][0])} == {torch.float64}
     assert data["gt"][1].dtype == torch.int64 and data["scene"] == "a"
     assert torch.zeros(1).dtype == torch.float32 == made.float().dtype
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_computes_again_gets_the_same_answers(reentrant):
-    # A reentrant backward starts threads, after which this process could not be forked any more.
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        seen, grad = process.apply(answers_of_a_checkpoint, (reentrant,))
-    assert seen == [True, True]
-    assert grad == [2, 2]
-
-
-def answers_of_a_checkpoint(reentrant):
-    answers, seen = CpuForCuda(), []
-
-    def layer(x):
-        seen.append(x.is_cuda and x.cuda().device.type == "cpu")
-        return x.square().sum()
-
-    x = torch.ones(2, requires_grad=True)
-    with answers:
-        answers.backward(checkpoint(layer, x, use_reentrant=reentrant))
-    return seen, x.grad.tolist()

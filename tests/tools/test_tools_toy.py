@@ -110,11 +110,15 @@ def test_two_processes_on_the_cpu(tmp_path):
             "train_dataloader.dataset (ToyBoxes) has no samples",
         ),
         ("visualize_driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
-        ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be positive, got -1"),
+        ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be int of 1 or more, got -1"),
         ("make_shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
         ("make_shapes", [TOY_CONFIG], "toy_config.py is a file. Give a folder to draw into"),
         ("make_driving_scenes", ["/proc/nowhere"], "folder /proc/nowhere cannot be written"),
-        ("make_driving_scenes", ["scenes", "--num-frames", "0"], "num_frames must be positive, got 0"),
+        (
+            "make_driving_scenes",
+            ["scenes", "--num-frames", "0"],
+            "num_frames must be int of 1 or more, got 0",
+        ),
     ],
 )
 def test_a_mistake_ends_in_one_message(tmp_path, monkeypatch, capsys, tool, arguments, message):

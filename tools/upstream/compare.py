@@ -39,7 +39,8 @@ def compare(runner: Any, work: Path, device: str, scale: float, report: Any, ans
         found: dict[str, list[float]] = {stage: [0.0] for stage in STAGES}
         for training in (True, False):
             # Each turn starts without earlier frames, which the repository's model would remember.
-            model, frames = copy.deepcopy(theirs).train(training), StagedModel(ours.train(training))
+            model, own = (copy.deepcopy(one).train(training) for one in (theirs, ours))
+            frames = StagedModel(own)
             for batch in runner.batches(work, training):
                 data = in_float64(runner.scattered(batch))
                 pairs = (trained if training else predicted)(model, frames, data, answers)
@@ -82,11 +83,14 @@ def predicted(theirs: Any, frames: StagedModel, data: dict, answers: Any) -> dic
 def in_order_of(found: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return our results with each box and line at the place of the repository's that is the nearest.
 
-    They are sorted by score, and scores that differ by rounding change places.
+    They are sorted by score, and scores that differ by rounding change places. A query may be found as several classes.
     """
-    for name in ("boxes_3d", "vectors"):
-        distances = torch.cdist(found[name].flatten(1).double(), own[name].flatten(1).double())
-        order = torch.as_tensor(linear_sum_assignment(distances.cpu())[1])
+    for name, beside in (("boxes_3d", ("labels_3d", "scores_3d")), ("vectors", ("labels", "scores"))):
+        keys = [
+            torch.cat([one[name].flatten(1), *(one[key][:, None] for key in beside if key in one)], 1)
+            for one in (found, own)
+        ]
+        order = torch.as_tensor(linear_sum_assignment(torch.cdist(*keys).cpu())[1])
         own = {key: value[order] if len(value) == len(order) else value for key, value in own.items()}
     return own
 

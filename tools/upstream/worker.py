@@ -1,10 +1,10 @@
 """One row of the table, in a process of its own.
 
-python worker.py RECIPE FOLDER DEVICE SCALE REPORT check|compare
-
-The process runs in the checkout's folder. It writes what it has reached to the report, which is JSON by stage.
+The process runs in the checkout's folder. It writes what it has reached to the report, which is JSON by stage. The task
+is to check the repository or to compare it.
 """
 
+import argparse
 import contextlib
 import json
 import sys
@@ -144,4 +144,7 @@ def main(name: str, work: str, device: str, scale: str, report_path: str, task: 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser("python -m tools.upstream.worker", description=__doc__)
+    for argument in ("name", "work", "device", "scale", "report_path", "task"):
+        parser.add_argument(argument)
+    main(**vars(parser.parse_args()))

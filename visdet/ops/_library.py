@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,17 +138,18 @@ def serves(tensor: Tensor) -> bool:
 
 def require_cpu() -> None:
     """Raise NotBuiltError unless the CPU library, which declares the operators, is loaded."""
-    if _problems["cpu"] is not None:
-        raise NotBuiltError(
-            f"visdet.ops: the CPU library is not loaded: {_problems['cpu']}; {_HOW_TO_BUILD}."
-        )
+    _require("cpu")
 
 
 def require_cuda() -> None:
     """Raise NotBuiltError unless the CUDA library is loaded. It can be loaded on machines without a GPU, too."""
-    if _problems["cuda"] is not None:
+    _require("cuda")
+
+
+def _require(name: str) -> None:
+    if _problems[name] is not None:
         raise NotBuiltError(
-            f"visdet.ops: the CUDA library is not loaded: {_problems['cuda']}; {_HOW_TO_BUILD}."
+            f"visdet.ops: the {name.upper()} library is not loaded: {_problems[name]}; {_HOW_TO_BUILD}."
         )
 
 
@@ -159,16 +160,11 @@ def explain_failures(*operators: str) -> None:
     error that torch's own operators raise (torch.OutOfMemoryError on a GPU).
     """
 
-    def not_built(*_: Any) -> NoReturn:
-        raise NotBuiltError(
-            f"visdet.ops: the CUDA library is not loaded: {_problems['cuda']}; {_HOW_TO_BUILD}."
-        )
-
     for operator in operators:
         overload = getattr(torch.ops.visdet, operator).default
         overload._op = _with_errors_of_memory(overload._op)
         if not is_loaded("cuda"):
-            torch.library.impl(f"visdet::{operator}", "cuda", not_built)
+            torch.library.impl(f"visdet::{operator}", "cuda", lambda *_: require_cuda())
 
 
 def _with_errors_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ def differentiable(
     *,
     layouts: Mapping[str, str] | None = None,
     gradient: "Callable[[str], Any] | None" = None,
+    elsewhere: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
 
@@ -39,6 +40,7 @@ def differentiable(
         layouts: the dimensions of the tensors whose shapes it reads, such as {"images": "[B, C, H, W]"}.
         gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
             ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
+        elsewhere: a function of the same arguments in plain torch, for devices that have no kernels.
     """
     if not declares(name):
         return lambda *_: require_cpu()
@@ -68,6 +70,8 @@ def differentiable(
                 return rule.backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
+        if elsewhere and inputs[0].device.type not in ("cpu", "cuda", "meta"):
+            return elsewhere(*inputs)
         if reference and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
             return reference(*inputs)
         if forward_ad._current_level >= 0:

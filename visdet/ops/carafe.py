@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from . import _library, _registration
 from ._arguments import computation_dtype
 from ._declared import declared
+from ._modules import OperatorModule
 
 __all__ = ["CARAFE", "CARAFENaive", "CARAFEPack", "carafe", "carafe_naive", "carafe_reference"]
 
@@ -91,20 +92,16 @@ def carafe_naive(
     return carafe(features, masks, kernel_size, group_size, scale_factor)
 
 
-class CARAFE(nn.Module):
+class CARAFE(OperatorModule):
     """A module that calls ``carafe`` with its settings."""
 
+    operator = staticmethod(carafe)
+
     def __init__(self, kernel_size: int, group_size: int, scale_factor: int) -> None:
-        super().__init__()
-        self.kernel_size, self.group_size, self.scale_factor = kernel_size, group_size, scale_factor
+        super().__init__(kernel_size=kernel_size, group_size=group_size, scale_factor=scale_factor)
 
     def forward(self, features: Tensor, masks: Tensor) -> Tensor:
-        return carafe(features, masks, self.kernel_size, self.group_size, self.scale_factor)
-
-    def extra_repr(self) -> str:
-        return (
-            f"kernel_size={self.kernel_size}, group_size={self.group_size}, scale_factor={self.scale_factor}"
-        )
+        return self._call(features, masks)
 
 
 class CARAFENaive(CARAFE):

@@ -74,8 +74,6 @@ def deformable_aggregation(
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))
-    if features.device.type not in ("cpu", "cuda", "meta"):
-        return deformable_aggregation_reference(features, shapes, starts, locations, weights)
     return _deformable_aggregation(features, shapes, starts, locations, weights)
 
 
@@ -214,4 +212,5 @@ _deformable_aggregation = _registration.differentiable(
         given.features.shape[0], given.locations.shape[1], given.features.shape[2]
     ),
     layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 2]"},
+    elsewhere=deformable_aggregation_reference,
 )

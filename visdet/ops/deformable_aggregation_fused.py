@@ -99,8 +99,6 @@ def deformable_aggregation_fused(
         keep = torch.empty(0, dtype=torch.bool, device=features.device)
     points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
     tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
-    if features.device.type not in ("cpu", "cuda", "meta"):
-        return deformable_aggregation_fused_reference(*tensors, keep_scale=keep_scale)
     return _deformable_aggregation_fused(*tensors, float(keep_scale))
 
 
@@ -141,4 +139,5 @@ _deformable_aggregation_fused = _registration.differentiable(
         given.features.shape[0], given.key_points.shape[1], given.features.shape[2]
     ),
     layouts={"features": "[B, S, C]", "key_points": "[B, Q, P, 3]"},
+    elsewhere=deformable_aggregation_fused_reference,
 )

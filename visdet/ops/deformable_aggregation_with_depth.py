@@ -62,10 +62,7 @@ def deformable_aggregation_with_depth(
     locations = locations.to(computation_dtype(features))
     if weights.dtype != features.dtype:
         weights = weights.to(computation_dtype(features))
-    tensors = (features, depth_probs, shapes, starts, locations, weights)
-    if features.device.type not in ("cpu", "cuda", "meta"):
-        return deformable_aggregation_with_depth_reference(*tensors)
-    return _deformable_aggregation_with_depth(*tensors)
+    return _deformable_aggregation_with_depth(features, depth_probs, shapes, starts, locations, weights)
 
 
 def deformable_aggregation_with_depth_reference(
@@ -108,4 +105,5 @@ _deformable_aggregation_with_depth = _registration.differentiable(
         given.features.shape[0], given.locations.shape[1], given.features.shape[2]
     ),
     layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 3]"},
+    elsewhere=deformable_aggregation_with_depth_reference,
 )

@@ -139,12 +139,8 @@ def choose_for(device: str | Device) -> Iterator[None]:
     The kernels run on the present GPU. Backward passes stay in the calling thread within the block.
     """
     numbers, _ = _numbers_of(device, None)
-    torch.ops.visdet_plan.choose_for(numbers.numbers())
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        torch.ops.visdet_plan.choose_for([])
+    with _chosen(torch.ops.visdet_plan.choose_for, (numbers.numbers(),), ([],)):
+        yield
 
 
 @contextmanager
@@ -155,12 +151,18 @@ def choose_only(op: str, path: str) -> Iterator[None]:
     within the block.
     """
     _library.require_cuda()
-    torch.ops.visdet_plan.choose_only(op, path)
+    with _chosen(torch.ops.visdet_plan.choose_only, (op, path), (op, "")):
+        yield
+
+
+@contextmanager
+def _chosen(choose: Callable[..., None], of: tuple[Any, ...], of_none: tuple[Any, ...]) -> Iterator[None]:
+    choose(*of)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        torch.ops.visdet_plan.choose_only(op, "")
+        choose(*of_none)
 
 
 def _function_of(operator: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:

@@ -43,8 +43,6 @@ def mahalanobis_distance(
     """
     dtype, wide = points.dtype, computation_dtype(points)
     points, means, cholesky = (one.to(wide) for one in (points, means, cholesky))
-    if points.device.type not in ("cpu", "cuda", "meta"):
-        return mahalanobis_distance_reference(points, means, cholesky).to(dtype)
     return _mahalanobis_distance(points, means, cholesky).to(dtype)
 
 
@@ -74,4 +72,5 @@ _mahalanobis_distance = _registration.differentiable(
     "mahalanobis_distance",
     lambda given: given.points.new_empty(given.points.shape[0], given.means.shape[0]),
     layouts={"points": "[B, 3]", "means": "[N, 3]"},
+    elsewhere=mahalanobis_distance_reference,
 )

@@ -77,8 +77,6 @@ def ms_deform_attn(
     shapes, starts = level_tables(value, level_shapes, level_starts)
     locations = locations.to(computation_dtype(value))
     weights = weights.to(computation_dtype(value))
-    if value.device.type not in ("cpu", "cuda", "meta"):
-        return ms_deform_attn_reference(value, shapes, starts, locations, weights)
     return _ms_deform_attn(value, shapes, starts, locations, weights)
 
 
@@ -111,4 +109,5 @@ _ms_deform_attn = _registration.differentiable(
         given.value.shape[0], given.locations.shape[1], given.value.shape[2] * given.value.shape[3]
     ),
     layouts={"value": "[B, S, G, C]", "locations": "[B, Q, G, L, P, 2]"},
+    elsewhere=ms_deform_attn_reference,
 )

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _library, _registration, _torchvision
 from ._arguments import computation_dtype, pair
 from ._declared import declared
+from ._modules import OperatorModule
 from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, UPRIGHT, bounded_rois, check_samples, pool_regions
 
@@ -168,8 +169,10 @@ _roi_align = _registration.differentiable(
 )
 
 
-class RoIAlign(nn.Module):
+class RoIAlign(OperatorModule):
     """A module that calls ``roi_align`` with its settings. ``use_torchvision`` is accepted and ignored."""
+
+    operator = staticmethod(roi_align)
 
     @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
@@ -181,27 +184,14 @@ class RoIAlign(nn.Module):
         aligned: bool = True,
         use_torchvision: bool = False,
     ) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-        self.sampling_ratio = int(sampling_ratio)
-        self.pool_mode = pool_mode
-        self.aligned = aligned
+        super().__init__(
+            output_size=pair(output_size),
+            spatial_scale=float(spatial_scale),
+            sampling_ratio=int(sampling_ratio),
+            pool_mode=pool_mode,
+            aligned=aligned,
+        )
         self.use_torchvision = use_torchvision
 
     def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_align(
-            input,
-            rois,
-            self.output_size,
-            self.spatial_scale,
-            self.sampling_ratio,
-            self.pool_mode,
-            self.aligned,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
-            f"sampling_ratio={self.sampling_ratio}, pool_mode={self.pool_mode}, aligned={self.aligned}"
-        )
+        return self._call(input, rois)

@@ -1,11 +1,12 @@
 """RoIAlign of rotated regions, which is the mean of bilinear samples in each bin of a rotated region."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _library
 from ._arguments import computation_dtype, pair
 from ._declared import declared
+from ._modules import OperatorModule
 from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_samples
 from .roi_align import average_regions
@@ -95,8 +96,10 @@ def roi_align_rotated_reference(
     return pooled.to(input.dtype)
 
 
-class RoIAlignRotated(nn.Module):
+class RoIAlignRotated(OperatorModule):
     """A module that calls ``roi_align_rotated`` with its settings."""
+
+    operator = staticmethod(roi_align_rotated)
 
     @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
@@ -107,19 +110,13 @@ class RoIAlignRotated(nn.Module):
         aligned: bool = True,
         clockwise: bool = False,
     ) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-        self.sampling_ratio = int(sampling_ratio)
-        self.aligned = aligned
-        self.clockwise = clockwise
+        super().__init__(
+            output_size=pair(output_size),
+            spatial_scale=float(spatial_scale),
+            sampling_ratio=int(sampling_ratio),
+            aligned=aligned,
+            clockwise=clockwise,
+        )
 
     def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        settings = self.output_size, self.spatial_scale, self.sampling_ratio, self.aligned, self.clockwise
-        return roi_align_rotated(input, rois, *settings)
-
-    def extra_repr(self) -> str:
-        return (
-            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
-            f"sampling_ratio={self.sampling_ratio}, aligned={self.aligned}, clockwise={self.clockwise}"
-        )
+        return self._call(input, rois)

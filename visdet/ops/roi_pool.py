@@ -5,11 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _library, _registration
 from ._arguments import computation_dtype, pair
 from ._declared import declared
+from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
 
 __all__ = ["RoIPool", "roi_pool", "roi_pool_reference", "roi_pool_with_argmax"]
@@ -169,16 +170,13 @@ _roi_pool = _registration.differentiable(
 )
 
 
-class RoIPool(nn.Module):
+class RoIPool(OperatorModule):
     """A module that calls ``roi_pool`` with its settings."""
 
+    operator = staticmethod(roi_pool)
+
     def __init__(self, output_size: int | tuple[int, int], spatial_scale: float = 1.0) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
+        super().__init__(output_size=pair(output_size), spatial_scale=float(spatial_scale))
 
     def forward(self, input: Tensor, rois: Tensor) -> Tensor:
-        return roi_pool(input, rois, self.output_size, self.spatial_scale)
-
-    def extra_repr(self) -> str:
-        return f"output_size={self.output_size}, spatial_scale={self.spatial_scale}"
+        return self._call(input, rois)

@@ -59,8 +59,6 @@ def sample_dot(
     Source: The operator is that of fused_sample_ops; the kernels are visdet's own.
     """
     samples, queries, depths = (one.to(computation_dtype(images)) for one in (samples, queries, depths))
-    if images.device.type not in ("cpu", "cuda", "meta"):
-        return sample_dot_reference(images, samples, queries, depths, num_octaves)
     return _sample_dot(images, samples, queries, depths, num_octaves)
 
 
@@ -83,4 +81,5 @@ _sample_dot = _registration.differentiable(
     lambda given: given.images.new_empty(*given.queries.shape[:3], given.samples.shape[2]),
     layouts={"queries": "[B, G, Q, C]", "samples": "[B, Q, D, 2]"},
     gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
+    elsewhere=sample_dot_reference,
 )

@@ -48,8 +48,6 @@ def sample_sum(
     Source: The operator is that of fused_sample_ops (attention over samples of an image); the kernels are visdet's own.
     """
     samples, weights = (one.to(computation_dtype(images)) for one in (samples, weights))
-    if images.device.type not in ("cpu", "cuda", "meta"):
-        return sample_sum_reference(images, samples, weights)
     return _sample_sum(images, samples, weights)
 
 
@@ -71,4 +69,5 @@ _sample_sum = _registration.differentiable(
     lambda given: given.images.new_empty(*given.weights.shape[:3], given.images.shape[1]),
     layouts={"images": "[B, C, H, W]", "weights": "[B, G, Q, D]"},
     gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
+    elsewhere=sample_sum_reference,
 )

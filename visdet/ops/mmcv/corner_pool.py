@@ -1,9 +1,10 @@
 """Corner pooling, which is the running maximum along rows or columns."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._declared import declared
+from .._modules import OperatorModule
 
 __all__ = ["CornerPool", "corner_pool"]
 
@@ -40,16 +41,14 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
     return torch.cummax(x.flip(dim), dim).values.flip(dim)
 
 
-class CornerPool(nn.Module):
+class CornerPool(OperatorModule):
     """A module that calls ``corner_pool`` in one direction."""
 
+    operator = staticmethod(corner_pool)
+
     def __init__(self, mode: str) -> None:
-        super().__init__()
         _check(mode)
-        self.mode = mode
+        super().__init__(mode=mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        return corner_pool(x, self.mode)
-
-    def extra_repr(self) -> str:
-        return f"mode={self.mode!r}"
+        return self._call(x)

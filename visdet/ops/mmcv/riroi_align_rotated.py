@@ -3,10 +3,11 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._arguments import computation_dtype, pair
 from .._declared import declared
+from .._modules import OperatorModule
 from .._roi_sampling import MAP, ROTATED
 from ..roi_align_rotated import roi_align_rotated
 
@@ -75,8 +76,10 @@ def riroi_align_rotated(
     return torch.lerp(take(first), take((first + 1) % G), fraction).flatten(1, 2)
 
 
-class RiRoIAlignRotated(nn.Module):
+class RiRoIAlignRotated(OperatorModule):
     """A module that calls ``riroi_align_rotated`` with its settings."""
+
+    operator = staticmethod(riroi_align_rotated)
 
     def __init__(
         self,
@@ -86,25 +89,13 @@ class RiRoIAlignRotated(nn.Module):
         num_orientations: int = 8,
         clockwise: bool = False,
     ) -> None:
-        super().__init__()
-        self.out_size = pair(out_size)
-        self.spatial_scale = float(spatial_scale)
-        self.num_samples = int(num_samples)
-        self.num_orientations = int(num_orientations)
-        self.clockwise = clockwise
+        super().__init__(
+            out_size=pair(out_size),
+            spatial_scale=float(spatial_scale),
+            num_samples=int(num_samples),
+            num_orientations=int(num_orientations),
+            clockwise=clockwise,
+        )
 
     def forward(self, features: Tensor, rois: Tensor) -> Tensor:
-        settings = (
-            self.out_size,
-            self.spatial_scale,
-            self.num_samples,
-            self.num_orientations,
-            self.clockwise,
-        )
-        return riroi_align_rotated(features, rois, *settings)
-
-    def extra_repr(self) -> str:
-        return (
-            f"out_size={self.out_size}, spatial_scale={self.spatial_scale}, num_samples={self.num_samples}, "
-            f"num_orientations={self.num_orientations}, clockwise={self.clockwise}"
-        )
+        return self._call(features, rois)

@@ -1,0 +1,103 @@
+"""A package of AOTInductor gives in C++ what the detector gives in Python."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visdet import init_detector
+from visdet.engine.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+CLASSES = ["circle", "square", "triangle", "star", "ring", "cross"]
+SMALL = {
+    "model.backbone.base_channels": 8,
+    "model.neck.in_channels": [16, 32, 64],
+    "model.encoder.num_layers": 1,
+    "model.decoder.num_layers": 1,
+    "model.bbox_head.num_classes": len(CLASSES),
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Return the folder of the built examples."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    folder = tmp_path_factory.mktemp("programs")
+    torch_folder = Path(torch.__file__).parent
+    for command in (
+        ["cmake", "-S", ROOT / "examples" / "aoti", "-B", folder, f"-DTORCH={torch_folder}"],
+        ["cmake", "--build", folder],
+    ):
+        built = subprocess.run(command, capture_output=True, text=True)
+        assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a config and a checkpoint."""
+    cfg, _ = load_config("deformable_detr/deformable-detr_small_coco", SMALL)
+    detector = init_detector(cfg)
+    torch.manual_seed(0)
+    for parameter in detector.model.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("trained") / "small.pth"
+    torch.save(
+        {"state_dict": detector.model.state_dict(), "meta": {"dataset_meta": {"classes": CLASSES}}}, path
+    )
+    return cfg, path
+
+
+@pytest.fixture(scope="module")
+def package(trained, tmp_path_factory):
+    from visdet.export.from_config import export_config
+
+    folder = tmp_path_factory.mktemp("exported")
+    export_config(*trained, folder, format="aoti")
+    return folder
+
+
+@pytest.fixture(params=["jpg", "ppm"])
+def picture(request, programs, tmp_path):
+    cache = (programs / "CMakeCache.txt").read_text()
+    if request.param == "jpg" and "JPEG_LIBRARY_RELEASE:FILEPATH=/" not in cache:
+        pytest.skip("libjpeg and its headers are not installed")
+    colours = np.random.default_rng(0).integers(0, 255, (9, 13, 3), dtype=np.uint8)
+    path = tmp_path / f"picture.{request.param}"
+    Image.fromarray(colours).resize((400, 275), Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained, picture):
+    expected = init_detector(*trained)(str(picture), score_threshold=0.0)
+    command = [programs / "detect", package, picture, "0"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    lines = [line.split() for line in found.stdout.splitlines()]
+    scores, boxes = expected.scores.numpy(), expected.boxes.numpy()
+    assert len(lines) == len(scores) == 100
+    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=1e-4)
+    apart = [
+        np.sum(np.abs(scores - score) < 1e-4) == 1 for score in scores
+    ]  # Others may be in another order.
+    assert sum(apart) >= 5
+    for index in np.flatnonzero(apart):
+        assert lines[index][0] == CLASSES[expected.labels[index]]
+        np.testing.assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.05)
+
+
+def test_errors_name_what_is_wrong(programs, tmp_path):
+    def error(*arguments):
+        done = subprocess.run([programs / "detect", *arguments], capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert error() == (1, "detect: usage: detect FOLDER IMAGE [SCORE]\n")
+    code, text = error(tmp_path, tmp_path / "a.jpg")
+    assert code == 1 and "lacks model.pt2" in text

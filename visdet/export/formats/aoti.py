@@ -1,0 +1,62 @@
+"""A package of AOTInductor, which C++ programs run without Python, checked with torch's own loader.
+
+torch does not pack the library of an operator, so that the folder also has those of visdet. The package has all that
+``model.json`` says as its metadata, in lines of text, so that a C++ program needs no parser of JSON.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import visdet.ops
+
+from ..program import DESCRIPTION, Program, outputs_of
+
+PACKAGES = ("torch",)
+
+
+def write(program: Program, folder: Path) -> None:
+    """Write ``model.pt2`` and the libraries of visdet's operators into a folder, whose ``model.json`` is there."""
+    torch._inductor.aoti_compile_and_package(
+        program.exported,
+        package_path=str(folder / "model.pt2"),
+        inductor_configs={
+            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text())))
+        },
+    )
+    devices = {"cpu", *(tensor.device.type for tensor in program.inputs.values())}
+    for device in devices:
+        shutil.copy(Path(visdet.ops.__file__).with_name(f"libvisdet_{device}.so"), folder)
+
+
+def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values within a value of JSON by their names, such as ("ranges.height", "96\\n4096").
+
+    A dict also has its keys as its value. Dicts of a list have their types as names.
+    """
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        value = {part["type"]: part for part in value}
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _facts(part, f"{name}.{key}" if name else key)
+        yield name, "\n".join(value)
+    elif value is not None:
+        yield name, "\n".join(map(str, value if isinstance(value, list) else [value]))
+
+
+def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Return the function of named arrays that ``model.pt2`` of a folder is."""
+    model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
+    device = model.get_metadata()["AOTI_DEVICE_KEY"]
+    names = outputs_of(folder)
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = model(*(torch.from_numpy(value).to(device) for value in inputs.values()))
+        return {name: output.cpu().numpy() for name, output in zip(names, outputs, strict=True)}
+
+    return run
