@@ -13,7 +13,7 @@ from visdet.execution.tensor_tree import map_tensors
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import as_autocast_input, autocast_dtype
-from ..transfer import constants_on, to_device
+from ..transfer import to_device
 from .base_target import Assignment, PairCosts
 from .boxes.denoising import DenoisingQueries
 from .instance_operations import InstanceOperations
@@ -49,6 +49,7 @@ class _Memory:
     feature: Tensor | None
     value: Tensor | None
     embed: Tensor | None
+    mask: Tensor | None
     history: tuple[bool, ...]
 
 
@@ -273,7 +274,7 @@ class Sparse4DHead(InstanceOperations):
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory:
         """Return what the layers attend to of the previous frame."""
-        memory = _Memory(None, None, None, state.history)
+        memory = _Memory(None, None, None, state.mask, state.history)
         if state.cached_anchor is not None and state.cached_feature is not None:
             memory.embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
             # The previous frame may have been computed with another type of autocast.
@@ -289,18 +290,21 @@ class Sparse4DHead(InstanceOperations):
 
         In samples without a previous frame they attend to one another.
         """
-        if memory.feature is None or memory.embed is None or memory.value is None:
+        if memory.feature is None or memory.embed is None or memory.value is None or memory.mask is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
-        known = tuple(i for i, has_history in enumerate(memory.history) if has_history)
-        others = tuple(i for i, has_history in enumerate(memory.history) if not has_history)
-        place = tuple(torch.tensor(known + others).argsort().tolist())
-        old, new, place = (constants_on(feature.device, index) for index in (known, others, place))
-        past = memory.feature[old], memory.embed[old], memory.value[old]
-        with_history = self.attend(layer, feature[old], embed[old], *past)
-        without = self.attend(layer, feature[new], embed[new], attn_mask=attn_mask)
-        return torch.cat([with_history, without])[place]
+        # Keys of both kinds stand side by side, and each sample attends to those of one kind.
+        K, has_history = memory.feature.shape[1], memory.mask[:, None]
+        keys, embeds = torch.cat([memory.feature, feature], 1), torch.cat([memory.embed, embed], 1)
+        own_value = torch.cat([feature, embed], -1) if self.decouple_attn else feature
+        value = torch.cat([memory.value, own_value.to(memory.value.dtype)], 1)
+        hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
+        if attn_mask is not None:
+            attn_mask = nn.functional.pad(attn_mask, (K, 0))
+        return self.attend(
+            layer, feature, embed, keys, embeds, value, attn_mask=attn_mask, key_padding_mask=hidden
+        )
 
     @staticmethod
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:
