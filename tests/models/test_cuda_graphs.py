@@ -381,16 +381,6 @@ def test_a_backward_after_another_replay_is_refused():
         torch.autograd.grad(one(x)[0]["a"], weight, create_graph=True)
 
 
-def test_predictions_without_a_gpu_are_eager_and_counted():
-    model = build("base").eval()
-    data = images_without_boxes(1)
-    graphs = GraphedPrediction(model)
-    with torch.no_grad():
-        expected = predictions(model, data)
-        assert_same_boxes(predictions(model, data, graphs), expected, 0)
-    assert graphs.report() == "graphs of predict: 1 batches, 1 without a GPU; 0 shapes hold 0 MiB"
-
-
 @pytest.mark.cuda
 def test_replays_outlive_the_tables_that_the_model_keeps():
     model = build("base").cuda().eval()

@@ -80,20 +80,6 @@ def test_gradients_are_the_definitions():
         torch.testing.assert_close(ours, expected)
 
 
-def test_finds_the_pixel_that_matches():
-    """A query equal to one pixel of an orthogonal image puts its weight on the sample at that pixel."""
-    attention = FusedSampleAttention(embed_dims=4, num_heads=1, num_octaves=0)
-    for linear, scale in ((attention.query_proj, 100.0), (attention.output_proj, 1.0)):
-        linear.load_state_dict({"weight": scale * torch.eye(4), "bias": torch.zeros(4)})
-    images = torch.eye(4).view(1, 4, 1, 4)  # pixel i is the unit vector i
-    centres = (torch.arange(4.0) + 0.5) / 4 * 2 - 1
-    samples = torch.stack((centres, torch.zeros(4)), dim=-1).expand(1, 2, 4, 2)
-    query = torch.eye(4)[[2, 0]].unsqueeze(0)
-    out, weights = attention(query, images, samples, identity=torch.zeros(1, 2, 4))
-    torch.testing.assert_close(weights[0, 0], torch.eye(4)[[2, 0]])
-    torch.testing.assert_close(out[0], torch.eye(4)[[2, 0]])
-
-
 def test_masked_samples_count_for_nothing():
     attention, given = module().double(), inputs()
     mask = torch.rand(B, Q, D) < 0.4
@@ -113,13 +99,6 @@ def test_query_without_samples_takes_nothing():
     torch.testing.assert_close(out[0, 1], given["query"][0, 1] + attention.output_proj.bias)
     out.sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in given.values())
-
-
-def test_identity():
-    attention, given = module().double(), inputs()
-    identity = torch.randn(B, Q, E, dtype=torch.float64)
-    difference = attention(**given, identity=identity)[0] - attention(**given)[0]
-    torch.testing.assert_close(difference, identity - given["query"])
 
 
 def test_autocast_keeps_scores_and_weights_in_float32():

@@ -15,7 +15,6 @@ from visdet.models.layers import (
     SinePositionalEncoding,
     build_activation_layer,
     build_norm_layer,
-    sine_embedding,
 )
 from visdet.models.necks import ChannelMapper
 
@@ -102,22 +101,6 @@ def test_bad_calls(call, error, message):
         call()
 
 
-def test_channel_mapper_names_and_shapes():
-    neck = ChannelMapper(
-        [4, 8], 6, kernel_size=1, norm_cfg={"type": "GN", "num_groups": 2}, act_cfg=None, num_outs=4
-    )
-    assert {name.rsplit(".", 2)[0] for name in names(neck)} == {
-        "convs.0",
-        "convs.1",
-        "extra_convs.0",
-        "extra_convs.1",
-    }
-    assert neck.extra_convs[0].conv.weight.shape == (6, 8, 3, 3)  # on the last input, not on the last output
-    assert neck.extra_convs[1].conv.weight.shape == (6, 6, 3, 3)
-    outs = neck((torch.randn(2, 4, 9, 13), torch.randn(2, 8, 5, 7)))
-    assert [tuple(out.shape) for out in outs] == [(2, 6, 9, 13), (2, 6, 5, 7), (2, 6, 3, 4), (2, 6, 2, 2)]
-
-
 def test_ffn_names_and_sum():
     torch.manual_seed(0)
     ffn = FFN(8, 12)
@@ -154,12 +137,6 @@ def test_dropout_of_one_attention_leaves_the_next_alone():
     assert explicit.dropout_layer.p == 0.25
 
 
-def test_sine_embedding_by_hand():
-    angle = 3.0
-    expected = [math.sin(angle), math.cos(angle), math.sin(angle / 100), math.cos(angle / 100)]
-    torch.testing.assert_close(sine_embedding(torch.tensor(angle), 4), torch.tensor(expected))
-
-
 @pytest.mark.parametrize("name", ["SinePositionalEncoding", "SinePositionalEncoding_plain"])
 def test_positional_encoding_golden(name):
     arrays = golden("modules")
@@ -169,13 +146,6 @@ def test_positional_encoding_golden(name):
     torch.testing.assert_close(
         encoding(None, given["shape_only"]), expected["unmasked"], rtol=1e-4, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_positional_encoding_without_mask_is_that_of_an_empty_mask(normalize):
-    encoding = SinePositionalEncoding(6, normalize=normalize, offset=-0.5)
-    mask = torch.zeros(2, 5, 7, dtype=torch.bool)
-    torch.testing.assert_close(encoding(None, torch.zeros(2, 3, 5, 7)), encoding(mask))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -116,32 +116,6 @@ def test_costs_that_are_not_finite_do_not_stop_the_solver(bad):
     assert sorted(everything.flatten().tolist()) == [0, 1, 2]
 
 
-def test_no_ground_truth_at_all():
-    targets = PaddedTargets.from_samples([sample([], []), sample([], [])], [(8, 8)] * 2, torch.device("cpu"))
-    index = solved(torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 4), targets)
-    assert index.shape == (2, 2, 5)
-    assert index.dtype == torch.int64
-    assert not index.any()  # 0 targets: 0 says none
-
-
-def test_targets_of_predictions_and_padding():
-    targets = PaddedTargets.from_samples(
-        [sample([[1, 2, 3, 4]], [7]), sample([[0, 0, 1, 1], [5, 6, 7, 8]], [1, 2])],
-        [(8, 8)] * 2,
-        torch.device("cpu"),
-    ).padded_to(4)
-    assert targets.labels.shape == (2, 4)
-    index = torch.tensor([[[0, 4], [4, 1]]])  # [D, B, Q]; 4 is none
-    labels, boxes = targets.of_predictions(index, background=9)
-    assert labels.tolist() == [[[7, 9], [9, 2]]]
-    assert boxes.tolist() == [[[[1, 2, 3, 4], [0, 0, 0, 0]], [[0, 0, 0, 0], [5, 6, 7, 8]]]]
-    assert targets.padded_to(3).labels.shape == (2, 4)
-
-
-def test_one_cost_may_stand_without_a_list():
-    assert len(HungarianAssigner(COSTS[1]).match_costs) == 1
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

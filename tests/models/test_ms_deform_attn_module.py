@@ -10,7 +10,6 @@ from golden import golden, under
 from mmengine.registry import MODELS as ROOT_MODELS
 
 from visdet.models.layers import MultiScaleDeformableAttention
-from visdet.ops import ms_deform_attn_reference
 from visdet.registry import MODELS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -70,96 +69,11 @@ def test_starts_as_a_ring_of_uniform_weights():
     assert attention.value_proj.weight.abs().max().item() <= math.sqrt(6 / 64)
 
 
-def test_reference_boxes_scale_the_offsets():
-    """A box of the size 2 * num_points / (W, H) makes an offset of one worth one pixel, as a point does."""
-    attention, given = module(num_levels=1), inputs()
-    given.update(value=given["value"][:, :35], spatial_shapes=SHAPES[:1])
-    points = given["reference_points"][:, :, :1]
-    boxes = torch.cat((points, torch.tensor([4 / 7, 4 / 5]).expand_as(points)), dim=-1)
-    as_points = attention(**{**given, "reference_points": points})
-    as_boxes = attention(**{**given, "reference_points": boxes})
-    torch.testing.assert_close(as_boxes, as_points)
-
-
-@pytest.mark.parametrize("reference_size", [2, 4])
-def test_points_per_level(reference_size):
-    """num_points [2, 2] means 2. With [3, 1], the result is the sum of what each level gives alone."""
-    attention, given = module(num_points=2), inputs(reference_size)
-    listed = module(num_points=[2, 2])
-    listed.load_state_dict(attention.state_dict())
-    torch.testing.assert_close(listed(**given), attention(**given), rtol=0, atol=0)
-
-    uneven = module(num_points=[3, 1])
-    assert (
-        uneven.sampling_offsets.out_features == 3 * 4 * 2 and uneven.attention_weights.out_features == 3 * 4
-    )
-    query = given["query"] + given["query_pos"]
-    value = uneven.value_proj(given["value"]).view(2, S, 3, 4)
-    offsets = uneven.sampling_offsets(query).view(2, 6, 3, 4, 2)
-    weights = uneven.attention_weights(query).view(2, 6, 3, 4).softmax(-1)
-    out = torch.zeros(2, 6, 12)
-    for level, (start, points) in enumerate([(0, slice(0, 3)), (35, slice(3, 4))]):
-        H, W = SHAPES[level].tolist()
-        reference = given["reference_points"][:, :, level, None, None]
-        count = points.stop - points.start
-        scale = reference[..., 2:] * 0.5 / count if reference_size == 4 else 1 / torch.tensor([W, H])
-        locations = reference[..., :2] + offsets[:, :, :, points] * scale
-        out += ms_deform_attn_reference(
-            value[:, start : start + H * W],
-            SHAPES[level : level + 1],
-            torch.zeros(1, dtype=torch.int64),
-            locations[:, :, :, None],
-            weights[:, :, :, None, points],
-        )
-    torch.testing.assert_close(uneven(**given), uneven.output_proj(out) + given["query"])
-    with pytest.raises(ValueError, match=r"num_points must be a number or one for each of the 2 levels"):
-        module(num_points=[3, 6, 3])
-
-
-def test_points_per_level_start_as_rings():
-    attention = MultiScaleDeformableAttention(embed_dims=32, num_heads=8, num_levels=3, num_points=[3, 6, 3])
-    bias = attention.sampling_offsets.bias.detach().view(8, 12, 2)
-    assert bias[0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6, 1, 2, 3]
-
-
-def test_layouts_agree():
-    attention, given = module(), inputs()
-    expected = attention(**given)
-    attention.batch_first = False
-    turned = {k: v.transpose(0, 1) if k in ("query", "value", "query_pos") else v for k, v in given.items()}
-    torch.testing.assert_close(attention(**turned).transpose(0, 1), expected)
-
-
 def test_one_reference_serves_the_whole_batch_and_all_levels():
     attention, given = module(), inputs()
     shared = given["reference_points"][:1, :, :1]
     expected = attention(**{**given, "reference_points": shared.expand(2, -1, 2, -1)})
     torch.testing.assert_close(attention(**{**given, "reference_points": shared}), expected)
-
-
-def test_padded_values_count_as_zero():
-    attention, given = module(), inputs()
-    mask = torch.rand(2, S) < 0.5
-    expected = attention(**given, key_padding_mask=mask)
-    given["value"] = given["value"].masked_fill(mask.unsqueeze(-1), 1e6)
-    torch.testing.assert_close(attention(**given, key_padding_mask=mask), expected)
-
-
-@pytest.mark.parametrize("size", [(2, 0), (0, 6)])
-@pytest.mark.parametrize("with_gradients", [True, False])
-def test_no_queries_and_no_images(size, with_gradients):
-    attention, (images, queries) = module(), size
-    given = {
-        name: tensor[:images, :queries] if name in ("query", "query_pos", "reference_points") else tensor
-        for name, tensor in inputs().items()
-    }
-    given["value"] = given["value"][:images]
-    with torch.set_grad_enabled(with_gradients):
-        out = attention(**given)
-    assert out.shape == (*size, 12)
-    if with_gradients:
-        out.sum().backward()
-        assert not any(parameter.grad.any() for parameter in attention.parameters())
 
 
 def test_identity_and_default_value():
@@ -177,6 +91,7 @@ def test_identity_and_default_value():
             lambda: MultiScaleDeformableAttention(embed_dims=10, num_heads=4),
             "embed_dims must be divisible .* 10 and 4",
         ),
+        (lambda: module(num_points=[3, 6, 3]), "num_points must be a number or one for each of the 2 levels"),
         (lambda: module()(torch.zeros(2, 6, 12)), "reference_points and spatial_shapes must be given"),
         (
             lambda: module()(**{**inputs(), "reference_points": torch.zeros(2, 6, 2, 3)}),
@@ -187,27 +102,6 @@ def test_identity_and_default_value():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def replace_by_subclass(attention):
-    class Doubled(torch.nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    attention.output_proj.__class__ = Doubled
-
-
-def watch_output(attention):
-    attention.output_proj.register_forward_hook(lambda _, __, out: 2 * out)
-
-
-@pytest.mark.parametrize("change", [replace_by_subclass, watch_output])
-def test_changed_layers_are_called(change):
-    attention, given = module(), inputs()
-    attention.output_proj.bias.data.zero_()
-    before = attention(**given) - given["query"]
-    change(attention)
-    torch.testing.assert_close(attention(**given) - given["query"], 2 * before)
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
@@ -233,33 +127,6 @@ def test_bad_inputs_are_named(with_gradients, name, change, message):
     given[name] = change(given.get(name))
     with torch.set_grad_enabled(with_gradients), pytest.raises((RuntimeError, ValueError), match=message):
         module()(**{**given, "query_pos": None})
-
-
-def test_a_compiled_module_has_the_same_gradients():
-    attention, given = module(), inputs()
-    attention(**given).square().sum().backward()
-    expected = {name: parameter.grad for name, parameter in attention.named_parameters()}
-    attention.zero_grad(set_to_none=True)
-    torch.compile(attention, fullgraph=True, backend="aot_eager")(**given).square().sum().backward()
-    for name, parameter in attention.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_output_may_be_changed_in_place(device):
-    attention = module(batch_first=True).to(device, torch.float64)
-    given = {
-        name: tensor.to(device, torch.float64)
-        for name, tensor in inputs(4).items()
-        if name != "spatial_shapes"
-    }
-    grads = []
-    for changes in (lambda out: out.add_(1).mul_(2), lambda out: 2 * (out + 1)):
-        attention.zero_grad()
-        changes(attention(**given, spatial_shapes=SHAPES)).square().sum().backward()
-        grads.append([parameter.grad.clone() for parameter in attention.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # Autocast's type or None, the type of everything that has one, and how far gradients may be from those in float64. A

@@ -7,7 +7,7 @@ from torch import nn
 from visdet.models.layers.feed_forward import FFN
 from visdet.models.layers.ms_deform_attn import MultiScaleDeformableAttention
 from visdet.models.layers.multihead_attention import MultiheadAttention
-from visdet.models.layers.normalization import LayerNorm, build_norm_layer
+from visdet.models.layers.normalization import LayerNorm
 from visdet.models.layers.residual import add_and_norm
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -70,9 +70,3 @@ def test_layers_with_hooks_and_of_other_kinds_are_called():
     ones = torch.ones(3, 32)
     assert torch.equal(add_and_norm(None, ones, ones, hooked, Halved()), ones * 1.5)
     assert called == [1]
-
-
-def test_the_layer_norm_of_configs_has_the_state_of_torchs():
-    norm = build_norm_layer({"type": "LN"}, 16)
-    assert isinstance(norm, nn.LayerNorm)
-    assert norm.state_dict().keys() == nn.LayerNorm(16).state_dict().keys()

@@ -10,8 +10,6 @@ from torch.nn.utils import prune
 
 from visdet.models.backbones import ResNet
 from visdet.models.backbones import pretrained as pretrained_page
-from visdet.models.layers.frozen_norm import fold_frozen_norms
-from visdet.registry import MODELS
 
 
 def tiny(**options):
@@ -125,16 +123,6 @@ def test_widths_that_fill_no_vector_under_autocast(base_channels):
     torch.cuda.synchronize()
     for ours, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
-
-
-def test_norms_that_learn_or_count_are_not_folded():
-    learns, counts = tiny(), tiny(norm_cfg={"type": "BN", "requires_grad": False}, norm_eval=False)
-    for backbone in (learns, counts):
-        assert not fold_frozen_norms(backbone.train().layer1[0].layers)
-        with torch.no_grad():
-            assert set(fold_frozen_norms(backbone.eval().layer1[0].layers)) == {
-                conv for conv, _ in backbone.layer1[0].layers
-            }
 
 
 def test_weights_that_a_hook_makes_are_not_folded():
@@ -277,6 +265,8 @@ def test_weights_from_torchvision_and_without_a_network(monkeypatch):
 def test_unknown_torchvision_weights(checkpoint, message):
     with pytest.raises(ValueError, match=message):
         from_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match="if_unavailable must be 'error' or 'random', got 'warn'"):
+        from_checkpoint(checkpoint, if_unavailable="warn")
 
 
 def test_weights_of_another_architecture(tmp_path):
@@ -288,13 +278,3 @@ def test_weights_of_another_architecture(tmp_path):
     torch.save(tiny(base_channels=8).state_dict(), tmp_path / "wide.pth")
     with pytest.raises(RuntimeError, match=r"other shape: conv1.weight \(8, 3, 7, 7\) where \(4, 3, 7, 7\)"):
         from_checkpoint(tmp_path / "wide.pth")
-
-
-def test_unknown_choice_for_unavailable_weights():
-    with pytest.raises(ValueError, match="if_unavailable must be 'error' or 'random', got 'warn'"):
-        from_checkpoint("anything.pth", if_unavailable="warn")
-
-
-def test_build_names_the_unknown_keyword():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'deep_stem'"):
-        MODELS.build({"type": "ResNet", "depth": 50, "deep_stem": True})

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from visdet.ops.box_key_points import box_key_points_reference
+
 from .errors import ExportError
 
 _MIN_DEPTH = 1e-5  # the least depth of a point before a camera, in metres
@@ -44,6 +46,8 @@ class _Standard(TorchFunctionMode):
         self.sizes = sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.argsort:
+            return _argsort(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") != "visdet":
             return func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
@@ -53,6 +57,11 @@ class _Standard(TorchFunctionMode):
                 "exported as pt2 or aoti, or after a formula has been added to visdet/export/standard_operators.py"
             )
         return _FORMULAS[name](self.sizes, *args, **(kwargs or {}))
+
+
+def _argsort(tensor: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Tensor:
+    """ONNX's TopK puts the first of equal numbers first. It has no other stable sorting."""
+    return tensor.topk(tensor.shape[dim], dim, largest=descending).indices
 
 
 def _sampled(maps: Tensor, locations: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -178,10 +187,21 @@ def _gaussian_field(
     return torch.exp(-0.5 * (a * a + b * b + c * c)) @ weights
 
 
+def _order_in_space(_: Sizes, positions: Tensor) -> Tensor:
+    """No formula reads an order."""
+    return torch.zeros_like(positions[:, 0], dtype=torch.int64)
+
+
+def _box_key_points(_: Sizes, *arguments: Any) -> Tensor:
+    return box_key_points_reference(*arguments)
+
+
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "ms_deform_attn": _ms_deform_attn,
     "ms_deform_attn_fused": _ms_deform_attn_fused,
     "deformable_aggregation": _deformable_aggregation,
     "deformable_aggregation_fused": _deformable_aggregation_fused,
     "gaussian_field": _gaussian_field,
+    "order_in_space": _order_in_space,
+    "box_key_points": _box_key_points,
 }

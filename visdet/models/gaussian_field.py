@@ -93,9 +93,6 @@ class LearnableGaussianField(BaseDetector):
             self.log_scales = nn.Parameter(log_scales.to(self.means).repeat(self.num_gaussians, 1))
         self.weights = nn.Parameter(torch.ones(self.num_gaussians))
 
-    def extra_repr(self) -> str:
-        return f"{self.num_gaussians}, volume_size={self.volume_size}, use_full_cov={self.use_full_cov}"
-
     @property
     def cholesky(self) -> Tensor:
         """The lower factors [N, 3, 3] of the covariances."""

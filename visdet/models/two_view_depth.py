@@ -112,9 +112,8 @@ class TwoViewDepth(BaseDetector):
             ConvModule(embed_dims, embed_dims, 3, padding=1, norm_cfg=norm),
             nn.Conv2d(embed_dims, 1, 3, padding=1),
         )
-        last: Any = self.correction[-1]
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        for parameter in self.correction[-1].parameters():
+            nn.init.zeros_(parameter)
 
     def loss(self, inputs: Tensor, data_samples: Sequence[TwoViewDataSample]) -> dict[str, Tensor]:
         """Return ``loss_match`` and ``loss_depth``."""

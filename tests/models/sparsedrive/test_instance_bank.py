@@ -7,7 +7,6 @@ from sparsedrive_golden import close, module_case
 
 from visdet.models.sparsedrive import InstanceBank, InstanceBankState
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
-from visdet.models.sparsedrive.temporal.instance_bank import topk
 from visdet.registry import MODELS
 
 
@@ -104,46 +103,6 @@ def test_three_frames_match_golden(case):
     )  # the peer counted in place: only its last number is of its own frame
 
 
-def test_ids_stay_with_their_instances():
-    bank, memory = make_bank(), Memory()
-    first = frame(bank, memory, metas_of([0.0]), [1])
-    assert first["ids"].tolist() == [list(range(6))]
-    kept = memory.bank.instance_id[0, :3].tolist()
-    second = frame(bank, memory, metas_of([0.5]), [2])
-    assert second["ids"][0].tolist() == [*kept, 6, 7, 8]
-    assert int(memory.bank.prev_id) == 9
-
-
-def test_threshold_starts_no_track_below_it():
-    bank = make_bank()
-    logits = torch.tensor([[[3.0], [-3.0], [3.0], [-3.0], [-3.0], [3.0]]])
-    ids, _ = bank.get_instance_id(InstanceBankState(), logits, threshold=0.5)
-    assert ids.tolist() == [[0, -1, 1, -1, -1, 2]]
-
-
-def test_a_batch_of_two_sequences_equals_two_single_runs():
-    bank, both, single = make_bank(), Memory(), [Memory(), Memory()]
-    times = [
-        (0.0, 7.0),
-        (0.5, 7.4),
-        (9.0, 7.8),
-        (9.5, 8.2),
-    ]  # the first sequence breaks before the third frame
-    turn = np.array([[0, -1, 0, 2], [1, 0, 0, 3], [0, 0, 1, 0], [0, 0, 0, 1.0]])
-    for i, pair in enumerate(times):
-        poses = [np.linalg.matrix_power(turn, i), np.eye(4)]
-        together = frame(bank, both, metas_of(pair, poses), [i, 50 + i])
-        for sample in range(2):
-            if sample == 0 and i == 2:
-                single[0] = Memory()
-            alone = frame(bank, single[sample], metas_of([pair[sample]], [poses[sample]]), [i + 50 * sample])
-            for name in ("feature", "anchor", "interval"):
-                torch.testing.assert_close(together[name][sample], alone[name][0])
-            for name in ("cached_anchor", "confidence"):
-                ours, alone = getattr(both.bank, name)[sample], getattr(single[sample].bank, name)[0]
-                torch.testing.assert_close(ours, alone)
-
-
 def test_a_new_scene_drops_only_its_sample():
     bank, memory = make_bank(), Memory()
     frame(bank, memory, metas_of([0.0, 0.0], scenes=["a", "b"]), [1, 2])
@@ -216,18 +175,6 @@ def test_nothing_is_carried_without_temporal_instances():
         assert frame(bank, memory, metas_of([0.5]), [1])["ids"].tolist() == [[-1] * 6]
 
 
-def test_moving_anchors_are_met_where_they_went():
-    bank, memory = make_bank(num_anchor=1, num_temp=1), Memory()
-    anchor = torch.zeros(1, 1, 11)
-    anchor[..., 8] = 4.0  # metres per second along x
-    memory.get(bank, metas_of([0.0]))
-    memory.bank = bank.cache(memory.bank, torch.zeros(1, 1, 4), anchor, torch.zeros(1, 1, 1))
-    ahead = np.eye(4)
-    ahead[0, 3] = 10.0
-    memory.get(bank, metas_of([0.5], [ahead]))
-    assert memory.bank.cached_anchor[0, 0, 0].item() == pytest.approx(-8.0)
-
-
 def test_missing_anchor_file(tmp_path):
     path = str(tmp_path / "kmeans.npy")
     handler = {"type": "SparseBox3DKeyPointsGenerator"}
@@ -261,11 +208,3 @@ def test_rejections_of_the_bank():
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-def test_topk_takes_the_same_rows_everywhere():
-    best, (rows, flat) = topk(
-        torch.tensor([[1.0, 3, 2]]), 2, torch.arange(6.0).view(1, 3, 2), torch.arange(3)[None]
-    )
-    assert best.tolist() == [[3, 2]]
-    assert rows.tolist() == [[[2, 3], [4, 5]]] and flat.tolist() == [[[1], [2]]]

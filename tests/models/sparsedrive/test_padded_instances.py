@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from visdet.models.sparsedrive.base_target import PairCosts, assigned_instances
-from visdet.models.sparsedrive.padded_instances import PaddedInstances, padded_rows, rows_or_zeros
+from visdet.models.sparsedrive.padded_instances import PaddedInstances, padded_rows
 
 
 def instances(counts, device="cpu"):
@@ -13,25 +13,10 @@ def instances(counts, device="cpu"):
     return PaddedInstances.of(labels, rows, [torch.ones_like(row) for row in rows], torch.device(device))
 
 
-def test_shorter_lists_are_padded_with_zeros():
-    found = instances([2, 0, 1])
-    assert found.counts == [2, 0, 1]
-    assert found.labels.tolist() == [[3, 3], [0, 0], [3, 0]]
-    assert found.values[2].tolist() == [[1, 2], [0, 0]]
-    assert found.weights.sum((1, 2)).tolist() == [4, 0, 2]
-
-
 @pytest.mark.parametrize(("count", "room"), [(0, 16), (1, 16), (16, 16), (17, 32), (100, 128)])
 def test_elsewhere_than_on_the_cpu_there_are_few_lengths(count, room):
     assert instances([count, 0], "meta").values.shape == (2, room, 2)
     assert padded_rows([torch.zeros(count, 3, 5)], torch.device("cpu")).shape == (1, count, 3, 5)
-
-
-def test_rows_of_nothing_are_zeros():
-    table = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
-    index = torch.tensor([[[1, 2, 0], [2, 0, 1]]])
-    assert rows_or_zeros(table, index).squeeze(-1).tolist() == [[[2, 0, 1], [0, 3, 4]]]
-    assert rows_or_zeros(table[:, :0], torch.zeros(1, 2, 3, dtype=torch.int64)).shape == (1, 2, 3, 1)
 
 
 def test_an_assignment_counts_what_it_has_matched():

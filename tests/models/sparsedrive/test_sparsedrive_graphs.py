@@ -13,7 +13,6 @@ from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import layout_of, map_tensors
-from visdet.models.sparsedrive.base_target import assigned_instances
 from visdet.structures.driving_data_sample import predictions_of
 
 # Two sequences side by side; the second one's scene ends within.
@@ -64,30 +63,6 @@ def test_nothing_in_a_training_step_but_the_assignment_needs_the_host():
         found = model.losses(fake_predictions, fake_batch, fake(targets, fakes))
     assert list(found) == list(expected)
     assert layout_of(fake_outputs[1]) == layout_of(outputs[1])
-
-
-def test_the_state_after_a_step_has_the_clock_of_its_frame():
-    model = tiny_model().train()
-    images, samples = frames("cpu")[0]
-    batch = model.training_batch(images, samples)
-    _, outputs = model.predictions_and_costs(batch)
-    samples[0].set_metainfo({"timestamp": 7.0})
-    later = model.state_after(outputs, model.training_batch(images, samples))
-    assert later.clock.timestamp[0] == 7.0 and model.state_after(outputs, batch).clock.timestamp[0] == 0.0
-    assert later.head is outputs[1]
-
-
-def test_the_losses_of_the_head_in_one_call_are_those_of_the_stages():
-    model = tiny_model().train()
-    batch = model.training_batch(*frames("cpu")[0])
-    predictions, costs_and_state = model.predictions_and_costs(batch)
-    staged = model.losses(predictions, batch, model.assign(costs_and_state, batch))
-    truth = model.head.ground_truth(batch.data)
-    costs = model.head.pair_costs(predictions[0], truth)
-    assigned = assigned_instances(costs, truth)
-    at_once = model.head.losses(predictions[0], batch.data, truth, costs, assigned)
-    assert staged.keys() - at_once.keys() <= {"loss_dense_depth"} and len(at_once) > 10
-    assert all(torch.equal(loss, staged[name]) for name, loss in at_once.items())
 
 
 def train(model, wrapper, graphs=None):

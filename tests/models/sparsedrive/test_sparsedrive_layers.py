@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from sparsedrive_golden import built, close
-from torch import nn
 
 from visdet.models.sparsedrive import (
     AsymmetricFFN,
@@ -15,7 +14,6 @@ from visdet.models.sparsedrive import (
     SparsePoint3DRefinementModule,
 )
 from visdet.models.sparsedrive.boxes.box3d import decode_box, encode_box
-from visdet.models.sparsedrive.mlp import linear_relu_ln
 
 
 @pytest.mark.parametrize("case", ["SparseBox3DEncoder_cat", "SparseBox3DEncoder_add", "SparsePoint3DEncoder"])
@@ -61,23 +59,6 @@ def test_attention_matches_golden():
     close(module(query, key, query_pos=query_pos, key_pos=key_pos), expected["key_only"])
 
 
-def test_attention_mask_hides_instances():
-    module = MultiheadFlashAttention(16, 2).eval()
-    x = torch.randn(2, 5, 16)
-    mask = torch.zeros(5, 5, dtype=torch.bool)
-    mask[:3, 3:] = True
-    alone = module(x[:, :3])
-    torch.testing.assert_close(module(x, attn_mask=mask)[:, :3], alone)
-
-
-def test_attention_dropout_keyword_leaves_the_config_and_later_instances_alone():
-    config = {"embed_dims": 16, "num_heads": 2, "dropout": 0.3, "dropout_layer": {"type": "Dropout"}}
-    module = MultiheadFlashAttention(**config)
-    assert module.attn.dropout == 0.3 and module.dropout_layer.p == 0.3
-    assert config["dropout_layer"] == {"type": "Dropout"}
-    assert MultiheadFlashAttention(16, 2).attn.dropout == 0.0
-
-
 def test_rejections():
     for call, message in (
         (lambda: MultiheadFlashAttention(16, 2, batch_first=False), r"batch_first must be True, got False"),
@@ -92,15 +73,6 @@ def test_rejections():
     ):
         with pytest.raises(ValueError, match="return_cls must be False without a class branch"):
             module(torch.zeros(1, 2, 8), torch.zeros(1, 2, width), torch.zeros(1, 2, 8))
-
-
-def test_linear_relu_ln_order():
-    torch.manual_seed(0)
-    layers = linear_relu_ln(4, 2, 1, 3)
-    published = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
-    published.load_state_dict(nn.Sequential(*layers).state_dict())
-    x = torch.randn(5, 3)
-    torch.testing.assert_close(nn.Sequential(*layers)(x), published(x))
 
 
 def test_box_code_by_hand():

@@ -38,21 +38,6 @@ def test_fewer_predictions_than_outputs():
     assert sorted(result["instance_ids"].tolist()) == [0, 1, 2, 3]
 
 
-def test_centerness_decides_the_order_by_hand():
-    logits = torch.tensor([[[2.0, -9.0], [1.0, -9.0]]])
-    quality = torch.tensor([[[-3.0, 0.0], [3.0, 0.0]]])
-    boxes = torch.zeros(1, 2, 11)
-    boxes[0, 1, 0] = 7.0
-    (result,) = decoded(
-        SparseBox3DDecoder(num_output=2), [logits], [boxes], torch.tensor([[4, 5]]), [quality]
-    )
-    assert result["boxes_3d"][:, 0].tolist() == [7, 0] and result["instance_ids"].tolist() == [5, 4]
-    torch.testing.assert_close(result["cls_scores"], torch.tensor([1.0, 2.0]).sigmoid())
-    torch.testing.assert_close(
-        result["scores_3d"][0], torch.tensor(1.0).sigmoid() * torch.tensor(3.0).sigmoid()
-    )
-
-
 def test_boxes_near_a_better_one_of_their_class_are_left_out():
     boxes = torch.zeros(1, 5, 11)
     boxes[0, :, 0] = torch.tensor(

@@ -54,21 +54,6 @@ def test_box_target_matches_golden():
     assert truth.counts[1] == 0
 
 
-def test_all_layers_at_once_equal_layer_by_layer():
-    torch.manual_seed(0)
-    sampler = SparseBox3DTarget()
-    cls, box = torch.randn(3, 2, 7, 4), torch.randn(3, 2, 7, 10)
-    labels = [torch.tensor([1, 3, 0]), torch.tensor([2])]
-    boxes = [torch.rand(3, 9) + 0.1, torch.rand(1, 9) + 0.1]
-    together = sample(sampler, cls, box, labels, boxes)
-    for layer in range(3):
-        alone = sample(sampler, cls[layer], box[layer], labels, boxes)
-        for a, b in zip(together[:3], alone[:3], strict=True):
-            assert torch.equal(a[layer], b)
-    for a, b in zip(together[3], alone[3], strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
-
-
 def test_box_target_by_hand():
     sampler = SparseBox3DTarget(cls_wise_reg_weights={1: [3.0] * 10})
     cls = torch.zeros(1, 3, 2)
@@ -94,16 +79,6 @@ def test_nan_and_infinite_costs_are_survived():
     pred = torch.full((1, 4, 10), math.nan)
     labels, *_ = sample(sampler, pred[..., :3], pred, [torch.tensor([1])], [torch.ones(1, 9)])
     assert (labels == 1).sum() == 1
-
-
-def test_no_boxes_anywhere():
-    sampler = SparseBox3DTarget(num_dn_groups=2)
-    empty = [torch.zeros(0, dtype=torch.int64)] * 2
-    labels, boxes, weights, _ = sample(
-        sampler, torch.randn(2, 5, 4), torch.randn(2, 5, 10), empty, [torch.zeros(0, 9)] * 2
-    )
-    assert (labels == 4).all() and not boxes.any() and not weights.any()
-    assert sampler.get_dn_anchors(empty, [torch.zeros(0, 9)] * 2) is None
 
 
 def test_line_target_matches_golden():
@@ -159,49 +134,6 @@ def test_lines_l1_cost_by_hand():
     assert cost.tolist() == [[3.0]]
     with pytest.raises(ValueError, match="gt_lines must have 3 axes with permute=True, got 2"):
         LinesL1Cost(permute=True)(torch.zeros(1, 4), torch.zeros(1, 4))
-
-
-@pytest.mark.parametrize("shape", [(7,), (4, 7), (3, 4, 7)], ids=["Q7", "B4-Q7", "L3-B4-Q7"])
-@pytest.mark.parametrize("far", [3e3, 1.5], ids=["far", "near"])
-def test_orderings_that_are_left_out_do_not_change_the_cost(shape, far):
-    generator = torch.Generator().manual_seed(0)
-    gt = torch.full((4, 5, 38, 40), far)
-    gt[:, 0] = torch.rand(4, 38, 40, generator=generator)
-    gt[:, 1:, :2] = torch.rand(4, 4, 2, 40, generator=generator)
-    gt[3, 4] = 0  # is padding of the batch
-    pred = torch.rand(*shape, 40, generator=generator)
-    pred.view(-1, 40)[0, 3] = 900.0
-    gt = gt[0] if pred.dim() == 2 else gt
-    cost = LinesL1Cost(weight=10.0, beta=0.01, permute=True)
-    error = (pred[..., None, None, :] - gt.unsqueeze(-4)).abs()
-    smooth = torch.where(error < 0.01, error**2 / 0.02, error - 0.005).sum(-1) / 2
-    best = smooth.min(-1)
-    values, orderings = cost(pred, gt)
-    torch.testing.assert_close(values, best.values)
-    assert torch.equal(orderings, best.indices)
-
-
-def test_no_ordering_is_left_out_beside_a_prediction_that_is_not_finite():
-    gt = torch.full((1, 2, 3, 4), 1e5)
-    gt[:, :, 0] = 0.5
-    cost = LinesL1Cost(beta=0.01, permute=True)
-    for bad in (math.nan, math.inf):
-        pred = torch.zeros(2, 4)
-        pred[1, 2] = bad
-        values, orderings = cost(pred[None], gt)
-        torch.testing.assert_close(values[0, 0], torch.full((2,), 0.99 * 1.0))
-        assert not orderings[0, 0].any()
-
-
-def test_no_lines_anywhere():
-    labels, lines, *_ = sample(
-        line_sampler(),
-        torch.zeros(1, 2, 3),
-        torch.zeros(1, 2, 4),
-        [torch.zeros(0, dtype=torch.int64)],
-        [torch.zeros(0, 2, 2, 2)],
-    )
-    assert labels.tolist() == [[3, 3]] and not lines.any()
 
 
 class FixedDraws:

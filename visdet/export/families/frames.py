@@ -1,11 +1,238 @@
-"""Detectors for frames of several cameras: Sparse4D and SparseDrive."""
+"""Detectors for frames of several cameras: Sparse4D and SparseDrive.
 
-from typing import Any
+The state is named inputs and outputs. Every frame runs the same graph: the first one gets zeros as its state and False
+in ``same_scene``, and so does a sample whose scene changes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visdet.execution.tensor_tree import map_tensors, tensors_of
+from visdet.models.sparsedrive.deformable_feature_aggregation import DeformableFeatureAggregation
+from visdet.models.sparsedrive.sample_batch import DrivingBatch, batch_of
+from visdet.models.sparsedrive.sparse4d_head import Sparse4DState
+from visdet.models.sparsedrive.temporal.frame_clock import DeviceStep, FrameClock, FrameStep
+from visdet.models.sparsedrive.temporal.instance_queue import InstanceQueueState
 
 from ..errors import ExportError
 from .family import Family
 
+_INPUTS = ("images", "projection_mat", "image_wh")
+_STEP = ("previous_to_current", "seconds", "same_scene")
+_COMMAND = "gt_ego_fut_cmd"
+
+
+def _named(tree: Any, name: str) -> dict[str, Tensor]:
+    """Return the tensors of a tree by their dotted names, in the order of ``tensors_of``."""
+    if isinstance(tree, Tensor):
+        return {name: tree}
+    parts: dict[Any, Any] = {}
+    if isinstance(tree, dict):
+        parts = tree
+    elif isinstance(tree, list | tuple):
+        parts = dict(enumerate(tree))
+    elif is_dataclass(tree):
+        parts = {member.name: getattr(tree, member.name) for member in fields(tree)}
+    return {
+        key: tensor
+        for part, value in parts.items()
+        for key, tensor in _named(value, f"{name}.{part}").items()
+    }
+
+
+def _kept(state: Any) -> Any:
+    """Return a state without what is only known within a frame."""
+    if isinstance(state, dict):
+        return {name: _kept(part) for name, part in state.items()}
+    if isinstance(state, Sparse4DState):
+        bank = replace(state.bank, temp_confidence=None, mask=None, history=(), step=None)
+        return Sparse4DState(bank)
+    return replace(state, step=None)
+
 
 class Frames(Family):
-    def __init__(self, model: Any, *_: Any) -> None:
-        raise ExportError(f"{type(model).__name__} cannot be exported yet")
+    """The inputs are ``images`` [B, V, 3, H, W], ``projection_mat``, ``image_wh``, the command of a planner, what lies
+    between the previous frame and this one, and the state. The outputs are the results by task, and the next state.
+    """
+
+    about: ClassVar[dict[str, str]] = {
+        "images": "float32 [B, V, 3, H, W]: normalised, one image for each camera",
+        "projection_mat": "float32 [B, V, 4, 4]: from the lidar frame to the pixels of each image",
+        "image_wh": "float32 [B, V, 2]: (width, height) of the images in pixels",
+        _COMMAND: "float32 [B, 3]: the command (right, left, straight), one-hot",
+        "previous_to_current": "float32 [B, 4, 4]: from the lidar frame of the previous frame to that of this one, "
+        "computed in float64; the unit matrix in a first frame",
+        "seconds": "float32 [B]: the time since the previous frame, computed in float64; 0 in a first frame",
+        "same_scene": "bool [B]: whether the previous frame is of the same scene; False in a first frame",
+    }
+
+    def __init__(self, model: Any, shape: tuple[int, int] | None, batch: int | None) -> None:
+        super().__init__(model, shape, batch)
+        if shape is None:
+            raise ExportError(
+                f"{type(model).__name__} needs the size of its images: give shape, or --shape H W"
+            )
+        layers = [part for part in model.modules() if isinstance(part, DeformableFeatureAggregation)]
+        self.cameras = layers[0].num_cams
+        motion = getattr(model.head, "motion_plan_head", None)
+        self.is_temporal = model.head.is_temporal
+        self.template, outputs = self._example_of_state(
+            1 if motion is None else motion.instance_queue.queue_length
+        )
+        names = _named(self.template, "state") if self.is_temporal else {}
+        self.states = {name: f"next_{name}" for name in names}
+        step = _STEP if self.is_temporal else ()
+        self.input_names = (*_INPUTS, *(() if motion is None else (_COMMAND,)), *step, *names)
+        self.selected = outputs
+        results = _named(outputs, "results")
+        self.output_names = (*results, *self.states.values())
+        self.rows = {}
+        for score in [name for name in results if name.endswith((".scores_3d", ".scores", ".trajs_score"))]:
+            task = score.rpartition(".")[0]
+            of_task = [
+                name for name in results if name.rpartition(".")[0] == task and results[name].dim() > 1
+            ]
+            self.rows[score] = tuple(n for n in of_task if results[n].shape[1] == results[score].shape[1])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the frames that ``inputs_of`` has seen."""
+        self.clock: FrameClock | None = None
+        self.state: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def _example_of_state(self, num_frames: int) -> tuple[Any, Any]:
+        """Return the state after so many frames and one more, and the results of the last one."""
+        given = self._frame(2, torch.Generator().manual_seed(0))
+        step = FrameStep((0.5,) * 2, torch.eye(4, dtype=torch.float64).repeat(2, 1, 1), (True,) * 2)
+        state = None
+        for _ in range(num_frames + 1):
+            entered = self.model.head.enter(state, 2, step)
+            batch = DrivingBatch.of(given["images"], given, entered)
+            results, state = self.model.detections(batch)
+        maps = self.model.image_features(given["images"])
+        # In the graph, the sizes of the levels are numbers, which cannot be read from a tensor there.
+        self.tables = [table.cpu().numpy() for table in maps[1:]] if self.model.use_deformable_func else None
+        return _kept(state), results
+
+    def _entered(self, state: Any, part: Any, given: dict[str, Tensor]) -> Any:
+        """Return the state with which a frame starts, as ``enter`` of each part does on the host."""
+        if isinstance(state, dict):
+            heads = {name: getattr(part, f"{name}_head") for name in state}
+            return {name: self._entered(value, heads[name], given) for name, value in state.items()}
+        matrix, seconds, mask = (given[name] for name in _STEP)
+        is_later = seconds != 0
+        moved = -matrix[:, :2, 3] / torch.where(is_later, seconds, 1.0).unsqueeze(1)
+        velocity = torch.where(is_later.unsqueeze(1), moved, 0.0)
+        step = DeviceStep(matrix, seconds, seconds, mask, velocity)
+        if isinstance(state, InstanceQueueState):
+            return replace(state, step=step)
+        if state.bank.cached_anchor is None:
+            return state
+        bank = part.instance_bank
+        mask = mask & (seconds.abs() <= bank.max_time_interval)
+        interval = torch.where(mask & is_later, seconds, bank.default_time_interval)
+        step = replace(step, interval=interval, is_continued=mask)
+        # Which samples have a history is only known in the graph, as if some had one and others had not.
+        return replace(state, bank=replace(state.bank, mask=mask, history=(True, False), step=step))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(self.input_names, tensors, strict=True))
+        state = None
+        if self.is_temporal:
+            values = iter([given[name] for name in self.states])
+            state = self._entered(map_tensors(lambda _: next(values), self.template), self.model.head, given)
+        else:
+            state = self.model.head.enter(None, tensors[0].shape[0], None)
+        features = self.model.image_features(given["images"])
+        if self.tables is not None:
+            features = [features[0], *self.tables]
+        results, after = self.model.detections(DrivingBatch.of(given["images"], given, state), features)
+        return (*tensors_of(results), *(tensors_of(_kept(after)) if self.is_temporal else ()))
+
+    def dynamic(self) -> dict[str, dict[int, str]]:
+        return {name: axes for name, axes in super().dynamic().items() if not name.endswith(".prev_id")}
+
+    def empty_state(self, batch: int) -> dict[str, Tensor]:
+        """Return the state before a first frame."""
+        state = _named(self.template, "state") if self.is_temporal else {}
+        return {
+            name: value.new_zeros((batch, *value.shape[1:]) if value.dim() else ())
+            for name, value in state.items()
+        }
+
+    def _frame(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the cameras of a frame, which form a ring, with random images."""
+        assert self.shape is not None
+        height, width = self.shape
+        matrices = torch.zeros(self.cameras, 4, 4)
+        for camera, matrix in enumerate(matrices):
+            yaw = 2 * math.pi * camera / self.cameras
+            x, y = torch.tensor([math.cos(yaw), -math.sin(yaw), 0.0]), torch.tensor([0.0, 0.0, -1.0])
+            z = torch.tensor([math.sin(yaw), math.cos(yaw), 0.0])
+            matrix[0, :3] = width / 1.4 * x + width / 2 * z
+            matrix[1, :3] = width / 1.4 * y + height / 2 * z
+            matrix[2, :3], matrix[3, 3] = z, 1.0
+        frame = {
+            "images": torch.randn(batch, self.cameras, 3, height, width, generator=generator),
+            "projection_mat": matrices.expand(batch, -1, -1, -1).contiguous(),
+            "image_wh": torch.tensor([width, height]).float().expand(batch, self.cameras, 2).contiguous(),
+            _COMMAND: torch.eye(3)[torch.arange(batch) % 3],
+        }
+        return {name: value.to(self.device) for name, value in frame.items()}
+
+    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+        """Yield drives with irregular times, in which a frame is dropped and one sample comes into a new scene."""
+        generator = torch.Generator().manual_seed(1)
+        for batch in (self.batch or 2, self.batch or 1):
+            calls = []
+            for index, seconds in enumerate((0.0, 0.5, 0.1, 2.5, 0.7)):
+                matrix = torch.eye(4).repeat(batch, 1, 1)
+                matrix[:, 1, 3] = -4.0 * seconds  # The vehicle drives forward.
+                given = self._frame(batch, generator) | {
+                    "previous_to_current": matrix.to(self.device),
+                    "seconds": torch.full((batch,), seconds, device=self.device),
+                    "same_scene": torch.tensor(
+                        [index not in (0, 2 + n) for n in range(batch)], device=self.device
+                    ),
+                }
+                given |= self.empty_state(batch) if index == 0 else {}
+                calls.append({name: given[name] for name in self.input_names if name in given})
+            yield calls if self.is_temporal else calls[:1]
+
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the inputs for the next frame of each sequence, with the state of the frame before."""
+        if tuple(inputs.shape[-2:]) != self.shape:
+            raise ExportError(
+                f"images of {tuple(inputs.shape[-2:])} are outside the exported range: {self.shape}"
+            )
+        data = batch_of(data_samples, evaluates=True)
+        given = {"images": inputs, **{n: v.float() for n, v in data.items() if isinstance(v, Tensor)}}
+        batch = len(inputs)
+        if self.is_temporal:
+            clock = FrameClock.of(data)
+            step = clock.since(self.clock)
+            self.clock = clock
+            if step is None:
+                self.state = self.empty_state(batch)
+                step = FrameStep((0.0,) * batch, torch.eye(4).repeat(batch, 1, 1), (False,) * batch)
+            given |= {
+                "previous_to_current": step.previous_to_current.float(),
+                "seconds": torch.tensor(np.array(step.seconds), dtype=torch.float32),
+                "same_scene": torch.tensor(step.same_scene),
+                **self.state,
+            }
+        return {name: given[name] for name in self.input_names}
+
+    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+        self.state = {name: outputs[output] for name, output in self.states.items()}
+        values = iter([outputs[name] for name in _named(self.selected, "results")])
+        return self.model.with_detections(
+            (map_tensors(lambda _: next(values), self.selected), None), data_samples
+        )

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ def write(program: Program, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and check its structure."""
     import onnx
 
-    with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
+    with _failures_named(), contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
         graph = torch.onnx.export(
             program.standard,
             input_names=list(program.inputs),
@@ -40,6 +40,20 @@ def write(program: Program, folder: Path) -> None:
         raise ExportError(
             f"the ONNX graph has {', '.join(problems)}, which other runtimes do not run. Export the model as pt2"
         )
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    """Raise an ExportError with the operator that ONNX lacks, without the exporter's report."""
+    try:
+        yield
+    except torch.onnx.OnnxExporterError as error:
+        reasons = [
+            str(part).splitlines()[0]
+            for part in (error.__cause__ and error.__cause__.__cause__, error)
+            if part
+        ]
+        raise ExportError(f"ONNX cannot represent the model: {reasons[0]}. Export it as pt2") from error
 
 
 def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:

@@ -86,11 +86,22 @@ def load_pretrained(
     """
     check_choice("init_cfg: if_unavailable", if_unavailable, ("error", "random"))
     try:
-        state_dict = _read(checkpoint, map_location)
+        if checkpoint.startswith(_TORCHVISION):
+            state_dict = _torchvision_weights(checkpoint).get_state_dict(progress=False, check_hash=True)
+        else:
+            contents = CheckpointLoader.load_checkpoint(
+                checkpoint, map_location=map_location, logger="silent"
+            )
+            parts = (contents.get(key) for key in ("state_dict", "model"))
+            state_dict = next((part for part in parts if isinstance(part, dict)), contents)
     except (OSError, HTTPException) as error:  # The file is missing, or the network fails.
+        url = _torchvision_weights(checkpoint).url if checkpoint.startswith(_TORCHVISION) else checkpoint
+        how = "Give the path of a file that exists as checkpoint"
+        if "://" in url:
+            how = f"Download {url} on a machine with a network, and give the path of the file as checkpoint"
         message = (
             f"pretrained weights {checkpoint!r} of {type(backbone).__name__} are not available ({error}). "
-            f"{_how_to_get(checkpoint)} in its init_cfg (of a detector's backbone: --cfg-options "
+            f"{how} in its init_cfg (of a detector's backbone: --cfg-options "
             "model.backbone.init_cfg.checkpoint=PATH)"
         )
         if if_unavailable == "error":
@@ -108,22 +119,6 @@ def load_pretrained(
             key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)
         }
     _fill(backbone, state_dict if convert is None else convert(state_dict), checkpoint)
-
-
-def _read(checkpoint: str, map_location: str) -> dict[str, Tensor]:
-    if checkpoint.startswith(_TORCHVISION):
-        return _torchvision_weights(checkpoint).get_state_dict(progress=False, check_hash=True)
-    contents = CheckpointLoader.load_checkpoint(checkpoint, map_location=map_location, logger="silent")
-    parts = (contents.get(key) for key in ("state_dict", "model"))
-    return next((part for part in parts if isinstance(part, dict)), contents)
-
-
-def _how_to_get(checkpoint: str) -> str:
-    """Return the beginning of a sentence that tells the user how to provide the weights."""
-    url = _torchvision_weights(checkpoint).url if checkpoint.startswith(_TORCHVISION) else checkpoint
-    if "://" in url:
-        return f"Download {url} on a machine with a network, and give the path of the file as checkpoint"
-    return "Give the path of a file that exists as checkpoint"
 
 
 def _torchvision_weights(checkpoint: str) -> Any:

@@ -221,7 +221,17 @@ class ResNet(Backbone):
             if init_cfg is not None:
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
-        _check_options(num_stages, strides, dilations, out_indices, frozen_stages)
+        if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
+            raise InvalidInputError(
+                "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
+                f"got num_stages={num_stages}, strides={tuple(strides)}, dilations={tuple(dilations)}"
+            )
+        if not all(0 <= index < num_stages for index in out_indices):
+            raise InvalidInputError(
+                f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
+            )
+        if not -1 <= frozen_stages <= num_stages:
+            raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")
         super().__init__(init_cfg, _DEFAULT_INIT)
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth
@@ -309,23 +319,3 @@ class ResNet(Backbone):
     def frozen_parts(self) -> list[nn.Module]:
         stages = [getattr(self, name) for name in self.stage_names[: max(self.frozen_stages, 0)]]
         return [] if self.frozen_stages < 0 else [self.conv1, getattr(self, self.norm1_name), *stages]
-
-
-def _check_options(
-    num_stages: int,
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    out_indices: Sequence[int],
-    frozen_stages: int,
-) -> None:
-    if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
-        raise InvalidInputError(
-            "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
-            f"got num_stages={num_stages}, strides={tuple(strides)}, dilations={tuple(dilations)}"
-        )
-    if not all(0 <= index < num_stages for index in out_indices):
-        raise InvalidInputError(
-            f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
-        )
-    if not -1 <= frozen_stages <= num_stages:
-        raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")

@@ -237,7 +237,18 @@ class SwinTransformer(Backbone):
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(init_cfg, _INIT)
-        _check_options(patch_size, depths, num_heads, strides, out_indices)
+        if (
+            len(depths) != len(num_heads)
+            or tuple(strides[: len(depths)]) != (patch_size, 2, 2, 2)[: len(depths)]
+        ):
+            raise InvalidInputError(
+                "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
+                f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
+            )
+        if not all(0 <= index < len(depths) for index in out_indices):
+            raise InvalidInputError(
+                f"SwinTransformer: out_indices must be stages 0..{len(depths) - 1}, got {tuple(out_indices)}"
+            )
         self.out_indices = tuple(out_indices)
         self.convert_weights = convert_weights
         self.frozen_stages = frozen_stages
@@ -304,21 +315,3 @@ class SwinTransformer(Backbone):
             return []
         norms = [getattr(self, f"norm{i}") for i in self.out_indices if i < self.frozen_stages]
         return [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages], *norms]
-
-
-def _check_options(
-    patch_size: int,
-    depths: Sequence[int],
-    num_heads: Sequence[int],
-    strides: Sequence[int],
-    out_indices: Sequence[int],
-) -> None:
-    if len(depths) != len(num_heads) or tuple(strides[: len(depths)]) != (patch_size, 2, 2, 2)[: len(depths)]:
-        raise InvalidInputError(
-            "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
-            f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
-        )
-    if not all(0 <= index < len(depths) for index in out_indices):
-        raise InvalidInputError(
-            f"SwinTransformer: out_indices must be stages 0..{len(depths) - 1}, got {tuple(out_indices)}"
-        )

@@ -33,11 +33,13 @@ class TrainingBatch:
         images: [B, 3, H, W].
         image_sizes: [B, 2], the (height, width) without padding, or None if no image is padded.
         targets: the ground truth of the images.
+        counts: [B] int64, the number of boxes of each image, on the device.
     """
 
     images: Tensor
     image_sizes: Tensor | None
     targets: PaddedTargets
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,6 @@ class DeformableDetectionTransformer(BaseDetector):
             "as_two_stage": as_two_stage,
         }
         self.bbox_head = _built(head, embed_dims=self.embed_dims)
-        self._check_widths(num_feature_levels)
-        self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
-        if as_two_stage:
-            self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
-            self.memory_trans_norm = LayerNorm(self.embed_dims)
-
-    def _check_widths(self, num_feature_levels: int) -> None:
-        """Raise an error if the parts do not fit together, so that this is known before the first batch."""
         widths = {
             "decoder embed_dims": self.decoder.embed_dims,
             "bbox_head.embed_dims": self.bbox_head.embed_dims,
@@ -165,6 +159,10 @@ class DeformableDetectionTransformer(BaseDetector):
                     f"{type(self).__name__}: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
                     f"attention has num_levels={part.num_levels}"
                 )
+        self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
+        if as_two_stage:
+            self.memory_trans_fc = nn.Linear(self.embed_dims, self.embed_dims)
+            self.memory_trans_norm = LayerNorm(self.embed_dims)
 
     def init_weights(self) -> None:
         """Initialise the weights of all parts, each by its own rule."""
@@ -192,7 +190,8 @@ class DeformableDetectionTransformer(BaseDetector):
         room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room_for(most, least))
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         may_be_padded = plan.get("batch_is_padded", False)
-        return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets)
+        counts = to_device(targets.counts, inputs.device)
+        return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets, counts)
 
     def predictions_and_costs(
         self, batch: TrainingBatch

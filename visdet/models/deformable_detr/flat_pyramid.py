@@ -39,11 +39,6 @@ class FlatPyramid:
     valid_ratios: Tensor
 
     @property
-    def reference_points(self) -> Tensor:
-        """The centre of each pixel in every level, [B or 1, S, L, 2] (x, y) in 0..1 of the padded level."""
-        return self.on_levels(self.centers)
-
-    @property
     def layout(self) -> dict[str, Any]:
         """The arguments of ``MultiScaleDeformableAttention`` that say where the levels and their padding lie."""
         return {

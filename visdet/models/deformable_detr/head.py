@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -193,8 +194,8 @@ class DeformableDETRHead(BaseModule):
         return sets
 
     def targets_of(self, name: str, targets: PaddedTargets) -> PaddedTargets:
-        """Return the targets of a set. Those of the encoder's proposals have no classes, they are objects."""
-        return targets.without_classes() if name == "enc_" else targets
+        """Return the targets of a set. For the encoder's proposals, class 0 stands for any object."""
+        return replace(targets, labels=torch.zeros_like(targets.labels)) if name == "enc_" else targets
 
     @torch.no_grad()
     def costs(self, sets: Mapping[str, SetPrediction], targets: PaddedTargets) -> dict[str, Tensor]:

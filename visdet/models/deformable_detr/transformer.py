@@ -134,7 +134,7 @@ class DeformableDetrTransformerEncoder(LayerStack):
 
     def forward(self, pyramid: FlatPyramid) -> Tensor:
         """Return the memory [B, S, C], the features of the last layer."""
-        memory, reference_points = pyramid.features, pyramid.reference_points
+        memory, reference_points = pyramid.features, pyramid.on_levels(pyramid.centers)
         for index, layer in enumerate(self.layers):
             inputs = memory, reference_points, pyramid
             recomputes = index < self.num_cp and torch.is_grad_enabled()

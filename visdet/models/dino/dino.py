@@ -1,14 +1,11 @@
 """The detector DINO and its head."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
-from visdet.structures import DetDataSample
 
 from ..deformable_detr.base import DeformableDetectionTransformer, TrainingBatch
 from ..deformable_detr.decoder_start import DecoderStart
@@ -17,14 +14,6 @@ from ..deformable_detr.head import DeformableDETRHead
 from ..deformable_detr.proposals import pixel_proposals, rows_at
 from ..layers.precision import in_full_precision, without_gradients
 from ..matching.padded_targets import PaddedTargets
-from ..transfer import to_device
-
-
-@dataclass(frozen=True)
-class DenoisingBatch(TrainingBatch):
-    """Images and their ground truth, with the number of boxes of each image, [B] int64, on the device."""
-
-    counts: Tensor
 
 
 @MODELS.register_module()
@@ -65,10 +54,6 @@ class DINO(DeformableDetectionTransformer):
         super().init_weights()
         nn.init.xavier_uniform_(self.query_embedding.weight)
 
-    def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> DenoisingBatch:
-        batch = super().training_batch(inputs, data_samples)
-        return DenoisingBatch(**vars(batch), counts=to_device(batch.targets.counts, inputs.device))
-
     def decoder_start(
         self, memory: Tensor, pyramid: FlatPyramid, batch: TrainingBatch | None = None
     ) -> DecoderStart:
@@ -83,7 +68,7 @@ class DINO(DeformableDetectionTransformer):
         boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()
         query = self.query_embedding.weight[: best.shape[1]].expand(memory.shape[0], -1, -1)
         start = DecoderStart(query, None, boxes.detach())
-        if not (self.training and isinstance(batch, DenoisingBatch)):
+        if not self.training or batch is None:
             return start
         return start._replace(
             encoder_logits=in_full_precision(classify, features),

@@ -126,16 +126,13 @@ class FusedSampleAttention(BaseModule):
         if self.depth_key is not None:
             keys = torch.cat((images, self.depth_key(images).to(images.dtype)), dim=1)
         scores = dot(keys, samples, queries.to(keys.dtype), depths, self.num_octaves)  # [B, G, Q, D]
-        weights = _masked_softmax(at_least_float32(scores) * self.image_dims**-0.5, sample_mask)
+        scores = at_least_float32(scores) * self.image_dims**-0.5
+        if sample_mask is None:
+            weights = scores.softmax(dim=-1)
+        else:
+            mask = sample_mask.unsqueeze(1)
+            lowest = torch.finfo(scores.dtype).min  # The softmax of a row that is all -inf would be NaN.
+            weights = scores.masked_fill(mask, lowest).softmax(dim=-1).masked_fill(mask, 0.0)
         found = weighted_sum(images, samples, weights)  # [B, G, Q, C]
         out = self.output_proj(found.transpose(1, 2).flatten(2).to(query.dtype))
         return self.dropout(out) + identity, weights
-
-
-def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the softmax over D of scores [B, G, Q, D], zero where mask [B, Q, D] is True."""
-    if mask is None:
-        return scores.softmax(dim=-1)
-    mask = mask.unsqueeze(1)
-    lowest = torch.finfo(scores.dtype).min  # The softmax of a row that is all -inf would be NaN.
-    return scores.masked_fill(mask, lowest).softmax(dim=-1).masked_fill(mask, 0.0)

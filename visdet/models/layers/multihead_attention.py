@@ -98,28 +98,17 @@ class MultiheadAttention(BaseModule):
         identity = query if identity is None else identity
         if key_pos is None and query_pos is not None and query_pos.shape == key.shape:
             key_pos = query_pos
-        is_self_attention = key is query and key_pos is query_pos
+        is_joint = (
+            key is query and key_pos is query_pos
+        )  # Queries and keys then have one projection for both.
         query = as_autocast_input(query if query_pos is None else query + query_pos)
-        if is_self_attention:
+        if is_joint:
             key = query
         else:
             key = as_autocast_input(key if key_pos is None else key + key_pos)
-        out = self._attend(query, key, as_autocast_input(value), attn_mask, key_padding_mask)
-        return add_and_norm(norm, out, identity, self.proj_drop, self.dropout_layer)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-    ) -> Tensor:
-        """Return what ``self.attn`` returns, but project a tensor that is both query and key only once."""
-        attn = self.attn
+        value, attn = as_autocast_input(value), self.attn
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        is_joint = key is query
         inputs: tuple[Tensor, ...] = (query, value) if is_joint else (query, key, value)
         sizes = [self.embed_dims * count for count in ((2, 1) if is_joint else (1, 1, 1))]
         weights = as_autocast_input(attn.in_proj_weight).split(sizes)
@@ -134,7 +123,8 @@ class MultiheadAttention(BaseModule):
         mask = self._joint_mask(attn_mask, key_padding_mask, query)
         out = _attention(query, key, value, mask, attn.dropout if attn.training else 0.0)
         out = attn.out_proj(out.transpose(1, 2).flatten(2))
-        return out if self.batch_first else out.transpose(0, 1)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return add_and_norm(norm, out, identity, self.proj_drop, self.dropout_layer)
 
     def _joint_mask(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor

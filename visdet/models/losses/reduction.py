@@ -4,8 +4,6 @@ from torch import Tensor
 
 from visdet.errors import check_choice
 
-REDUCTIONS = ("none", "mean", "sum")
-
 
 def reduce_loss(
     loss: Tensor, weight: Tensor | None, reduction: str, avg_factor: float | Tensor | None = None
@@ -20,7 +18,7 @@ def reduce_loss(
     Raises:
         ValueError: the reduction is unknown, or it is 'sum' and ``avg_factor`` is given.
     """
-    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("reduction", reduction, ("none", "mean", "sum"))
     if weight is not None:
         loss = loss * weight
     if reduction == "none":

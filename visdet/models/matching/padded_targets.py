@@ -107,7 +107,3 @@ class PaddedTargets:
         labels = F.pad(self.labels, (0, 1), value=background).expand(*index.shape[:-1], -1)
         boxes = F.pad(self.boxes_xyxy, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
         return labels.gather(-1, index), boxes.gather(-2, index.unsqueeze(-1).expand(*index.shape, 4))
-
-    def without_classes(self) -> "PaddedTargets":
-        """Return the same boxes with class 0, which then stands for any object."""
-        return replace(self, labels=torch.zeros_like(self.labels))

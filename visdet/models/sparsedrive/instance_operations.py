@@ -7,7 +7,6 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.feed_forward import FFN
@@ -21,8 +20,6 @@ class InstanceOperations(BaseModule):
     Source: the parameter names are Sparse4D's.
     """
 
-    OPERATIONS: tuple[str, ...]
-
     def build_operations(
         self,
         configs: Mapping[str, dict[str, Any] | None],
@@ -34,18 +31,10 @@ class InstanceOperations(BaseModule):
 
         Args:
             configs: the config of each operation, or None to leave it out.
-            operation_order: names of operations, of ``OPERATIONS``.
+            operation_order: names of operations, of those in ``configs``.
             embed_dims: width C of the instances.
             decouple_attn: whether feature and embedding are concatenated for the attention instead of being added.
-
-        Raises:
-            InvalidInputError: ``operation_order`` has a name that is not in ``OPERATIONS``.
         """
-        unknown = set(operation_order) - set(self.OPERATIONS)
-        if unknown:
-            raise InvalidInputError(
-                f"{type(self).__name__}: operation_order must be of {self.OPERATIONS}, got {sorted(unknown)}"
-            )
         self.operation_order = list(operation_order)
         self.decouple_attn = decouple_attn
         built: list[Any] = [

@@ -33,7 +33,10 @@ class SideBySide(nn.Module):
         super().__init__()
         self.inputs = max(perceptron[0].in_features for perceptron in perceptrons)
         self.width = max(perceptron[0].out_features for perceptron in perceptrons)
-        numbers = iter(_numbered(_parameters(perceptrons)))
+        parameters = _parameters(perceptrons)
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = torch.arange(sum(sizes)).split(sizes)  # the numbers of all elements in their order
+        numbers = iter([part.view(tensor.shape) for part, tensor in zip(parts, parameters, strict=True)])
         places: list[Tensor] = []
         for depth in range(len(perceptrons[0]) // 3):
             # Weight, bias, scale and shift of each perceptron.
@@ -45,8 +48,7 @@ class SideBySide(nn.Module):
                 places.append(torch.stack([v.repeat(self.width // len(v))[None] for v in vectors]))
         self.shapes = [part.shape for part in places]
         flat = torch.cat([part.flatten() for part in places])
-        place_of_zero = sum(parameter.numel() for parameter in _parameters(perceptrons))
-        self.register_buffer("places", torch.where(flat < 0, place_of_zero, flat), persistent=False)
+        self.register_buffer("places", torch.where(flat < 0, sum(sizes), flat), persistent=False)
         self.register_buffer("one", torch.ones(self.width), persistent=False)
         self.register_buffer("none", torch.zeros(self.width), persistent=False)
 
@@ -88,10 +90,3 @@ def _parameters(perceptrons: Sequence[Any]) -> list[Tensor]:
         for linear, _, norm in (perceptron[first : first + 3] for perceptron in perceptrons)
         for tensor in (linear.weight, linear.bias, norm.weight, norm.bias)
     ]
-
-
-def _numbered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of these shapes with the numbers 0, 1, 2, ... in the order of all elements."""
-    sizes = [tensor.numel() for tensor in tensors]
-    numbers = torch.arange(sum(sizes)).split(sizes)
-    return [part.view(tensor.shape) for part, tensor in zip(numbers, tensors, strict=True)]

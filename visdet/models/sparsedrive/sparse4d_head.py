@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.model import BaseModule
@@ -13,7 +13,7 @@ from visdet.execution.tensor_tree import map_tensors
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import as_autocast_input, autocast_dtype
-from ..transfer import constants_on, to_device
+from ..transfer import to_device
 from .base_target import Assignment, PairCosts
 from .boxes.denoising import DenoisingQueries
 from .instance_operations import InstanceOperations
@@ -49,6 +49,7 @@ class _Memory:
     feature: Tensor | None
     value: Tensor | None
     embed: Tensor | None
+    mask: Tensor | None
     history: tuple[bool, ...]
 
 
@@ -88,8 +89,6 @@ class Sparse4DHead(InstanceOperations):
     Source: Sparse4D v3, arXiv 2311.11722; SparseDrive, arXiv 2405.19620; names and defaults are theirs.
     """
 
-    OPERATIONS = ("temp_gnn", "gnn", "norm", "ffn", "deformable", "refine")
-
     def __init__(
         self,
         instance_bank: dict[str, Any],
@@ -112,16 +111,16 @@ class Sparse4DHead(InstanceOperations):
         with_instance_id: bool = True,
         task_prefix: str = "det",
         reg_weights: Sequence[float] | None = None,
-        operation_order: Sequence[str] | None = None,
+        operation_order: Sequence[Literal["temp_gnn", "gnn", "norm", "ffn", "deformable", "refine"]]
+        | None = None,
         cls_threshold_to_reg: float = -1,
         dn_loss_weight: float = 5.0,
         decouple_attn: bool = True,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if operation_order is None:
-            layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
-            operation_order = (layer_ops * num_decoder)[3:]
+        layer_ops = ["temp_gnn", "gnn", "norm", "deformable", "norm", "ffn", "norm", "refine"]
+        order = (layer_ops * num_decoder)[3:] if operation_order is None else list(operation_order)
         self.num_single_frame_decoder = num_single_frame_decoder
         self.gt_cls_key, self.gt_reg_key, self.gt_id_key = gt_cls_key, gt_reg_key, gt_id_key
         self.with_instance_id = with_instance_id
@@ -149,7 +148,7 @@ class Sparse4DHead(InstanceOperations):
             "refine": refine_layer,
         }
         self.embed_dims = self.instance_bank.embed_dims
-        self.build_operations(configs, operation_order, self.embed_dims, decouple_attn)
+        self.build_operations(configs, order, self.embed_dims, decouple_attn)
 
     def init_weights(self) -> None:
         """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule."""
@@ -275,7 +274,7 @@ class Sparse4DHead(InstanceOperations):
 
     def _memory(self, state: InstanceBankState, feature: Tensor) -> _Memory:
         """Return what the layers attend to of the previous frame."""
-        memory = _Memory(None, None, None, state.history)
+        memory = _Memory(None, None, None, state.mask, state.history)
         if state.cached_anchor is not None and state.cached_feature is not None:
             memory.embed = as_autocast_input(self.anchor_encoder(state.cached_anchor))
             # The previous frame may have been computed with another type of autocast.
@@ -291,18 +290,21 @@ class Sparse4DHead(InstanceOperations):
 
         In samples without a previous frame they attend to one another.
         """
-        if memory.feature is None or memory.embed is None or memory.value is None:
+        if memory.feature is None or memory.embed is None or memory.value is None or memory.mask is None:
             return self.attend(layer, feature, embed, attn_mask=attn_mask)
         if all(memory.history):
             return self.attend(layer, feature, embed, memory.feature, memory.embed, memory.value)
-        known = tuple(i for i, has_history in enumerate(memory.history) if has_history)
-        others = tuple(i for i, has_history in enumerate(memory.history) if not has_history)
-        place = tuple(torch.tensor(known + others).argsort().tolist())
-        old, new, place = (constants_on(feature.device, index) for index in (known, others, place))
-        past = memory.feature[old], memory.embed[old], memory.value[old]
-        with_history = self.attend(layer, feature[old], embed[old], *past)
-        without = self.attend(layer, feature[new], embed[new], attn_mask=attn_mask)
-        return torch.cat([with_history, without])[place]
+        # Keys of both kinds stand side by side, and each sample attends to those of one kind.
+        K, has_history = memory.feature.shape[1], memory.mask[:, None]
+        keys, embeds = torch.cat([memory.feature, feature], 1), torch.cat([memory.embed, embed], 1)
+        own_value = torch.cat([feature, embed], -1) if self.decouple_attn else feature
+        value = torch.cat([memory.value, own_value.to(memory.value.dtype)], 1)
+        hidden = torch.cat([~has_history.expand(-1, K), has_history.expand(-1, feature.shape[1])], 1)
+        if attn_mask is not None:
+            attn_mask = nn.functional.pad(attn_mask, (K, 0))
+        return self.attend(
+            layer, feature, embed, keys, embeds, value, attn_mask=attn_mask, key_padding_mask=hidden
+        )
 
     @staticmethod
     def _join(feature: Tensor, anchor: Tensor, denoising: DenoisingQueries) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,7 +95,10 @@ def results_of(selected: dict[str, Any]) -> list[dict[str, Any]]:
         selected: the results of ``select``, a dict or nested dicts, which become one dict. Rows that are not marked by
             the ``is_kept`` of their dict are left out.
     """
-    on_host = map_tensors(Tensor.cpu, selected)
+    # All copies are on their way before the host waits for the last one.
+    on_host = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), selected)
+    for device in {tensor.device for tensor in tensors_of(selected) if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
     num_samples = len(next(iter(tensors_of(on_host)), ()))
     return [_result_of(on_host, index) for index in range(num_samples)]
 

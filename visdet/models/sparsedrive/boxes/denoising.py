@@ -22,13 +22,6 @@ def _grouped(x: Tensor, num_groups: int) -> Tensor:
     return x.unflatten(1, (num_groups, -1))
 
 
-def _fitted(x: Tensor, length: int) -> Tensor:
-    """Return x [B, G, n, ...] cut or padded with zeros to ``length`` along n."""
-    x = x[:, :, :length]
-    missing = length - x.shape[2]
-    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing)) if missing > 0 else x
-
-
 class DenoisingQueries(NamedTuple):
     """The denoising queries of a batch: G groups of n.
 
@@ -231,7 +224,9 @@ class BoxDenoising(BaseTargetWithDenoising):
         for old, new in zip(of_state, fresh, strict=True):
             new = _grouped(new, G)
             has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
-            old = torch.where(has_history, _fitted(old, new.shape[2]).to(new.dtype), new[:, :T])
+            old = old[:, :, : new.shape[2]]  # It gets as many queries in a group as there are now.
+            old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, new.shape[2] - old.shape[2])).to(new.dtype)
+            old = torch.where(has_history, old, new[:, :T])
             merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))
         merged[0] = torch.cat([instance_feature[:, :N], merged[0]], dim=1)
         merged[1] = torch.cat([anchor[:, :N], merged[1]], dim=1)

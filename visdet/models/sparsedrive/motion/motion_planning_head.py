@@ -1,7 +1,7 @@
 """The head that predicts the motion of agents and plans the motion of the ego vehicle."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
     ``embed_dims`` channels.
     """
 
-    OPERATIONS = ("temp_gnn", "gnn", "norm", "cross_gnn", "ffn", "refine")
-
     def __init__(
         self,
         fut_ts: int = 12,
@@ -68,7 +66,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         embed_dims: int = 256,
         decouple_attn: bool = False,
         instance_queue: dict[str, Any] | None = None,
-        operation_order: Sequence[str] = (),
+        operation_order: Sequence[Literal["temp_gnn", "gnn", "norm", "cross_gnn", "ffn", "refine"]] = (),
         temp_graph_model: dict[str, Any] | None = None,
         graph_model: dict[str, Any] | None = None,
         cross_graph_model: dict[str, Any] | None = None,

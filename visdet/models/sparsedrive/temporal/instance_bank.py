@@ -24,12 +24,8 @@ def topk(confidence: Tensor, k: int, *inputs: Tensor) -> tuple[Tensor, list[Tens
         inputs: [B, Q, C], or [B, Q], which counts as C = 1.
     """
     confidence, index = confidence.topk(k, dim=1)
-    return confidence, [select_rows(x if x.dim() == 3 else x[..., None], index) for x in inputs]
-
-
-def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return rows ``index`` [B, k] of x [B, Q, C], as [B, k, C]."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    rows = [x if x.dim() == 3 else x[..., None] for x in inputs]
+    return confidence, [x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])) for x in rows]
 
 
 @temporal_value

@@ -43,12 +43,12 @@ class InstanceQueueState:
 
     features: tuple[Tensor, ...] = ()
     anchors: tuple[Tensor, ...] = ()
-    period: Tensor | None = None
-    instance_id: Tensor | None = None
-    confidence: Tensor | None = None
+    period: Any = None
+    instance_id: Any = None
+    confidence: Any = None
     ego_features: tuple[Tensor, ...] = ()
     ego_anchors: tuple[Tensor, ...] = ()
-    ego_period: Tensor | None = None
+    ego_period: Any = None
     ego_status: Tensor | None = None
     step: DeviceStep | None = None
 
@@ -150,7 +150,6 @@ class InstanceQueue(BaseModule):
             state = replace(state, anchors=moved(state.anchors), ego_anchors=moved(state.ego_anchors))
         state = self._follow(state, det_output, mask)
         ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, mask)
-        assert state.period is not None and state.ego_period is not None
         period = torch.cat([state.period, state.ego_period], dim=1)
         features = torch.cat(
             [
@@ -163,16 +162,13 @@ class InstanceQueue(BaseModule):
         ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
         return ego_feature, ego_anchor, features, anchors, ages > period[..., None], state
 
-    def _follow(
-        self, state: InstanceQueueState, det_output: dict[str, Any], mask: Tensor | None
-    ) -> InstanceQueueState:
+    def _follow(self, state: InstanceQueueState, det_output: dict[str, Any], mask: Any) -> InstanceQueueState:
         """Reorder what is remembered like the instances of this frame, and add the frame."""
         feature, anchor = det_output["instance_feature"].detach(), det_output["prediction"][-1].detach()
         features, anchors = state.features, state.anchors
         if state.period is None:
             period = torch.zeros(feature.shape[:2], dtype=torch.int64, device=feature.device)
         else:
-            assert state.instance_id is not None and state.confidence is not None and mask is not None
             instance_id = det_output["instance_id"]
             match: Tensor = (instance_id[..., None] == state.instance_id[:, None]) & (instance_id >= 0)[
                 ..., None
@@ -194,15 +190,19 @@ class InstanceQueue(BaseModule):
         self,
         state: InstanceQueueState,
         feature_maps: Sequence[Any],
-        mask: Tensor | None,
+        mask: Any,
     ) -> tuple[Tensor, Tensor, InstanceQueueState]:
-        feature = self.ego_feature_encoder(_front_map(feature_maps)).flatten(1).unsqueeze(1)
+        front = feature_maps[-1][:, 0]
+        if len(feature_maps) == 3 and feature_maps[0].dim() == 3:  # The pyramid is flattened.
+            features, shapes, starts = feature_maps
+            (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])
+            front = features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
+        feature = self.ego_feature_encoder(front).flatten(1).unsqueeze(1)
         batch_size = feature.shape[0]
         anchor = self.ego_anchor.expand(batch_size, 1, -1).clone()
         if state.ego_period is None:
             period = torch.zeros(batch_size, 1, dtype=torch.int64, device=anchor.device)
         else:
-            assert mask is not None
             period = torch.where(mask[:, None], state.ego_period, 0)
         if self.ego_motion_encoder is not None:
             if state.step is not None and mask is not None:
@@ -227,7 +227,6 @@ class InstanceQueue(BaseModule):
         """
         if self.ego_motion_encoder is None:
             return None
-        assert state.ego_period is not None
         velocity = state.ego_anchors[-1][..., VX : VY + 1]
         before = state.ego_anchors[-2][..., VX : VY + 1] if len(state.ego_anchors) > 1 else velocity
         waves = [
@@ -274,12 +273,3 @@ def _waves(motion: Tensor, shortest: float) -> Tensor:
     length = shortest * 2.0 ** torch.arange(_NUM_WAVES, device=motion.device)
     phase = (motion[..., None] * (2 * math.pi / length)).flatten(-2)
     return torch.cat([phase.sin(), phase.cos()], -1)
-
-
-def _front_map(feature_maps: Sequence[Any]) -> Tensor:
-    """Return the coarsest map [B, C, H, W] of the first camera, from a pyramid that may be flattened."""
-    if len(feature_maps) == 3 and feature_maps[0].dim() == 3:
-        features, shapes, starts = feature_maps
-        (H, W), start = shapes[0, -1].tolist(), int(starts[0, -1])
-        return features[:, start : start + H * W].transpose(1, 2).unflatten(-1, (H, W))
-    return feature_maps[-1][:, 0]
