@@ -120,6 +120,7 @@ def test_doctor_reports_versions_libraries_and_operators():
     assert done.returncode == 0, done.stderr
     for part in (
         "torch ",
+        "system",
         "torchvision",
         "mmengine",
         "libvisdet_cpu.so",

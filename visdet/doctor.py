@@ -18,6 +18,11 @@ _PACKAGES = {
     "faster-coco-eval": "COCO metrics (or pycocotools)",
     "tensorboard": "training curves",
 }
+# docs/installation.md has the same table.
+_MACHINES = {
+    "Linux x86_64": "supported, with NVIDIA GPUs and without; not with ROCm",
+    "Linux aarch64": "not tested: build the operators from source",
+}
 
 
 def _version(distribution: str) -> str | None:
@@ -30,6 +35,9 @@ def _version(distribution: str) -> str | None:
 def _packages(advice: list[str]) -> list[str]:
     missing = []
     lines = [f"  {'Python':18} {platform.python_version()}  ({sys.executable})"]
+    machine = f"{platform.system()} {platform.machine()}"
+    supported = _MACHINES.get(machine, "not supported: operators that need no library run in plain torch")
+    lines.append(f"  {'system':18} {machine}  ({supported})")
     for name, purpose in _PACKAGES.items():
         version = _version(name) or (_version("opencv-python-headless") if name == "opencv-python" else None)
         lines.append(f"  {name:18} {version or 'MISSING'}  ({purpose})")

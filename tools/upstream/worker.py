@@ -144,9 +144,7 @@ def main(name: str, work: str, device: str, scale: str, report_path: str, task: 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("python -m tools.upstream.worker", description=__doc__)
     for argument in ("name", "work", "device", "scale", "report_path", "task"):
         parser.add_argument(argument)
     main(**vars(parser.parse_args()))

@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="type in which convolutions and linear layers compute (default: float32)",
     )
+    parser.add_argument(
+        "--custom-op",
+        choices=("openvino", "tensorrt"),
+        help="nodes of visdet's CPU kernels in the format openvino, or of NVIDIA's plugin in the format onnx",
+    )
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--shape",
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
         format=args.format,
         precision=args.precision,
+        custom_op=args.custom_op,
         shape=args.shape,
         batch=args.batch,
         check=not args.no_check,
