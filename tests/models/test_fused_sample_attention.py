@@ -101,13 +101,6 @@ def test_query_without_samples_takes_nothing():
     assert all(tensor.grad.isfinite().all() for tensor in given.values())
 
 
-def test_identity():
-    attention, given = module().double(), inputs()
-    identity = torch.randn(B, Q, E, dtype=torch.float64)
-    difference = attention(**given, identity=identity)[0] - attention(**given)[0]
-    torch.testing.assert_close(difference, identity - given["query"])
-
-
 def test_autocast_keeps_scores_and_weights_in_float32():
     attention, given = module(), inputs(torch.float32)
     exact, exact_weights = attention(**given)

@@ -101,22 +101,6 @@ def test_bad_calls(call, error, message):
         call()
 
 
-def test_channel_mapper_names_and_shapes():
-    neck = ChannelMapper(
-        [4, 8], 6, kernel_size=1, norm_cfg={"type": "GN", "num_groups": 2}, act_cfg=None, num_outs=4
-    )
-    assert {name.rsplit(".", 2)[0] for name in names(neck)} == {
-        "convs.0",
-        "convs.1",
-        "extra_convs.0",
-        "extra_convs.1",
-    }
-    assert neck.extra_convs[0].conv.weight.shape == (6, 8, 3, 3)  # on the last input, not on the last output
-    assert neck.extra_convs[1].conv.weight.shape == (6, 6, 3, 3)
-    outs = neck((torch.randn(2, 4, 9, 13), torch.randn(2, 8, 5, 7)))
-    assert [tuple(out.shape) for out in outs] == [(2, 6, 9, 13), (2, 6, 5, 7), (2, 6, 3, 4), (2, 6, 2, 2)]
-
-
 def test_ffn_names_and_sum():
     torch.manual_seed(0)
     ffn = FFN(8, 12)

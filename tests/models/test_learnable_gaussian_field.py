@@ -54,17 +54,6 @@ def test_golden_vectors():
         assert torch.allclose(tensor.grad, arrays[f"output/field/grad_{name}"], rtol=1e-9, atol=1e-13), name
 
 
-def test_diagonal_mode_by_hand():
-    field = LearnableGaussianField(1, 1.0, use_full_cov=False)
-    with torch.no_grad():
-        field.means.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
-        field.log_scales.copy_(torch.tensor([[0.5, 1.0, 2.0]]).log())
-        field.weights.fill_(3.0)
-    # Offsets of 1, 1 and 2 standard deviations.
-    value = field(torch.tensor([1.5, 1.0, 7.0]))
-    assert value.shape == () and value.item() == pytest.approx(3 * math.exp(-0.5 * 6))
-
-
 @pytest.mark.parametrize("use_full_cov", [True, False])
 def test_one_point_and_batches_agree_with_the_definition(use_full_cov):
     field, points = make_field(use_full_cov=use_full_cov), torch.rand(2, 7, 3, dtype=torch.float64) * 4

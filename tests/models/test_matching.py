@@ -116,20 +116,6 @@ def test_costs_that_are_not_finite_do_not_stop_the_solver(bad):
     assert sorted(everything.flatten().tolist()) == [0, 1, 2]
 
 
-def test_targets_of_predictions_and_padding():
-    targets = PaddedTargets.from_samples(
-        [sample([[1, 2, 3, 4]], [7]), sample([[0, 0, 1, 1], [5, 6, 7, 8]], [1, 2])],
-        [(8, 8)] * 2,
-        torch.device("cpu"),
-    ).padded_to(4)
-    assert targets.labels.shape == (2, 4)
-    index = torch.tensor([[[0, 4], [4, 1]]])  # [D, B, Q]; 4 is none
-    labels, boxes = targets.of_predictions(index, background=9)
-    assert labels.tolist() == [[[7, 9], [9, 2]]]
-    assert boxes.tolist() == [[[[1, 2, 3, 4], [0, 0, 0, 0]], [[0, 0, 0, 0], [5, 6, 7, 8]]]]
-    assert targets.padded_to(3).labels.shape == (2, 4)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

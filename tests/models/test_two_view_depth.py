@@ -84,18 +84,6 @@ def test_modes():
     assert not unused
 
 
-def test_fused_and_plain_attention_train_alike():
-    inputs, samples = batch()
-    results = []
-    for fused in (True, False):
-        network = model(attention={"type": "FusedSampleAttention", "num_heads": 2, "fused": fused})
-        losses = network(inputs, samples, mode="loss")
-        sum(losses.values()).backward()
-        results.append((*losses.values(), network.stem.conv.weight.grad))
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

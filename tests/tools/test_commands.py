@@ -7,12 +7,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from mmengine.config import Config
 
 import visdet
 from visdet.commands import _MODULES
+from visdet.engine import ConfigError, load_config
 from visdet.engine.config.files import files_of_config, read_config
 from visdet.engine.config.packaged import CONFIGS, find_config, packaged_configs
+from visdet.registry import MODELS
 
 SHAPES = "deformable_detr/deformable-detr_shapes"
 
@@ -159,3 +162,23 @@ def test_a_folder_that_was_deleted(program, tmp_path):
 @pytest.mark.parametrize("name", packaged_configs())
 def test_every_config_of_the_package_can_be_read(name):
     assert read_config(name).to_dict() == Config.fromfile(CONFIGS / f"{name}.py").to_dict()
+
+
+def test_a_model_is_measured(program):
+    status, out, _ = program("benchmark", SHAPES, "--runs", 2, "--batch-size", 2, "--device", "cpu")
+    assert status == 0 and "batches of 2 images [3, 128, 128], float32" in out
+    assert re.search(r"eager +p50 [\d.]+ ms, p99 [\d.]+ ms, [\d.]+ images/s, memory \d+ MiB", out)
+
+
+def test_the_results_of_a_test_are_read_by_coco(monkeypatch, tmp_path):
+    coco = pytest.importorskip("faster_coco_eval")
+    monkeypatch.chdir(tmp_path)
+    cfg = load_config(SHAPES)[0]
+    for loader in ("val_dataloader", "test_dataloader"):
+        cfg[loader].dataset.update(generator={"num_train": 1, "num_val": 2, "num_workers": 1})
+    torch.save(MODELS.build(cfg.model).state_dict(), "random.pth")
+    visdet.evaluate(cfg, "random.pth", out="found.bbox.json")
+    truth = tmp_path / "data/shapes/annotations/instances_val.json"
+    assert coco.COCO(str(truth)).loadRes(str(tmp_path / "found.bbox.json")).anns
+    with pytest.raises(ConfigError, match="CocoMetric"):
+        visdet.evaluate(cfg, "random.pth", test_evaluator=[], out="found.bbox.json")

@@ -19,6 +19,7 @@ _MODULES = {
     "test": "visdet.commands.test",
     "infer": "visdet.commands.infer",
     "export": "visdet.commands.export",
+    "benchmark": "visdet.commands.benchmark",
     "configs": "visdet.commands.configs",
     "print-config": "visdet.commands.print_config",
     "convert": "visdet.commands.convert",

@@ -1,7 +1,7 @@
 """Write a trained model for another runtime, run what was written there, and compare it with the model.
 
 visdet export deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth --format onnx \\
-    --check data/shapes/annotations/val.json --out exported
+    --check data/shapes/annotations/instances_val.json --out exported
 """
 
 import argparse
@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "float16", "bfloat16"),
         default="float32",
         help="type in which convolutions and linear layers compute (default: float32)",
+    )
+    parser.add_argument(
+        "--custom-op",
+        choices=("openvino", "tensorrt"),
+        help="nodes of visdet's CPU kernels in the format openvino, or of NVIDIA's plugin in the format onnx",
     )
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
         format=args.format,
         precision=args.precision,
+        custom_op=args.custom_op,
         shape=args.shape,
         batch=args.batch,
         check=not args.no_check,

@@ -14,6 +14,8 @@ from .checkpoints.resume import AUTO
 from .errors import ConfigError
 from .process.places import check_out_file, check_work_dir
 
+_COCO_RESULTS = ".bbox.json"
+
 
 def build_runner(cfg: Config) -> Any:
     """Build the runner that ``runner_type`` of the config names. The default is :class:`DetRunner`.
@@ -99,16 +101,25 @@ def enable_auto_scale_lr(cfg: Config) -> None:
 
 
 def write_detections(cfg: Config, out_file: str) -> None:
-    """Make a config write the predictions of a test to a JSON file.
+    """Make a config write the predictions of a test to a JSON file, which is one of COCO's results if it is so named.
 
     Raises:
-        UserError: ``out_file`` is not named ``*.json``, or cannot be written.
+        UserError: ``out_file`` is not named ``*.json``, or cannot be written; or it is named ``*.bbox.json``, which
+            CocoMetric writes, and the config has none.
     """
     if not out_file.endswith(".json"):
         raise ConfigError(f"--out must name a .json file, got {out_file!r}")
     check_out_file(out_file)
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list | tuple) else [cfg.test_evaluator]
-    cfg.test_evaluator = [*evaluators, {"type": "DumpDetections", "out_file": out_file}]
+    if not out_file.endswith(_COCO_RESULTS):
+        cfg.test_evaluator = [*evaluators, {"type": "DumpDetections", "out_file": out_file}]
+        return
+    coco = [metric for metric in evaluators if str(metric.get("type")).endswith("CocoMetric")]
+    if not coco:
+        raise ConfigError(
+            f"--out {out_file}: COCO's results are written by CocoMetric, which test_evaluator lacks"
+        )
+    coco[0]["outfile_prefix"] = out_file.removesuffix(_COCO_RESULTS)
 
 
 def draw_detections(cfg: Config, folder: str) -> None:

@@ -122,7 +122,8 @@ def evaluate(
     Args:
         config, options, work_dir, graph, launcher, overrides: see :func:`train`.
         checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md.
-        out: a JSON file to write the predictions of every sample to.
+        out: a JSON file to write the predictions of every sample to, in COCO's format of results if it is named
+            ``*.bbox.json``.
         show_dir: a folder to write pictures of predictions and ground truth to.
         amp: predict under bfloat16 autocast.
 

@@ -48,7 +48,7 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
     init_default_scope(cfg.default_scope)
     if takes_images(cfg):
         detector = Detector(cfg, device="cpu")
-        height, width = shape or _resized_to(cfg)
+        height, width = shape or resized_to(cfg)
         model: Any = detector.model
         frames = StagedModel(model)
         what = f"an image of {height} x {width} pixels (height x width)"
@@ -96,7 +96,7 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
         )
 
 
-def _resized_to(cfg: Config) -> tuple[int, int]:
+def resized_to(cfg: Config) -> tuple[int, int]:
     """Return the (height, width) of the images that the test pipeline makes."""
     dataset = dataset_config(cfg, "test")
     for step in dataset.get("pipeline", ()):

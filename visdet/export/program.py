@@ -29,6 +29,7 @@ class Program:
         dynamic: for each input, the names of the axes whose size may change, by axis.
         ranges: the least and the greatest size of each of these names.
         dtype: the type of autocast, or float32.
+        custom_op: the runtime for which ``standard`` has nodes of visdet's operators, or None.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class Program:
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    custom_op: str | None = None
 
     @functools.cached_property
     def exported(self) -> ExportedProgram:
@@ -46,7 +48,7 @@ class Program:
     @functools.cached_property
     def standard(self) -> ExportedProgram:
         """The graph with torch's operators alone, for all other runtimes."""
-        return self._traced(_Standard(self.module))
+        return self._traced(_Standard(self.module, self.custom_op))
 
     def _traced(self, module: nn.Module) -> ExportedProgram:
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
@@ -60,12 +62,12 @@ class Program:
 
 
 class _Standard(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, custom_op: str | None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.custom_op = module, custom_op
 
     def forward(self, *tensors: Tensor) -> Any:
-        with standard_operators(self.module):
+        with standard_operators(self.module, self.custom_op):
             return self.module(*tensors)
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -42,6 +43,7 @@ def export(
     check: bool = True,
     bench: bool = False,
     evaluate: Any = None,
+    custom_op: Literal["openvino", "tensorrt"] | None = None,
 ) -> dict[str, Any]:
     """Write a model into a folder, run it in the runtime of the format, compare it, and return the report.
 
@@ -61,6 +63,9 @@ def export(
         bench: whether latencies are measured, of the exported model and of the model itself.
         evaluate: a function of the family and of what runs the exported model, which returns a part of the report with
             metrics, and raises an error if they differ too much.
+        custom_op: 'openvino' puts nodes of visdet's CPU kernels into the graph of format 'openvino', and compiles them.
+            'tensorrt' puts nodes of NVIDIA's MultiscaleDeformableAttnPlugin into that of format 'onnx', which is then
+            run by onnx's reference implementation, not by TensorRT.
 
     Raises:
         ExportError: the model cannot be exported so, or the exported model gives other results.
@@ -70,7 +75,12 @@ def export(
     check_choice("precision", precision, tuple(PRECISIONS))
     module, dtype = format_module(format), PRECISIONS[precision]
     family = family_of(model, None if shape is None else (int(shape[0]), int(shape[1])), batch)
-    program = family.program(dtype)
+    if custom_op is not None and (format, custom_op) not in (("openvino", "openvino"), ("onnx", "tensorrt")):
+        raise ExportError(
+            "custom_op must be 'openvino' with format 'openvino', or 'tensorrt' with format 'onnx', "
+            f"got {custom_op!r} with format {format!r}"
+        )
+    program = replace(family.program(dtype), custom_op=custom_op)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     description = _description(

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from visdet.ops.box_key_points import box_key_points_reference
 
+from .custom_operators import deformable_aggregation_node, ms_deform_attn_node
 from .errors import ExportError
 
 _MIN_DEPTH = 1e-5  # the least depth of a point before a camera, in metres
@@ -23,8 +24,11 @@ Sizes = Sequence[tuple[int, int]]
 
 
 @contextmanager
-def standard_operators(model: nn.Module) -> Iterator[None]:
-    """Compute visdet's operators by torch's own ones within the block. The model has at most one neck."""
+def standard_operators(model: nn.Module, custom_op: str | None = None) -> Iterator[None]:
+    """Compute visdet's operators by torch's own ones within the block. The model has at most one neck.
+
+    ``custom_op``: the runtime for which some operators become nodes of :mod:`.custom_operators`, or None.
+    """
     sizes: list[tuple[int, int]] = []
 
     def note(_: nn.Module, __: Any, maps: Sequence[Tensor]) -> None:
@@ -33,7 +37,7 @@ def standard_operators(model: nn.Module) -> Iterator[None]:
     necks = [part for name, part in model.named_modules() if name.rpartition(".")[2] in ("neck", "img_neck")]
     hooks = [neck.register_forward_hook(note) for neck in necks]
     try:
-        with _Standard(sizes):
+        with _Standard(sizes, custom_op):
             yield
     finally:
         for hook in hooks:
@@ -41,9 +45,9 @@ def standard_operators(model: nn.Module) -> Iterator[None]:
 
 
 class _Standard(TorchFunctionMode):
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, custom_op: str | None) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.custom_op = sizes, custom_op
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.argsort:
@@ -56,6 +60,12 @@ class _Standard(TorchFunctionMode):
                 f"the operator visdet::{name} has no formula in standard operators, so that the model can only be "
                 "exported as pt2 or aoti, or after a formula has been added to visdet/export/standard_operators.py"
             )
+        if self.custom_op and name.startswith("ms_deform_attn"):
+            samples = _attention_samples(self.sizes, *args[3:]) if name.endswith("fused") else args[3:]
+            return ms_deform_attn_node(self.custom_op, *args[:3], *samples)
+        if self.custom_op == "openvino" and name.startswith("deformable_aggregation"):
+            samples = _projected(*args[3:]) if name.endswith("fused") else args[3:]
+            return deformable_aggregation_node(*args[:3], *samples)
         return _FORMULAS[name](self.sizes, *args, **(kwargs or {}))
 
 
@@ -103,13 +113,23 @@ def _ms_deform_attn_fused(
     value: Tensor,
     _: Tensor,
     __: Tensor,
-    references: Tensor,
-    offsets: Tensor,
-    logits: Tensor,
-    num_points: Sequence[int],
+    *predicted: Any,
 ) -> Tensor:
+    return _attended(sizes, value, list(zip(*_levels_of(sizes, *predicted), strict=True)))
+
+
+def _attention_samples(sizes: Sizes, *predicted: Any) -> tuple[Tensor, Tensor]:
+    """Return locations [B, Q, G, L, P, 2] and weights [B, Q, G, L, P]. All levels have as many points."""
+    locations, weights = _levels_of(sizes, *predicted)
+    return torch.stack(locations, 3), torch.stack(list(weights), 3)
+
+
+def _levels_of(
+    sizes: Sizes, references: Tensor, offsets: Tensor, logits: Tensor, num_points: Sequence[int]
+) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """Return the locations [B, Q, G, P, 2] and the weights [B, Q, G, P] of each level."""
     weights = logits.float().softmax(-1).split(list(num_points), 3)
-    per_level = []
+    locations = []
     for level, offset in enumerate(offsets.float().split(list(num_points), 3)):
         reference = references[:, :, level, None, None]  # [B, Q, 1, 1, 2 or 4]
         if references.shape[-1] == 4:
@@ -119,8 +139,8 @@ def _ms_deform_attn_fused(
             height, width = sizes[level]
             x = reference[..., 0] + offset[..., 0] / width
             location = torch.stack((x, reference[..., 1] + offset[..., 1] / height), -1)
-        per_level.append((location, weights[level]))
-    return _attended(sizes, value, per_level)
+        locations.append(location)
+    return locations, weights
 
 
 def _deformable_aggregation(
@@ -149,6 +169,12 @@ def _deformable_aggregation_fused(
     features: Tensor,
     level_shapes: Tensor,
     level_starts: Tensor,
+    *predicted: Any,
+) -> Tensor:
+    return _deformable_aggregation(sizes, features, level_shapes, level_starts, *_projected(*predicted))
+
+
+def _projected(
     key_points: Tensor,
     projection: Tensor,
     image_wh: Tensor,
@@ -156,7 +182,8 @@ def _deformable_aggregation_fused(
     camera_logits: Tensor,
     keep: Tensor,
     keep_scale: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return locations [B, Q, P, V, 2] and weights [B, Q, P, V, L, G]."""
     pixels = (projection[:, :, None, None, :3, :3] * key_points[:, None, :, :, None, :]).sum(-1)
     pixels = pixels + projection[:, :, None, None, :3, 3]  # [B, V, Q, P, 3]
     locations = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH) / image_wh[:, :, None, None]
@@ -166,14 +193,7 @@ def _deformable_aggregation_fused(
     # The softmax runs over the last axis, which some runtimes need.
     ordered = summed.movedim(-1, 2)  # [B, Q, G, V, L, P]
     weights = ordered.flatten(3).softmax(-1).view(ordered.shape)
-    return _deformable_aggregation(
-        sizes,
-        features,
-        level_shapes,
-        level_starts,
-        locations.permute(0, 2, 3, 1, 4),
-        weights.permute(0, 1, 5, 3, 4, 2),
-    )
+    return locations.permute(0, 2, 3, 1, 4), weights.permute(0, 1, 5, 3, 4, 2)
 
 
 def _gaussian_field(

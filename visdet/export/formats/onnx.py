@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
 from ..program import Program
 
@@ -32,7 +33,10 @@ def write(program: Program, folder: Path) -> None:
     graph.save(folder / "model.onnx", external_data=False)
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
-    problems = sorted({f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain})
+    known = {"", DOMAINS.get(program.custom_op or "", "")}
+    problems = sorted(
+        {f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in known}
+    )
     problems += sorted({node.op_type for node in model.graph.node if node.op_type in ("If", "Loop", "Scan")})
     if any(value.data_type == onnx.TensorProto.DOUBLE for value in model.graph.initializer):
         problems.append("float64 constants")
@@ -58,8 +62,11 @@ def _failures_named() -> Iterator[None]:
 
 def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """Return the function of named arrays that ``model.onnx`` of a folder is in onnxruntime, on the CPU."""
+    import onnx
     import onnxruntime
 
+    if any(opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(folder / "model.onnx").opset_import):
+        return load_with_plugin(folder / "model.onnx")
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     read = {given.name for given in session.get_inputs()}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..openvino_extension import EXTENSION, build_extension
 from ..program import Program, outputs_of
 from . import onnx
 
@@ -16,16 +17,20 @@ def write(program: Program, folder: Path) -> None:
     import openvino
 
     onnx.write(program, folder)
-    openvino.save_model(
-        openvino.convert_model(folder / "model.onnx"), folder / "model.xml", compress_to_fp16=False
-    )
+    core = openvino.Core()
+    if program.custom_op is not None:
+        core.add_extension(build_extension(folder))
+    openvino.save_model(core.read_model(folder / "model.onnx"), folder / "model.xml", compress_to_fp16=False)
 
 
 def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """Return the function of named arrays that ``model.xml`` of a folder is, in float32 on the CPU."""
     import openvino
 
-    compiled = openvino.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    core = openvino.Core()
+    if (folder / EXTENSION).is_file():
+        core.add_extension(folder / EXTENSION)
+    compiled = core.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     read = {name for port in compiled.inputs for name in port.names}
     names = outputs_of(folder)
 

@@ -1,0 +1,85 @@
+"""Nodes of visdet's operators in ONNX graphs, for runtimes that have kernels for them.
+
+``openvino``: nodes ``visdet::ms_deform_attn`` and ``visdet::deformable_aggregation``, which are those of the C++
+extension of :mod:`.openvino_extension`. ``tensorrt``: nodes of NVIDIA's MultiscaleDeformableAttnPlugin_TRT, whose
+inputs are those of ``ms_deform_attn`` with tables of 32-bit integers, and whose output is [B, Q, G, C].
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import visdet.ops
+
+from .errors import ExportError
+
+DOMAINS = {"openvino": "visdet", "tensorrt": "TRT"}
+_PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
+
+
+def ms_deform_attn_node(
+    custom_op: str,
+    value: Tensor,
+    level_shapes: Tensor,
+    level_starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Return a node with the arguments of ``visdet.ops.ms_deform_attn``."""
+    _check_float32(value)
+    B, _, G, C = value.shape
+    Q = locations.shape[1]
+    if custom_op == "openvino":
+        inputs = (value, level_shapes, level_starts, locations, weights)
+        return _node("visdet::ms_deform_attn", inputs, (B, Q, G * C))
+    inputs = (value, level_shapes.int(), level_starts.int(), locations, weights)
+    return _node(f"{DOMAINS[custom_op]}::{_PLUGIN}", inputs, (B, Q, G, C), plugin_version="2").flatten(2)
+
+
+def deformable_aggregation_node(features: Tensor, *arguments: Tensor) -> Tensor:
+    """Return a node with the arguments of ``visdet.ops.deformable_aggregation``."""
+    _check_float32(features)
+    shape = (features.shape[0], arguments[2].shape[1], features.shape[2])
+    return _node("visdet::deformable_aggregation", (features, *arguments), shape)
+
+
+def _check_float32(values: Tensor) -> None:
+    if values.dtype != torch.float32:
+        raise ExportError(f"--custom-op needs --precision float32, got {values.dtype}")
+
+
+def _node(name: str, inputs: tuple[Tensor, ...], shape: tuple[int, ...], **attributes: Any) -> Tensor:
+    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=torch.float32, shape=shape, version=1)
+
+
+def load_with_plugin(path: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Return the function that a graph with nodes of NVIDIA's plugin is, by onnx's reference implementation.
+
+    TensorRT is not needed and not run: ``visdet.ops.ms_deform_attn`` computes the plugin's nodes.
+    """
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    def compute(self: Any, *inputs: np.ndarray, plugin_version: str) -> tuple[np.ndarray]:
+        value, shapes, starts, locations, weights = map(torch.tensor, inputs)
+        result = visdet.ops.ms_deform_attn(value, shapes.long(), starts.long(), locations, weights)
+        return (result.unflatten(-1, value.shape[2:]).numpy(),)
+
+    class GatherElements(OpRun):
+        """onnx's own takes at most 64 rows."""
+
+        def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
+            return (np.take_along_axis(data, indices, axis=axis or 0),)
+
+    node = type(_PLUGIN, (OpRun,), {"op_domain": DOMAINS["tensorrt"], "_run": compute})
+    evaluator = ReferenceEvaluator(str(path), new_ops=[node, GatherElements])
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        given = {name: value for name, value in inputs.items() if name in evaluator.input_names}
+        return dict(zip(evaluator.output_names, evaluator.run(None, given), strict=True))
+
+    return run
