@@ -75,6 +75,7 @@ def picture(request, programs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # The compilation takes two minutes on an idle machine.
 def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained, picture):
     expected = init_detector(*trained)(str(picture), score_threshold=0.0)
     command = [programs / "detect", package, picture, "0"]
