@@ -111,3 +111,8 @@ def test_without_a_check_the_report_says_so(tmp_path):
 def test_a_model_without_a_family_is_refused(tmp_path):
     with pytest.raises(ExportError, match="Linear"):
         visdet.export(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_a_precision_that_loses_its_conversions_is_refused(tmp_path):
+    with pytest.raises(ExportError, match="bfloat16"):
+        visdet.export(LearnableGaussianField(5), tmp_path, precision="bfloat16")

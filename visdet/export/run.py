@@ -73,6 +73,11 @@ def export(
     """
     check_choice("format", format, FORMATS)
     check_choice("precision", precision, tuple(PRECISIONS))
+    if precision != "float32":
+        raise ExportError(
+            f"precision {precision!r} cannot be exported: torch's tracing loses the conversions of autocast within the "
+            "models' blocks of float32. Export float32, and let the runtime choose 16 bit where it can"
+        )
     module, dtype = format_module(format), PRECISIONS[precision]
     family = family_of(model, None if shape is None else (int(shape[0]), int(shape[1])), batch)
     if custom_op is not None and (format, custom_op) not in (("openvino", "openvino"), ("onnx", "tensorrt")):
