@@ -121,13 +121,14 @@ OPTIONAL = {"argcomplete", "supervision", "shapely", "pycocotools", "mmcv", "mmd
 
 
 def test_what_is_imported_is_required():
-    required = {
-        re.match(r"[\w-]+", requirement)[0]
-        for requirement in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["train"])
-    }
+    extras = PROJECT["optional-dependencies"]
+    train = {re.match(r"[\w-]+", text)[0] for text in (*PROJECT["dependencies"], *extras["train"])}
+    export = {re.match(r"[\w-]+", text)[0] for text in extras["export"]}
     for path in (ROOT / "visdet").rglob("*.py"):
-        if path.relative_to(ROOT / "visdet").parts[0] in ("compat",):
+        room = path.relative_to(ROOT / "visdet").parts[0]
+        if room == "compat":
             continue
+        required = train | export if room == "export" else train
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
