@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import all_reduce, get_dist_info, master_only
+from mmengine.dist import get_dist_info, master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError
-from visdet.execution.host_copy import HostCopy
 from visdet.registry import RUNNERS
 
 from . import build
@@ -42,6 +41,7 @@ from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from .hooks.checkpoint_hook import CheckpointHook
 from .hooks.runtime_info_hook import RuntimeInfoHook
 from .loops import EvaluationLoop, TrainLoop
+from .process.agreed_signal import AgreedSignal
 from .process.console import say
 from .process.garbage import living_objects_not_collected
 from .process.interrupts import Interrupted, NotedSignal, signals_noted
@@ -133,7 +133,7 @@ class DetRunner:
         self.evaluators: dict[str, Any] = {}
         self.has_loaded = False
         self._signal = NotedSignal()
-        self._heard: HostCopy | None = None
+        self._agreed = AgreedSignal()
         self.hooks: list[Hook] = []
         for hook in build.build_hooks(self.cfg):
             self.register_hook(hook)
@@ -254,23 +254,11 @@ class DetRunner:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
         losses = self.steps.train_step(batch, self.optim_wrapper)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
-        if number := self._signal_of_all():
+        if number := self._agreed.hear(self._signal.number, next(self.model.parameters()).device):
             for hook in self._checkpoint_hooks():
                 hook.save_now(self)
             raise Interrupted(number)
         self.train_loop.iter += 1
-
-    def _signal_of_all(self) -> int:
-        """Return the number of a signal that asks to end the run, or 0. All processes get the same answer.
-
-        They hear of a signal in the next iteration, so that none waits for another or for its GPU.
-        """
-        if self.world_size == 1:
-            return self._signal.number
-        number = torch.full((), float(self._signal.number), device=next(self.model.parameters()).device)
-        all_reduce(number, "max")
-        heard, self._heard = self._heard, HostCopy({"number": number})
-        return int(heard.read()["number"]) if heard else 0
 
     def _checkpoint_hooks(self) -> list[CheckpointHook]:
         return [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
