@@ -36,10 +36,11 @@ def run(args: argparse.Namespace) -> None:
         content = load_coco_json(str(file))
         print(f"{file}: " + "\n  ".join(coco_report(content, args.folder)))
     if skipped:
-        print(f"left out, {len(skipped)} kinds:\n  " + "\n  ".join(skipped))
+        print("left out:\n  " + "\n  ".join(skipped))
     classes = tuple(category["name"] for category in content["categories"])
     images = "" if out.samefile(args.folder) else f"{Path(args.folder).resolve()}/"
     print(
         f"for the config (docs/own_data.md):\ndata_root = {f'{out.resolve()}/'!r}\nclasses = {classes!r}\n"
+        "model = dict(bbox_head=dict(num_classes=len(classes)))\n"
         f"images = dict(data_root=data_root, data_prefix=dict(img={images!r}), metainfo=dict(classes=classes))"
     )

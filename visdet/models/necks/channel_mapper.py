@@ -69,9 +69,11 @@ class ChannelMapper(BaseModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take over the biases that original implementations have before a normalisation. They are not trained."""
         for name, module in self.named_modules():
-            if f"{prefix}{name}.bias" in state_dict and getattr(module, "bias", self) is None:
+            bias = state_dict.get(f"{prefix}{name}.bias")
+            if bias is not None and getattr(module, "bias", self) is None:
                 zeros = torch.zeros_like(module.weight[:, 0, 0, 0])  # type: ignore[index]
-                module.bias = nn.Parameter(zeros, requires_grad=False)
+                if bias.shape == zeros.shape:
+                    module.bias = nn.Parameter(zeros, requires_grad=False)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
