@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("float32", "float16", "bfloat16"),
         default="float32",
-        help="type in which convolutions and linear layers compute (default: float32)",
+        help="float32, the default; the others are refused, with the reason",
     )
     parser.add_argument(
         "--custom-op",

@@ -94,9 +94,9 @@ def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _distance(*pairs).max(-1) if a.shape[1] else np.zeros((len(a), len(b)))
 
 
-def run_model(family: Family, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def run_model(family: Family, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the outputs of the model itself."""
-    with torch.no_grad(), torch.autocast(family.device.type, dtype, enabled=dtype != torch.float32):
+    with torch.no_grad():
         return dict(zip(family.output_names, family(*inputs.values()), strict=True))
 
 
@@ -105,7 +105,7 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def compare(family: Family, run: Run, dtype: torch.dtype, limit: float) -> tuple[Differences, Arrays, Arrays]:
+def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Arrays, Arrays]:
     """Compare the model and what was exported on the family's cases, each with its own state.
 
     Returns:
@@ -117,7 +117,7 @@ def compare(family: Family, run: Run, dtype: torch.dtype, limit: float) -> tuple
         state: dict[str, torch.Tensor] = {}
         exported_state: Arrays = {}
         for given in calls:
-            expected = run_model(family, {**given, **state}, dtype)
+            expected = run_model(family, {**given, **state})
             inputs = {**arrays(given), **exported_state}
             found = run(inputs)
             differences.add(arrays(expected), found, family.rows, limit)

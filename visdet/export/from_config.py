@@ -121,7 +121,7 @@ class _Exported(nn.Module):
         return self.family.samples_of(outputs, batch["data_samples"])
 
 
-def _metrics(runner: Any, family: Family, run: Run, dtype: torch.dtype, limit: float) -> dict[str, Any]:
+def _metrics(runner: Any, family: Family, run: Run, limit: float) -> dict[str, Any]:
     """Return the metrics of the model and of what was exported, on the test data of a runner."""
     metrics = {"model": runner.test()}
     model, runner.model = runner.model, _Exported(family, run)

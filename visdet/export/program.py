@@ -28,7 +28,6 @@ class Program:
         outputs: the names of the outputs.
         dynamic: for each input, the names of the axes whose size may change, by axis.
         ranges: the least and the greatest size of each of these names.
-        dtype: the type of autocast, or float32.
         custom_op: the runtime for which ``standard`` has nodes of visdet's operators, or None.
     """
 
@@ -37,7 +36,6 @@ class Program:
     outputs: tuple[str, ...]
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
     custom_op: str | None = None
 
     @functools.cached_property
@@ -55,7 +53,7 @@ class Program:
         shapes = tuple(
             {axis: sizes[size] for axis, size in self.dynamic.get(name, {}).items()} for name in self.inputs
         )
-        with torch.no_grad(), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        with torch.no_grad():
             return torch.export.export(
                 module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False
             )

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ..program import MAX_BATCH, Program
@@ -38,10 +37,10 @@ class Family(nn.Module, ABC):
         self.shape, self.batch = shape, batch
         self.device = next(model.parameters()).device
 
-    def program(self, dtype: torch.dtype) -> Program:
-        """Return the program of this model, whose convolutions and linear layers compute in ``dtype``."""
+    def program(self) -> Program:
+        """Return the program of this model."""
         example = next(self.cases())[0]
-        return Program(self, example, self.output_names, self.dynamic(), self.ranges(), dtype)
+        return Program(self, example, self.output_names, self.dynamic(), self.ranges())
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return the least and the greatest size of the axes that may change, by name."""
