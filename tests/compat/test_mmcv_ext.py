@@ -262,12 +262,6 @@ OVERLAP = dict(aligned=False, offset=0)
             ALIGN | dict(pool_mode=1),
             "rois must be",
         ),
-        (
-            "roi_align_backward",
-            (POOLED, REGIONS, X, X, X[:1]),
-            ALIGN | dict(pool_mode=0),
-            "grad_input must be",
-        ),
         ("roi_pool_forward", (X, REGIONS, POOLED, OTHER.int()), POOL, "argmax must be"),
         (
             "deform_roi_pool_backward",
