@@ -63,7 +63,7 @@ def _aggregate(
             tables, samples = (spatial_shape, scale_start_index), (sampling_location, weights)
         if num_depths is None:
             return ops.deformable_aggregation(features, *tables, *samples)
-        columns = features.split([features.shape[-1] - num_depths, num_depths], -1)
+        columns: Any = features.split([features.shape[-1] - num_depths, num_depths], -1)
         return ops.deformable_aggregation_with_depth(*columns, *tables, *samples)
     except RuntimeError as error:
         shape = list(mc_ms_feat.shape)
