@@ -91,7 +91,7 @@ def test_errors_say_which_layout_was_understood(changed, shape, message):
 
 
 def test_depths_must_be_columns_of_the_features():
-    with pytest.raises(RuntimeError, match="-1, 15.* each camera apart"):
+    with pytest.raises(RuntimeError, match=r"-1, 15.* each camera apart"):
         aggregation_ext.deformable_aggregation_with_depth_forward(*arguments(has_depth=True), 15)
 
 
