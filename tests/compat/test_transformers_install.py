@@ -191,40 +191,32 @@ def test_another_computation_is_reported_and_left_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("wraps", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["deformable_detr", "mask2former", "rt_detr_v2"])
-def test_a_patch_of_the_operator_is_kept(name, when, wraps, monkeypatch):
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(
+    "name, owner, attribute",
+    [
+        ("deformable_detr", "MultiScaleDeformableAttention", "forward"),
+        ("mask2former", None, "multi_scale_deformable_attention"),
+        ("rt_detr_v2", None, "multi_scale_deformable_attention_v2"),
+    ],
+)
+def test_a_patch_of_the_operator_is_kept(name, owner, attribute, is_before, wraps, monkeypatch):
     module = modeling(name)
     layer, arguments = attention_calls(name)[0]
-    owner, attribute = next(
-        (getattr(module, names[0]), names[1]) if names[1] else (module, names[0])
-        for names in (
-            ("MultiScaleDeformableAttention", "forward"),
-            ("multi_scale_deformable_attention_v2", None),
-            ("multi_scale_deformable_attention", None),
-        )
-        if hasattr(module, names[0])
-    )
     calls = []
-
-    def patch():
-        original = getattr(owner, attribute)
-
-        def recorder(*args, **kwargs):
-            calls.append(args)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, attribute, functools.wraps(original)(recorder) if wraps else recorder)
-
-    if when == "before":
-        patch()
-        with pytest.warns(
-            bridge.CompatWarning, match="was wrapped or replaced by another package or program"
-        ):
-            bridge.install()
-    else:
+    if not is_before:
         bridge.install()
-        patch()
+    owner = getattr(module, owner) if owner else module
+    original = getattr(owner, attribute)
+
+    def recorder(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, functools.wraps(original)(recorder) if wraps else recorder)
+    if is_before:
+        with pytest.warns(bridge.CompatWarning, match="was wrapped or replaced by another package"):
+            bridge.install()
     calls.clear()  # Small examples have been compared.
     with torch.no_grad():
         layer(**arguments)
