@@ -108,8 +108,8 @@ class MultiScaleDeformableAttention(BaseModule):
         identity: Tensor | None = None,
         query_pos: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        reference_points: Tensor | None = None,
-        spatial_shapes: Tensor | None = None,
+        reference_points: Any = None,
+        spatial_shapes: Any = None,
         level_start_index: Tensor | None = None,
         norm: nn.Module | None = None,
     ) -> Tensor:
