@@ -73,6 +73,17 @@ def test_a_module_imported_before_is_patched_and_restored_exactly(bridge, packag
     assert module.Car().drive() == 1 and not hasattr(module.Car, "wheels")
 
 
+def test_a_later_patch_survives_the_uninstallation(bridge, package):
+    module = importlib.import_module(package)
+    bridge.install()
+    module.speed = lambda: 5
+    with pytest.warns(
+        _bridge.CompatWarning, match=r"car\.speed was replaced after install\(\), and uninstall"
+    ):
+        bridge.uninstall()
+    assert module.speed() == 5 and not hasattr(module.Car, "wheels")
+
+
 def test_reload_patches_again(bridge, package):
     bridge.install()
     module = importlib.reload(importlib.import_module(package))
