@@ -103,7 +103,7 @@ class DeformableDETRHead(BaseModule):
         checked_value(
             "DeformableDETRHead: test_cfg['max_per_img']", self.test_cfg.get("max_per_img", 1), Positive
         )
-        self.assigner = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
+        self.assigner: Any = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
         self.loss_cls = MODELS.build(loss_cls)
         self.loss_bbox = MODELS.build(loss_bbox)
         self.loss_iou = MODELS.build(loss_iou)
