@@ -14,7 +14,7 @@ from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.palette import class_palette
 from visdet.structures.poses import box_corners
 
-from .drawing import text_width, write_text
+from .drawing import contact_sheet, text_width, write_text
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
 PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
@@ -181,23 +181,11 @@ def draw_frame(
 
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
-    names = list(views)
-    known = {name for row in _PLACES for name in row}
-    if set(names) <= known:
-        rows: tuple[tuple[str, ...], ...] = _PLACES
-    else:
-        columns = -(-len(names) // 2)
-        rows = (tuple(names[:columns]), tuple(names[columns:]))
-    height = max(view.shape[0] for view in views.values())
-    width = max(view.shape[1] for view in views.values())
-    columns = max(len(row) for row in rows)
-    canvas = np.full((height * len(rows), width * columns, 3), _BACKGROUND, dtype=np.uint8)
-    for i, row in enumerate(rows):
-        for j, name in enumerate(row):
-            if name in views:
-                view = views[name]
-                canvas[i * height : i * height + view.shape[0], j * width : j * width + view.shape[1]] = view
-    return canvas
+    names, columns = list(views), -(-len(views) // 2)
+    is_known = views.keys() <= {name for row in _PLACES for name in row}
+    rows = _PLACES if is_known else (names[:columns], names[columns:])
+    dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
+    return contact_sheet([[views.get(name, dark) for name in row] for row in rows], gap=0)
 
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
