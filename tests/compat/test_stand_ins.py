@@ -82,7 +82,11 @@ def test_functions_that_are_not_provided_fail_when_called(name, function, make_p
 )
 def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):
     make_package(folder, wrapper=f"from . import {module} as ext\ncall = ext.{function}\n")
-    assert importlib.import_module(f"{folder}.wrapper").call.__module__.startswith("visdet.compat.")
+    wrapper = importlib.import_module(f"{folder}.wrapper")
+    assert wrapper.call.__module__.startswith("visdet.compat.")
+    assert sys.modules[f"{folder}.{module}"] is wrapper.ext
+    extensions.uninstall()
+    assert not hasattr(sys.modules[folder], module)
 
 
 def test_a_module_that_is_there_is_kept(make_package):

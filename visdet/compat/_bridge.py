@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Bridge", "CompatWarning"]
+__all__ = ["Bridge", "CompatWarning", "replace_function"]
 
 _MISSING = object()
 
@@ -174,6 +174,26 @@ class Bridge:
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
         """Let ``uninstall`` call a function. The functions are called in the reverse order."""
         self._undo.append(undo)
+
+
+def replace_function(
+    module: ModuleType, bridge: Bridge, name: str, form: str, *layouts: str
+) -> Iterator[str]:
+    """Replace a function that computes the operator, if it is known, and yield its name.
+
+    Args:
+        module, name: where it is.
+        bridge: the bridge.
+        form: the name of the function of ``_operators`` that makes the replacement.
+        layouts: the layouts of its arguments; see ``_attention.is_known``.
+    """
+    from . import _attention, _operators
+
+    original = vars(module).get(name)
+    replacement = getattr(_operators, form)(original)
+    if _attention.is_known(bridge, module, name, original, replacement, *layouts):
+        bridge.replace(module, name, replacement)
+        yield name
 
 
 class _Finder:
