@@ -7,7 +7,7 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops.gather_points import gather_gradient as gradient_of_points
-from visdet.ops.mmcv import map_correlation, points_in_boxes
+from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
 
 FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
@@ -188,10 +188,6 @@ def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: 
     return ops.rotated_feature_align(features, best_bboxes, spatial_scale, points)
 
 
-def tin_shift_back(grad_output: Tensor, shift: Tensor) -> Tensor:
-    return map_correlation.tin_shift(grad_output, -shift)
-
-
 # Point sets
 def convex_giou(pointsets: Tensor, polygons: Tensor) -> Tensor:
     giou, gradient = ops.convex_giou(pointsets, polygons)
@@ -211,16 +207,13 @@ def three_nn(unknown: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     SASSD gives points (image, x, y, z) and means neighbours in the same image, where mmcv reads such points as if they
     had three numbers. A point without neighbours in its image gets 1e10 and index 0.
     """
-    if unknown.shape[-1] != 4:
-        return ops.knn(3, known, unknown)[::-1]
-    index = unknown.new_zeros(*unknown.shape[:2], 3, dtype=torch.int32)
-    distances = unknown.new_full(index.shape, FAR)
-    for b, image in ((b, image) for b, points in enumerate(unknown) for image in points[:, 0].unique()):
-        rows, columns = ((points[b, :, 0] == image).nonzero()[:, 0] for points in (unknown, known))
-        if len(columns):
-            found, squared = ops.knn(3, known[b, columns, 1:][None], unknown[b, rows, 1:][None])
-            index[b, rows], distances[b, rows] = columns[found[0].long()].int(), squared[0]
-    return distances, index
+    if unknown.shape[-1] == 4:
+        # Images are so far apart that the points of another one are no neighbours.
+        known, unknown = (
+            torch.cat([1e6 * points[..., :1] + points[..., 1:2], points[..., 2:]], -1)
+            for points in (known.double(), unknown.double())
+        )
+    return knn(3, known, unknown)[::-1]
 
 
 def points_of_boxes(points: Tensor, boxes: Tensor) -> Tensor:
