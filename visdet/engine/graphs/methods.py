@@ -347,4 +347,3 @@ class GraphedPrediction(GraphedMethod):
         super()._forget_graphs()
         self._features.clear()
         self._last_features = self._last_key = None
-

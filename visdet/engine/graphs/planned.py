@@ -157,4 +157,3 @@ class ImaginedBatches:
             f"run, does not fit into the {held:.0f} GiB of the GPU. "
             + "; ".join(advice or ["Lower train_dataloader.batch_size"])
         )
-

@@ -280,4 +280,3 @@ def _copy(into: Any, values: Any) -> None:
         sources.append(value)
     for targets, sources in groups.values():
         torch._foreach_copy_(targets, sources, non_blocking=True)
-
