@@ -167,18 +167,27 @@ def masked_im2col(
     pad_h: int,
     pad_w: int,
 ) -> Tensor:
-    """Return the pixels of the window at each unmasked place in a column. Pixels outside the map are 0."""
+    """Return the pixels of the window at each unmasked place in a column. Places and pixels outside the map give 0."""
     padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
-    row = mask_h_idx + torch.arange(kernel_h, device=features.device)[:, None, None]
-    column = mask_w_idx + torch.arange(kernel_w, device=features.device)[:, None]
-    return padded[:, row, column].flatten(0, 2)
+    sizes = padded.shape[1] - kernel_h + 1, padded.shape[2] - kernel_w + 1
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, *sizes)
+    row = mask_h_idx.where(is_inside, 0) + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx.where(is_inside, 0) + torch.arange(kernel_w, device=features.device)[:, None]
+    return padded[:, row, column].flatten(0, 2).where(is_inside, 0)
 
 
-def masked_col2im(col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, output: Tensor) -> Tensor:
-    """Return the map with each column at its place."""
+def masked_col2im(
+    col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, output: Tensor, height: int, width: int
+) -> Tensor:
+    """Return the map with each column at its place. Columns of places outside the map are dropped."""
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, height, width)
     filled = output.clone()
-    filled[0][:, mask_h_idx, mask_w_idx] = col
+    filled[0][:, mask_h_idx[is_inside], mask_w_idx[is_inside]] = col[:, is_inside]
     return filled
+
+
+def _are_inside(rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:
+    return (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
 
 
 def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: float, points: int) -> Tensor:
