@@ -7,7 +7,7 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops.gather_points import gather_gradient as gradient_of_points
-from visdet.ops.mmcv import points_in_boxes
+from visdet.ops.mmcv import map_correlation, points_in_boxes
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
 
 FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
@@ -195,6 +195,10 @@ def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: 
     if best_bboxes.numel() == B * H * W * 5:
         best_bboxes = best_bboxes.reshape(B, H, W, 5)  # R3Det gives [B * H * W, 5]
     return ops.rotated_feature_align(features, best_bboxes, spatial_scale, points)
+
+
+def tin_shift_back(grad_output: Tensor, shift: Tensor) -> Tensor:
+    return map_correlation.tin_shift(grad_output, -shift)
 
 
 # Point sets

@@ -361,7 +361,7 @@ _FUNCTIONS = functions_of(
             own.three_nn,
             "unknown_tensor:unknown known_tensor:known >dist2_tensor >idx_tensor",
         ),
-        "tin_shift_backward": (map_correlation.tin_shift, "<grad_output shift input>grad_input"),
+        "tin_shift_backward": (own.tin_shift_back, "grad_output shift >grad_input"),
         "tin_shift_forward": (map_correlation.tin_shift, "input shift >output"),
         "upfirdn2d": (
             upfirdn2d,
