@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Bridge", "CompatWarning", "replace_function"]
+__all__ = ["Bridge", "CompatWarning", "Installable", "replace_function"]
 
 _MISSING = object()
 
@@ -19,7 +19,26 @@ class CompatWarning(UserWarning):
     """A bridge found a package other than expected, so that the package keeps its own implementation."""
 
 
-class Bridge:
+class Installable:
+    """What can be installed and uninstalled."""
+
+    is_installed: Any
+    install: Any
+    uninstall: Any
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install this for the body of a ``with`` statement, and restore the previous state afterwards."""
+        was_installed = self.is_installed
+        self.install()
+        try:
+            yield
+        finally:
+            if not was_installed:
+                self.uninstall()
+
+
+class Bridge(Installable):
     """Replaces attributes in the modules of one package.
 
     Args:
@@ -109,17 +128,6 @@ class Bridge:
                 CompatWarning,
                 stacklevel=2,
             )
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Install the bridge for the body of a ``with`` statement, and restore the previous state afterwards."""
-        was_installed = self.is_installed
-        self.install()
-        try:
-            yield
-        finally:
-            if not was_installed:
-                self.uninstall()
 
     def patched(self) -> dict[str, list[str]]:
         """Return a line of text about each replacement so far, by the names of the modules."""

@@ -17,8 +17,6 @@ the fractional index of their depth as a third coordinate. ``visdet.compat.exten
 under the names of the extensions, also within a package.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,7 +52,7 @@ def _aggregate(
     is_apart = mc_ms_feat.dim() == 4
     layout = "[B, V, S, C]: each camera apart" if is_apart else "[B, S, C]: all cameras in one run"
     try:
-        features: Any = mc_ms_feat
+        features = mc_ms_feat
         if is_apart:
             tables = tables_of_cameras(mc_ms_feat, spatial_shape, scale_start_index)
             features = mc_ms_feat.flatten(1, 2)
@@ -63,11 +61,11 @@ def _aggregate(
             tables, samples = (spatial_shape, scale_start_index), (sampling_location, weights)
         if num_depths is None:
             return ops.deformable_aggregation(features, *tables, *samples)
-        columns: Any = features.split([features.shape[-1] - num_depths, num_depths], -1)
-        return ops.deformable_aggregation_with_depth(*columns, *tables, *samples)
+        features, depths = features.split([features.shape[-1] - num_depths, num_depths], -1)
+        return ops.deformable_aggregation_with_depth(features, depths, *tables, *samples)
     except RuntimeError as error:
         shape = list(mc_ms_feat.shape)
-        raise RuntimeError(f"{error} (mc_ms_feat {shape} was taken for {layout})") from error
+        raise type(error)(f"{error} (mc_ms_feat {shape} was taken for {layout})") from error
 
 
 _ARGUMENTS = "mc_ms_feat spatial_shape scale_start_index sampling_location weights"
