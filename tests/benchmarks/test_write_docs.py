@@ -36,13 +36,6 @@ def test_figures_are_the_committed_ones(page):
 
 
 @pages
-def test_pages_stay_short(page):
-    lines = page.read_text().splitlines()
-    assert len(lines) <= 200
-    assert [line for line in lines if line.startswith("|") and len(line) > 140] == []
-
-
-@pages
 def test_links_files_and_kernels_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):

@@ -4,6 +4,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
+def device(request):
+    """Make every tensor of a test on this device."""
+    torch.manual_seed(0)
+    with torch.device(request.param):
+        yield request.param
+
+
 def leaf(*shape):
     return torch.randn(shape, dtype=torch.float64).requires_grad_()
 

@@ -5,20 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from entries import device  # noqa: F401
 
 from visdet import ops
 from visdet.compat import detectron2_ext, points_ext
 
 FUNCTIONS = points_ext.FUNCTIONS
 B, N, M, C, K = 2, 9, 4, 3, 3
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
-def device(request):
-    """Make every tensor of a test on this device."""
-    torch.manual_seed(0)
-    with torch.device(request.param):
-        yield request.param
 
 
 def near(points, centers, radius):

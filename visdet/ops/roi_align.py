@@ -60,7 +60,7 @@ def roi_align(
     sums in float32 (float64 for float64). On the CPU the results have the same bits for any number of threads. On CUDA
     the forward is deterministic, and the gradient is under ``torch.use_deterministic_algorithms(True)``: it is then
     added up in whole numbers, multiples of about 2^-40 of the largest element of the output's gradient. The output may
-    have more than 2^31 numbers. Plain torch serves 'max', and 'avg' where visdet's library is missing.
+    have more than 2^31 numbers. Plain torch serves 'max' on CUDA, and all where visdet's library is missing.
 
     Raises:
         ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
@@ -70,22 +70,25 @@ def roi_align(
     """
     size = pair(output_size)
     check_samples("roi_align", size, sampling_ratio)
-    if pool_mode == "max" or input.numel() == 0 or not _library.serves(input):
+    takes_maximum = pool_mode == "max"
+    if input.numel() == 0 or not _library.serves(input) or (takes_maximum and input.is_cuda):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
-    return average_regions(input, rois, size, spatial_scale, sampling_ratio, aligned)
+    return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
 
 
-def average_regions(
+def pool_by_kernels(
     input: Tensor,
-    rois: Tensor,  # [N, 5], or [N, 6] on CUDA for rotated regions
+    rois: Tensor,  # [N, 5], or [N, 6] for rotated regions
     size: tuple[int, int],
     spatial_scale: float,
     sampling_ratio: int,
     aligned: bool,
+    takes_maximum: bool = False,
 ) -> Tensor:
-    """Return the averages that visdet's kernels compute."""
+    """Return what visdet's kernels compute. Those of maxima are for the CPU and upright regions."""
     rois = rois.detach().to(computation_dtype(input))
-    return _roi_align(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
+    pool = _roi_align_max if takes_maximum else _roi_align
+    return pool(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 
 
 def roi_align_reference(
@@ -116,11 +119,16 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None, None
 
 
+def _shape(given: Any) -> Tensor:
+    return given.input.new_empty(
+        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
+    )
+
+
+_roi_align_max = _registration.differentiable("roi_align_max", _shape)
 _roi_align = _registration.differentiable(
     "roi_align",
-    lambda given: given.input.new_empty(
-        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
-    ),
+    _shape,
     gradient=lambda _: SimpleNamespace(
         fake=lambda grad_output, rois, B, H, W, *_: grad_output.new_empty(B, grad_output.shape[1], H, W),
         save=_setup_context,
