@@ -114,9 +114,10 @@ def test_autocast_changes_no_number_and_no_type(name, device):
         draw.has_bad_numbers = False
         problem = OPERATORS[name].draw(draw)
         if not problem.must_refuse and not problem.may_refuse:
-            expected = results(name, problem)
-            with torch.autocast(device, torch.bfloat16):
-                found = results(name, problem)
+            with torch.set_grad_enabled(bool(OPERATORS[name].of_size)):  # those of torch may have 16 bits
+                expected = results(name, problem)
+                with torch.autocast(device, torch.bfloat16):
+                    found = results(name, problem)
             torch.testing.assert_close(found, expected, equal_nan=True)  # types, too
 
 
