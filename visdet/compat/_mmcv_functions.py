@@ -167,18 +167,27 @@ def masked_im2col(
     pad_h: int,
     pad_w: int,
 ) -> Tensor:
-    """Return the pixels of the window at each unmasked place in a column. Pixels outside the map are 0."""
+    """Return the pixels of the window at each unmasked place in a column. Places and pixels outside the map give 0."""
     padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
-    row = mask_h_idx + torch.arange(kernel_h, device=features.device)[:, None, None]
-    column = mask_w_idx + torch.arange(kernel_w, device=features.device)[:, None]
-    return padded[:, row, column].flatten(0, 2)
+    sizes = padded.shape[1] - kernel_h + 1, padded.shape[2] - kernel_w + 1
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, *sizes)
+    row = mask_h_idx.where(is_inside, 0) + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx.where(is_inside, 0) + torch.arange(kernel_w, device=features.device)[:, None]
+    return padded[:, row, column].flatten(0, 2).where(is_inside, 0)
 
 
-def masked_col2im(col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, output: Tensor) -> Tensor:
-    """Return the map with each column at its place."""
+def masked_col2im(
+    col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, output: Tensor, height: int, width: int
+) -> Tensor:
+    """Return the map with each column at its place. Columns of places outside the map are dropped."""
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, height, width)
     filled = output.clone()
-    filled[0][:, mask_h_idx, mask_w_idx] = col
+    filled[0][:, mask_h_idx[is_inside], mask_w_idx[is_inside]] = col[:, is_inside]
     return filled
+
+
+def _are_inside(rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:
+    return (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
 
 
 def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: float, points: int) -> Tensor:
@@ -211,16 +220,13 @@ def three_nn(unknown: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     SASSD gives points (image, x, y, z) and means neighbours in the same image, where mmcv reads such points as if they
     had three numbers. A point without neighbours in its image gets 1e10 and index 0.
     """
-    if unknown.shape[-1] != 4:
-        return ops.knn(3, known, unknown)[::-1]
-    index = unknown.new_zeros(*unknown.shape[:2], 3, dtype=torch.int32)
-    distances = unknown.new_full(index.shape, FAR)
-    for b, image in ((b, image) for b, points in enumerate(unknown) for image in points[:, 0].unique()):
-        rows, columns = ((points[b, :, 0] == image).nonzero()[:, 0] for points in (unknown, known))
-        if len(columns):
-            found, squared = ops.knn(3, known[b, columns, 1:][None], unknown[b, rows, 1:][None])
-            index[b, rows], distances[b, rows] = columns[found[0].long()].int(), squared[0]
-    return distances, index
+    if unknown.shape[-1] == 4:
+        # Images are so far apart that the points of another one are no neighbours.
+        known, unknown = (
+            torch.cat([1e6 * points[..., :1] + points[..., 1:2], points[..., 2:]], -1)
+            for points in (known.double(), unknown.double())
+        )
+    return knn(3, known, unknown)[::-1]
 
 
 def points_of_boxes(points: Tensor, boxes: Tensor) -> Tensor:

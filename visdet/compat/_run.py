@@ -27,7 +27,7 @@ def run_program(arguments: list[str]) -> None:
         main |= {"__file__": spec.origin, "__cached__": spec.cached}
         exec(code, main)
         return
-    if not Path(arguments[0]).exists():
+    if not Path(arguments[0]).is_file():
         print(f"can't run {arguments[0]!r}: there is no such file", file=sys.stderr)
         sys.exit(2)
     sys.argv = arguments

@@ -65,7 +65,7 @@ def _aggregate(
         return ops.deformable_aggregation_with_depth(features, depths, *tables, *samples)
     except RuntimeError as error:
         shape = list(mc_ms_feat.shape)
-        raise RuntimeError(f"{error} (mc_ms_feat {shape} was taken for {layout})") from error
+        raise type(error)(f"{error} (mc_ms_feat {shape} was taken for {layout})") from error
 
 
 _ARGUMENTS = "mc_ms_feat spatial_shape scale_start_index sampling_location weights"
