@@ -54,3 +54,13 @@ def test_no_number_leads_out_of_the_memory(device):
             torch.ones_like(out), rois, torch.full_like(argmax, index), grad, **settings
         )
         assert not grad.any()
+    rows = torch.tensor([0, -9, 6, 1 << 40, 3], device=device)
+    columns = torch.tensor([0, 2, 99, 1, 4], device=device)
+    taps = x.new_zeros(27, 5)
+    mmcv_ext.masked_im2col_forward(x[:1], rows, columns, taps, kernel_h=3, kernel_w=3, pad_h=1, pad_w=1)
+    unfolded = torch.nn.functional.unfold(x[:1], 3, padding=1)[0]
+    torch.testing.assert_close(taps[:, [0, 4]], unfolded[:, [0, 3 * 9 + 4]])
+    assert not taps[:, 1:4].any()
+    image, values = torch.ones_like(x[:1]), x.new_full((3, 5), 7.0)
+    mmcv_ext.masked_col2im_forward(values, rows, columns, image, height=7, width=9, channels=3)
+    assert (image[0, :, 0, 0] == 7).all() and (image[0, :, 3, 4] == 7).all() and image.sum() == 3 * 63 + 6 * 6

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import check_layout, pair
+from ._arguments import pair
 from ._declared import declared
 
 __all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
@@ -121,8 +121,9 @@ def check_shapes(
         )
     taps = deform_groups * weight.shape[2] * weight.shape[3]
     for name, field, channels in (("offset", offset, 2 * taps), ("mask", mask, taps)):
-        if field is not None:
-            check_layout(operator, name, field, str([B, channels, *size]), B, channels, *size)
+        expected = [B, channels, *size]
+        if field is not None and list(field.shape) != expected:
+            raise ValueError(f"{operator}: {name} must be {expected}, got {list(field.shape)}")
 
 
 def convolve(
