@@ -175,11 +175,11 @@ DATASETS = _child(
     "DATASETS",
     [
         "visdet.datasets.coco",
-        "visdet.datasets.synthetic.shapes_dataset",
+        "visdet.datasets.synthetic.shapes",
         "visdet.datasets.synthetic.two_view_pairs",
         "visdet.datasets.volume",
         "visdet.datasets.nuscenes",
-        "visdet.datasets.synthetic.driving_scenes_dataset",
+        "visdet.datasets.synthetic.driving_scenes",
     ],
 )
 DATA_SAMPLERS = _child("DATA_SAMPLERS", ["visdet.datasets.samplers", "mmengine.dataset"])
@@ -189,7 +189,6 @@ TRANSFORMS = _child(
         "visdet.datasets.transforms.driving",
         "visdet.datasets.transforms.multi_view",
         "visdet.datasets.transforms.formatting",
-        "visdet.datasets.transforms.mixing",
         # The following ones import torchvision, which takes a second.
         "visdet.datasets.transforms.loading",
         "visdet.datasets.transforms.geometric",

@@ -23,12 +23,12 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from ._bridge import Installable
 from ._deferred import deferred
 
 __all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "uninstall"]
@@ -89,9 +89,9 @@ def install() -> None:
     Raises:
         visdet.ops.NotBuiltError: visdet's own libraries are missing.
     """
-    from visdet.ops.devices import require_cpu
+    from visdet.ops.devices import require
 
-    require_cpu()
+    require("cpu")
     bridge.watch()
 
 
@@ -104,18 +104,6 @@ def uninstall() -> None:
         parent, _, child = name.rpartition(".")
         if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
             delattr(sys.modules[parent], child)
-
-
-@contextmanager
-def installed() -> Iterator[None]:
-    """Install the extensions for the body of a ``with`` statement, and restore the previous state afterwards."""
-    was_installed = bridge.is_installed
-    install()
-    try:
-        yield
-    finally:
-        if not was_installed:
-            uninstall()
 
 
 def provided() -> list[str]:
@@ -133,7 +121,7 @@ def _loader_of(module: ModuleType | None) -> object:
     return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
-class Extensions:
+class Extensions(Installable):
     """A finder at the end of ``sys.meta_path``, which is asked only for modules that no other finder finds.
 
     Args:
@@ -200,3 +188,4 @@ class _Loader(Loader):
 
 
 bridge = Extensions()
+installed = bridge.installed

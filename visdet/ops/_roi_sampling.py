@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._arguments import computation_dtype
@@ -18,8 +17,10 @@ __all__ = [
     "bounded_rotated_rois",
     "bounds_of",
     "check_samples",
+    "pool_bins",
     "pool_regions",
     "pool_samples",
+    "samples_of",
 ]
 
 # This many values are gathered at a time. It limits the memory of a call without gradients to some hundred megabytes.
@@ -152,21 +153,6 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
     return torch.where(counts[..., None], total, 0)  # A product with 0 would keep NaN.
 
 
-def _bag_sums(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int, bag: int) -> Tensor:
-    """Return the sums [n * K / bag, C] of ``bag`` samples each, as ``_sample`` takes them. The last row is of zeros.
-
-    This takes a CPU a tenth of the time, because no sample is stored. It can be differentiated once, by ``rows``.
-    """
-    y0, y1, fy, y_counts = _corners(y, H)
-    x0, x1, fx, x_counts = _corners(x, W)
-    counts, start = (y_counts & x_counts)[..., None], first_row[:, None]
-    pixels = torch.stack([start + row * W + column for row in (y0, y1) for column in (x0, x1)], -1)
-    weights = torch.stack([wy * wx for wy in (1 - fy, fy) for wx in (1 - fx, fx)], -1)
-    pixels, weights = torch.where(counts, pixels, len(rows) - 1), torch.where(counts, weights, 0)
-    bags = pixels.view(-1, 4 * bag), weights.view(-1, 4 * bag)
-    return F.embedding_bag(bags[0], rows, per_sample_weights=bags[1], mode="sum")
-
-
 def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (samples down, samples across, indices) for each group of regions with the same counts in grid [N, 2]."""
     for count in grid.unique(dim=0):
@@ -191,9 +177,6 @@ def _pool_samples(
     if output.numel() == 0 or input.numel() == 0:
         return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
-    takes_bags = rows.device.type == "cpu" and (takes_maximum or turns.shape[1] > 0)
-    if takes_bags:
-        rows = torch.cat([rows, rows.new_zeros(1, C)])
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
         if down <= 0 or across <= 0:
@@ -212,13 +195,7 @@ def _pool_samples(
                 if turns.shape[1]:
                     cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
                     x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
-                first_row = batch[members] * (H * W)
-                if takes_bags:
-                    samples = _bag_sums(
-                        rows, first_row, y, x, H, W, 1 if takes_maximum else shape[2] * across
-                    )
-                else:
-                    samples = _sample(rows, first_row, y, x, H, W)
+                samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
                 samples = samples.view(len(members), PH * PW, -1, C)
                 # Without a gradient, which goes to the first of equal samples, no place of the maximum is needed.
                 if not takes_maximum:
@@ -246,6 +223,36 @@ pool_samples = recorded_as_one(
 )
 
 
+def pool_bins(
+    input: Tensor,  # [B, C, H, W]
+    batch: Tensor,  # [N]
+    start: Tensor,  # [N, 2] (y, x) of the first bin's corner, in pixels
+    extent: Tensor,  # [N, 2] (height, width) of the region
+    size: tuple[int, int],
+    sampling_ratio: int,
+    takes_maximum: bool = False,
+    movement: Tensor | None = None,  # [N, 2, PH, PW] (y, x) of each bin, in extents of its region
+    turns: Tensor | None = None,  # [N, 4], as of ``pool_samples``
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean, or the maximum, of the samples in each bin of regions, in the type of ``input``."""
+    bin_size = extent / extent.new_tensor(size)
+    y, x = (
+        start[:, i, None] + torch.arange(size[i], device=start.device) * bin_size[:, i, None] for i in (0, 1)
+    )
+    origin = torch.stack([y[:, :, None].expand(-1, *size), x[:, None, :].expand(-1, *size)], 1)
+    if movement is not None:
+        origin = origin + extent[..., None, None] * movement
+    grid = samples_of(bin_size, sampling_ratio)
+    turns = bin_size[:, :0] if turns is None else turns
+    values = input.to(bin_size.dtype)
+    return pool_samples(values, origin, batch.long(), bin_size, grid, turns, takes_maximum).to(input.dtype)
+
+
+def samples_of(bin_size: Tensor, sampling_ratio: int) -> Tensor:
+    """Return the numbers of samples down and across each bin: the given one, or one for each pixel."""
+    return (torch.full_like(bin_size, sampling_ratio) if sampling_ratio > 0 else bin_size.ceil()).long()
+
+
 def pool_regions(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5]
@@ -257,21 +264,9 @@ def pool_regions(
     movement: Tensor | None = None,  # [N, 2, PH, PW] (y, x) of each bin, in extents of its region
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the mean, or the maximum, of the samples in each bin of upright regions."""
-    PH, PW = size
-    dtype = computation_dtype(input)
-    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
     boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start = boxes[:, :2].flip(1)  # (y, x)
     extent = boxes[:, 2:].flip(1) - start
-    if not aligned:
-        extent = extent.clamp(min=1)
-    bin_size = extent / extent.new_tensor([PH, PW])
-    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
-    y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
-    x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
-    origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
-    if movement is not None:
-        origin = origin + extent[..., None, None] * movement
-    turns = bin_size[:, :0]  # none
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, takes_maximum)
-    return pooled.to(input.dtype)
+    extent = extent if aligned else extent.clamp(min=1)
+    return pool_bins(input, rois[:, 0], start, extent, size, sampling_ratio, takes_maximum, movement)

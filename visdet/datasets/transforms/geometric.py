@@ -1,12 +1,10 @@
 """Transforms that move the pixels of an image together with its boxes."""
 
-import math
 from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
 
 import torch
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from visdet.checks.arguments import Above0, Positive, Share, checked_value
@@ -36,7 +34,7 @@ class Resize(BaseTransform):
         clip_object_border: clip the boxes to the image.
         backend: ``'cv2'`` uses no anti-aliasing filter, as in OpenCV. ``'pillow'`` uses one, as in Pillow. torchvision
             does the computation in both cases.
-        interpolation: ``'nearest'``, ``'bilinear'`` or ``'bicubic'``.
+        interpolation: must be ``'bilinear'``.
 
     Raises:
         ValueError: an argument is not valid, or not exactly one of ``scale`` and ``scale_factor`` is given.
@@ -51,7 +49,7 @@ class Resize(BaseTransform):
         keep_ratio: bool = False,
         clip_object_border: bool = True,
         backend: Literal["cv2", "pillow"] = "cv2",
-        interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear",
+        interpolation: Literal["bilinear"] = "bilinear",
     ) -> None:
         if (scale is None) == (scale_factor is None):
             raise InvalidInputError(
@@ -59,13 +57,9 @@ class Resize(BaseTransform):
             )
         self.scale: Any = None if scale is None else _pair(scale)
         self.scale_factor = None if scale_factor is None else _pair(scale_factor)
-        sizes: Any = self.scale or self.scale_factor
-        if math.isinf(min(sizes) if keep_ratio else max(sizes)):
-            raise InvalidInputError(f"Resize: scale must be finite (keep_ratio={keep_ratio}), got {sizes}")
         self.keep_ratio = keep_ratio
         self.clip_object_border = clip_object_border
         self.backend = backend
-        self.interpolation = interpolation
 
     def new_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the new (height, width) of an image of ``height`` x ``width``."""
@@ -89,8 +83,7 @@ class Resize(BaseTransform):
     def transform(self, results: dict) -> dict:
         height, width = results["img_shape"]
         size = self.new_size(height, width)
-        mode = InterpolationMode(self.interpolation)
-        set_image(results, F.resize(results["img"], list(size), mode, antialias=self.backend == "pillow"))
+        set_image(results, F.resize(results["img"], list(size), antialias=self.backend == "pillow"))
         previous = results.get("scale_factor", (1.0, 1.0))
         results["scale_factor"] = (previous[0] * size[1] / width, previous[1] * size[0] / height)
         results["keep_ratio"] = self.keep_ratio
@@ -118,8 +111,6 @@ class RandomChoiceResize(DrawnTransform):
         )
         given: Any = scales
         self.scales = list(given) if are_several else [given]
-        if not self.scales:
-            raise InvalidInputError("RandomChoiceResize: scales must not be empty")
         self._resizes = [
             TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
         ]
@@ -157,13 +148,6 @@ class RandomResize(DrawnTransform):
             )
         pairs: Any = [scale] if is_one_pair else scale
         checked_value("RandomResize: scale", pairs, Sequence[tuple[Above0, Above0]])
-        lowest, highest = ratio_range or (1.0, 1.0)
-        sides = [side for pair in pairs for side in pair]
-        if lowest > highest or min(sides) * lowest < 1 or math.isinf(max(sides) * highest):
-            raise InvalidInputError(
-                "RandomResize: scale and ratio_range (lowest, highest) must give finite sides of at least one pixel, "
-                f"got {scale=} and {ratio_range=}"
-            )
         self.scale = scale
         self.ratio_range = ratio_range
         self._resize_cfg = dict(type=resize_type, **resize_kwargs)
@@ -206,7 +190,6 @@ class RandomFlip(BaseTransform):
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
             )
         self.prob = prob
-        self.direction = direction
         self._directions = [*directions, None]
         self._probs = [*probs, max(1.0 - sum(probs), 0.0)]
 
@@ -235,8 +218,7 @@ class RandomCrop(BaseTransform):
         crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
         crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels. For
             ``'absolute_range'`` it is the smallest and the largest side in pixels, and height and width are drawn
-            separately. For ``'relative'`` it is (width, height) as fractions of the image, in (0, 1]. For
-            ``'relative_range'`` it is the smallest such fractions, and each is drawn between them and 1.
+            separately.
         allow_negative_crop: accept a crop without any box. ``False`` returns ``None``, so that another image is taken.
         recompute_bbox: must be ``False``, because it needs instance masks, which visdet does not have.
         bbox_clip_border: clip the boxes to the crop.
@@ -244,54 +226,35 @@ class RandomCrop(BaseTransform):
     Raises:
         ValueError: an argument is not valid.
 
-    Source: mmdet 3.3's RandomCrop. Difference: all sizes are (width, height), whereas ``'relative_range'`` is
-    (height, width) in mmdet.
+    Source: mmdet 3.3's RandomCrop.
     """
 
     def __init__(
         self,
-        crop_size: tuple[float, float],
-        crop_type: Literal["absolute", "absolute_range", "relative", "relative_range"] = "absolute",
+        crop_size: tuple[Positive, Positive],
+        crop_type: Literal["absolute", "absolute_range"] = "absolute",
         allow_negative_crop: bool = False,
         recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
-        first, second = crop_size
-        if crop_type.startswith("absolute"):
-            fits = isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
-        else:
-            fits = 0 < first <= 1 and 0 < second <= 1
-        if not fits or (crop_type == "absolute_range" and first > second):
+        if crop_type == "absolute_range" and crop_size[0] > crop_size[1]:
             raise InvalidInputError(
-                "RandomCrop: crop_size must be positive integers, for 'absolute_range' (smallest, largest), or "
-                f"fractions in (0, 1] for 'relative' and 'relative_range', got {crop_size} for {crop_type!r}"
+                f"RandomCrop: crop_size must be (smallest, largest) for 'absolute_range', got {crop_size}"
             )
-        self.crop_size: Any = (first, second)
+        self.crop_size = crop_size
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
 
     def _drawn(self, size: tuple[int, int], rng: Random | None) -> tuple[int, int, int, int]:
         """Return the (top, left, height, width) of the crop of an image of the (height, width) ``size``."""
-        height, width = self._drawn_size(*size, rng)
-        return (
-            uniform_int(0, size[0] - height, rng=rng),
-            uniform_int(0, size[1] - width, rng=rng),
-            height,
-            width,
-        )
-
-    def _drawn_size(self, height: int, width: int, rng: Random | None) -> tuple[int, int]:
-        """Return the (height, width) of the crop, which is at most as large as the image."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
-            return min(second, height), min(first, width)
-        if self.crop_type == "absolute_range":
-            sides = [uniform_int(min(first, side), min(second, side), rng=rng) for side in (height, width)]
-            return sides[0], sides[1]
-        if self.crop_type == "relative_range":
-            first, second = uniform(first, 1.0, rng=rng), uniform(second, 1.0, rng=rng)
-        return max(int(height * second + 0.5), 1), max(int(width * first + 0.5), 1)
+            height, width = min(second, size[0]), min(first, size[1])
+        else:
+            height, width = (uniform_int(min(first, side), min(second, side), rng=rng) for side in size)
+        top = uniform_int(0, size[0] - height, rng=rng)
+        return top, uniform_int(0, size[1] - width, rng=rng), height, width
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
         return self._drawn(size, rng)[2:]
@@ -324,11 +287,10 @@ class Pad(BaseTransform):
         pad_to_square: pad to a square first.
         pad_val: the value of the border: a number, one number per channel, or ``dict(img=...)`` of these. Other keys of
             the dict have no effect.
-        padding_mode: ``'constant'``, ``'edge'``, ``'reflect'`` or ``'symmetric'``.
+        padding_mode: must be ``'constant'``.
 
     Raises:
-        ValueError: an argument is not valid, or the image is larger than ``size``, or too small to be mirrored into
-            the border.
+        ValueError: an argument is not valid, or the image is larger than ``size``.
 
     Source: mmcv's Pad.
     """
@@ -339,7 +301,7 @@ class Pad(BaseTransform):
         size_divisor: Positive | None = None,
         pad_to_square: bool = False,
         pad_val: float | Sequence[float] | dict = 0,
-        padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = "constant",
+        padding_mode: Literal["constant"] = "constant",
     ) -> None:
         if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
             raise InvalidInputError(
@@ -351,7 +313,6 @@ class Pad(BaseTransform):
         self.size = None if size is None else _pair(size)
         self.size_divisor = size_divisor
         self.pad_to_square = pad_to_square
-        self.padding_mode = padding_mode
 
     def planned_size(self, size: tuple[int, int], rng: Random | None = None) -> tuple[int, int]:
         height, width = size
@@ -373,13 +334,7 @@ class Pad(BaseTransform):
                 f"{results.get('img_path')}"
             )
         border = [0, 0, target_w - width, target_h - height]
-        spare = {"reflect": -1, "symmetric": 0}.get(self.padding_mode, math.inf)
-        if border[2] > width + spare or border[3] > height + spare:
-            raise InvalidInputError(
-                f"Pad: the image, {width}x{height}, is too small for a border of {border[2]}x{border[3]} with "
-                f"padding_mode={self.padding_mode!r}: {results.get('img_path')}"
-            )
-        set_image(results, F.pad(results["img"], border, fill=self.pad_val, padding_mode=self.padding_mode))
+        set_image(results, F.pad(results["img"], border, fill=self.pad_val))
         results["pad_shape"] = results["img_shape"]
         if "gt_bboxes" in results:
             set_boxes(results, results["gt_bboxes"])

@@ -15,9 +15,8 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
-from ..matching.assignment import for_solver, solve_padded
+from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
-from ..mean_count import mean_count
 from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .transformer import refine_boxes
@@ -103,7 +102,7 @@ class DeformableDETRHead(BaseModule):
         checked_value(
             "DeformableDETRHead: test_cfg['max_per_img']", self.test_cfg.get("max_per_img", 1), Positive
         )
-        self.assigner = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
+        self.assigner: Any = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
         self.loss_cls = MODELS.build(loss_cls)
         self.loss_bbox = MODELS.build(loss_bbox)
         self.loss_iou = MODELS.build(loss_iou)

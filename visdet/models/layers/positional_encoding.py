@@ -72,7 +72,7 @@ class SinePositionalEncoding(BaseModule):
             input: [B, ..., H, W]. If ``mask`` is None, its size is used.
         """
         if mask is None:
-            mask = input.new_zeros(len(input), *input.shape[-2:])  # type: ignore[union-attr]
+            mask = input.new_zeros(len(input), *input.shape[-2:])  # type: ignore[union-attr, arg-type]
         valid = (~mask.bool()).float()
         positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
         last_rows, last_columns = positions[:, -1:, :, 0], positions[:, :, -1:, 1]
