@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..box_iou_rotated import cross_of
+
 __all__ = ["overlap_by_triangles"]
 
 TOLERANCE = 1e-8  # within which mmcv takes a point to lie on a line, or for another one
@@ -19,7 +21,7 @@ def overlap_by_triangles(p: Tensor, q: Tensor) -> Tensor:  # [N, K, 2], [N, 4, 2
     size = torch.cat([p, q], 1).detach().abs().amax((1, 2))[:, None, None]
     unit = torch.where(size > 0, size.clamp(max=1), 1)
     sides = p.roll(-1, 1) - p
-    is_in_line = (_sign(_cross(p, p.roll(-1, 1)) / unit[..., 0].square()) == 0) & (sides != 0).any(2)
+    is_in_line = (_sign(cross_of(p, p.roll(-1, 1)) / unit[..., 0].square()) == 0) & (sides != 0).any(2)
     away = is_in_line.any(1)[:, None, None] * size * p.new_tensor([1.9, 3.1])
     p, q = (p + away) / unit, (q + away) / unit
     a, b, sign1 = _sides(p[:, :, None].expand(N, K, 4, 2), 1)
@@ -28,20 +30,16 @@ def overlap_by_triangles(p: Tensor, q: Tensor) -> Tensor:  # [N, K, 2], [N, 4, 2
     cut, exists = torch.stack([origin, a, b], 1), torch.ones(len(a), 3, dtype=torch.bool, device=a.device)
     for start, end in ((origin, c), (c, d), (d, origin)):
         cut, exists = _cut(cut, exists, start, end)
-    area = torch.where(exists, _cross(cut, _next(cut, exists)), 0.0).sum(1) / 2
+    area = torch.where(exists, cross_of(cut, _next(cut, exists)), 0.0).sum(1) / 2
     return (area * sign1 * sign2).view(N, 4 * K).sum(1) * unit[:, 0, 0].square()
 
 
 def _sides(corners: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ends [M, 2] of the sides along ``dim`` such that they turn from x towards y, and whether they did."""
     first, second = (t.reshape(-1, 2) for t in (corners, corners.roll(-1, dim)))
-    sign = _sign(_cross(first, second))
+    sign = _sign(cross_of(first, second))
     turns_back = (sign < 0)[:, None]
     return torch.where(turns_back, second, first), torch.where(turns_back, first, second), sign
-
-
-def _cross(a: Tensor, b: Tensor) -> Tensor:
-    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
 
 
 def _sign(x: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ def _cut(polygon: Tensor, exists: Tensor, start: Tensor, end: Tensor) -> tuple[T
     """Return the parts of polygons [M, K, 2] to the left of lines, and which of their points exist."""
     K = exists.shape[1]
     along, behind = (end - start)[:, None], _next(polygon, exists)
-    here, there = (_cross(along, points - start[:, None]) for points in (polygon, behind))
+    here, there = (cross_of(along, points - start[:, None]) for points in (polygon, behind))
     crosses = exists & (_sign(here) != _sign(there))
     apart = torch.where(crosses, there - here, 1.0)[..., None]
     crossing = (polygon * there[..., None] - behind * here[..., None]) / apart
