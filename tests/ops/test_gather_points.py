@@ -198,15 +198,7 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LAYOUTS = {"of each image": (3, 20, 9), "shared": (9, 20)}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if not _library.is_loaded(request.param):
-        pytest.skip("the library is not built")
-    return request.param
 
 
 def inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M=50):
@@ -250,7 +242,7 @@ F, I, W = torch.zeros(2, 4, 9), torch.zeros(2, 5, 1, dtype=torch.int32), torch.z
     ],
 )
 def test_messages(arguments, message):
-    _library.require_cpu()
+    _library.require("cpu")
     with pytest.raises(RuntimeError, match=f"gather_points: {message}"):
         torch.ops.visdet.gather_points(*arguments, False)
     with pytest.raises(RuntimeError, match=f"gather_points_backward: {message}"):

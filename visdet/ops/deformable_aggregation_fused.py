@@ -17,13 +17,13 @@ _MIN_DEPTH = 1e-5  # metres; points nearer or behind a camera land far outside t
 
 
 @declared(
-    features="floating",
-    key_points="real",
-    projection="real",
-    image_wh="None or real",
+    features="floating [B, S, C]",
+    key_points="real [B, Q, P, 3]",
+    projection="real [B, V, 4, 4]",
+    image_wh="None or real [B, V, 2]",
+    camera_logits="None or real [B, V, L, P, G]",
     logits="real",
-    camera_logits="None or real",
-    keep="None or any",
+    keep="None or any [B, Q, V, P]",
     keep_scale="number",
 )
 def deformable_aggregation_fused(
