@@ -10,12 +10,12 @@ Environment:
     TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX". Unset: those of WHEEL_ARCHITECTURES
                            in a wheel; in an editable install those of the GPUs present, or 9.0 without one.
     CUDA_HOME              the CUDA toolkit, before nvcc on PATH and the nvidia-cuda-nvcc package.
-    CXX, CXXFLAGS          the C++ compiler and further flags.
+    CXX, CXXFLAGS, LDFLAGS the C++ compiler, further flags, and those of the linker. A compiler for another processor
+                           needs VISDET_CUDA=0, and -L with the libraries of torch for it (make wheel-aarch64).
     MAX_JOBS               compilations at a time.
 """
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -193,10 +193,12 @@ class BuildOps(build_ext):
 
         in_place = self.inplace or getattr(self, "editable_mode", False)
         out_dir = (ROOT if in_place else ROOT / self.build_lib) / "visdet" / "ops"
-        objects = ROOT / "build" / f"ops-{'editable' if in_place else 'wheel'}-torch{torch.__version__}"
+        kind = f"{'editable' if in_place else 'wheel'}-{manylinux.machine_of(CXX)}"
+        objects = ROOT / "build" / f"ops-{kind}-torch{torch.__version__}"
         out_dir.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
-        rpath_free_libraries = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
+        folders = [*os.environ.get("LDFLAGS", "").split(), *(f"-L{path}" for path in library_paths())]
+        rpath_free_libraries = [*folders, "-lc10", "-ltorch_cpu", "-ltorch"]
 
         rules = NinjaFile()
         nvcc = cuda_decision(torch)
@@ -264,7 +266,7 @@ class NinjaFile:
         # Selects instead of branches need the licence to evaluate both sides.
         flags += ["-fno-math-errno", "-fno-trapping-math"]
         flags += ["-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        is_x86 = manylinux.machine_of(CXX) == "x86_64"
         flags += ["-DVISDET_HAS_X86_ISAS"] if is_x86 else []
         # Host code takes the compiler twice as long at -O3, and runs no faster. Results at borders are those of plain
         # torch only if operations are rounded one by one (common/rounded.h).
@@ -400,7 +402,7 @@ class Wheel(bdist_wheel):
         if self.plat_name_supplied:
             return "py3", "none", super().get_tag()[2]
         libraries = sorted((ROOT / self.bdist_dir / "visdet" / "ops").glob("libvisdet_*.so"))
-        return "py3", "none", manylinux.platform_tag(libraries) or super().get_tag()[2]
+        return "py3", "none", manylinux.platform_tag(libraries, CXX) or super().get_tag()[2]
 
 
 if __name__ == "__main__":
