@@ -10,6 +10,8 @@ import argparse
 
 from visdet.command_line import add_config_arguments
 
+_LOGGERS = {"wandb": "WandbVisBackend", "mlflow": "MLflowVisBackend"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -38,15 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
     )
+    parser.add_argument(
+        "--logger", choices=_LOGGERS, help="write the curves there, too; the package must be installed"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import train
 
+    options = args.cfg_options or {}
+    if args.logger:
+        kinds = ("LocalVisBackend", "TensorboardVisBackend", _LOGGERS[args.logger])
+        options = {"visualizer.vis_backends": [{"type": kind} for kind in kinds], **options}
     train(
         args.config,
-        args.cfg_options,
+        options,
         work_dir=args.work_dir,
         from_=args.from_,
         resume=args.resume,
