@@ -42,11 +42,6 @@ def nvcc(tmp_path):
     return stand_in_for_nvcc(tmp_path, "13.0", CUDA_13)
 
 
-def test_targets_torch_2_10(build):
-    value = int(build.STABLE_ABI.split("=")[1], 16)
-    assert (value >> 56, value >> 48 & 0xFF) == (2, 10)
-
-
 @pytest.mark.parametrize(
     "library", sorted((ROOT / "visdet" / "ops").glob("*.so")), ids=lambda path: path.name
 )
@@ -56,20 +51,6 @@ def test_the_libraries_need_no_function_of_a_torch_after_2_10(library):
     assert found.stable and not found.unknown_shim_symbols
     oldest = tuple(map(int, found.min_torch_version.split(".")))
     assert oldest <= (2, 10, 0), found.version_defining_symbols
-
-
-def test_a_wheel_is_compiled_for_ten_architectures_with_ptx_of_three(build, nvcc, monkeypatch):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    native, ptx = build.cuda_architectures(nvcc, for_wheel=True)
-    assert native == ["75", "80", "86", "87", "89", "90", "100", "110", "120", "121"] and ptx == [
-        "80",
-        "100",
-        "120",
-    ]
-    assert build.gencode_flags(native, ptx) == [
-        *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in native),
-        *(f"-gencode=arch=compute_{name},code=compute_{name}" for name in ptx),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +73,7 @@ def test_the_wheel_serves_a_gpu_and_the_doctor_says_by_what(build, nvcc, capabil
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     text = build.cuda_build_text(nvcc, *build.cuda_architectures(nvcc, for_wheel=True))
     cuda = _library._parse_cuda_build(text)
-    assert cuda["toolkit"] == "13.0" and cuda["ptx"] == ["8.0", "10.0", "12.0"]
+    assert cuda["toolkit"] == "13.0" and cuda["ptx"] == ["8.0", "10.0", "12.0"] and len(cuda["native"]) == 10
     found = doctor._code_for(capability, cuda)
     assert found is None if code is None else found.startswith(code)
 
@@ -129,13 +110,6 @@ def test_doctor_reports_versions_libraries_and_operators():
         "To do",
     ):
         assert part in done.stdout
-
-
-def test_doctor_names_a_missing_library_once_and_says_where_it_is_built():
-    missing = {"loaded": False, "problem": "/ops/lib.so does not exist", "path": "/ops/lib.so"}
-    advice = []
-    lines = doctor._libraries({"cpu": missing, "cuda": missing}, advice)
-    assert [line.count("/ops/lib.so") for line in lines] == [1, 1] and "in a clone" in advice[0]
 
 
 def test_missing_libraries_raise_one_clear_error(tmp_path):
