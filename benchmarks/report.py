@@ -16,7 +16,7 @@ def write_tables(report: Report, folder: Path) -> None:
 
 
 def short_table(report: Report) -> str:
-    """Return an aligned table with case, dtype, pass, time, percent of the floor, ratios of peers and goals."""
+    """Return a table with case, dtype, pass, time, percent of the floor, ratios of peers and goals."""
     peers = _peers(report)
     rows = [["case", "dtype", "pass", "median", "floor", *peers, "goal"]]
     for result in report["results"]:
@@ -27,15 +27,7 @@ def short_table(report: Report) -> str:
             ratios = [_ratio(result, peer, kind) for peer in peers]
             median, percent = _time(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
             rows.append([*name, _label(kind), median, percent, *ratios, _goal(figures)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(table(rows[0], rows[1:]))
 
 
 def _markdown(report: Report) -> list[str]:

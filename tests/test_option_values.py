@@ -48,7 +48,9 @@ from visdet.option_values import option_value
         ("dict()", {}),
         ("{'k': 1, n: [x]}", {"k": 1, "n": ["x"]}),
         ("[dict(type='MultiStepLR',milestones=[5])]", [{"type": "MultiStepLR", "milestones": [5]}]),
-        ("dict(a=dict(b='x, y', c=(1, 2)), d=e f)", {"a": {"b": "x, y", "c": (1, 2)}, "d": "e f"}),
+        ("dict(a=dict(b='x, y', c=(1, 2)), d=e/f)", {"a": {"b": "x, y", "c": (1, 2)}, "d": "e/f"}),
+        ("photos#1", "photos#1"),
+        ("/a/x,/b/y", ["/a/x", "/b/y"]),
     ],
 )
 def test_values(text, value):
@@ -59,13 +61,14 @@ def test_values(text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dict(a, b)", "expected key=value, got 'a'"),
+        ("dict(a, b)", "expected key=value"),
         ("dict(**x)", "expected key=value"),
-        ("{1, 2}", "expected 'key': value, got '1'"),
+        ("{1, 2}", "expected 'key': value"),
         ("[SGD(lr=1)]", r"is a call. Write dict\(type='SGD', ...\)"),
         ("range(1, 2)", "is a call"),
-        ("[1, 2", r"the bracket '\[' is not closed"),
-        ("[(1, 2]", "is not closed"),
+        ("[1, 2", "close its brackets"),
+        ("[(1, 2]", "close its brackets"),
+        ("[/a/x, /b/y]", "put its texts into quotes"),
     ],
 )
 def test_what_is_no_value(text, message):

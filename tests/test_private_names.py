@@ -79,7 +79,6 @@ REASONS = {
     "_serialize_data": "``full_init`` checks the images before.",
     # Python and other packages
     "_C": "The extension of groundingdino has this name, which users import.",
-    "_export": "rfdetr's models tell by it that they are being exported.",
     "_fields": "Python documents it for named tuples.",
     "_replace": "Python documents it for named tuples.",
     "_on_queue_feeder_error": "multiprocessing calls it for an object that cannot be sent.",

@@ -1,4 +1,4 @@
-"""The values of ``--cfg-options``, which follow one grammar.
+"""The values of ``--cfg-options``: Python's numbers and collections, in which words need no quotes.
 
 | text | value |
 |---|---|
@@ -9,118 +9,63 @@
 | anything else, such as ``007`` or ``my folder (1)/x`` | the text itself |
 """
 
+import ast
 import re
 from typing import Any
 
-_CLOSING = {"[": "]", "(": ")", "{": "}"}
-_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
-_FLOAT = re.compile(
-    r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?|[+-]?(inf|nan)", re.IGNORECASE
-)
-_CALL = re.compile(r"([A-Za-z_][\w.]*)\((.*)\)", re.DOTALL)
+_CLOSING = {"[": "]", "(": ")", "{": "}", "d": ")"}  # the last one is that of dict(...)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)
 
 
 def option_value(text: str) -> Any:
     """Return the value that a text of the command line stands for.
 
     Raises:
-        ValueError: a bracket is not closed, or a dict or a call cannot be read. The message says which.
+        ValueError: a list, a tuple or a dict cannot be read. The message says which.
     """
     text = text.strip()
-    if _is_quoted(text) and (inner := text[1:-1].strip())[:1] in _CLOSING and _bracketed(inner):
-        text = inner  # Some shells leave the quotes that keep the brackets from them.
-    parts = _split(text, ",")
-    if len(parts) > 1:
-        return [option_value(part) for part in _without_last_comma(parts)]
-    return _single_value(text)
-
-
-def _single_value(text: str) -> Any:
-    if _is_quoted(text):
-        return text[1:-1]
-    if text[:1] in _CLOSING and _bracketed(text):
-        return _collection(text)
-    call = _CALL.fullmatch(text)
-    if call and _bracketed(text[len(call[1]) :]):
-        if call[1] == "dict":
-            return _dict(call[2], "=", text)
-        if re.search("[=,]", call[2]):
+    if len(text) > 1 and text[0] in "'\"" and text.find(text[0], 1) == len(text) - 1:
+        inner = text[1:-1]  # Some shells leave the quotes that keep brackets from them.
+        return option_value(inner) if inner.strip()[:1] in ("[", "(", "{") else inner
+    try:
+        node = ast.parse(text.replace("\\", "\\\\"), mode="eval").body
+    except SyntaxError:
+        is_collection = text[:1] in ("[", "(", "{") or text.startswith("dict(")
+        is_closed = sum(map(text.count, "[({")) == sum(map(text.count, "])}"))
+        if is_collection and (text[-1] == _CLOSING[text[0]] or not is_closed):
             raise ValueError(
-                f"{text!r} is a call. Write dict(type='{call[1]}', ...), or put text into quotes"
-            )
-    if text == "None":
-        return None
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
+                f"{text!r} is no list, tuple or dict: close its brackets, and put its texts into quotes"
+            ) from None
+        parts = text.removesuffix(",").split(",")
+        return [option_value(part) for part in parts] if "," in text else text
+    value = _value(node, text.replace("\\", "\\\\"))
+    return text if "#" in text and "#" not in str(value) else value  # It would begin a comment of Python's.
 
 
-def _collection(text: str) -> Any:
-    inner = text[1:-1]
-    if text[0] == "{":
-        return _dict(inner, ":", text)
-    items = [option_value(part) for part in _without_last_comma(_split(inner, ","))]
-    return tuple(items) if text[0] == "(" else items
-
-
-def _dict(inner: str, sign: str, whole: str) -> dict:
-    found = {}
-    for item in _without_last_comma(_split(inner, ",")):
-        key, *values = _split(item, sign, 1)
-        key = _single_value(key.strip()) if sign == ":" else key.strip()
-        if not values or (sign == "=" and not str(key).isidentifier()):
-            expected = "'key': value" if sign == ":" else "key=value"
-            raise ValueError(f"{whole!r}: expected {expected}, got {item.strip()!r}")
-        found[key] = option_value(values[0])
-    return found
-
-
-def _is_quoted(text: str) -> bool:
-    return len(text) > 1 and text[0] in "'\"" and text.find(text[0], 1) == len(text) - 1
-
-
-def _bracketed(text: str) -> bool:
-    """Return whether the bracket that a text begins with is closed by its last character.
-
-    Raises:
-        ValueError: the bracket is never closed.
-    """
-    closed = next((place for place, depth, _ in _walk(text) if depth == 0), None)
-    if closed is None:
-        raise ValueError(f"{text!r}: the bracket {text[0]!r} is not closed")
-    return closed == len(text) - 1
-
-
-def _split(text: str, sign: str, count: int = -1) -> list[str]:
-    """Return the parts of a text between the signs that stand outside of brackets and quotes."""
-    parts: list[str] = []
-    begin = 0
-    for place, depth, character in _walk(text):
-        if character == sign and depth == 0 and len(parts) != count:
-            parts.append(text[begin:place])
-            begin = place + 1
-    return [*parts, text[begin:]]
-
-
-def _walk(text: str) -> Any:
-    """Yield the place of every character that is not quoted, the depth of brackets after it, and the character.
-
-    A quote counts only at the beginning of an item, so that a word may contain one.
-    """
-    depth, place, at_beginning = 0, 0, True
-    while place < len(text):
-        character = text[place]
-        if at_beginning and character in "'\"" and (end := text.find(character, place + 1)) > 0:
-            place = end + 1
-            at_beginning = False
-            continue
-        depth += (character in _CLOSING) - (character in _CLOSING.values())
-        yield place, depth, character
-        at_beginning = character in "[({,:=" or (at_beginning and character.isspace())
-        place += 1
-
-
-def _without_last_comma(parts: list[str]) -> list[str]:
-    return parts if parts[-1].strip() else parts[:-1]
+def _value(node: Any, source: str) -> Any:
+    text = str(ast.get_source_segment(source, node))
+    match node:
+        case ast.Constant(value=str() | None):
+            return node.value
+        case ast.List() | ast.Tuple():
+            items = [_value(item, source) for item in node.elts]
+            has_brackets = not items or node.elts[0].col_offset > node.col_offset
+            return tuple(items) if isinstance(node, ast.Tuple) and has_brackets else items
+        case ast.Dict() if None not in node.keys:
+            pairs = zip(node.keys, node.values, strict=True)
+            return {_value(key, source): _value(value, source) for key, value in pairs}
+        case ast.Dict() | ast.Set():
+            raise ValueError(f"{text!r}: expected 'key': value")
+        case ast.Call(func=ast.Name("dict")):
+            if node.args or any(item.arg is None for item in node.keywords):
+                raise ValueError(f"{text!r}: expected key=value")
+            return {item.arg: _value(item.value, source) for item in node.keywords}
+        case ast.Call() if node.keywords or len(node.args) > 1:
+            name = ast.unparse(node.func)
+            raise ValueError(f"{text!r} is a call. Write dict(type='{name}', ...), or put text into quotes")
+    if _NUMBER.fullmatch(text):
+        return ast.literal_eval(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text)
+    return text.lower() == "true" if text.lower() in ("true", "false") else text.replace("\\\\", "\\")

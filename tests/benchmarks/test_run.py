@@ -53,7 +53,7 @@ def test_tiny_case_from_end_to_end(tmp_path, capsys):
     text = (tmp_path / "bench.md").read_text()
     assert "| tiny | float32 | forward |" in text and "GB/s" in text and "green" in text
     printed = capsys.readouterr().out
-    assert "ms_deform_attn/tiny  bfloat16  backward" in printed
+    assert "| ms_deform_attn/tiny | bfloat16 | backward |" in printed
 
 
 def test_runs_without_mmengine(tmp_path):

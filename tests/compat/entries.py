@@ -4,6 +4,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
+def device(request):
+    """Make every tensor of a test on this device."""
+    torch.manual_seed(0)
+    with torch.device(request.param):
+        yield request.param
+
+
 def leaf(*shape):
     return torch.randn(shape, dtype=torch.float64).requires_grad_()
 
@@ -20,5 +28,5 @@ def check_entries(function, inputs, forward, backward):
     backward(grad, *values, *outs)
     for given, wanted in zip(outs, grads, strict=True):
         torch.testing.assert_close(given, wanted)
-    with pytest.raises(ValueError, match=r"mmcv\._ext\.\w+: \w+ must be \["):
+    with pytest.raises(ValueError, match=r"\._(ext|C)\.\w+: \w+ must be \["):
         forward(*values, out[:0])

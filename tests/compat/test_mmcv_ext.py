@@ -2,18 +2,11 @@
 
 import pytest
 import torch
-from entries import check_entries, leaf
+from entries import check_entries, device, leaf  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext as ext
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
-def device(request):
-    """Make every tensor of a test on this device."""
-    torch.manual_seed(0)
-    with torch.device(request.param):
-        yield request.param
+from visdet.ops.mmcv import aligned_pooling, map_correlation
 
 
 def rois():
@@ -139,7 +132,52 @@ def carafe(naive):
     )
 
 
+def stack_group_points():
+    index, counts, groups = indices()[0], torch.tensor([2, 3]).int(), torch.tensor([1, 3]).int()
+    sizes = dict(b=2, c=2, m=4, nsample=3)
+    return (
+        lambda x: ops.stack_group_points(x, counts, index, groups),
+        [leaf(5, 2)],
+        lambda x, out: ext.stack_group_points_forward(x, counts, index, groups, out, **sizes),
+        lambda grad, x, out: ext.stack_group_points_backward(grad, index, groups, counts, out, n=5, **sizes),
+    )
+
+
+def assign_score_withk():
+    sizes, index = dict(B=2, N0=5, N1=4, M=2, K=3, O=3, aggregate=0), indices()
+    return (
+        lambda x, c, s: ops.assign_score_withk(s, x, c, index),
+        [leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 4, 3, 2)],
+        lambda x, c, s, out: ext.assign_score_withk_forward(x, c, s, index, out, **sizes),
+        lambda grad, x, c, s, *outs: ext.assign_score_withk_backward(grad, x, c, s, index, *outs, **sizes),
+    )
+
+
+def border_align():
+    boxes, argmax = double(1, 3, 4) * 5, torch.zeros(1, 2, 3, 4).int()
+    return (
+        lambda x: aligned_pooling.border_align(x, boxes, 3),
+        [leaf(1, 8, 5, 6)],
+        lambda x, out: ext.border_align_forward(x, boxes, out, argmax, 3),
+        lambda grad, x, out: ext.border_align_backward(grad, boxes, argmax, out, pool_size=3),
+    )
+
+
+def prroi_coordinates():
+    x = leaf(2, 2, 5, 6).detach()
+    return (
+        lambda r: aligned_pooling.prroi_pool(x, r, (2, 2), 1.0),
+        [rois().requires_grad_()],
+        lambda r, out: ext.prroi_pool_forward(x, r, out, **POOL),
+        lambda grad, r, out: ext.prroi_pool_coor_backward(None, grad, x, r, out, **POOL),
+    )
+
+
 CASES = {
+    "stack_group_points": stack_group_points,
+    "assign_score_withk": assign_score_withk,
+    "border_align": border_align,
+    "prroi_pool, coordinates": prroi_coordinates,
     "roi_align max": lambda: roi_align("max"),
     "roi_align avg": lambda: roi_align("avg"),
     "roi_pool": roi_pool,
@@ -154,13 +192,93 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_backward_entries(name, device):
+def test_forward_and_backward_entries(name):
     check_entries(*CASES[name]())
+
+
+def indices():
+    return (torch.arange(24).view(2, 4, 3) * 7 % 5).int()
+
+
+def double(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def turned():
+    return torch.tensor([[0, 3.5, 2, 5.3, 4, 0.5], [1, 3, 2, 4, 2.5, -1]]).double()
+
+
+def turns():
+    return torch.tensor([[1, 2], [2, 4], [4, 3], [3, 1]]).int().view(1, 2, 2, 2)
+
+
+POINTS = dict(b=2, c=3, n=5, npoints=4)
+TURNED = dict(pooled_height=2, pooled_width=2, spatial_scale=0.9)
+PSA = dict(num_=1, h_feature=4, w_feature=5, h_mask=3, w_mask=3, half_h_mask=1, half_w_mask=1, psa_type=1)
+# For each pair of entries that is linear in its first argument: the operator, that argument, the others, the settings.
+LINEAR = {
+    "group_points": lambda: (ops.group_points, leaf(2, 3, 5), [indices()], POINTS | dict(nsample=3)),
+    "gather_points": lambda: (ops.gather_points, leaf(2, 3, 5), [indices()[..., 0]], POINTS),
+    "three_interpolate": lambda: (
+        ops.three_interpolate,
+        leaf(2, 3, 5),
+        [indices(), double(2, 4, 3)],
+        dict(b=2, c=3, m=5, n=4),
+    ),
+    "prroi_pool": lambda: (
+        lambda x, r: aligned_pooling.prroi_pool(x, r, (2, 2), 1.0),
+        leaf(2, 2, 5, 6),
+        [rois()],
+        POOL,
+    ),
+    "psamask": lambda: (
+        lambda x: map_correlation.psa_mask(x, "distribute", (3, 3)),
+        leaf(1, 9, 4, 5),
+        [],
+        PSA,
+    ),
+    "tin_shift": lambda: (
+        map_correlation.tin_shift,
+        leaf(1, 3, 2, 4),
+        [torch.tensor([[1, -1]]).int()],
+        {},
+    ),
+    "roi_align_rotated": lambda: (
+        lambda x, r: ops.roi_align_rotated(x, r, 2, 0.9, 2, True, True),
+        leaf(2, 8, 6, 7),
+        [turned()],
+        TURNED | dict(sampling_ratio=2, aligned=True, clockwise=True),
+    ),
+    "riroi_align_rotated": lambda: (
+        lambda x, r: ops.riroi_align_rotated(x, r, 2, 0.9, 2, 4, True),
+        leaf(2, 8, 6, 7),
+        [turned()],
+        TURNED | dict(num_samples=2, num_orientations=4, clockwise=True),
+    ),
+    "rotated_feature_align": lambda: (
+        lambda x, b: ops.rotated_feature_align(x, b, 0.5, 5),
+        leaf(2, 3, 4, 5),
+        [double(2, 4, 5, 5) * 9],
+        dict(spatial_scale=0.5, points=5),
+    ),
+    "active_rotated_filter": lambda: (ops.active_rotated_filter, leaf(2, 3, 1, 2, 2), [turns()], {}),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_entries_that_are_linear(name):
+    function, input, others, settings = LINEAR[name]()
+    check_entries(
+        lambda x: function(x, *others),
+        [input],
+        lambda x, out: getattr(ext, f"{name}_forward")(x, *others, out, **settings),
+        lambda grad, x, out: getattr(ext, f"{name}_backward")(grad, *others, out, **settings),
+    )
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_focal_losses(name, weighted, device):
+def test_focal_losses(name, weighted):
     logits, target = leaf(5, 4), torch.tensor([0, 3, 2, 1, 1])
     weight = torch.rand(4, dtype=torch.float64) if weighted else empty()
     loss = getattr(ops, f"{name}_focal_loss")
@@ -175,7 +293,7 @@ def test_focal_losses(name, weighted, device):
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
 
 
-def test_masked_convolution(device):
+def test_masked_convolution():
     x, column = leaf(1, 4, 3, 3).detach(), torch.zeros(36, 2, dtype=torch.float64)
     rows, columns = torch.tensor([0, 2]), torch.tensor([1, 2])
     ext.masked_im2col_forward(x, rows, columns, column, kernel_h=3, kernel_w=3, pad_h=1, pad_w=1)
@@ -206,7 +324,7 @@ BOXES = [
 SCORES = [0.9, 0.8, 0.7, 0.6]
 
 
-def test_entries_over_boxes(device):
+def test_entries_over_boxes():
     boxes, scores = torch.tensor(BOXES), torch.tensor(SCORES)
     assert ext.nms(boxes, scores, iou_threshold=0.5, offset=0).tolist() == [0, 1, 3]
     ious = torch.zeros(4, 4)
@@ -261,12 +379,6 @@ OVERLAP = dict(aligned=False, offset=0)
             (POOLED, torch.zeros(4, 6), NONE, NONE, X),
             ALIGN | dict(pool_mode=1),
             "rois must be",
-        ),
-        (
-            "roi_align_backward",
-            (POOLED, REGIONS, X, X, X[:1]),
-            ALIGN | dict(pool_mode=0),
-            "grad_input must be",
         ),
         ("roi_pool_forward", (X, REGIONS, POOLED, OTHER.int()), POOL, "argmax must be"),
         (

@@ -2,66 +2,12 @@
 
 import pytest
 import torch
-from entries import check_entries, leaf
+from entries import device, leaf  # noqa: F401
 
 from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, mmcv_ext
 from visdet.ops import furthest_point_sample, point_neighbours
-from visdet.ops.mmcv import (
-    aligned_pooling,
-    map_correlation,
-    point_gathering,
-    points_in_boxes,
-)
+from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.mmcv.local_aggregate import local_aggregate, local_aggregate_prob
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
-def device(request):
-    """Make every tensor of a test on this device."""
-    torch.manual_seed(0)
-    with torch.device(request.param):
-        yield request.param
-
-
-def test_groups():
-    ext, index, sizes = mmcv_ext, torch.randint(0, 5, (2, 4, 3)).int(), dict(b=2, c=3, n=5, npoints=4)
-    check_entries(
-        lambda x: point_gathering.group_points(x, index),
-        [leaf(2, 3, 5)],
-        lambda x, out: ext.group_points_forward(x, index, out, **sizes, nsample=3),
-        lambda grad, x, out: ext.group_points_backward(grad, index, out, **sizes, nsample=3),
-    )
-    check_entries(
-        lambda x: point_gathering.gather_points(x, index[..., 0]),
-        [leaf(2, 3, 5)],
-        lambda x, out: ext.gather_points_forward(x, index[..., 0], out, **sizes),
-        lambda grad, x, out: ext.gather_points_backward(grad, index[..., 0], out, **sizes),
-    )
-    weight = torch.rand(2, 4, 3, dtype=torch.float64)
-    sizes = dict(b=2, c=3, m=5, n=4)
-    check_entries(
-        lambda x: point_gathering.three_interpolate(x, index, weight),
-        [leaf(2, 3, 5)],
-        lambda x, out: ext.three_interpolate_forward(x, index, weight, out, **sizes),
-        lambda grad, x, out: ext.three_interpolate_backward(grad, index, weight, out, **sizes),
-    )
-    counts, groups = torch.tensor([2, 3]).int(), torch.tensor([1, 3]).int()
-    sizes = dict(b=2, c=2, m=4, nsample=3)
-    check_entries(
-        lambda x: point_gathering.stack_group_points(x, counts, index[0], groups),
-        [leaf(5, 2)],
-        lambda x, out: ext.stack_group_points_forward(x, counts, index[0], groups, out, **sizes),
-        lambda grad, x, out: ext.stack_group_points_backward(
-            grad, index[0], groups, counts, out, n=5, **sizes
-        ),
-    )
-    sizes = dict(B=2, N0=5, N1=4, M=2, K=3, O=3, aggregate=0)
-    check_entries(
-        lambda x, c, s: point_gathering.assign_score_withk(s, x, c, index),
-        [leaf(2, 5, 2, 3), leaf(2, 5, 2, 3), leaf(2, 4, 3, 2)],
-        lambda x, c, s, out: ext.assign_score_withk_forward(x, c, s, index, out, **sizes),
-        lambda grad, x, c, s, *outs: ext.assign_score_withk_backward(grad, x, c, s, index, *outs, **sizes),
-    )
 
 
 def test_neighbours():
@@ -139,7 +85,7 @@ def test_the_first_point_with_the_largest_feature_has_the_gradient():
     torch.testing.assert_close(grad, torch.tensor([[2 / 3, 4 / 3]] * 3 + [[0, 0]]))
 
 
-def test_hard_voxelize_writes_the_first_rows(device):
+def test_hard_voxelize_writes_the_first_rows():
     points = torch.tensor([[0.5, 0.5, 0.5, 7], [9, 9, 9, 8], [0.6, 0.6, 0.6, 9]])
     voxels, places, counts = torch.zeros(4, 2, 4), torch.zeros(4, 3).int(), torch.zeros(4).int()
     number = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -160,46 +106,6 @@ def test_pairs_with_a_table_of_the_grid():
     plain = mmcv_ext.get_indice_pairs_2d_forward(indices, *settings)
     with_grid = mmcv_ext.get_indice_pairs_2d_backward(indices, torch.zeros(16), *settings)
     assert all(map(torch.equal, plain, with_grid)) and plain[2].sum() == 4
-
-
-def test_maps():
-    boxes = torch.rand(1, 3, 4, dtype=torch.float64) * 5
-    argmax = torch.zeros(1, 2, 3, 4).int()
-    check_entries(
-        lambda x: aligned_pooling.border_align(x, boxes, 3),
-        [leaf(1, 8, 5, 6)],
-        lambda x, out: mmcv_ext.border_align_forward(x, boxes, out, argmax, 3),
-        lambda grad, x, out: mmcv_ext.border_align_backward(grad, boxes, argmax, out, pool_size=3),
-    )
-    rois = torch.tensor([[0, 0.3, 0.6, 4.1, 3.3]], dtype=torch.float64).requires_grad_()
-    size = dict(pooled_height=2, pooled_width=2, spatial_scale=0.7)
-    check_entries(
-        lambda x: aligned_pooling.prroi_pool(x, rois.detach(), (2, 2), 0.7),
-        [leaf(1, 2, 5, 6)],
-        lambda x, out: mmcv_ext.prroi_pool_forward(x, rois.detach(), out, **size),
-        lambda grad, x, out: mmcv_ext.prroi_pool_backward(grad, rois.detach(), out, **size),
-    )
-    x = leaf(1, 2, 5, 6).detach()
-    check_entries(
-        lambda rois: aligned_pooling.prroi_pool(x, rois, (2, 2), 0.7),
-        [rois],
-        lambda rois, out: mmcv_ext.prroi_pool_forward(x, rois, out, **size),
-        lambda grad, rois, out: mmcv_ext.prroi_pool_coor_backward(None, grad, x, rois, out, **size),
-    )
-    sizes = dict(num_=1, h_feature=4, w_feature=5, h_mask=3, w_mask=3, half_h_mask=1, half_w_mask=1)
-    check_entries(
-        lambda x: map_correlation.psa_mask(x, "distribute", (3, 3)),
-        [leaf(1, 9, 4, 5)],
-        lambda x, out: mmcv_ext.psamask_forward(x, out, psa_type=1, **sizes),
-        lambda grad, x, out: mmcv_ext.psamask_backward(grad, out, psa_type=1, **sizes),
-    )
-    shift = torch.tensor([[1, -1]]).int()
-    check_entries(
-        lambda x: map_correlation.tin_shift(x, shift),
-        [leaf(1, 3, 2, 4)],
-        lambda x, out: mmcv_ext.tin_shift_forward(x, shift, out),
-        lambda grad, x, out: mmcv_ext.tin_shift_backward(grad, shift, out),
-    )
 
 
 def test_synchronised_batch_normalisation_is_batch_norm():
@@ -258,37 +164,24 @@ def test_voxel_pooling_notes_the_places_of_the_points():
     torch.testing.assert_close(out, expected)
 
 
-def test_local_aggregate():
-    points, voxels = torch.rand(9, 3, dtype=torch.float64), torch.zeros(9, 3).int()
-    inputs = [leaf(4, 3), leaf(4), leaf(4, 2), leaf(4, 6)]
-    means, opacities, semantics, entries = inputs
-    radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
-    arguments = points, voxels, means, centers, opacities, semantics, radii, entries, 2, 2, 2
-    expected = local_aggregate(*arguments)
-    with torch.no_grad():
-        count, logits, *kept = gaussian_ext.local_aggregate(*arguments)
-    grad = torch.randn_like(expected)
-    given = gaussian_ext.local_aggregate_backward(
-        *kept, 2, 2, 2, count, means, points, voxels, entries, opacities, semantics, grad
-    )
-    assert torch.equal(logits, expected)
-    for one, other in zip(given, torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_local_aggregate_prob():
+@pytest.mark.parametrize(
+    "operator, ext", [(local_aggregate, gaussian_ext), (local_aggregate_prob, gaussian_prob_ext)]
+)
+def test_local_aggregate(operator, ext):
     points, voxels = torch.rand(9, 3, dtype=torch.float64), torch.zeros(9, 3).int()
     precision = torch.cat([1 + torch.rand(4, 3), torch.rand(4, 3) / 4], 1).double().requires_grad_()
     inputs = [leaf(4, 3), torch.rand(4, dtype=torch.float64).requires_grad_(), leaf(4, 2), precision]
     means, opacities, semantics, entries = inputs
     radii, centers = torch.ones(4).int(), torch.zeros(4, 3).int()
     arguments = points, voxels, means, centers, opacities, semantics, radii, entries, 2, 2, 2
-    expected = local_aggregate_prob(*arguments)
+    expected = operator(*arguments)
+    expected = expected if isinstance(expected, tuple) else (expected,)
     with torch.no_grad():
-        count, *results, probability, geometry, binning, image = gaussian_prob_ext.local_aggregate(*arguments)
+        count, *found = ext.local_aggregate(*arguments)
+    results, kept, probability = found[: len(expected)], found[-3:], found[len(expected) : -3]
     assert all(map(torch.equal, results, expected))
     grads = [torch.randn_like(one) for one in expected]
-    kept = geometry, binning, image, 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
-    given = gaussian_prob_ext.local_aggregate_backward(*kept, *results, probability, *grads)
-    for one, other in zip(given, torch.autograd.grad(expected, inputs, grads), strict=True):
-        torch.testing.assert_close(one, other)
+    results = results if probability else []
+    kept += 2, 2, 2, count, means, points, voxels, entries, opacities, semantics
+    given = ext.local_aggregate_backward(*kept, *results, *probability, *grads)
+    torch.testing.assert_close(list(given), list(torch.autograd.grad(expected, inputs, grads)))

@@ -1,17 +1,10 @@
 """The functions of mmcv._ext for rotated boxes: they write into given tensors, as mmcv's wrappers expect."""
 
-import pytest
 import torch
+from entries import device  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
-def device(request):
-    """Make every tensor of a test on this device."""
-    with torch.device(request.param):
-        yield request.param
 
 
 def uniform(*shape, seed=0, scale=1.0):
@@ -20,63 +13,14 @@ def uniform(*shape, seed=0, scale=1.0):
     return values.to(torch.get_default_device())
 
 
-def rois():
-    return torch.tensor([[0, 3.5, 2, 5.3, 4, 0.5], [1, 3, 2, 4, 2.5, -1]]).double()
-
-
-POOLED = dict(pooled_height=2, pooled_width=2, spatial_scale=0.9)
-LINEAR = {
-    "roi_align_rotated": (
-        lambda: (uniform(2, 8, 6, 7), rois()),
-        POOLED | dict(sampling_ratio=2, aligned=True, clockwise=True),
-        lambda x, r: ops.roi_align_rotated(x, r, 2, 0.9, 2, True, True),
-    ),
-    "riroi_align_rotated": (
-        lambda: (uniform(2, 8, 6, 7), rois()),
-        POOLED | dict(num_samples=2, num_orientations=4, clockwise=True),
-        lambda x, r: ops.riroi_align_rotated(x, r, 2, 0.9, 2, 4, True),
-    ),
-    "rotated_feature_align": (
-        lambda: (uniform(2, 3, 4, 5), uniform(2, 4, 5, 5, scale=9)),
-        dict(spatial_scale=0.5, points=5),
-        lambda x, b: ops.rotated_feature_align(x, b, 0.5, 5),
-    ),
-    "active_rotated_filter": (
-        lambda: (
-            uniform(2, 3, 1, 2, 2),
-            torch.tensor([[1, 2], [2, 4], [4, 3], [3, 1]]).int().view(1, 2, 2, 2),
-        ),
-        {},
-        ops.active_rotated_filter,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_forward_and_backward(name, device):
-    make, settings, function = LINEAR[name]
-    input, beside = make()
-    input.requires_grad_()
-    expected = function(input, beside)
-    gradient = uniform(*expected.shape, seed=9)
-    (grad_expected,) = torch.autograd.grad(expected, input, gradient)
-    output, grad_input = torch.zeros_like(expected), torch.zeros_like(input)
-    getattr(mmcv_ext, f"{name}_forward")(input.detach(), beside, output, **settings)
-    getattr(mmcv_ext, f"{name}_backward")(gradient, beside, grad_input, **settings)
-    torch.testing.assert_close(output, expected.detach())
-    torch.testing.assert_close(grad_input, grad_expected)
-    with pytest.raises(ValueError, match=rf"mmcv\._ext\.{name}_forward: output must be"):
-        getattr(mmcv_ext, f"{name}_forward")(input.detach(), beside, output[:0], **settings)
-
-
-def test_boxes_of_all_pixels_may_stand_in_one_row(device):
+def test_boxes_of_all_pixels_may_stand_in_one_row():
     features, boxes = uniform(2, 3, 4, 5), uniform(2, 4, 5, 5, scale=9)
     output = torch.zeros_like(features)
     mmcv_ext.rotated_feature_align_forward(features, boxes.view(40, 5), output, spatial_scale=0.5, points=1)
     torch.testing.assert_close(output, ops.rotated_feature_align(features, boxes, 0.5, 1))
 
 
-def test_point_sets(device):
+def test_point_sets():
     points, polygons = uniform(3, 18, scale=9), torch.tensor([[0, 0, 5, 0, 5, 5, 0, 5.0]] * 3).double()
     giou, gradient = ops.convex_giou(points, polygons)
     output, ious, boxes, inside = torch.zeros(3, 19), torch.zeros(3, 3), torch.zeros(3, 8), torch.zeros(3, 3)
@@ -90,7 +34,7 @@ def test_point_sets(device):
     assert torch.equal(inside, ops.points_in_polygons(points[:, :2], polygons))
 
 
-def test_chamfer_distance(device):
+def test_chamfer_distance():
     one, other = uniform(2, 4, 2).requires_grad_(), uniform(2, 5, 2, seed=1).requires_grad_()
     expected = ops.chamfer_distance(one, other)
     grads = uniform(2, 4, seed=2), uniform(2, 5, seed=3)
@@ -103,7 +47,7 @@ def test_chamfer_distance(device):
     torch.testing.assert_close(found, list(wanted))
 
 
-def test_vertices_are_sorted(device):
+def test_vertices_are_sorted():
     square = torch.tensor([[1.0, 1], [-1, -1], [-1, 1], [1, -1]])
     vertices, mask = torch.zeros(1, 1, 24, 2), torch.zeros(1, 1, 24, dtype=torch.bool)
     vertices[0, 0, :4], mask[0, 0, :4] = square, True
@@ -111,7 +55,7 @@ def test_vertices_are_sorted(device):
     assert found.dtype == torch.int32 and found.tolist() == [[[0, 2, 1, 3, 0, 8, 8, 8, 8]]]
 
 
-def test_suppression_has_mmcvs_arguments_and_ignores_labels(device):
+def test_suppression_has_mmcvs_arguments_and_ignores_labels():
     boxes = torch.tensor([[5.0, 5, 4, 2, 0.1, 0], [5, 5, 4, 2, 0.2, 1], [50, 5, 4, 2, 0, 1]])
     scores = torch.tensor([0.5, 0.6, 0.4])
     order = scores.argsort(descending=True)

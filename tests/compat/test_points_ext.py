@@ -5,20 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from entries import check_entries, device, leaf  # noqa: F401
 
 from visdet import ops
 from visdet.compat import detectron2_ext, points_ext
 
 FUNCTIONS = points_ext.FUNCTIONS
 B, N, M, C, K = 2, 9, 4, 3, 3
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
-def device(request):
-    """Make every tensor of a test on this device."""
-    torch.manual_seed(0)
-    with torch.device(request.param):
-        yield request.param
 
 
 def near(points, centers, radius):
@@ -241,38 +234,33 @@ def test_rotated_boxes_of_detectron2():
     torch.testing.assert_close((grad * ramp).sum(), pooled.square().sum())
 
 
-@pytest.mark.parametrize("is_modulated", [False, True])
-def test_deformable_convolution_of_detectron2(is_modulated):
-    torchvision_ops = pytest.importorskip("torchvision.ops")
-    x, weight, bias = (
-        torch.rand(*size).double().requires_grad_() for size in ((1, 4, 7, 6), (2, 4, 3, 2), (2,))
+def test_deformable_convolution_of_detectron2():
+    deform_conv2d = pytest.importorskip("torchvision.ops").deform_conv2d
+    ext, empty, plain, modulated = (
+        detectron2_ext,
+        torch.zeros(0),
+        (2, 3, 1, 2, 0, 1, 1, 1, 1, 1),
+        (3, 2, 1, 1, 0, 0, 1, 1, 1, 1, True),
     )
-    size = (4, 5) if not is_modulated else (5, 5)
-    offset = torch.randn(1, 12, *size).double().requires_grad_()
-    mask = torch.rand(1, 6, *size).double().requires_grad_()
-    empty = torch.zeros(0)
-    if is_modulated:
-        inputs = [x, weight, bias, offset, mask]
-        expected = torchvision_ops.deform_conv2d(x, offset, weight, bias, 1, 0, 1, mask)
-    else:
-        inputs = [x, offset, weight]
-        expected = torchvision_ops.deform_conv2d(x, offset, weight, None, (2, 1), (1, 0), (1, 1))
-    grad = torch.rand_like(expected)
-    wanted = torch.autograd.grad(expected, inputs, grad)
-    out, found = torch.zeros_like(expected), [torch.zeros_like(one) for one in inputs]
-    x, weight, bias, offset, mask = (one.detach() for one in (x, weight, bias, offset, mask))
-    if is_modulated:
-        rest = 3, 2, 1, 1, 0, 0, 1, 1, 1, 1, True
-        detectron2_ext.modulated_deform_conv_forward(x, weight, bias, empty, offset, mask, out, empty, *rest)
-        detectron2_ext.modulated_deform_conv_backward(
-            x, weight, bias, empty, offset, mask, empty, *found, grad, *rest
-        )
-    else:
-        rest = 2, 3, 1, 2, 0, 1, 1, 1, 1, 1
-        detectron2_ext.deform_conv_forward(x, weight, offset, out, empty, empty, *rest, 64)
-        detectron2_ext.deform_conv_backward_input(x, offset, grad, *found[:2], weight, empty, *rest, 64)
-        detectron2_ext.deform_conv_backward_filter(x, offset, grad, found[2], empty, empty, *rest, 1, 64)
-    torch.testing.assert_close([out, *found], [expected.detach(), *wanted])
+    check_entries(
+        lambda x, o, w: deform_conv2d(x, o, w, None, (2, 1), (1, 0), (1, 1)),
+        [leaf(1, 4, 7, 6), leaf(1, 12, 4, 5), leaf(2, 4, 3, 2)],
+        lambda x, o, w, out: ext.deform_conv_forward(x, w, o, out, empty, empty, *plain, 64),
+        lambda grad, x, o, w, gx, go, gw: (
+            ext.deform_conv_backward_input(x, o, grad, gx, go, w, empty, *plain, 64),
+            ext.deform_conv_backward_filter(x, o, grad, gw, empty, empty, *plain, 1, 64),
+        ),
+    )
+    check_entries(
+        lambda x, w, b, o, m: deform_conv2d(x, o, w, b, 1, 0, 1, m),
+        [leaf(1, 4, 7, 6), leaf(2, 4, 3, 2), leaf(2), leaf(1, 12, 5, 5), leaf(1, 6, 5, 5)],
+        lambda x, w, b, o, m, out: ext.modulated_deform_conv_forward(
+            x, w, b, empty, o, m, out, empty, *modulated
+        ),
+        lambda grad, x, w, b, o, m, *outs: ext.modulated_deform_conv_backward(
+            x, w, b, empty, o, m, empty, *outs, grad, *modulated
+        ),
+    )
 
 
 def test_one_sample_of_each_kind():

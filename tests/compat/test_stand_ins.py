@@ -82,7 +82,11 @@ def test_functions_that_are_not_provided_fail_when_called(name, function, make_p
 )
 def test_functions_of_extensions_within_packages_are_provided(folder, module, function, make_package):
     make_package(folder, wrapper=f"from . import {module} as ext\ncall = ext.{function}\n")
-    assert importlib.import_module(f"{folder}.wrapper").call.__module__.startswith("visdet.compat.")
+    wrapper = importlib.import_module(f"{folder}.wrapper")
+    assert wrapper.call.__module__.startswith("visdet.compat.")
+    assert sys.modules[f"{folder}.{module}"] is wrapper.ext
+    extensions.uninstall()
+    assert not hasattr(sys.modules[folder], module)
 
 
 def test_a_module_that_is_there_is_kept(make_package):
@@ -102,10 +106,6 @@ def test_detectron2_without_its_compiled_part(make_package):
     from detectron2 import _C
 
     assert "visdet" in _C.get_compiler_version() and _C.get_cuda_version() and not _C.has_cuda()
-    with pytest.raises(
-        NotImplementedError, match=r"detectron2\._C\.COCOevalAccumulate: .*sources of detectron2"
-    ):
-        _C.COCOevalAccumulate()
 
 
 def test_errors_of_numba(make_package):
@@ -135,20 +135,11 @@ def test_resources_of_setuptools(make_package, monkeypatch):
     resources = importlib.import_module("pkg_resources")
     assert resources.resource_filename("zoo", "model.py").endswith("zoo/model.py")
     assert resources.resource_exists("zoo", "model.py") and not resources.resource_exists("zoo", "other.py")
-    assert resources.get_distribution("torch").parsed_version > resources.parse_version("2.0")
+    version = resources.parse_version(resources.get_distribution("torch").version)
+    assert version > resources.parse_version("2.0")
     with pytest.raises(resources.DistributionNotFound):
         resources.get_distribution("not-a-distribution")
     with pytest.raises(ModuleNotFoundError, match="not_a_package"):
         resources.resource_filename("not_a_package", "a")
     with pytest.raises(ImportError, match=r"pkg_resources\.declare_namespace"):
         resources.declare_namespace("zoo")
-
-
-def test_the_program_command_provides_mmcv_without_a_variable(make_package, tmp_path, monkeypatch):
-    make_package("mmcv")
-    from mmcv import _ext
-
-    assert _ext.nms and _ext.knn_forward and "mmcv._ext" in extensions.provided()
-    extensions.uninstall()
-    with pytest.raises(ImportError):
-        importlib.import_module("mmcv._ext")

@@ -13,13 +13,11 @@ from transformers_checks import (
     FAMILIES,
     FORMS,
     Recorder,
-    attend,
     attention_calls,
     modeling,
     tensors_of,
 )
 
-from visdet.compat import _fused_attention
 from visdet.compat import transformers as bridge
 
 
@@ -35,7 +33,9 @@ def test_uninstall_restores_everything(name):
 
     def state():
         classes = [value for value in vars(module).values() if isinstance(value, type)]
-        return dict(vars(module)), [dict(vars(owner)) for owner in classes], list(sys.meta_path)
+        # A config that is copied leaves __slotnames__ in its class.
+        parts = [{**vars(owner), "__slotnames__": None} for owner in classes]
+        return dict(vars(module)), parts, list(sys.meta_path)
 
     before = state()
     bridge.install()
@@ -51,8 +51,7 @@ def test_families_are_found_in_a_fresh_process_at_their_import():
         "assert not any('modeling_' in name for name in bridge.patched())\n"
         f"for name in {FAMILIES!r}:\n"
         "    importlib.import_module(f'transformers.models.{name}.modeling_{name}')\n"
-        "    lines = bridge.patched()[f'transformers.models.{name}.modeling_{name}']\n"
-        "    assert sum(line.endswith('forward, fused') for line in lines) == 1, (name, lines)\n"
+        "    assert len(bridge.patched()[f'transformers.models.{name}.modeling_{name}']) == 1\n"
         "importlib.import_module('transformers.models.detr.modeling_detr')\n"
         f"assert len(bridge.patched()) == {len(FAMILIES)}\n"
     )
@@ -107,32 +106,20 @@ def layer_call(name, **changes):
     return layer, arguments
 
 
-@pytest.mark.parametrize(
-    "name, changes, calls",
-    [
-        ("rt_detr_v2", {"method": "discrete"}, []),
-        ("d_fine", {"decoder_method": "discrete"}, []),
-        ("rt_detr_v2", {"offset_scale": 0.7}, ["ms_deform_attn"]),
-        ("d_fine", {"offset_scale": 0.7}, ["ms_deform_attn"]),
-    ],
-    ids=["rt_detr_v2-discrete", "d_fine-discrete", "rt_detr_v2-offset_scale", "d_fine-offset_scale-3+6+3"],
-)
-def test_what_the_fused_operator_does_not_compute(name, changes, calls):
-    layer, arguments = layer_call(name, **changes)
+@pytest.mark.parametrize("name, method", [("rt_detr_v2", "method"), ("d_fine", "decoder_method")])
+def test_another_method_is_not_the_operators(name, method):
+    layer, arguments = layer_call(name, **{method: "discrete"})
     with torch.no_grad():
         expected = layer(**arguments)
         with bridge.installed(), Recorder() as recorder:
             found = layer(**arguments)
-    assert recorder.calls == calls
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert recorder.calls == []
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "change", ["no queries", "no images", "one reference for all queries", "shapes in a tensor"]
-)
-@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("change", ["no queries", "no images", "shapes in a tensor"])
 @pytest.mark.parametrize("name", FORMS)
-def test_unusual_arguments(name, with_gradients, change):
+def test_unusual_arguments(name, change):
     layer, arguments = layer_call(name)
     of_queries = {"hidden_states", "position_embeddings", "reference_points"}
     of_images = {*of_queries, "encoder_hidden_states", "attention_mask"}
@@ -141,46 +128,11 @@ def test_unusual_arguments(name, with_gradients, change):
             arguments[key] = value[:, :0]
         if change == "no images" and key in of_images and value is not None:
             arguments[key] = value[:0]
-    if change == "one reference for all queries":
-        arguments["reference_points"] = arguments["reference_points"][:, :1]
     if change == "shapes in a tensor":
         arguments["spatial_shapes_list"] = torch.tensor(arguments["spatial_shapes_list"])
-    with torch.set_grad_enabled(with_gradients):
-        expected = layer(**arguments)
-        with bridge.installed():
-            found = layer(**arguments)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_watched_or_replaced_inner_module_is_called():
-    layer, arguments = layer_call("deformable_detr")
-    bridge.install()
-    seen = []
-    hook = layer.attn.register_forward_hook(lambda module, args, output: seen.append(args[4].shape))
-    with torch.no_grad(), Recorder() as recorder:
-        expected = layer(**arguments)
-    hook.remove()
-    assert recorder.calls == ["ms_deform_attn"] and len(seen) == 1
-    layer.attn.forward = lambda *_: torch.zeros_like(expected[0])  # as the hub's kernels do
-    with torch.no_grad():
-        assert torch.equal(layer(**arguments)[0], layer.output_proj(torch.zeros_like(expected[0])))
-
-
-def test_adapters_in_place_of_layers_are_called():
-    layer, arguments = layer_call("deformable_detr")
-
-    class Doubled(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        def forward(self, x):
-            return 2 * self.base(x)
-
-    layer.value_proj, layer.sampling_offsets = Doubled(layer.value_proj), Doubled(layer.sampling_offsets)
-    expected = attend(layer, arguments, torch.float32)
+    expected = layer(**arguments)
     with bridge.installed():
-        found = attend(layer, arguments, torch.float32)
+        found = layer(**arguments)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -238,94 +190,38 @@ def test_another_computation_is_reported_and_left_alone(monkeypatch):
     assert module.multi_scale_deformable_attention is doubled
 
 
-@pytest.mark.parametrize("is_foreign", [True, False])
-@pytest.mark.parametrize("name", FORMS)
-def test_another_attention_module_is_reported_and_uses_the_operator_alone(name, is_foreign, monkeypatch):
-    module = modeling(name)
-    (owner,) = _fused_attention.attention_classes(module)
-    stock = owner.forward
-
-    @functools.wraps(stock)
-    def doubled(self, *args, **kwargs):
-        output, weights = stock(self, *args, **kwargs)
-        return 2 * output, weights
-
-    monkeypatch.setattr(owner, "forward", doubled)
-    if not is_foreign:  # as if transformers had wrapped it
-        monkeypatch.setattr(bridge, "_is_foreign", lambda function: False)
-    problem = "was wrapped or replaced" if is_foreign else "computes some"
-    with pytest.warns(
-        bridge.CompatWarning, match=rf"in transformers \d.*{owner.__name__}\.forward {problem}"
-    ):
-        bridge.install()
-    lines = bridge.patched()[module.__name__]
-    assert owner.forward is doubled and not any(line.endswith("fused") for line in lines), lines
-    layer, arguments = attention_calls(name)[0]
-    with torch.no_grad(), Recorder() as recorder:
-        layer(**arguments)
-    assert recorder.calls == ["ms_deform_attn"]
-
-
 @pytest.mark.parametrize("wraps", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["deformable_detr", "mask2former", "rt_detr_v2"])
-def test_a_patch_of_the_operator_is_kept(name, when, wraps, monkeypatch):
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(
+    "name, owner, attribute",
+    [
+        ("deformable_detr", "MultiScaleDeformableAttention", "forward"),
+        ("mask2former", None, "multi_scale_deformable_attention"),
+        ("rt_detr_v2", None, "multi_scale_deformable_attention_v2"),
+    ],
+)
+def test_a_patch_of_the_operator_is_kept(name, owner, attribute, is_before, wraps, monkeypatch):
     module = modeling(name)
     layer, arguments = attention_calls(name)[0]
-    owner, attribute = next(
-        (getattr(module, names[0]), names[1]) if names[1] else (module, names[0])
-        for names in (
-            ("MultiScaleDeformableAttention", "forward"),
-            ("multi_scale_deformable_attention_v2", None),
-            ("multi_scale_deformable_attention", None),
-        )
-        if hasattr(module, names[0])
-    )
     calls = []
-
-    def patch():
-        original = getattr(owner, attribute)
-
-        def recorder(*args, **kwargs):
-            calls.append(args)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, attribute, functools.wraps(original)(recorder) if wraps else recorder)
-
-    if when == "before":
-        patch()
-        with pytest.warns(
-            bridge.CompatWarning, match="was wrapped or replaced by another package or program"
-        ):
-            bridge.install()
-    else:
+    if not is_before:
         bridge.install()
-        patch()
+    owner = getattr(module, owner) if owner else module
+    original = getattr(owner, attribute)
+
+    def recorder(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, functools.wraps(original)(recorder) if wraps else recorder)
+    if is_before:
+        with pytest.warns(bridge.CompatWarning, match="was wrapped or replaced by another package"):
+            bridge.install()
     calls.clear()  # Small examples have been compared.
     with torch.no_grad():
         layer(**arguments)
     assert len(calls) == 1
     monkeypatch.undo()
-
-
-def test_a_later_patch_survives_the_uninstallation(monkeypatch):
-    owner = _fused_attention.attention_classes(modeling("deformable_detr"))[0]
-    stock = owner.forward
-    bridge.install()
-    ours = owner.forward
-
-    def later(self, *args, **kwargs):
-        return ours(self, *args, **kwargs)
-
-    owner.forward = later
-    try:
-        with pytest.warns(
-            bridge.CompatWarning, match=r"forward was replaced after install\(\), and uninstall"
-        ):
-            bridge.uninstall()
-        assert owner.forward is later
-    finally:
-        owner.forward = stock
 
 
 def test_families_are_found_while_tensors_have_no_data():
@@ -337,34 +233,6 @@ def test_families_are_found_while_tensors_have_no_data():
         "with FakeTensorMode():\n"
         "    from transformers.models.deformable_detr import modeling_deformable_detr\n"
         "    from transformers.models.d_fine import modeling_d_fine\n"
-        "assert sum(line.endswith('fused') for lines in bridge.patched().values() for line in lines) == 2\n"
+        "assert len(bridge.patched()) == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_d_fine_ignores_position_embeddings_as_stock_does():
-    layer, arguments = attention_calls("d_fine")[0]
-    arguments = {**arguments, "position_embeddings": torch.randn_like(arguments["hidden_states"])}
-    with torch.no_grad():
-        expected = layer(**arguments)[0]
-        with bridge.installed():
-            torch.testing.assert_close(layer(**arguments)[0], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", FORMS)
-def test_on_a_gpu_nothing_waits_for_the_device(name):
-    """The attention of a family computes what stock computes on CUDA, without a synchronisation of its own."""
-    layer, arguments = attention_calls(name)[0]
-    layer = layer.cuda()
-    arguments = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    with torch.no_grad():
-        expected = layer(**arguments)
-        bridge.install()
-        layer(**arguments)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = layer(**arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -225,12 +225,12 @@ def test_vectors_and_normalisation():
     results = T.VectorizeMap((30, 60), True, simplify=True)({"map_annos": {1: [line, line[:1]]}})
     assert len(results["vectors"]) == 1  # A line of one point is none.
     np.testing.assert_allclose(results["vectors"][0], [[0, 0], [1, 1]], atol=1e-5)
-    results = T.VectorizeMap((30, 60), False, sample_dist=1.0)({"map_annos": {1: [line[:, :2] * [1, 0]]}})
+    results = T.VectorizeMap((30, 60), False, sample_num=31)({"map_annos": {1: [line[:, :2] * [1, 0]]}})
     assert results["vectors"][0].shape == (31, 2) and results["vector_labels"].tolist() == [1]
 
 
 @pytest.mark.parametrize(
-    "options", [{"sample_num": 3, "permute": True}, {"simplify": True}, {"sample_dist": 5.0}]
+    "options", [{"sample_num": 3, "permute": True}, {"simplify": True}, {"sample_num": 3}]
 )
 def test_map_lines_are_cut_to_the_region(options):
     """Long and far lines, a crossing that stays closed, a ring that is a boundary, and heights."""

@@ -218,7 +218,7 @@ def test_wrong_files(dataset_of, infos, tmp_path):
     assert f"visdet prepare-nuscenes {tmp_path} --out-dir infos" in hints_of(caught.value)[0]
     with pytest.raises(ValueError, match="holds no frames"):
         dataset_of([])
-    with pytest.raises(ValueError, match="sequences_split_num must be a positive number, -1 or 'all', got 0"):
+    with pytest.raises(ValueError, match=r"sequences_split_num must be .*got 0"):
         dataset_of(infos, with_seq_flag=True, sequences_split_num=0)
 
 

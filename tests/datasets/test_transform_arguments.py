@@ -46,15 +46,11 @@ def test_arguments_as_people_write_them(config, shape):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (dict(type="Resize", scale=(float("inf"), 80)), "Resize: scale must be finite"),
-        (dict(type="RandomResize", scale=(64, 64), ratio_range=(0.001, 1)), "ratio_range .* one pixel"),
         (dict(type="RandomResize", scale=[(64,), (64, 64)]), "RandomResize: scale must be"),
         (dict(type="RandomResize", scale=(64, 64), ratio_range=[1]), "RandomResize: ratio_range must be"),
         (dict(type="Pad", size_divisor=0), "Pad: size_divisor must be .* got 0"),
         (dict(type="Pad", size=64, pad_val=(1, 2)), r"Pad: pad_val must be .* got \(1, 2\)"),
         (dict(type="Pad", size=64, pad_val=dict(img="0")), "Pad: pad_val must be"),
-        (dict(type="Pad", size=(60, 100), padding_mode="reflect"), "Pad: .* 60x40, is too small for .* 0x60"),
-        (dict(type="Pad", size=(121, 40), padding_mode="symmetric"), "Pad: .* 60x40, is too small for"),
         (dict(type="VectorizeMap", roi_size=(30, 60, 5), normalize=True, sample_num=20), "roi_size must be"),
         (dict(type="MultiScaleDepthMapGenerator", downsample=[4, 0]), "downsample must be"),
         (dict(type="LoadPointsFromFile", coord_type="LIDAR", use_dim=[-1]), "use_dim must be"),

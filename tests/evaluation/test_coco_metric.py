@@ -1,8 +1,6 @@
 """CocoMetric: APs by hand, both backends, every mistake in a file, several processes."""
 
 import json
-import multiprocessing
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 from PIL import Image
+from two_processes import in_two_processes
 
 from visdet.datasets import CocoDataset
 from visdet.evaluation import coco_metric
@@ -51,12 +50,12 @@ def sample(image_id, detections):
     return data_sample.to_dict()
 
 
-def evaluate(ann_file, detections_of_image, classes=CLASSES, **arguments):
+def evaluate(ann_file, detections_of_image, classes=CLASSES, size=None, **arguments):
     metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file, **arguments))
     metric.dataset_meta = dict(classes=classes)
     for image_id, detections in detections_of_image.items():
         metric.process({}, [sample(image_id, detections)])
-    metrics = metric.evaluate(len(detections_of_image))
+    metrics = metric.evaluate(size or len(detections_of_image))
     assert all(type(value) is float for value in metrics.values())
     # pycocotools adds the least float to its denominators, so its 1 is not quite 1.
     for row in [metrics, *metric.classwise_results]:
@@ -391,40 +390,17 @@ def test_a_file_that_does_not_fit_shows_before_the_first_batch(tmp_path):
         METRICS.build(dict(type="CocoMetric", ann_file=f"{tmp_path}/b.json"))
 
 
-def _evaluate_share(rank, world_size, port, ann_file, detections, queue):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file))
-    metric.dataset_meta = dict(classes=CLASSES)
-    images = sorted(detections)
-    padded = [*images, *images][: -(-len(images) // world_size) * world_size]  # as DefaultSampler does
-    for image in padded[rank::world_size]:
-        metric.process({}, [sample(image, detections[image])])
-    queue.put((rank, metric.evaluate(len(images)), len(metric.classwise_results)))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 def test_two_processes_give_the_numbers_of_one(tmp_path):
     boxes = [(image, image % 2, [10, 10, 40, 50], 0) for image in range(5)]
     detections = {image: [(image % 2, [10, 10, 50, 60 + 6 * image], 0.9 - 0.1 * image)] for image in range(5)}
     ann_file = truth(tmp_path / "a.json", boxes, num_images=5)
     expected, _ = evaluate(ann_file, detections)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    port = 20000 + os.getpid() % 20000
-    processes = [
-        context.Process(target=_evaluate_share, args=(rank, 2, port, ann_file, detections, queue))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = sorted((queue.get(timeout=90) for _ in processes), key=lambda outcome: outcome[0])
-    for process in processes:
-        process.join()
+
+    def share(images):
+        metrics, metric = evaluate(ann_file, {image: detections[image] for image in images}, size=5)
+        return metrics, len(metric.classwise_results)
+
+    # A sampler repeats an image, so that both processes have as many.
+    found = in_two_processes(share, ([0, 2, 4], [1, 3, 0]), tmp_path / "store")
     assert 0 < expected["coco/bbox_mAP"] < 1
-    for _, metrics, _ in outcomes:
-        assert metrics == pytest.approx(expected)
-    assert [num_rows for _, _, num_rows in outcomes] == [2, 0]
+    assert found == [(expected, 2), (expected, 0)]

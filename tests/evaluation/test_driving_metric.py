@@ -1,10 +1,8 @@
 """Results of several processes: every frame counts once, however many each has seen."""
 
-import multiprocessing
-
 import numpy as np
 import torch
-import torch.distributed as dist
+from two_processes import in_two_processes
 
 from visdet.evaluation import DrivingMetric
 from visdet.structures import DrivingDataSample
@@ -29,29 +27,15 @@ def test_a_repeated_frame_counts_once(capsys):
     assert metric.evaluate(3) == {"count/frames": 0, "count/distinct": 0}
 
 
-def _run(rank, tokens, store, answers):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def count(tokens):
     metric = CountFrames()
     metric.process({}, tokens)
-    answers.put((rank, metric.evaluate(5)))
-    dist.destroy_process_group()
+    return metric.evaluate(5)
 
 
 def test_processes_with_unequal_numbers_of_frames(tmp_path):
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    shares = (["a", "b", "c", "d"], ["e", "a"])
-    processes = [
-        context.Process(target=_run, args=(rank, tokens, tmp_path / "store", answers))
-        for rank, tokens in enumerate(shares)
-    ]
-    for process in processes:
-        process.start()
-    received = dict(answers.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    expected = {"count/frames": 5, "count/distinct": 5}
-    assert received == {0: expected, 1: expected}
+    found = in_two_processes(count, (["a", "b", "c", "d"], ["e", "a"]), tmp_path / "store")
+    assert found == [{"count/frames": 5, "count/distinct": 5}] * 2
 
 
 def test_what_is_predicted_of_a_sample_and_of_its_dict():

@@ -64,8 +64,12 @@ READ = {
     "PlanningMetric": (["final_planning"], ["gt_ego_fut_trajs", "ego_status", "fut_boxes"]),
     "VectorMapMetric": (["vectors", "scores"], ["vectors"]),
 }
-PREDICTED = [(metric, key) for metric, (keys, _) in READ.items() for key in keys]
-TRUE = [(metric, key) for metric, (_, keys) in READ.items() for key in keys]
+KEYS = [
+    (metric, kind, key)
+    for metric, parts in READ.items()
+    for kind, keys in zip(("predicted", "true"), parts, strict=True)
+    for key in keys
+]
 
 
 def spoiled(value, bad):
@@ -97,28 +101,14 @@ def test_finite_values_are_accepted(name):
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("name, key", PREDICTED)
-def test_predictions(name, key, bad):
+@pytest.mark.parametrize("name, kind, key", KEYS)
+def test_values_that_are_not_finite(name, kind, key, bad):
     sample = driving_sample()
-    for part in (
-        ("pred_map", "pred_plan") if name in ("VectorMapMetric", "PlanningMetric") else ("pred_instances_3d",)
-    ):
-        if key in sample[part]:
-            sample[part][key] = spoiled(sample[part][key], bad)
-    with pytest.raises(
-        ValueError, match=rf"{name}: frame t: predicted {key}.* must be finite, got . NaN or infinite"
-    ):
-        build(name).process({}, [sample])
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("name, key", TRUE)
-def test_ground_truth(name, key, bad):
-    sample = driving_sample()
-    sample[key] = spoiled(sample[key], bad)
-    with pytest.raises(
-        ValueError, match=rf"{name}: frame t: true {key}.* must be finite, got . NaN or infinite"
-    ):
+    predictions = {"VectorMapMetric": "pred_map", "PlanningMetric": "pred_plan"}
+    part = sample if kind == "true" else sample[predictions.get(name, "pred_instances_3d")]
+    part[key] = spoiled(part[key], bad)
+    message = rf"{name}: frame t: {kind} {key}.* must be finite, got . NaN or infinite"
+    with pytest.raises(ValueError, match=message):
         build(name).process({}, [sample])
 
 

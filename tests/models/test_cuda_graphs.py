@@ -162,11 +162,11 @@ def test_more_shapes_than_are_kept_do_not_make_each_step_a_capture(monkeypatch):
     counts = FakeGraphs(monkeypatch, max_shapes=1).run("ABABABABABAB")
     assert counts == {"of a new shape": 2, "replayed": 5, "of more shapes than are kept": 5}
     graphs = FakeGraphs(monkeypatch, max_shapes=2)
-    graphs.patience = 20
     counts = graphs.run("ABC" * 400)
     assert sum("captured batches" in text for text in graphs.said) == 2 and counts["replayed"] == 798
-    counts = graphs.run("BC" * 400)  # A is not used any more.
-    assert sum("captured batches" in text for text in graphs.said) == 3 and counts["replayed"] > 1560
+    counts = graphs.run([("A", "other weights"), ("B", "other weights")] * 5)
+    assert sum("captured batches" in text for text in graphs.said) == 4 and counts["replayed"] == 806
+    assert all(key[1:] == ("other weights",) for key in graphs._graphs)
 
 
 @pytest.mark.parametrize("where", ["trial", "capture"])

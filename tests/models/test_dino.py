@@ -220,7 +220,11 @@ def _changed(**changes):
             "num_dn_queries >= 1, .*: 0",
         ),
         (_changed(dn_cfg={"group_cfg": {"num_dn_query": 10}}), ValueError, "got .*'num_dn_query': 10"),
-        (_changed(dn_cfg={"num_classes": 3}), ValueError, "dn_cfg must not have num_classes or embed_dims"),
+        (
+            _changed(dn_cfg={"num_classes": 3}),
+            TypeError,
+            "multiple values for keyword argument .num_classes.",
+        ),
         (_changed(dn_cfg={"box_noise_scale": -1.0}), ValueError, "box_noise_scale must be"),
         (_changed(dn_cfg={"noise": 1}), TypeError, "unexpected keyword argument 'noise'"),
         (_changed(num_query=3), TypeError, "unexpected keyword argument 'num_query'"),

@@ -72,15 +72,8 @@ def test_images_alone_and_without_statistics():
 
 def test_errors():
     preprocessor = MODELS.build(dict(type="DrivingDataPreprocessor"))
-    with pytest.raises(
-        ValueError,
-        match=r"inputs of all samples must be of one shape, got \[\(2, 3, 4, 6\), \(2, 3, 4, 8\)\]",
-    ):
+    with pytest.raises(RuntimeError, match=r"equal size, but got \[2, 3, 4, 6\] .* \[2, 3, 4, 8\]"):
         preprocessor(pseudo_collate([item(1, 1), item(2, 1, (4, 8))]))
-    uint8, float32 = item(1, 1), item(2, 1)
-    float32["inputs"] = float32["inputs"].float()
-    with pytest.raises(ValueError, match=r"one type, got \['torch\.float32', 'torch\.uint8'\]"):
-        preprocessor(pseudo_collate([uint8, float32]))
     with pytest.raises(ValueError, match="mean and std must be given together"):
         MODELS.build(dict(type="DrivingDataPreprocessor", mean=MEAN))
 

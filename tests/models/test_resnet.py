@@ -187,10 +187,10 @@ def test_blocks_start_as_the_identity():
     ("options", "message"),
     [
         ({"depth": 20}, "depth must be 18 or"),
-        ({"num_stages": 5}, "num_stages must be 1 to 4"),
+        ({"num_stages": 5}, "num_stages must be int from 1 to 4"),
         ({"num_stages": 2}, r"out_indices must be stages 0..1, got \(0, 1, 2, 3\)"),
         ({"style": "tensorflow"}, "style must be 'pytorch' or 'caffe'"),
-        ({"frozen_stages": 5}, "frozen_stages must be -1..4, got 5"),
+        ({"frozen_stages": 5}, "frozen_stages must be int from -1 to 4, got 5"),
     ],
 )
 def test_bad_options(options, message):

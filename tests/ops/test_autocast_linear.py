@@ -153,7 +153,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (input, weight, bias[:3]),
         (input[0, 0], weight, bias),
     ):
-        with pytest.raises(RuntimeError, match=r"autocast_linear: input must be \[..., C\]"):
+        with pytest.raises(ValueError, match=r"autocast_linear: \w+ must be \["):
             autocast_linear(*given, torch.bfloat16)
 
 

@@ -296,38 +296,20 @@ def test_relu_before_the_norm_keeps_nan_and_stops_gradients(p):
     assert found[3].all() and found.sum() == 64
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
-def test_probabilities_outside_0_to_1_are_refused(p):
-    ones = torch.ones(8)
-    with pytest.raises(
-        ValueError, match=r"dropout_add_layer_norm: p must be a probability within 0\.\.1, got"
-    ):
-        dropout_add_layer_norm(ones[None], None, ones, ones, p)
-
-
 @pytest.mark.parametrize(
-    ("changed", "error", "message"),
+    ("changed", "message"),
     [
+        ({"p": -0.1}, "p must be at least 0, got -0.1"),
+        ({"p": 1.5}, "p must be at most 1, got 1.5"),
         (
-            {"input": torch.ones(3, 0)},
-            ValueError,
-            r"input must be \[..., C\] with C of at least 1, got \[3, 0\]",
+            {"input": torch.ones(3, 0), "weight": torch.ones(0), "bias": torch.ones(0)},
+            "input must have .* 1 channel",
         ),
-        (
-            {"input": torch.ones(3, 8).long()},
-            TypeError,
-            "input must have a floating-point type, got torch.int64",
-        ),
-        ({"residual": torch.ones(1, 8)}, ValueError, r"residual .* = \[3, 8\], got \[1, 8\]"),
-        ({"weight": torch.ones(1)}, ValueError, r"weight must be \[C\] = \[8\], got \[1\]"),
-        (
-            {"bias": torch.ones(8, device="meta")},
-            RuntimeError,
-            "bias must be on input's device cpu, got meta",
-        ),
+        ({"residual": torch.ones(1, 8)}, r"residual must be \[3, 8\], got \[1, 8\]"),
+        ({"weight": torch.ones(1)}, r"weight must be \[8\], got \[1\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changed, error, message):
+def test_what_does_not_fit_is_refused_by_name(changed, message):
     arguments = {"input": torch.ones(3, 8), "residual": None, "weight": torch.ones(8), "bias": torch.ones(8)}
-    with pytest.raises(error, match="dropout_add_layer_norm: .*" + message):
+    with pytest.raises(ValueError, match="dropout_add_layer_norm: .*" + message):
         dropout_add_layer_norm(**{**arguments, **changed})

@@ -1,4 +1,4 @@
-"""roi_align on all devices beside its definition, and the CUDA kernel of roi_align_rotated, which shares its code."""
+"""roi_align on all devices beside its definition, and roi_align_rotated, which shares its kernels."""
 
 import math
 import os
@@ -66,8 +66,8 @@ def both(function, x, rois, settings, gradient=None):
     return output.detach(), torch.autograd.grad(output, x, gradient)[0], gradient
 
 
-def upright(function):
-    return lambda x, rois, size, scale, ratio, aligned: function(x, rois, size, scale, ratio, "avg", aligned)
+def upright(function, mode="avg"):
+    return lambda x, rois, size, scale, ratio, aligned: function(x, rois, size, scale, ratio, mode, aligned)
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def in_order():
     torch.use_deterministic_algorithms(False)
 
 
-def compare(turned, name, dtype, device):
+def compare(turned, name, dtype, device, mode="avg"):
     x, rois, settings = make(name, dtype, turned, device)
     function, reference = (
         (roi_align_rotated, roi_align_rotated_reference)
         if turned
-        else (upright(roi_align), upright(roi_align_reference))
+        else (upright(roi_align, mode), upright(roi_align_reference, mode))
     )
     output, grad, gradient = both(function, x, rois, settings)
     assert output.dtype == grad.dtype == dtype and (turned or output.any())
@@ -96,8 +96,10 @@ def compare(turned, name, dtype, device):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_cpu_kernel_matches_the_definition(name, dtype):
+def test_the_cpu_kernels_match_the_definitions(name, dtype):
     compare(False, name, dtype, "cpu")
+    compare(True, name, dtype, "cpu")
+    compare(False, name, dtype, "cpu", "max")
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
@@ -109,7 +111,7 @@ import test_roi_align as tests, torch
 assert torch.ops.visdet.cpu_isa() == {expected}
 for name in tests.CASES:
     for dtype in tests.TOLERANCE:
-        tests.test_the_cpu_kernel_matches_the_definition(name, dtype)
+        tests.test_the_cpu_kernels_match_the_definitions(name, dtype)
 print("done")
 """
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
@@ -239,7 +241,7 @@ X, ROIS = torch.zeros(2, 3, 4, 5), torch.zeros(6, 5)
     [
         ((X[0], ROIS, 2, 2, 1.0, 0, True), r"roi_align: input must be \[B, C, H, W\], got \[3, 4, 5\]"),
         ((X.int(), ROIS, 2, 2, 1.0, 0, True), "input must be float64, float32, float16 or bfloat16, got Int"),
-        ((X, ROIS[:, 1:], 2, 2, 1.0, 0, True), r"roi_align: rois must be \[N, 5\], got \[6, 4\]"),
+        ((X, ROIS[:, 1:], 2, 2, 1.0, 0, True), r"roi_align: rois must be \[N, 5\] or \[N, 6\], got \[6, 4\]"),
         (
             (X, ROIS.double(), 2, 2, 1.0, 0, True),
             "roi_align: rois must be Float for input of type Float, got Double",

@@ -1,8 +1,10 @@
 """Multi-scale deformable attention in the forms that other packages call, and the conditions for visdet's operator."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from torch.autograd import forward_ad
 from visdet import ops
 from visdet.ops.devices import is_loaded
 
-from ._bridge import CompatWarning
+from ._bridge import Bridge, CompatWarning
 from ._counts import CALLS
 
-__all__ = ["attend", "attend_ragged", "disagreement", "is_recorded", "level_tables", "note", "takes"]
+__all__ = ["attend", "attend_ragged", "is_known", "is_recorded", "takes"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _EXAMPLE_SHAPES = ((3, 5), (2, 2))
@@ -51,12 +53,6 @@ def is_recorded() -> bool:
     )
 
 
-def note(operator: str) -> None:
-    """Count a call of an operator."""
-    if not torch.compiler.is_compiling():
-        CALLS[operator] += 1
-
-
 def attend(
     value: Tensor,  # [B, S, G, C]
     level_shapes: Any,  # [L, 2] (height, width): pairs of integers, or a tensor
@@ -64,8 +60,9 @@ def attend(
     weights: Tensor,  # [B, Q, G, L, P]
 ) -> Tensor:  # [B, Q, G * C]
     """Return ``visdet.ops.ms_deform_attn`` for a pyramid without gaps."""
-    note("ms_deform_attn")
-    return ops.ms_deform_attn(value, *level_tables(level_shapes), locations, weights)
+    if not torch.compiler.is_compiling():
+        CALLS["ms_deform_attn"] += 1
+    return ops.ms_deform_attn(value, level_shapes, None, locations, weights)
 
 
 def attend_ragged(
@@ -85,27 +82,6 @@ def attend_ragged(
     return attend(value, level_shapes, torch.stack(padded_locations, 3), torch.stack(padded_weights, 3))
 
 
-def level_tables(level_shapes: Any) -> tuple[Any, Tensor | None]:
-    """Return the shapes [L, 2] and the starts [L] of the levels for visdet's operators.
-
-    A tensor is returned as it is, and so is everything under ``torch.compile``. The starts are then None, and the
-    operator computes them. For other shapes, both tables are tensors on the CPU, which are made once for all calls with
-    the same shapes.
-    """
-    if isinstance(level_shapes, Tensor) or torch.compiler.is_compiling():
-        return level_shapes, None
-    return _tables_of(tuple((int(height), int(width)) for height, width in level_shapes))
-
-
-@functools.lru_cache(maxsize=256)
-def _tables_of(level_shapes: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-    areas = [height * width for height, width in level_shapes]
-    starts = [sum(areas[:level]) for level in range(len(areas))]
-    with torch.inference_mode(False):  # An inference tensor could not be saved for a later backward pass.
-        shapes = torch.tensor(level_shapes, dtype=torch.int64, device="cpu").view(-1, 2)
-        return shapes, torch.tensor(starts, dtype=torch.int64, device="cpu")
-
-
 @functools.cache
 def _warn_of_missing_cuda() -> None:
     warnings.warn(
@@ -116,32 +92,55 @@ def _warn_of_missing_cuda() -> None:
     )
 
 
-def disagreement(candidate: Callable[..., Tensor], original: Callable[..., Tensor], kind: str) -> str | None:
-    """Return None if two implementations of the operator agree on a small example, and otherwise how they differ.
+def is_known(
+    bridge: Bridge,
+    module: ModuleType,
+    name: str,
+    original: Callable[..., Any] | None,
+    replacement: Callable[..., Any],
+    *layouts: str,
+) -> bool:
+    """Return whether a package's definition of the operator agrees with visdet's, and warn if it does not.
 
-    The locations of the example lie beyond every border, too, so that other conventions for coordinates or borders are
-    noticed.
+    It has to have the same arguments, and to compute the same on a small example in one of the layouts. The locations
+    of the example lie beyond every border, too, so that other conventions for coordinates or borders are noticed.
 
     Args:
-        candidate: visdet's function of (value, level_shapes, locations, weights).
-        original: the package's function of the same arguments.
-        kind: the layout of the locations. It is "levels" for [B, Q, G, L, P, 2] and "folded" for [B, Q, G, L * P, 2].
-            "ragged" has the layout of "folded", and the fifth argument is the number of points of each level.
+        bridge, module, name: the bridge, and the module and the name of the definition.
+        original: the package's function, or the forward of its class. None if the module lacks it.
+        replacement: visdet's function.
+        layouts: those of the arguments. "levels" has locations [B, Q, G, L, P, 2], and "folded" [B, Q, G, L * P, 2].
+            "ragged" is "folded" with the number of points of each level as another argument. "class" is "levels" with
+            the arguments of the class of transformers, and "channels first" has values [B, G, C, S].
     """
+    expected = list(inspect.signature(replacement, follow_wrapped=False).parameters)
+    found = [] if original is None else list(inspect.signature(original).parameters)
+    if found != expected:
+        bridge.warn(module, f"{name} takes {found}, where {expected} was expected")
+        return False
+    problems = [_disagreement(replacement, original, layout) for layout in layouts]
+    if all(problems):
+        bridge.warn(module, f"{name} {problems[0]}")
+    return not all(problems)
+
+
+def _disagreement(candidate: Callable[..., Tensor], original: Any, layout: str) -> str | None:
+    """Return None if two implementations of the operator agree on a small example, and otherwise how they differ."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float64)
 
-    value, locations, weights = (
-        random(2, 19, 2, 4),
-        random(2, 7, 2, 2, 3, 2) * 1.6 - 0.3,
-        random(2, 7, 2, 2, 3),
-    )
-    shapes = torch.tensor(_EXAMPLE_SHAPES, device="cpu") if kind == "levels" else list(_EXAMPLE_SHAPES)
-    if kind != "levels":
-        locations, weights = locations.flatten(3, 4), weights.flatten(3, 4)
-    arguments = (value, shapes, locations, weights, *([[2, 4]] if kind == "ragged" else []))
+    value, shapes = random(2, 19, 2, 4), torch.tensor(_EXAMPLE_SHAPES, device="cpu")
+    samples = random(2, 7, 2, 2, 3, 2) * 1.6 - 0.3, random(2, 7, 2, 2, 3)
+    folded = [x.flatten(3, 4) for x in samples]
+    arguments = {
+        "levels": (value, shapes, *samples),
+        "folded": (value, list(_EXAMPLE_SHAPES), *folded),
+        "ragged": (value, list(_EXAMPLE_SHAPES), *folded, [2, 4]),
+        "class": (None, value, shapes, list(_EXAMPLE_SHAPES), None, *samples, 64),
+        "channels first": (value.permute(0, 2, 3, 1).contiguous(), shapes, *samples),
+    }[layout]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             expected, found = original(*arguments), candidate(*arguments)

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Bridge", "CompatWarning"]
+__all__ = ["Bridge", "CompatWarning", "Installable", "replace_function"]
 
 _MISSING = object()
 
@@ -19,7 +19,26 @@ class CompatWarning(UserWarning):
     """A bridge found a package other than expected, so that the package keeps its own implementation."""
 
 
-class Bridge:
+class Installable:
+    """What can be installed and uninstalled."""
+
+    is_installed: Any
+    install: Any
+    uninstall: Any
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install this for the body of a ``with`` statement, and restore the previous state afterwards."""
+        was_installed = self.is_installed
+        self.install()
+        try:
+            yield
+        finally:
+            if not was_installed:
+                self.uninstall()
+
+
+class Bridge(Installable):
     """Replaces attributes in the modules of one package.
 
     Args:
@@ -110,17 +129,6 @@ class Bridge:
                 stacklevel=2,
             )
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Install the bridge for the body of a ``with`` statement, and restore the previous state afterwards."""
-        was_installed = self.is_installed
-        self.install()
-        try:
-            yield
-        finally:
-            if not was_installed:
-                self.uninstall()
-
     def patched(self) -> dict[str, list[str]]:
         """Return a line of text about each replacement so far, by the names of the modules."""
         return {name: list(lines) for name, lines in self.reached.items()}
@@ -174,6 +182,26 @@ class Bridge:
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
         """Let ``uninstall`` call a function. The functions are called in the reverse order."""
         self._undo.append(undo)
+
+
+def replace_function(
+    module: ModuleType, bridge: Bridge, name: str, form: str, *layouts: str
+) -> Iterator[str]:
+    """Replace a function that computes the operator, if it is known, and yield its name.
+
+    Args:
+        module, name: where it is.
+        bridge: the bridge.
+        form: the name of the function of ``_operators`` that makes the replacement.
+        layouts: the layouts of its arguments; see ``_attention.is_known``.
+    """
+    from . import _attention, _operators
+
+    original = vars(module).get(name)
+    replacement = getattr(_operators, form)(original)
+    if _attention.is_known(bridge, module, name, original, replacement, *layouts):
+        bridge.replace(module, name, replacement)
+        yield name
 
 
 class _Finder:

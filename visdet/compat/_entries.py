@@ -37,10 +37,13 @@ _WORD = re.compile(
 
 
 def functions_of(
-    extension: str, rows: dict[str, tuple[Callable[..., Any], str]]
+    extension: str, rows: dict[str, tuple[Callable[..., Any], str] | Callable[..., Any]]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the functions of an extension by their names, from their operators and rows."""
-    return {name: _function(f"{extension}.{name}", *row) for name, row in rows.items()}
+    """Return the functions of an extension by their names, from their operators and rows. Functions stay."""
+    return {
+        name: _function(f"{extension}.{name}", *row) if isinstance(row, tuple) else row
+        for name, row in rows.items()
+    }
 
 
 def _function(entry: str, operator: Callable[..., Any], row: str) -> Callable[..., Any]:

@@ -10,8 +10,6 @@ from visdet.ops.gather_points import gather_gradient as gradient_of_points
 from visdet.ops.mmcv import map_correlation, points_in_boxes
 from visdet.ops.roi_pool import roi_pool_gradient as gradient_of_pool
 
-from ._entries import gradients_of
-
 FAR = 1e10  # the squared distance from which on a point is no neighbour in mmcv
 
 
@@ -60,23 +58,11 @@ def sigmoid_focal_loss(
 
 
 def softmax_focal_loss(
-    softmax: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
+    softmax: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float, shift: Any = 0.0
 ) -> Tensor:
-    return ops.softmax_focal_loss(_logits(softmax), target, gamma, alpha, weight, "none")
-
-
-def softmax_focal_gradient(
-    softmax: Tensor, target: Tensor, weight: Tensor | None, gamma: float, alpha: float
-) -> Tensor:
-    def loss(logits: Tensor) -> Tensor:
-        return ops.softmax_focal_loss(logits, target, gamma, alpha, weight, "none")
-
-    return gradients_of("mmcv._ext.softmax_focal_loss_backward", loss, [_logits(softmax)], [])[0]
-
-
-def _logits(softmax: Tensor) -> Tensor:
-    """Return logits whose softmax is given, because the wrapper does not pass its own logits."""
-    return softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log()
+    """Return the loss of logits that have this softmax, because the wrapper does not pass its own, plus ``shift``."""
+    logits = softmax.clamp(min=torch.finfo(softmax.dtype).tiny).log() + shift
+    return ops.softmax_focal_loss(logits, target, gamma, alpha, weight, "none")
 
 
 # Regions
@@ -96,22 +82,19 @@ def roi_align(
     return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
 
 
-def roi_align_gradient(
-    grad_output: Tensor,
+def roi_align_again(
+    input: Tensor,
     rois: Tensor,
     argmax_y: Tensor,
-    grad_input: Tensor,
     output_size: tuple[int, int],
     spatial_scale: float,
     sampling_ratio: int,
     pool_mode: str,
     aligned: bool,
 ) -> Tensor:
-    def pool(input: Tensor) -> Tensor:
-        return ops.roi_align(input, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
-
-    input = argmax_y if pool_mode == "max" else torch.zeros_like(grad_input)
-    return gradients_of("mmcv._ext.roi_align_backward", pool, [input], [grad_output])[0]
+    """Return the pooled regions of zeros, which are added to what ``roi_align`` has kept."""
+    maps = input + argmax_y if pool_mode == "max" else input
+    return ops.roi_align(maps, rois, output_size, spatial_scale, sampling_ratio, pool_mode, aligned)
 
 
 def roi_pool_gradient(grad_output: Tensor, rois: Tensor, argmax: Tensor, grad_input: Tensor) -> Tensor:
@@ -184,33 +167,27 @@ def masked_im2col(
     pad_h: int,
     pad_w: int,
 ) -> Tensor:
-    """Return the pixels of the window at each unmasked place in a column. Pixels outside the map are 0."""
-    C, H, W = features.shape[1:]
-    row = mask_h_idx - pad_h + torch.arange(kernel_h, device=features.device)[:, None, None]
-    column = mask_w_idx - pad_w + torch.arange(kernel_w, device=features.device)[:, None]
-    is_inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    padded = torch.nn.functional.pad(features[0], (0, 1, 0, 1))  # An empty map then has a pixel to read.
-    taps = torch.where(is_inside, padded[:, row.clamp(0, H), column.clamp(0, W)], 0)
-    return taps.reshape(C * kernel_h * kernel_w, len(mask_h_idx))
+    """Return the pixels of the window at each unmasked place in a column. Places and pixels outside the map give 0."""
+    padded = torch.nn.functional.pad(features[0], (pad_w, pad_w, pad_h, pad_h))
+    sizes = padded.shape[1] - kernel_h + 1, padded.shape[2] - kernel_w + 1
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, *sizes)
+    row = mask_h_idx.where(is_inside, 0) + torch.arange(kernel_h, device=features.device)[:, None, None]
+    column = mask_w_idx.where(is_inside, 0) + torch.arange(kernel_w, device=features.device)[:, None]
+    return padded[:, row, column].flatten(0, 2).where(is_inside, 0)
 
 
 def masked_col2im(
-    col: Tensor,
-    mask_h_idx: Tensor,
-    mask_w_idx: Tensor,
-    output: Tensor,
-    height: int,
-    width: int,
-    channels: int,
+    col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, output: Tensor, height: int, width: int
 ) -> Tensor:
     """Return the map with each column at its place. Columns of places outside the map are dropped."""
-    is_inside = (mask_h_idx >= 0) & (mask_h_idx < height) & (mask_w_idx >= 0) & (mask_w_idx < width)
-    pixels = height * width
-    # An additional place after those of the map takes the columns that are dropped.
-    place = torch.where(is_inside, mask_h_idx * width + mask_w_idx, pixels).long()
-    before = output.reshape(channels, pixels)
-    filled = torch.nn.functional.pad(before, (0, 1)).index_copy(1, place, col)
-    return filled[:, :pixels].view(1, channels, height, width)
+    is_inside = _are_inside(mask_h_idx, mask_w_idx, height, width)
+    filled = output.clone()
+    filled[0][:, mask_h_idx[is_inside], mask_w_idx[is_inside]] = col[:, is_inside]
+    return filled
+
+
+def _are_inside(rows: Tensor, columns: Tensor, height: int, width: int) -> Tensor:
+    return (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
 
 
 def rotated_feature_align(features: Tensor, best_bboxes: Tensor, spatial_scale: float, points: int) -> Tensor:
@@ -243,28 +220,13 @@ def three_nn(unknown: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     SASSD gives points (image, x, y, z) and means neighbours in the same image, where mmcv reads such points as if they
     had three numbers. A point without neighbours in its image gets 1e10 and index 0.
     """
-    if unknown.shape[-1] != 4:
-        return ops.knn(3, known, unknown)[::-1]
-    index = unknown.new_zeros(*unknown.shape[:2], 3, dtype=torch.int32)
-    distances = unknown.new_full(index.shape, FAR)
-    for b, image in ((b, image) for b, points in enumerate(unknown) for image in points[:, 0].unique()):
-        rows, columns = ((points[b, :, 0] == image).nonzero()[:, 0] for points in (unknown, known))
-        if len(columns):
-            found, squared = ops.knn(3, known[b, columns, 1:][None], unknown[b, rows, 1:][None])
-            index[b, rows], distances[b, rows] = columns[found[0].long()].int(), squared[0]
-    return distances, index
-
-
-def gather_gradient(grad: Tensor, index: Tensor, points: Tensor) -> Tensor:
-    return gradient_of_points(grad.to(_wide(grad)), points.shape, index[..., None])
-
-
-def group_gradient(grad: Tensor, index: Tensor, points: Tensor) -> Tensor:
-    return gather_gradient(grad.flatten(2), index.flatten(1), points)
-
-
-def interpolation_gradient(grad: Tensor, index: Tensor, weight: Tensor, points: Tensor) -> Tensor:
-    return gradient_of_points(grad.to(_wide(grad)), points.shape, index, weight.to(_wide(grad)))
+    if unknown.shape[-1] == 4:
+        # Images are so far apart that the points of another one are no neighbours.
+        known, unknown = (
+            torch.cat([1e6 * points[..., :1] + points[..., 1:2], points[..., 2:]], -1)
+            for points in (known.double(), unknown.double())
+        )
+    return knn(3, known, unknown)[::-1]
 
 
 def points_of_boxes(points: Tensor, boxes: Tensor) -> Tensor:

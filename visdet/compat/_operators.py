@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._attention import attend, attend_ragged, takes
 
-__all__ = ["BoundFunction", "class_forward", "function", "ragged_function"]
+__all__ = ["BoundFunction", "channels_first_function", "class_forward", "function", "ragged_function"]
 
 
 def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -37,7 +37,10 @@ def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function ``multi_scale_deformable_attention``."""
+    """Return a function ``multi_scale_deformable_attention`` or ``multi_scale_deformable_attn_pytorch``.
+
+    The locations may be [B, Q, G, L, P, 2] or [B, Q, G, L * P, 2].
+    """
 
     @functools.wraps(original)
     def attention(
@@ -46,8 +49,34 @@ def function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         sampling_locations: Tensor,
         attention_weights: Tensor,
     ) -> Tensor:
-        attend_here = attend if takes(value) else original
-        return attend_here(value, value_spatial_shapes, sampling_locations, attention_weights)
+        if not takes(value):
+            return original(value, value_spatial_shapes, sampling_locations, attention_weights)
+        if sampling_locations.dim() == 5:
+            levels = len(value_spatial_shapes), -1
+            sampling_locations = sampling_locations.unflatten(3, levels)
+            attention_weights = attention_weights.unflatten(3, levels)
+        return attend(value, value_spatial_shapes, sampling_locations, attention_weights)
+
+    return attention
+
+
+def channels_first_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function ``ms_deform_attn_core_pytorch``, whose values are [B, G, C, S]. Its exports fold the points."""
+
+    @functools.wraps(original)
+    def attention(
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        value_spatial_shapes_hw: list[tuple[int, int]] | None = None,
+    ) -> Tensor:
+        shapes = value_spatial_shapes if value_spatial_shapes_hw is None else value_spatial_shapes_hw
+        if sampling_locations.dim() == 6 and takes(value):
+            weights = attention_weights.view(sampling_locations.shape[:-1])
+            return attend(value.permute(0, 3, 1, 2), shapes, sampling_locations, weights)
+        arguments = value, value_spatial_shapes, sampling_locations, attention_weights
+        return original(*arguments, value_spatial_shapes_hw)
 
     return attention
 
@@ -85,14 +114,8 @@ class BoundFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        try:
-            stored = vars(instance)[self.name]
-        except KeyError:
-            raise AttributeError(f"{type(instance).__name__} has no attribute {self.name!r}") from None
+        stored = vars(instance).get(self.name)
         return self.replacement if stored is self.original else stored
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self.name] = self.original if value is self.replacement else value
-
-    def __delete__(self, instance: Any) -> None:
-        del vars(instance)[self.name]

@@ -4,10 +4,7 @@ import builtins
 import importlib.util
 import io
 import os
-import pkgutil
-import runpy
 import sys
-import zipfile
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,7 +27,7 @@ def run_program(arguments: list[str]) -> None:
         main |= {"__file__": spec.origin, "__cached__": spec.cached}
         exec(code, main)
         return
-    if not Path(arguments[0]).exists():
+    if not Path(arguments[0]).is_file():
         print(f"can't run {arguments[0]!r}: there is no such file", file=sys.stderr)
         sys.exit(2)
     sys.argv = arguments
@@ -39,14 +36,8 @@ def run_program(arguments: list[str]) -> None:
         del sys.path[0]
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     path = os.path.abspath(arguments[0])
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
-        runpy.run_path(path, run_name="__main__")
-        return
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # of a compiled file
-    if code is None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     namespace = vars(_become_main())
     namespace["__file__"] = path
     exec(code, namespace)

@@ -23,12 +23,12 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from ._bridge import Installable
 from ._deferred import deferred
 
 __all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "uninstall"]
@@ -106,18 +106,6 @@ def uninstall() -> None:
             delattr(sys.modules[parent], child)
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    """Install the extensions for the body of a ``with`` statement, and restore the previous state afterwards."""
-    was_installed = bridge.is_installed
-    install()
-    try:
-        yield
-    finally:
-        if not was_installed:
-            uninstall()
-
-
 def provided() -> list[str]:
     """Return the names of the extensions that have been imported from visdet."""
     return [name for name, module in sys.modules.items() if isinstance(_loader_of(module), _Loader)]
@@ -133,7 +121,7 @@ def _loader_of(module: ModuleType | None) -> object:
     return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
-class Extensions:
+class Extensions(Installable):
     """A finder at the end of ``sys.meta_path``, which is asked only for modules that no other finder finds.
 
     Args:
@@ -200,3 +188,4 @@ class _Loader(Loader):
 
 
 bridge = Extensions()
+installed = bridge.installed

@@ -4,37 +4,21 @@ GroundingDINO may be installed as ``groundingdino-py`` or ``rf-groundingdino``, 
 ``groundingdino._C`` of the repository has not been compiled, the bridge provides that module, too.
 """
 
-import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
-from ._bridge import Bridge, CompatWarning
+from ._bridge import Bridge, CompatWarning, replace_function
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
 _MODULE = "groundingdino.models.GroundingDINO.ms_deform_attn"
-_FUNCTION = "multi_scale_deformable_attn_pytorch"
-_PARAMETERS = ("value", "value_spatial_shapes", "sampling_locations", "attention_weights")
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
-    from . import msda_ext
-    from ._attention import disagreement
-    from ._operators import function
-
-    original = vars(module).get(_FUNCTION)
-    if original is None or tuple(inspect.signature(original).parameters) != _PARAMETERS:
-        bridge.warn(module, f"{_FUNCTION} is missing, or its arguments are not {_PARAMETERS}")
-        return
-
-    attention = function(original)
-    problem = disagreement(attention, original, "levels")
-    if problem:
-        bridge.warn(module, f"{_FUNCTION} {problem}")
-        return
-    bridge.replace(module, _FUNCTION, attention)
-    yield _FUNCTION
+    yield from replace_function(module, bridge, "multi_scale_deformable_attn_pytorch", "function", "levels")
     if hasattr(module, "MultiScaleDeformableAttnFunction") and not hasattr(module, "_C"):
+        from . import msda_ext
+
         bridge.replace(module, "_C", msda_ext)
         yield "_C"
 

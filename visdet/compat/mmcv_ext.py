@@ -23,7 +23,7 @@ from . import _mmcv_activations as activations
 from . import _mmcv_functions as own
 from ._deferred import deferred
 from ._entries import functions_of
-from .msda_ext import get_compiler_version, ms_deform_attn_backward, ms_deform_attn_forward
+from .msda_ext import get_compiler_version, ms_deform_attn_forward
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
 
 _SIZE = "pooled_height,pooled_width:output_size spatial_scale"
@@ -165,8 +165,8 @@ _FUNCTIONS = functions_of(
         ),
         "fused_indice_conv_forward": (own.biased_indice_conv, f"features filters bias {_CONV}"),
         "gather_points_backward": (
-            own.gather_gradient,
-            "grad_out_tensor:grad idx_tensor:index >grad_points_tensor:points",
+            ops.gather_points,
+            "<grad_out_tensor idx_tensor:indices features>grad_points_tensor",
         ),
         "gather_points_forward": (
             ops.gather_points,
@@ -180,8 +180,8 @@ _FUNCTIONS = functions_of(
         "get_indice_pairs_3d_forward": (ops.get_indice_pairs, f"indices {_PAIRS}"),
         "get_indice_pairs_4d_forward": (ops.get_indice_pairs, f"indices {_PAIRS}"),
         "group_points_backward": (
-            own.group_gradient,
-            "grad_out_tensor:grad idx_tensor:index >grad_points_tensor:points",
+            ops.group_points,
+            "<grad_out_tensor idx_tensor:indices features>grad_points_tensor",
         ),
         "group_points_forward": (ops.group_points, "points_tensor:features idx_tensor:indices >out_tensor"),
         "hard_voxelize_forward": (
@@ -225,8 +225,9 @@ _FUNCTIONS = functions_of(
             f"input weight bias ones offset mask >output columns {MODULATED}",
         ),
         "ms_deform_attn_backward": (
-            ms_deform_attn_backward,
-            f"{_LEVELS} grad_output >grad_value >grad_locations >grad_weights im2col_step",
+            ms_deform_attn_forward,
+            f"{_LEVELS} <grad_output value>grad_value sampling_loc>grad_locations attn_weight>grad_weights "
+            "im2col_step",
         ),
         "ms_deform_attn_forward": (ms_deform_attn_forward, f"{_LEVELS} im2col_step"),
         "nms": (own.nms, "boxes scores iou_threshold offset"),
@@ -270,8 +271,8 @@ _FUNCTIONS = functions_of(
             f"features rois >output {_ORIENTED}",
         ),
         "roi_align_backward": (
-            own.roi_align_gradient,
-            f"grad_output rois argmax_y argmax_x >grad_input {_ALIGNED} pool_mode=max/avg aligned",
+            own.roi_align_again,
+            f"<grad_output rois argmax_y argmax_x input>grad_input {_ALIGNED} pool_mode=max/avg aligned",
         ),
         "roi_align_forward": (
             own.roi_align,
@@ -310,8 +311,8 @@ _FUNCTIONS = functions_of(
         ),
         "sigmoid_focal_loss_forward": (own.sigmoid_focal_loss, "input target weight >output gamma alpha"),
         "softmax_focal_loss_backward": (
-            own.softmax_focal_gradient,
-            "softmax target weight buff >grad_input gamma alpha",
+            own.softmax_focal_loss,
+            "softmax target weight buff shift>grad_input gamma alpha",
         ),
         "softmax_focal_loss_forward": (own.softmax_focal_loss, "softmax target weight >output gamma alpha"),
         "softnms": (
@@ -349,8 +350,8 @@ _FUNCTIONS = functions_of(
         ),
         "sync_bn_forward_var": (activations.sync_bn_forward_var, "input mean >var"),
         "three_interpolate_backward": (
-            own.interpolation_gradient,
-            "grad_out_tensor:grad idx_tensor:index weight_tensor:weight >grad_points_tensor:points",
+            ops.three_interpolate,
+            "<grad_out_tensor idx_tensor:indices weight_tensor:weight features>grad_points_tensor",
         ),
         "three_interpolate_forward": (
             ops.three_interpolate,

@@ -9,7 +9,6 @@ part of it calls ``install()``.
 import importlib.machinery
 import importlib.util
 import sys
-from pathlib import Path
 
 from visdet.errors import MissingPackageError
 
@@ -42,10 +41,8 @@ def install() -> bool:
             "visdet.compat.mmcv_ops: mmcv is not installed. Install it with `pip install mmcv-lite==2.1.0`, or unset "
             "VISDET_MMCV_OPS"
         )
-    for folder in spec.submodule_search_locations:
-        suffixes = (*importlib.machinery.EXTENSION_SUFFIXES, ".py")
-        if any((Path(folder) / f"_ext{suffix}").exists() for suffix in suffixes):
-            return False
+    if importlib.machinery.PathFinder.find_spec("mmcv._ext", spec.submodule_search_locations):
+        return False
     _finder.watch()
     return True
 
@@ -60,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the arguments of the command. The default is those of this process.
 
     Returns:
-        the exit status, which is 2 if there is no script and no module, and 1 if mmcv is not installed.
+        the exit status, which is 2 if there is no script and no module.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["-h"], ["--help"]):
@@ -72,8 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         install()
     except MissingPackageError as error:
-        print(error, file=sys.stderr)
-        return 1
+        sys.exit(str(error))
     run_program(arguments)
     return 0
 

@@ -4,12 +4,12 @@
 and ``detrex._C``. Tensors may be float16, bfloat16, float32 or float64.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from visdet import ops
+
+from ._entries import functions_of
 
 __all__ = ["get_compiler_version", "get_cuda_version", "ms_deform_attn_backward", "ms_deform_attn_forward"]
 
@@ -30,30 +30,17 @@ def ms_deform_attn_forward(
     return ops.ms_deform_attn(value, spatial_shapes, level_start_index, sampling_loc, attn_weight)
 
 
-def ms_deform_attn_backward(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_loc: Tensor,
-    attn_weight: Tensor,
-    grad_output: Tensor,  # [B, Q, G * C]
-    im2col_step: int = 64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``value``, ``sampling_loc`` and ``attn_weight``.
-
-    The first arguments are those of ``ms_deform_attn_forward``. A gradient has the shape and the dtype of its tensor.
-    """
-    coordinate_dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    grads: Any = torch.ops.visdet.ms_deform_attn_backward.default(
-        grad_output.to(value.dtype),
-        value,
-        spatial_shapes.to(torch.int64),
-        level_start_index.to(torch.int64),
-        sampling_loc.to(coordinate_dtype),
-        attn_weight.to(coordinate_dtype),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return grads[0], grads[1].to(sampling_loc.dtype), grads[2].to(attn_weight.dtype)
+# It returns the gradients of the value, the locations and the weights.
+ms_deform_attn_backward = functions_of(
+    "MultiScaleDeformableAttention",
+    {
+        "ms_deform_attn_backward": (
+            ms_deform_attn_forward,
+            "value spatial_shapes level_start_index sampling_loc attn_weight <grad_output im2col_step? -> value "
+            "sampling_loc attn_weight",
+        )
+    },
+)["ms_deform_attn_backward"]
 
 
 def get_compiler_version() -> str:

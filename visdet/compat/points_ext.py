@@ -6,6 +6,7 @@ They are those of ``mmdet3d.ops`` up to mmdet3d 0.18 (``…_ext`` and ``iou3d_cu
 has not is that of a function that raises a NotImplementedError.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,11 @@ from visdet import ops
 from visdet.ops.mmcv import point_gathering, sparse_conv
 
 from . import _mmcv_functions as own
-from ._entries import functions_of
+from ._entries import functions_of, gradients_of
 
 __all__ = ["FUNCTIONS"]
 
-_Rows = dict[str, tuple[Callable[..., Any], str]]
+_Rows = dict[str, Any]  # rows of ``_entries``, or functions
 
 
 # Boxes. visdet's are (x, y, z, dx, dy, dz, heading), with z at the bottom where points are looked for in them.
@@ -57,66 +58,43 @@ def _paired_overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
     return (iou * areas / (1 + iou))[:, None]
 
 
+def _given(of: Callable[[Tensor], Tensor], operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator that gets the boxes which ``of`` turns into visdet's."""
+
+    @functools.wraps(operator)
+    def run(**named: Any) -> Any:
+        boxes = {"boxes", "boxes_a", "boxes_b", "boxes3d", "rois"} & named.keys()
+        return operator(**named | {name: of(named[name]) for name in boxes})
+
+    return run
+
+
 def _boxes_iou3d(of: Callable[[Tensor], Tensor]) -> _Rows:
-    """Return the rows of functions that get the boxes which ``of`` turns into visdet's."""
-
-    def overlap(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-        return ops.boxes_overlap_bev(of(boxes_a), of(boxes_b))
-
-    def iou(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-        return _iou_bev(of(boxes_a), of(boxes_b))
-
-    def nms(boxes: Tensor, thresh: float) -> tuple[Tensor, int]:
-        return own.nms3d(of(boxes), thresh)
-
-    def nms_normal(boxes: Tensor, thresh: float) -> tuple[Tensor, int]:
-        return own.nms3d_normal(of(boxes), thresh)
-
+    iou = (_given(of, _iou_bev), "boxes_a boxes_b >ans_iou")
+    suppressed = "boxes ~keep thresh:nms_overlap_thresh device_id?"
     return {
-        "boxes_overlap_bev_gpu": (overlap, "boxes_a boxes_b >ans_overlap"),
-        "boxes_iou_bev_gpu": (iou, "boxes_a boxes_b >ans_iou"),
-        "boxes_iou_bev_cpu": (iou, "boxes_a boxes_b >ans_iou"),
-        "nms_gpu": (nms, "boxes ~keep thresh device_id?"),
-        "nms_normal_gpu": (nms_normal, "boxes ~keep thresh device_id?"),
+        "boxes_overlap_bev_gpu": (_given(of, ops.boxes_overlap_bev), "boxes_a boxes_b >ans_overlap"),
+        "boxes_iou_bev_gpu": iou,
+        "boxes_iou_bev_cpu": iou,
+        "nms_gpu": (_given(of, own.nms3d), suppressed),
+        "nms_normal_gpu": (_given(of, own.nms3d_normal), suppressed),
     }
 
 
 def _points_in(of: Callable[[Tensor], Tensor]) -> _Rows:
-    """Return the rows of functions that look for points in the boxes which ``of`` turns into visdet's."""
-
-    def part(boxes: Tensor, points: Tensor) -> Tensor:
-        return ops.points_in_boxes_part(points, of(boxes))
-
-    def every(boxes: Tensor, points: Tensor) -> Tensor:
-        return ops.points_in_boxes_all(points, of(boxes))
-
-    def of_boxes(boxes: Tensor, points: Tensor) -> Tensor:
-        return own.points_of_boxes(points, of(boxes))
-
-    def pool(
-        rois: Tensor, pts: Tensor, pts_feature: Tensor, pts_idx_of_voxels: Tensor, mode: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return own.roiaware_pool3d(of(rois), pts, pts_feature, pts_idx_of_voxels, mode)
-
     return {
         "forward": (
-            pool,
+            _given(of, own.roiaware_pool3d),
             "rois pts pts_feature >argmax >pts_idx_of_voxels >pooled_features pool_method:mode=max/avg",
         ),
         "backward": (
             own.roiaware_gradient,
             "pts_idx_of_voxels argmax grad_out >grad_in pool_method:mode=max/avg",
         ),
-        "points_in_boxes_batch": (every, "boxes points >box_idx_of_points"),
-        "points_in_boxes_cpu": (of_boxes, "boxes points >pts_indices"),
-        "points_in_boxes_gpu": (part, "boxes points >box_idx_of_points"),
+        "points_in_boxes_batch": (_given(of, ops.points_in_boxes_all), "boxes points >box_idx_of_points"),
+        "points_in_boxes_cpu": (_given(of, own.points_of_boxes), "boxes points >pts_indices"),
+        "points_in_boxes_gpu": (_given(of, ops.points_in_boxes_part), "boxes points >box_idx_of_points"),
     }
-
-
-def _roipoint_pool3d(
-    xyz: Tensor, boxes3d: Tensor, pts_feature: Tensor, pooled_features: Tensor
-) -> tuple[Tensor, Tensor]:
-    return own.roipoint_pool3d(xyz, _from_center(boxes3d), pts_feature, pooled_features)
 
 
 # Points
@@ -152,16 +130,18 @@ def _interpolate_stacked(features: Tensor, idx: Tensor, weight: Tensor) -> Tenso
     return (features[idx.long()] * weight[..., None]).sum(1)
 
 
-def _group_gradient_of(grad: Tensor, index: Tensor, count: int) -> Tensor:
-    return own.group_gradient(grad, index, grad.new_empty(*grad.shape[:2], count))
+def _gradient(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of the gradient of an operator that is linear in its features, which it is not given."""
 
+    def gradient(grad: Tensor, index: Tensor, *weight_and_count: Any) -> Tensor:
+        *weight, count = weight_and_count
+        zeros = grad.new_zeros(*grad.shape[:2], count)
+        of_features = functools.partial(
+            operator, indices=index, **dict(zip(["weight"], weight, strict=False))
+        )
+        return gradients_of("pointnet2_ops._ext", of_features, [zeros], [grad])[0]
 
-def _gather_gradient_of(grad: Tensor, index: Tensor, count: int) -> Tensor:
-    return own.gather_gradient(grad, index, grad.new_empty(*grad.shape[:2], count))
-
-
-def _interpolation_gradient_of(grad: Tensor, index: Tensor, weight: Tensor, count: int) -> Tensor:
-    return own.interpolation_gradient(grad, index, weight, grad.new_empty(*grad.shape[:2], count))
+    return gradient
 
 
 def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,13 +154,22 @@ def _squared_distances(xyz1: Tensor, xyz2: Tensor, idx1: Tensor, idx2: Tensor) -
     return (xyz1 - nearest[0]).square().sum(-1), (xyz2 - nearest[1]).square().sum(-1)
 
 
-def _sample_views(features: list[Tensor], sampling_loc: Tensor, attn_weight: Tensor) -> Tensor:
+def _sample_views(
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+    feat_c6: Tensor | None = None,
+) -> Tensor:
     """Return the weighted sums [B, Q, C, P] over levels of the samples of each point in the view that it names.
 
     The maps [B, V, H, W, C] are sampled at (x, y) in 0..1, from the center of the first pixel to that of the last, and
     pixels beside a map are 0. Each map gets a border of zeros, and each view of each level is a camera of
     ``visdet.ops.deformable_aggregation``, which leaves out the cameras that a point is not in.
     """
+    features = [feat_c2, feat_c3, feat_c4, feat_c5, *([] if feat_c6 is None else [feat_c6])]
     (B, Q, P, _), V = sampling_loc.shape, features[0].shape[1]
     maps = [torch.nn.functional.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
     sizes = torch.tensor(
@@ -199,29 +188,6 @@ def _sample_views(features: list[Tensor], sampling_loc: Tensor, attn_weight: Ten
     return summed.unflatten(1, (Q, P)).transpose(2, 3).contiguous()
 
 
-def _of_four(
-    feat_c2: Tensor,
-    feat_c3: Tensor,
-    feat_c4: Tensor,
-    feat_c5: Tensor,
-    sampling_loc: Tensor,
-    attn_weight: Tensor,
-) -> Tensor:
-    return _sample_views([feat_c2, feat_c3, feat_c4, feat_c5], sampling_loc, attn_weight)
-
-
-def _of_five(
-    feat_c2: Tensor,
-    feat_c3: Tensor,
-    feat_c4: Tensor,
-    feat_c5: Tensor,
-    feat_c6: Tensor,
-    sampling_loc: Tensor,
-    attn_weight: Tensor,
-) -> Tensor:
-    return _sample_views([feat_c2, feat_c3, feat_c4, feat_c5, feat_c6], sampling_loc, attn_weight)
-
-
 _PAIRS = "batch_size out_shape spatial_shape ksize stride padding dilation out_padding subm transpose"
 _CONV = "indice_pairs indice_pair_num num_activate_out inverse subm"
 _ASSIGN = "b n m count k dim aggregate"
@@ -230,17 +196,20 @@ _AT = "sampling_loc attn_weight"
 
 _GATHER: _Rows = {
     "gather_points_wrapper": (ops.gather_points, "b c n m features indices >out"),
-    "gather_points_grad_wrapper": (own.gather_gradient, "b c n m grad index >points"),
+    "gather_points_grad_wrapper": (ops.gather_points, "b c n m <grad index:indices features>points"),
 }
 _SAMPLE: tuple[Callable[..., Any], str] = (ops.furthest_point_sample, "b n num_points points_xyz temp >idx")
 _GROUP: _Rows = {
     "group_points_wrapper": (ops.group_points, "b c n m nsample features indices >out"),
-    "group_points_grad_wrapper": (own.group_gradient, "b c n m nsample grad index >points"),
+    "group_points_grad_wrapper": (ops.group_points, "b c n m nsample <grad index:indices features>points"),
 }
 _INTERPOLATE: _Rows = {
     "three_nn_wrapper": (own.three_nn, "b n m unknown known >dist2 >idx"),
     "three_interpolate_wrapper": (ops.three_interpolate, "b c m n features indices weight >out"),
-    "three_interpolate_grad_wrapper": (own.interpolation_gradient, "b c n m grad index weight >points"),
+    "three_interpolate_grad_wrapper": (
+        ops.three_interpolate,
+        "b c n m <grad index:indices weight features>points",
+    ),
 }
 _SPARSE: _Rows = {
     "get_indice_pairs_2d": (ops.get_indice_pairs, f"indices {_PAIRS}"),
@@ -339,7 +308,7 @@ _ROWS: dict[str, _Rows] = {
     "roiaware_pool3d_cuda": _points_in(_from_center),
     "roipoint_pool3d_cuda": {
         "forward": (
-            _roipoint_pool3d,
+            _given(_from_center, own.roipoint_pool3d),
             "xyz boxes3d pts_feature >pooled_features >pooled_empty_flag",
         )
     },
@@ -348,11 +317,11 @@ _ROWS: dict[str, _Rows] = {
         "ball_query": (_ball_query, "center_xyz xyz max_radius sample_num"),
         "furthest_point_sampling": (ops.furthest_point_sample, "points_xyz num_points"),
         "gather_points": (ops.gather_points, "features indices"),
-        "gather_points_grad": (_gather_gradient_of, "grad index count"),
+        "gather_points_grad": _gradient(ops.gather_points),
         "group_points": (ops.group_points, "features indices"),
-        "group_points_grad": (_group_gradient_of, "grad index count"),
+        "group_points_grad": _gradient(ops.group_points),
         "three_interpolate": (ops.three_interpolate, "features indices weight"),
-        "three_interpolate_grad": (_interpolation_gradient_of, "grad index weight count"),
+        "three_interpolate_grad": _gradient(ops.three_interpolate),
         "three_nn": (own.three_nn, "unknown known"),
     },
     "chamfer": {
@@ -361,10 +330,10 @@ _ROWS: dict[str, _Rows] = {
     },
     "_msmv_sampling_cuda": {
         f"_ms_deform_attn_cuda_{maps}_{way}": (
-            function,
+            _sample_views,
             f"<grad_output {names} {_AT} -> {names} {_AT}" if way == "backward" else f"{names} {_AT}",
         )
-        for maps, function, names in (("c2345", _of_four, _MAPS[0]), ("c23456", _of_five, _MAPS[1]))
+        for maps, names in zip(("c2345", "c23456"), _MAPS, strict=True)
         for way in ("forward", "backward")
     },
 }

@@ -24,16 +24,7 @@ def __getattr__(name: str) -> None:
 
 
 DistributionNotFound = importlib.metadata.PackageNotFoundError
-
-
-class _Distribution:
-    def __init__(self, name: str) -> None:
-        self.project_name = name
-        self.version = importlib.metadata.version(name)
-
-    @property
-    def parsed_version(self) -> Any:
-        return parse_version(self.version)
+get_distribution = importlib.metadata.distribution  # an object with the ``version`` of an installed package
 
 
 def parse_version(version: str) -> Any:
@@ -41,15 +32,6 @@ def parse_version(version: str) -> Any:
     from packaging.version import parse
 
     return parse(version)
-
-
-def get_distribution(name: str) -> _Distribution:
-    """Return an object with the ``version`` of an installed distribution.
-
-    Raises:
-        DistributionNotFound: there is no such distribution.
-    """
-    return _Distribution(name)
 
 
 def resource_filename(package: str, name: str) -> str:

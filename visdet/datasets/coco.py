@@ -4,7 +4,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.dataset import BaseDataset
@@ -79,7 +79,7 @@ class CocoDataset(BaseDataset):
         backend_args: mmengine's file backend, for a JSON file that is not on a local disk.
         allow_no_boxes: train even if no image has a box.
         allow_absent_classes: accept ``metainfo['classes']`` that have no category in the file.
-        return_classes: meant for models that read the class names as text. visdet has none, so ``True`` only warns.
+        return_classes: must be False, because no model of visdet reads the class names as text.
 
     Raises:
         FileNotFoundError: the JSON file or images are missing.
@@ -106,19 +106,16 @@ class CocoDataset(BaseDataset):
         lazy_init: bool = False,
         max_refetch: int = 1000,
         backend_args: dict | None = None,
-        return_classes: bool = False,
+        return_classes: Literal[False] = False,
         allow_no_boxes: bool = False,
         allow_absent_classes: bool = False,
     ) -> None:
-        name = type(self).__name__
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
         if set(data_prefix) != {"img"} or not isinstance(data_prefix["img"], str):
             raise InvalidInputError(
-                f"{name}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
+                f"{type(self).__name__}: data_prefix must be dict(img='folder of the images'), got {dict(data_prefix)}"
             )
         self._needs_box, self._least_side = checked_filter_cfg(**(filter_cfg or {}))
-        if return_classes:
-            print_log(f"{name}: return_classes=True has no effect", logger="current", level=logging.WARNING)
         self.backend_args = backend_args
         self._allow_no_boxes = allow_no_boxes
         self._allow_absent_classes = allow_absent_classes
@@ -143,10 +140,7 @@ class CocoDataset(BaseDataset):
         loaded = super()._load_metainfo(metainfo)
         if metainfo and "classes" in metainfo and "palette" not in metainfo:
             loaded.pop("palette", None)  # The default palette belongs to the default classes.
-        loaded = checked_classes(loaded, f"{cls.__name__}: metainfo")
-        if not loaded["classes"]:
-            raise InvalidInputError(f"{cls.__name__}: metainfo['classes'] must be distinct names, got none")
-        return loaded
+        return checked_classes(loaded, f"{cls.__name__}: metainfo")
 
     _fully_initialized: bool  # an attribute of mmengine's BaseDataset
 
@@ -158,13 +152,7 @@ class CocoDataset(BaseDataset):
         num_in_file = len(self.data_list)
         self.data_list = self.filter_data()
         if self._indices is not None:
-            try:
-                self.data_list = self._get_unserialized_subset(self._indices)
-            except IndexError:
-                raise InvalidInputError(
-                    f"{type(self).__name__}: indices must be below {len(self.data_list)}, the number of images that "
-                    f"are left of {self.ann_file}, got {self._indices!r:.200}"
-                ) from None
+            self.data_list = self._get_unserialized_subset(self._indices)
         if not self.data_list:
             raise InvalidInputError(
                 f"{type(self).__name__}: no image is left of the {num_in_file} in {self.ann_file} "

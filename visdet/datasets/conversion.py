@@ -74,7 +74,11 @@ def convert(
     records: dict[str, list[tuple[Picture, tuple[int, int]]]] = defaultdict(list)
     for picture in pictures:
         try:
-            records[picture.split].append((picture, _size_of(picture)))
+            with Image.open(picture.path) as image:
+                is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+                # The size is the one that viewers show, or as it is stored if the annotations say so.
+                size = image.size[::-1] if is_turned and picture.size != image.size else image.size
+            records[picture.split].append((picture, size))
         except OSError as error:
             missing = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
             skipped[f"image {picture.path} {missing}"] += 1
@@ -114,13 +118,6 @@ def _kind_of(root: Path) -> str:
 def _split_of(path: Path, root: Path) -> str:
     parts = [part.lower() for part in path.relative_to(root).with_suffix("").parts]
     return next((found[1] for part in reversed(parts) if (found := _SPLIT.search(part))), "")
-
-
-def _size_of(picture: Picture) -> tuple[int, int]:
-    """Return the (width, height) of an image as viewers show it, or as it is stored if the annotations say so."""
-    with Image.open(picture.path) as image:
-        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-        return image.size[::-1] if is_turned and picture.size != image.size else image.size
 
 
 def _is_ours(file: Path) -> bool:
@@ -173,7 +170,8 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
     names += map(str, numbered.values())
     read: set[Path] = set()
     for split in ("train", "val", "test"):
-        for entry in _listed(data.get(split) or (data.get("valid") if split == "val" else None)):
+        entries = data.get(split) or (data.get("valid") if split == "val" else None) or []
+        for entry in map(str, entries if isinstance(entries, list) else [entries]):
             # Roboflow's paths begin with .. although the folders are beside data.yaml.
             bases = (root / str(data.get("path", "")), root)
             places = [base / part for base in bases for part in (entry, re.sub(r"^(\.\./)+", "", entry))]
@@ -197,10 +195,6 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
                     yield Picture(file.resolve(), split, None, _yolo_boxes(label, numbered, skipped), True)
     unread = [file for file in root.rglob("labels/**/*.txt") if file.resolve() not in read]
     skipped.update(f"{file} is of no image of a split" for file in sorted(unread))
-
-
-def _listed(value: Any) -> list[str]:
-    return [] if value is None else list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
 def _yolo_label(image: Path) -> Path:

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,25 +50,6 @@ class InfoTable(Sequence):
         self._text, self._ends, self._pools = text, ends, pools
         self.frame_keys, self.tokens = frame_keys, tokens
 
-    @classmethod
-    def from_infos(cls, infos: Iterable[dict], file: str = "the infos") -> "InfoTable":
-        """Return the table of these infos, which are those of a file in messages.
-
-        Raises:
-            TypeError: an info holds a value of a type that the file cannot hold.
-            ValueError: an info has no usable ``timestamp`` or ``scene_token``.
-        """
-        infos = list(infos)
-        keys, texts = frame_keys(infos, file), []
-        pools = {name: bytearray() for name in _POOL_TYPES}
-        for index, info in enumerate(infos):
-            encoded = _encode(info, pools, f"frame {info.get('token') or index} of {file}")
-            texts.append(json.dumps(encoded, separators=(",", ":")).encode())
-        ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-        text = np.frombuffer(b"".join(texts), dtype=np.uint8)
-        arrays = {name: np.frombuffer(pool, name) for name, pool in pools.items()}
-        return cls(text, ends, arrays, keys, frame_tokens(infos))
-
     def __len__(self) -> int:
         return len(self._ends)
 
@@ -90,16 +71,6 @@ class InfoTable(Sequence):
             return np.array(value["items"], dtype=str)
         end = value["at"] + int(np.prod(value["shape"], dtype=np.int64))
         return self._pools[kind][value["at"] : end].reshape(value["shape"]).copy()
-
-    def __iter__(self) -> Iterator[dict]:
-        return (self[i] for i in range(len(self)))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays to write to a file."""
-        keys = np.array(json.dumps(self.frame_keys))
-        pools = {f"pool_{name}": numbers for name, numbers in self._pools.items()}
-        tokens = np.array(json.dumps(list(self.tokens)))
-        return {"text": self._text, "ends": self._ends, "frame_keys": keys, "tokens": tokens} | pools
 
 
 def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]:
@@ -181,10 +152,20 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     path = Path(path)
     if path.suffix != ".npz":
         raise InvalidInputError(f"save_infos: path must end with .npz, got {path}")
-    header = json.dumps({"format": _FORMAT, "metadata": metadata})
-    with open(path, "wb") as file:
-        arrays: dict[str, Any] = InfoTable.from_infos(infos, str(path)).arrays()
-        np.savez(file, header=np.array(header), **arrays)
+    infos, texts = list(infos), []
+    pools = {name: bytearray() for name in _POOL_TYPES}
+    header = {"format": _FORMAT, "metadata": metadata}
+    values = {"header": header, "frame_keys": frame_keys(infos, str(path)), "tokens": frame_tokens(infos)}
+    for index, info in enumerate(infos):
+        encoded = _encode(info, pools, f"frame {info.get('token') or index} of {path}")
+        texts.append(json.dumps(encoded, separators=(",", ":")).encode())
+    np.savez(
+        path,
+        text=np.frombuffer(b"".join(texts), dtype=np.uint8),
+        ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
+        **{f"pool_{name}": np.frombuffer(pool, name) for name, pool in pools.items()},
+        **{name: np.array(json.dumps(value)) for name, value in values.items()},
+    )
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
@@ -211,17 +192,19 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
 
 
 def _infos_and_metadata(loaded: Any, path: str | Path) -> tuple[list[dict], dict]:
-    if not isinstance(loaded, dict) or not {"infos", "metadata"} <= set(loaded):
-        keys = ", ".join(map(str, loaded)) if isinstance(loaded, dict) else type(loaded).__name__
-        layout = ", the layout of mmdet3d 1.x" if "data_list" in keys else ""
+    given = (
+        {name: type(value).__name__ for name, value in loaded.items()} if isinstance(loaded, dict) else loaded
+    )
+    if (
+        not isinstance(given, dict)
+        or given.get("infos") not in ("list", "tuple")
+        or given.get("metadata") != "dict"
+    ):
+        layout = ", the layout of mmdet3d 1.x" if isinstance(given, dict) and "data_list" in given else ""
         raise InvalidInputError(
-            f"info file {path} must hold a dict of infos and metadata, got {keys or 'nothing'}{layout}"
+            f"info file {path} must hold a dict of infos (a list) and metadata (a dict), got {given!r:.200}{layout}"
         )
-    infos, metadata = loaded["infos"], loaded["metadata"]
-    if not isinstance(infos, (list, tuple)) or not isinstance(metadata, dict):
-        kinds = f"{type(infos).__name__} and {type(metadata).__name__}"
-        raise InvalidInputError(f"info file {path}: infos must be a list and metadata a dict, got {kinds}")
-    return list(infos), dict(metadata)
+    return list(loaded["infos"]), loaded["metadata"]
 
 
 def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:

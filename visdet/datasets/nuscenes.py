@@ -4,7 +4,7 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.dataset import Compose
@@ -50,7 +50,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         data_root: the folder that the paths of the file are relative to.
         classes, map_classes: the names of the labels. Map classes are those of ``map_annos`` 0, 1, 2 and so on.
         load_interval: use every n-th frame only.
-        with_velocity: append the velocity to the boxes.
+        with_velocity: must be True. The velocity is appended to the boxes.
         test_mode: use no random augmentation. Unknown velocities stay NaN for the metrics instead of becoming 0.
         use_valid_flag: train on the boxes of ``valid_flag``, which have a lidar or radar point, instead of those with a
             lidar point. In test mode the boxes of a frame are always the former, as in nuScenes' evaluation. Frames
@@ -91,7 +91,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         classes: Sequence[str] | None = None,
         map_classes: Sequence[str] | None = None,
         load_interval: Positive = 1,
-        with_velocity: bool = True,
+        with_velocity: Literal[True] = True,
         modality: dict | None = None,
         test_mode: bool = False,
         det3d_eval_version: str = "detection_cvpr_2019",
@@ -100,7 +100,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         use_valid_flag: bool = False,
         vis_score_threshold: float = 0.25,
         data_aug_conf: dict | None = None,
-        sequences_split_num: int | str = 1,
+        sequences_split_num: Positive | Literal[-1, "all"] = 1,
         with_seq_flag: bool = False,
         keep_consistent_seq_aug: bool = True,
         work_dir: str | None = None,
@@ -110,7 +110,6 @@ class NuScenes3DDetTrackDataset(Dataset):
     ) -> None:
         self.data_root = data_root
         self.ann_file = ann_file
-        self.with_velocity = with_velocity
         self.test_mode = test_mode
         self.use_valid_flag = use_valid_flag
         self.data_aug_conf = data_aug_conf
@@ -263,11 +262,10 @@ class NuScenes3DDetTrackDataset(Dataset):
                     f"frame {info['token']} of {self.ann_file} has boxes that {problem}: {wrong.tolist()} (gt_boxes)"
                 )
         names = info["gt_names"][mask]
-        if self.with_velocity:
-            velocity = info["gt_velocity"][mask]
-            if not self.test_mode:
-                velocity = np.nan_to_num(velocity)
-            boxes = np.concatenate([boxes, velocity], axis=1)
+        velocity = info["gt_velocity"][mask]
+        if not self.test_mode:
+            velocity = np.nan_to_num(velocity)
+        boxes = np.concatenate([boxes, velocity], axis=1)
         labels = [self._label(name, info) for name in names.tolist()]
         annotations = {
             "gt_bboxes_3d": boxes,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from visdet.errors import MissingFileError, UnknownNameError
+from visdet.errors import MissingFileError, UnknownNameError, reading
 
 # The classes of nuScenes' detection task, in the order of their labels.
 NUSCENES_CLASSES = (
@@ -54,9 +54,8 @@ class NuScenesTables:
         self._records: dict[str, dict[str, dict]] = {}
         for name in _TABLES:
             path = folder / f"{name}.json"
-            if not path.exists():
-                raise MissingFileError(f"nuScenes table {path} does not exist")
-            records = json.loads(path.read_text())
+            with reading(f"nuScenes table {path}"):
+                records = json.loads(path.read_text())
             if name == "sample_data":
                 records = [record for record in records if record["is_key_frame"]]
             self._records[name] = {record["token"]: record for record in records}

@@ -133,7 +133,6 @@ class CocoMetric(BaseMetric):
         if ann_file is not None and is_main_process():
             self._content = load_coco_json(ann_file, backend_args, not format_only)
         self._label_of_category: dict[int | str, int] = {}
-        self._first_of_id: dict[Any, dict] = {}
 
     @property
     def metric_names(self) -> list[str]:
@@ -182,7 +181,6 @@ class CocoMetric(BaseMetric):
             if self._ann_file is None:
                 result["truth"] = _truth_of_sample(sample)
                 check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
-            self._check_id(result, self._first_of_id)
             self.results.append(result)
 
     def _check_id(self, result: dict, first_of_id: dict[Any, dict]) -> None:
@@ -206,8 +204,7 @@ class CocoMetric(BaseMetric):
             )
         classes = self._dataset_meta["classes"]
         self.classwise_results, self.curve_report = [], None
-        self._first_of_id = {}
-        first_of_id: dict[Any, dict] = {}  # of the results of all processes
+        first_of_id: dict[Any, dict] = {}
         for result in results:
             self._check_id(result, first_of_id)
         # Samplers repeat images to fill batches.
@@ -227,12 +224,20 @@ class CocoMetric(BaseMetric):
         evaluation = evaluate_boxes(
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
         )
-        self.classwise_results = _classwise(evaluation, truth, image_ids, classes)
         self.curve_report = box_report(truth, detections, image_ids, classes)
+        self.classwise_results = [
+            {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
+            | {item: evaluation.average_precision(label=k, **choice) for item, choice in _PRECISIONS.items()}
+            for k, name in enumerate(classes)
+        ]
         metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
         if self.classwise:
             metrics.update({f"bbox_mAP/{row['name']}": row["mAP"] for row in self.classwise_results})
-            print_log("\n" + _as_table(self.classwise_results), logger="current")
+            rows = [
+                [value if value != -1 else float("nan") for value in row.values()]
+                for row in self.classwise_results
+            ]
+            print_log("\n" + table_text(("class", "boxes", *_PRECISIONS), rows), logger="current")
         return metrics
 
     def _truth_of_file(self) -> list[dict]:
@@ -337,30 +342,3 @@ def _value_of(evaluation: BoxEvaluation, item: str) -> float:
         return evaluation.average_precision(**_PRECISIONS[item])
     name, _, max_dets = item.partition("@")
     return evaluation.average_recall(int(max_dets), name.removeprefix("AR_") if "_" in name else "all")
-
-
-def _classwise(
-    evaluation: BoxEvaluation, truth: list[dict], image_ids: set, classes: Sequence[str]
-) -> list[dict]:
-    counts = np.zeros(len(classes), dtype=int)
-    for annotation in truth:
-        counts[annotation["category_id"]] += annotation["image_id"] in image_ids and not annotation["iscrowd"]
-    return [
-        {"name": name, "num_boxes": int(counts[label])}
-        | {item: evaluation.average_precision(label=label, **choice) for item, choice in _PRECISIONS.items()}
-        for label, name in enumerate(classes)
-    ]
-
-
-def _as_table(rows: list[dict]) -> str:
-    return table_text(
-        ("class", "boxes", *_PRECISIONS),
-        [
-            (
-                row["name"],
-                row["num_boxes"],
-                *(row[item] if row[item] >= 0 else float("nan") for item in _PRECISIONS),
-            )
-            for row in rows
-        ],
-    )

@@ -152,14 +152,8 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
     ids = np.concatenate([np.zeros(0, np.int64), *(frame.ids for frame in frames)])
     scores = np.concatenate([np.zeros(0), *(frame.scores for frame in frames)])
     tracks, inverse = np.unique(ids, return_inverse=True)
-    means = np.bincount(inverse, scores, len(tracks)) / np.maximum(
-        np.bincount(inverse, minlength=len(tracks)), 1
-    )
-    mean_of = dict(zip(tracks.tolist(), means.tolist(), strict=True))
-    return [
-        replace(frame, scores=np.array([mean_of[i] for i in frame.ids.tolist()], dtype=np.float64))
-        for frame in frames
-    ]
+    means = np.bincount(inverse, scores) / np.bincount(inverse)
+    return [replace(frame, scores=means[np.searchsorted(tracks, frame.ids)]) for frame in frames]
 
 
 def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float] | None:

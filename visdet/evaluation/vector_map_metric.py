@@ -105,7 +105,12 @@ class VectorMapMetric(DrivingMetric):
         counts = {
             name: sum(int((f["gt_labels"] == k).sum()) for f in results) for k, name in enumerate(classes)
         }
-        print_log(self._as_text(table, counts, metrics), logger="current")
+        text = table_text(
+            ("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP"),
+            [(name, counts[name], *row, metrics[f"{name}_AP"]) for name, row in table.items()],
+        )
+        summary = summary_line({name: metrics[name] for name in ("mAP", "anchors_mAP") if name in metrics})
+        print_log(text + summary, logger="current")
         return metrics
 
     def _precisions(self, frames: list[dict], label: int) -> list[float]:
@@ -124,17 +129,6 @@ class VectorMapMetric(DrivingMetric):
             scores.append(frame["scores"][mine])
             hits.append(match_lines(frame["lines"][mine], frame["scores"][mine], truth, self.thresholds))
         return np.concatenate(scores), np.concatenate(hits, axis=1), num_truths
-
-    def _as_text(
-        self, table: dict[str, list[float]], counts: dict[str, int], metrics: dict[str, float]
-    ) -> str:
-        text = table_text(
-            ("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP"),
-            [(name, counts[name], *row, float(np.mean(row))) for name, row in table.items()],
-        )
-        return text + summary_line(
-            {name: metrics[name] for name in ("mAP", "anchors_mAP") if name in metrics}
-        )
 
 
 def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:

@@ -1,17 +1,19 @@
 """Whether what was exported gives what the model gives, in the runtime of the format."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from .errors import ExportError
-from .families.family import Arrays, Family
+from .families.family import Family, Tensors
 
-Run = Callable[[Arrays], Arrays]
+Arrays = dict[str, np.ndarray]
+Run = Callable[[Tensors], Tensors]
 
 
 @dataclass
@@ -63,6 +65,13 @@ class Differences:
         seen = self.mean.get(name, 0.0) * (self.count - 1)
         self.mean[name] = (seen + float(distance.mean())) / self.count
 
+    def table(self) -> dict[str, Any]:
+        """Return what a report says."""
+        outputs = {
+            name: {"largest": largest, "mean": self.mean[name]} for name, largest in self.largest.items()
+        }
+        return {"inputs": self.count, "outputs": outputs}
+
     def check(self, limit: float) -> None:
         """Raise an ExportError if an output differs by more than ``limit``."""
         wrong = {name: value for name, value in self.largest.items() if not value <= limit}
@@ -94,33 +103,26 @@ def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _distance(*pairs).max(-1) if a.shape[1] else np.zeros((len(a), len(b)))
 
 
-def run_model(family: Family, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the outputs of the model itself."""
-    with torch.no_grad():
-        return dict(zip(family.output_names, family(*inputs.values()), strict=True))
-
-
-def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     """Return tensors as arrays."""
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Arrays, Arrays]:
+def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Tensors, Tensors]:
     """Compare the model and what was exported on the family's cases, each with its own state.
 
     Returns:
         the differences, and the inputs and outputs of the first call.
     """
     differences = Differences()
-    sample: tuple[Arrays, Arrays] | None = None
+    sample: tuple[Tensors, Tensors] | None = None
     for calls in family.cases():
-        state: dict[str, torch.Tensor] = {}
-        exported_state: Arrays = {}
+        state: Tensors = {}
+        exported_state: Tensors = {}
         for given in calls:
-            expected = run_model(family, {**given, **state})
-            inputs = {**arrays(given), **exported_state}
+            expected, inputs = family.run({**given, **state}), {**given, **exported_state}
             found = run(inputs)
-            differences.add(arrays(expected), found, family.rows, limit)
+            differences.add(arrays(expected), arrays(found), family.rows, limit)
             sample = sample or (inputs, found)
             state = {name: expected[output] for name, output in family.states.items()}
             exported_state = {name: found[output] for name, output in family.states.items()}
@@ -128,18 +130,21 @@ def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Arrays
     return differences, *sample
 
 
-def latencies(call: Callable[[], Any], batch: int, seconds: float = 3.0) -> dict[str, float]:
+def graphed(family: Family, inputs: Tensors) -> Callable[[], Any]:
+    """Return a function that replays a CUDA graph of the model itself for these inputs."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        family.run(inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        family.run(inputs)
+    return graph.replay
+
+
+def latencies(call: Callable[[], Any], batch: int) -> dict[str, float]:
     """Return ``p50_ms``, ``p99_ms`` and ``images_per_second`` of a call."""
-    for _ in range(3):
-        call()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 10:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    p50, p99 = np.percentile(times, [50, 99])
-    return {
-        "p50_ms": float(p50) * 1e3,
-        "p99_ms": float(p99) * 1e3,
-        "images_per_second": batch / float(np.mean(times)),
-    }
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer.timeit(3)
+    times = timer.blocked_autorange(min_run_time=3.0).times
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3
+    return {"p50_ms": p50, "p99_ms": p99, "images_per_second": batch / float(np.mean(times))}

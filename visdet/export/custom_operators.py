@@ -15,48 +15,38 @@ from torch import Tensor
 
 import visdet.ops
 
-from .errors import ExportError
-
 DOMAINS = {"openvino": "visdet", "tensorrt": "TRT"}
 _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 
-def ms_deform_attn_node(
-    custom_op: str,
-    value: Tensor,
-    level_shapes: Tensor,
-    level_starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Return a node with the arguments of ``visdet.ops.ms_deform_attn``."""
-    _check_float32(value)
+def _attention(value: Tensor, *arguments: Tensor) -> Tensor:
     B, _, G, C = value.shape
-    Q = locations.shape[1]
-    if custom_op == "openvino":
-        inputs = (value, level_shapes, level_starts, locations, weights)
-        return _node("visdet::ms_deform_attn", inputs, (B, Q, G * C))
-    inputs = (value, level_shapes.int(), level_starts.int(), locations, weights)
-    return _node(f"{DOMAINS[custom_op]}::{_PLUGIN}", inputs, (B, Q, G, C), plugin_version="2").flatten(2)
+    return _node("visdet::ms_deform_attn", (value, *arguments), (B, arguments[2].shape[1], G * C))
 
 
-def deformable_aggregation_node(features: Tensor, *arguments: Tensor) -> Tensor:
-    """Return a node with the arguments of ``visdet.ops.deformable_aggregation``."""
-    _check_float32(features)
+def _plugin(value: Tensor, level_shapes: Tensor, level_starts: Tensor, *arguments: Tensor) -> Tensor:
+    B, _, G, C = value.shape
+    inputs = (value, level_shapes.int(), level_starts.int(), *arguments)
+    return _node(f"TRT::{_PLUGIN}", inputs, (B, arguments[0].shape[1], G, C), plugin_version="2").flatten(2)
+
+
+def _aggregation(features: Tensor, *arguments: Tensor) -> Tensor:
     shape = (features.shape[0], arguments[2].shape[1], features.shape[2])
     return _node("visdet::deformable_aggregation", (features, *arguments), shape)
-
-
-def _check_float32(values: Tensor) -> None:
-    if values.dtype != torch.float32:
-        raise ExportError(f"--custom-op needs --precision float32, got {values.dtype}")
 
 
 def _node(name: str, inputs: tuple[Tensor, ...], shape: tuple[int, ...], **attributes: Any) -> Tensor:
     return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=torch.float32, shape=shape, version=1)
 
 
-def load_with_plugin(path: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+# Functions with the arguments of the operators in visdet.ops, by the runtime and the operator.
+NODES: dict[str | None, dict[str, Callable[..., Tensor]]] = {
+    "openvino": {"ms_deform_attn": _attention, "deformable_aggregation": _aggregation},
+    "tensorrt": {"ms_deform_attn": _plugin},
+}
+
+
+def load_with_plugin(path: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function that a graph with nodes of NVIDIA's plugin is, by onnx's reference implementation.
 
     TensorRT is not needed and not run: ``visdet.ops.ms_deform_attn`` computes the plugin's nodes.
@@ -78,8 +68,8 @@ def load_with_plugin(path: Path) -> Callable[[dict[str, np.ndarray]], dict[str, 
     node = type(_PLUGIN, (OpRun,), {"op_domain": DOMAINS["tensorrt"], "_run": compute})
     evaluator = ReferenceEvaluator(str(path), new_ops=[node, GatherElements])
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        given = {name: value for name, value in inputs.items() if name in evaluator.input_names}
-        return dict(zip(evaluator.output_names, evaluator.run(None, given), strict=True))
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs = evaluator.run(None, {name: inputs[name].numpy() for name in evaluator.input_names})
+        return dict(zip(evaluator.output_names, map(torch.from_numpy, outputs), strict=True))
 
     return run

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from mmengine.config import Config
 from torch import nn
 
@@ -19,7 +18,7 @@ from visdet.engine.process.default_device import cpu_by_default
 from visdet.errors import MissingFileError
 from visdet.structures.class_names import checked_classes
 
-from .check import Run, arrays
+from .check import Run
 from .errors import ExportError
 from .families.family import Family
 from .run import export, format_module
@@ -116,9 +115,7 @@ class _Exported(nn.Module):
     def test_step(self, data: Any) -> list[Any]:
         batch = self.family.model.data_preprocessor(data, False)
         given = self.family.inputs_of(batch["inputs"], batch["data_samples"])
-        found = self.run_exported(arrays(given))
-        outputs = {name: torch.from_numpy(value) for name, value in found.items()}
-        return self.family.samples_of(outputs, batch["data_samples"])
+        return self.family.samples_of(self.run_exported(given), batch["data_samples"])
 
 
 def _metrics(runner: Any, family: Family, run: Run, limit: float) -> dict[str, Any]:

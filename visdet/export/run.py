@@ -17,7 +17,7 @@ from torch import nn
 import visdet
 from visdet.errors import MissingPackageError, check_choice
 
-from .check import Differences, Run, arrays, compare, latencies, run_model
+from .check import Run, arrays, compare, graphed, latencies
 from .errors import ExportError
 from .families import family_of
 from .families.family import Family
@@ -99,10 +99,10 @@ def export(
         return report
     run: Run = module.load(folder)
     differences, inputs, outputs = compare(family, run, _LIMIT)
-    named: dict[str, Any] = {f"input.{name}": value for name, value in inputs.items()}
-    named |= {f"output.{name}": value for name, value in outputs.items()}
-    np.savez(folder / "sample.npz", **named)
-    report["differences"] = _table(differences)
+    named = {f"input.{name}": tensor for name, tensor in inputs.items()}
+    named |= {f"output.{name}": tensor for name, tensor in outputs.items()}
+    np.savez(folder / "sample.npz", **arrays(named))  # type: ignore[arg-type]
+    report["differences"] = differences.table()
     try:
         differences.check(_LIMIT)
         if evaluate is not None:
@@ -130,24 +130,14 @@ def format_module(format: str) -> ModuleType:
     return module
 
 
-def _table(differences: Differences) -> dict[str, Any]:
-    outputs = {
-        name: {"largest": largest, "mean": differences.mean[name]}
-        for name, largest in differences.largest.items()
-    }
-    return {"inputs": differences.count, "outputs": outputs}
-
-
 def _latencies(family: Family, run: Run) -> dict[str, Any]:
     given = next(family.cases())[0]
-    named = arrays(given)
-    batch = len(next(iter(named.values())))
-    return {
-        "exported": latencies(lambda: run(named), batch),
-        "model": latencies(lambda: arrays(run_model(family, given)), batch),
-        "threads": torch.get_num_threads(),
-        "device": str(family.device),
-    }
+    calls = {"exported": lambda: run(given), "model": lambda: family.run(given)}
+    if family.device.type == "cuda":
+        calls["model by graphs"] = graphed(family, given)
+    batch = len(next(iter(given.values())))
+    times = {name: latencies(call, batch) for name, call in calls.items()}
+    return {**times, "threads": torch.get_num_threads(), "device": str(family.device)}
 
 
 def _description(

@@ -54,8 +54,6 @@ def elementwise_overlaps(boxes_a: Tensor, boxes_b: Tensor, mode: str = "iou", ep
     iou = intersection / union
     if mode == "iou":
         return iou
-    if mode != "giou":
-        raise ValueError(f"elementwise_overlaps: mode must be 'iou' or 'giou', got {mode!r}")
     hull = _area((torch.maximum(high_a, high_b) - torch.minimum(low_a, low_b)).clamp(min=0)).clamp(min=eps)
     return iou - (hull - union) / hull
 

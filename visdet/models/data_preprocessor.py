@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from mmengine.model import ImgDataPreprocessor
-from mmengine.structures import PixelData
-from torch import Tensor, nn
+from torch import Tensor
 
 from visdet.checks.arguments import Above0, Positive
 from visdet.errors import InvalidInputError
@@ -29,17 +27,10 @@ class DetDataPreprocessor(ImgDataPreprocessor):
             reversed. Give both or neither.
         pad_size_divisor: the height and the width of the batch are multiples of this number.
         pad_value: the value of padded pixels after normalisation.
-        pad_mask: pad ``gt_instances.masks`` to the size of the batch in training. mask_pad_value: the padding value.
-        pad_seg: pad ``gt_sem_seg.sem_seg`` to the size of the batch in training. seg_pad_value: the padding value.
+        pad_mask, boxtype2tensor: accepted for compatibility. No model of visdet reads masks, and box containers in the
+            samples are always replaced by their plain tensors.
         bgr_to_rgb, rgb_to_bgr: reverse the channels. At most one of them may be True.
-        boxtype2tensor: replace box containers in the samples by their plain tensors.
         non_blocking: copy to the device without waiting for the work that it has (mmdet's default is False).
-        batch_augments: configs of modules that are called as (inputs, data_samples) -> (inputs, data_samples) in
-            training.
-
-    Raises:
-        ValueError: both channel conversions are asked for, only one of mean and std is given, or the divisor is
-            less than 1.
 
     Source: names and defaults are mmdet's.
     """
@@ -51,28 +42,12 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         pad_size_divisor: Positive = 1,
         pad_value: float = 0,
         pad_mask: bool = False,
-        mask_pad_value: int = 0,
-        pad_seg: bool = False,
-        seg_pad_value: int = 255,
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
         boxtype2tensor: bool = True,
         non_blocking: bool | None = True,
-        batch_augments: list[dict[str, Any]] | None = None,
     ) -> None:
-        if bgr_to_rgb and rgb_to_bgr:
-            raise InvalidInputError("DetDataPreprocessor: bgr_to_rgb and rgb_to_bgr must not both be True")
-        if (mean is None) != (std is None):
-            raise InvalidInputError(
-                f"DetDataPreprocessor: mean and std must be given together, got mean={mean}, std={std}"
-            )
         super().__init__(mean, std, pad_size_divisor, pad_value, bgr_to_rgb, rgb_to_bgr, non_blocking)
-        self.pad_mask = pad_mask
-        self.mask_pad_value = mask_pad_value
-        self.pad_seg = pad_seg
-        self.seg_pad_value = seg_pad_value
-        self.boxtype2tensor = boxtype2tensor
-        self.batch_augments = nn.ModuleList(MODELS.build(config) for config in batch_augments or [])
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return ``dict(inputs=[B, C, H, W] float32, data_samples=...)`` on the model's device.
@@ -80,52 +55,37 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         Args:
             data: ``inputs``, a list of [C, h, w] images or one [B, C, h, w] tensor, and ``data_samples``, a list or
                 None.
-            training: whether to pad masks and run ``batch_augments``.
         """
         check_packed(data)
         image_sizes = [tuple(image.shape[-2:]) for image in data["inputs"]]
         data = super().forward(data, training)
         inputs, data_samples = data["inputs"], data["data_samples"]
-        if data_samples is not None:
-            planned = data_samples[0].metainfo.get("batch_input_shape") if data_samples else None
-            if planned is not None:
-                divisor = self.pad_size_divisor
-                sides = zip(planned, inputs.shape[-2:], strict=True)
-                padded = [max(-(-side // divisor) * divisor, given) for side, given in sides]
-                if padded != list(inputs.shape[-2:]):
-                    inputs = _pad_to(inputs, padded, self.pad_value)
-            batch_size = tuple(inputs.shape[-2:])
+        if data_samples:
+            height, width = inputs.shape[-2:]
+            planned = self._rounded_up(data_samples[0].metainfo.get("batch_input_shape", (0, 0)))
+            missing = (max(planned[0] - height, 0), max(planned[1] - width, 0))
+            if any(missing):
+                inputs = F.pad(inputs, (0, missing[1], 0, missing[0]), value=self.pad_value)
             for sample, size in zip(data_samples, image_sizes, strict=True):
-                self._complete(sample, size, batch_size, training)
-        if training:
-            for augment in self.batch_augments:
-                inputs, data_samples = augment(inputs, data_samples)
+                self._complete(sample, size, tuple(inputs.shape[-2:]))
         return {"inputs": inputs, "data_samples": data_samples}
 
-    def _complete(
-        self, sample: DetDataSample, size: tuple[int, int], batch_size: tuple[int, int], training: bool
-    ) -> None:
-        """Write the sizes into a sample's metainfo, unwrap its boxes, and pad its masks."""
-        divisor = self.pad_size_divisor
+    def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
+        return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
+
+    def _complete(self, sample: DetDataSample, size: tuple[int, int], batch_size: tuple[int, int]) -> None:
+        """Write the sizes into a sample's metainfo, and unwrap its boxes."""
         sample.set_metainfo(
             {
                 "batch_input_shape": batch_size,
-                "pad_shape": tuple(-(-length // divisor) * divisor for length in size),
+                "pad_shape": self._rounded_up(size),
                 "img_shape": tuple(sample.metainfo.get("img_shape", size)),
             }
         )
-        if self.boxtype2tensor:
-            for field in ("gt_instances", "ignored_instances"):
-                instances = sample.get(field)
-                boxes = instances.get("bboxes") if instances is not None else None
-                if boxes is not None and not isinstance(boxes, Tensor):
-                    instances.bboxes = boxes.tensor
-        if training and self.pad_mask and "gt_instances" in sample and "masks" in sample.gt_instances:
-            masks = sample.gt_instances.masks
-            sample.gt_instances.masks = _pad_to(masks, batch_size, self.mask_pad_value)
-        if training and self.pad_seg and "gt_sem_seg" in sample:
-            segmentation = _pad_to(sample.gt_sem_seg.sem_seg, batch_size, self.seg_pad_value)
-            sample.gt_sem_seg = PixelData(sem_seg=segmentation)
+        for field in ("gt_instances", "ignored_instances"):
+            boxes = sample.get(field, {}).get("bboxes")
+            if boxes is not None and not isinstance(boxes, Tensor):
+                sample.get(field).bboxes = boxes.tensor
 
 
 def check_packed(batch: Any) -> None:
@@ -135,11 +95,3 @@ def check_packed(batch: Any) -> None:
         raise InvalidInputError(
             f"a pipeline must end with a transform such as PackDetInputs, which gives 'inputs'; got {given}"
         )
-
-
-def _pad_to(maps: Any, size: Sequence[int], value: float) -> Any:
-    """Return maps [..., h, w] padded at the bottom and on the right to ``size``. Mask containers pad themselves."""
-    if not isinstance(maps, torch.Tensor):
-        return maps.pad(size, pad_val=value)
-    height, width = maps.shape[-2:]
-    return F.pad(maps, (0, size[1] - width, 0, size[0] - height), value=value)

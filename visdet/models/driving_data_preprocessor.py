@@ -60,7 +60,8 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         check_packed(data)
         # Each frame goes to the device from the memory that the loader has pinned. A stack on the host would not be
         # pinned, and its copy would wait for all work that the device has.
-        images = stack_equal("inputs", self.cast_data(data["inputs"]))
+        images = self.cast_data(data["inputs"])
+        images = images if isinstance(images, Tensor) else torch.stack(images)
         samples = data.get("data_samples")
         if samples is not None:
             samples = [
@@ -73,24 +74,3 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         if self._has_statistics:
             images = torch.addcmul(self._shift, images, self._scale)
         return {"inputs": images, "data_samples": samples}
-
-
-def stack_equal(name: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the tensors of all samples stacked along a new first axis. A tensor is returned as it is.
-
-    Args:
-        name: the name of the tensors, for the message.
-        tensors: one tensor per sample, or a tensor that is already stacked.
-
-    Raises:
-        InvalidInputError: the tensors differ in shape or dtype.
-    """
-    if isinstance(tensors, Tensor):
-        return tensors
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) != 1:
-        raise InvalidInputError(f"{name} of all samples must be of one shape, got {shapes}")
-    dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-    if len(dtypes) != 1:
-        raise InvalidInputError(f"{name} of all samples must be of one type, got {dtypes}")
-    return torch.stack(list(tensors))

@@ -10,7 +10,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-from visdet.checks.arguments import Positive
+from visdet.checks.arguments import Above0, Positive
 from visdet.errors import InvalidInputError, check_choice
 from visdet.ops import gaussian_field
 from visdet.registry import MODELS
@@ -66,18 +66,13 @@ class LearnableGaussianField(BaseDetector):
     def __init__(
         self,
         num_gaussians: Positive,
-        volume_size: float | Sequence[float] = 10.0,
+        volume_size: Above0 | tuple[Above0, Above0, Above0] = 10.0,
         use_full_cov: bool = True,
         tolerance: float = 0.0,
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
     ) -> None:
         super().__init__(data_preprocessor or PointsDataPreprocessor())
         sides = torch.as_tensor(volume_size, dtype=torch.get_default_dtype(), device="cpu")
-        if sides.shape not in ((), (3,)) or not bool((sides > 0).all() and sides.isfinite().all()):
-            raise InvalidInputError(
-                "LearnableGaussianField: volume_size must be a positive number, or three of them, "
-                f"got {volume_size}"
-            )
         sides = sides.expand(3)
         self.num_gaussians = int(num_gaussians)
         self.volume_size = volume_size
@@ -145,7 +140,6 @@ class LearnableGaussianField(BaseDetector):
     def loss(self, inputs: Tensor, data_samples: Sequence[FieldDataSample]) -> dict[str, Tensor]:
         """Return ``loss_mse``, the mean squared error over the points of all samples."""
         field = self.raw_outputs(inputs)
-        _check_sizes([len(sample.gt_field) for sample in data_samples], len(field))
         values = torch.cat([sample.gt_field for sample in data_samples])
         return {"loss_mse": (field - values.to(field.dtype)).square().mean()}
 
@@ -153,7 +147,6 @@ class LearnableGaussianField(BaseDetector):
         """Return the samples with ``pred_field`` and ``pred_gaussians``. One without ``gt_field`` has all points."""
         field = self.raw_outputs(inputs)
         sizes = [len(sample.get("gt_field", field)) for sample in data_samples]
-        _check_sizes(sizes, len(field))
         heaviest = self.masses().argsort(descending=True)
         gaussians = InstanceData(
             means=self.means[heaviest],
@@ -270,11 +263,3 @@ class LearnableGaussianField(BaseDetector):
                 self.cov_tril[half] = entries
             else:
                 self.log_scales[half] = factors.diagonal(dim1=1, dim2=2).log()
-
-
-def _check_sizes(sizes: Sequence[int], num_points: int) -> None:
-    if sum(sizes) != num_points:
-        raise ValueError(
-            f"LearnableGaussianField: gt_field of the samples must have one value per point, [{num_points}], "
-            f"got {list(sizes)}"
-        )

@@ -154,10 +154,7 @@ class TwoViewDepth(BaseDetector):
             raise InvalidInputError(
                 f"TwoViewDepth: inputs must be [B, 2, 3, H, W] with even H and W, got {tuple(inputs.shape)}"
             )
-        if data_samples is None:
-            raise ValueError(
-                "TwoViewDepth: data_samples with intrinsics and source_from_reference are needed"
-            )
+        assert data_samples is not None
         intrinsics = torch.stack([sample.intrinsics for sample in data_samples])
         source_from_reference = torch.stack([sample.source_from_reference for sample in data_samples])
         image_size = (inputs.shape[-2], inputs.shape[-1])

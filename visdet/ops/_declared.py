@@ -25,20 +25,24 @@ _NUMBER = re.compile(
 )
 
 
-def declared(name: str = "", **arguments: str) -> Callable[[_Function], _Function]:
+def declared(
+    name: str = "", keeps_autocast: bool = False, **arguments: str
+) -> Callable[[_Function], _Function]:
     """Return a decorator of an operator that checks its arguments, in the order in which they are declared.
 
     A tensor is declared by what it holds, "floating", "real" (those and integers), "integers", "mask" (real or bool)
-    or "any", and its layout, such as "floating [B, 4 * C, H, W]". A letter is the same size wherever it stands. All
-    tensors are on the device of the first one. "None or" and "array or" before it allow None and NumPy arrays. A number
-    is "integer" or "number", with the least one and the greatest one: "integer, at least 1, at most 9" or "number,
-    above 0". Sequences have their length before it: "2 * D numbers", and "1 or 2 integers" may be one number, too.
+    or "any", and its layout, such as "floating [B, 4 * C, H, W]". A letter is the same size wherever it stands, and a
+    first "..." any number of the same sizes. All tensors are on the device of the first one. "None or" and "array or"
+    before it allow None and NumPy arrays. A number is "integer" or "number", with the least one and the greatest one:
+    "integer, at least 1, at most 9" or "number, above 0". Sequences have their length before it: "2 * D numbers", and
+    "1 or 2 integers" may be one number, too.
 
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
     type of the values. Errors of an operator that it calls have its own name.
 
     Args:
         name: The name in errors. The default is the function's.
+        keeps_autocast: Whether autocast stays on, for a function of torch's that has a rule of its own.
     """
     checks = [(argument, *_parsed(text)) for argument, text in arguments.items()]
 
@@ -53,7 +57,7 @@ def declared(name: str = "", **arguments: str) -> Callable[[_Function], _Functio
             for argument, check, *expected in checks:
                 if argument in given:
                     first = check(op, argument, given[argument], first, sizes, *expected)
-            device = "meta" if first[1] is None else first[1].device.type
+            device = "meta" if keeps_autocast or first[1] is None else first[1].device.type
             try:
                 if device != "meta" and torch.is_autocast_enabled(device):
                     with torch.autocast(device, enabled=False):
@@ -113,8 +117,9 @@ def _check_tensor(
         known = dict(sizes)
         if not _fits(tensor.shape, layout, sizes):
             expected = ", ".join(
-                str(factor * known[letter]) if letter in known else text for factor, letter, text in layout
-            )
+                str(factor * known[letter]).strip("[]") if letter in known else text
+                for factor, letter, text in layout
+            ).removeprefix(", ")
             raise ValueError(f"{op}: {name} must be [{expected}]{note}, got {list(tensor.shape)}")
     if not is_array:
         if kind != "any":
@@ -126,6 +131,11 @@ def _check_tensor(
 
 def _fits(shape: Sequence[int], layout: tuple[tuple[int, str, str], ...], sizes: dict[str, Any]) -> bool:
     """Return whether a shape has this layout with the sizes of letters that are known, and add the others to them."""
+    if layout[0][1] == "...":
+        begin = max(len(shape) - len(layout) + 1, 0)
+        if sizes.setdefault("...", list(shape[:begin])) != list(shape[:begin]):
+            return False
+        shape, layout = shape[begin:], layout[1:]
     if len(shape) != len(layout):
         return False
     for given, (factor, letter, _) in zip(shape, layout, strict=True):

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._arguments import computation_dtype
@@ -152,21 +151,6 @@ def _sample(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: in
     return torch.where(counts[..., None], total, 0)  # A product with 0 would keep NaN.
 
 
-def _bag_sums(rows: Tensor, first_row: Tensor, y: Tensor, x: Tensor, H: int, W: int, bag: int) -> Tensor:
-    """Return the sums [n * K / bag, C] of ``bag`` samples each, as ``_sample`` takes them. The last row is of zeros.
-
-    This takes a CPU a tenth of the time, because no sample is stored. It can be differentiated once, by ``rows``.
-    """
-    y0, y1, fy, y_counts = _corners(y, H)
-    x0, x1, fx, x_counts = _corners(x, W)
-    counts, start = (y_counts & x_counts)[..., None], first_row[:, None]
-    pixels = torch.stack([start + row * W + column for row in (y0, y1) for column in (x0, x1)], -1)
-    weights = torch.stack([wy * wx for wy in (1 - fy, fy) for wx in (1 - fx, fx)], -1)
-    pixels, weights = torch.where(counts, pixels, len(rows) - 1), torch.where(counts, weights, 0)
-    bags = pixels.view(-1, 4 * bag), weights.view(-1, 4 * bag)
-    return F.embedding_bag(bags[0], rows, per_sample_weights=bags[1], mode="sum")
-
-
 def _groups(grid: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (samples down, samples across, indices) for each group of regions with the same counts in grid [N, 2]."""
     for count in grid.unique(dim=0):
@@ -191,9 +175,6 @@ def _pool_samples(
     if output.numel() == 0 or input.numel() == 0:
         return output.transpose(1, 2).reshape(N, C, PH, PW) + empty_sum
     rows = input.permute(0, 2, 3, 1).reshape(B * H * W, C)
-    takes_bags = rows.device.type == "cpu" and (takes_maximum or turns.shape[1] > 0)
-    if takes_bags:
-        rows = torch.cat([rows, rows.new_zeros(1, C)])
     parts, members_of_parts = [], []
     for down, across, all_members in _groups(grid):
         if down <= 0 or across <= 0:
@@ -212,13 +193,7 @@ def _pool_samples(
                 if turns.shape[1]:
                     cosine, sine, center_x, center_y = turns[members, :, None].unbind(1)
                     x, y = x * cosine + y * sine + center_x, y * cosine - x * sine + center_y
-                first_row = batch[members] * (H * W)
-                if takes_bags:
-                    samples = _bag_sums(
-                        rows, first_row, y, x, H, W, 1 if takes_maximum else shape[2] * across
-                    )
-                else:
-                    samples = _sample(rows, first_row, y, x, H, W)
+                samples = _sample(rows, batch[members] * (H * W), y, x, H, W)
                 samples = samples.view(len(members), PH * PW, -1, C)
                 # Without a gradient, which goes to the first of equal samples, no place of the maximum is needed.
                 if not takes_maximum:

@@ -115,6 +115,22 @@ def deformable_aggregation_fused_reference(
     keep_scale: float = 1.0,
 ) -> Tensor:  # [B, Q, C]
     """Return what ``deformable_aggregation_fused`` returns, in plain torch: the definition for the kernels."""
+    geometry = (key_points, projection, image_wh, logits, camera_logits, keep, keep_scale)
+    return deformable_aggregation_reference(
+        features, level_shapes, level_starts, *locations_and_weights(*geometry)
+    )
+
+
+def locations_and_weights(
+    key_points: Tensor,  # [B, Q, P, 3]
+    projection: Tensor,  # [B, V, 4, 4]
+    image_wh: Tensor,  # [B, V, 2]
+    logits: Tensor,  # [B, Q, V, L, P, G], or [B, Q, L, P, G] with camera_logits
+    camera_logits: Tensor,  # [B, V, L, P, G] or [0]
+    keep: Tensor,  # [B, Q, V, P] or [0]
+    keep_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return locations [B, Q, P, V, 2] and weights [B, Q, P, V, L, G]."""
     matrix = projection[:, :, None, None]  # [B, V, 1, 1, 4, 4]
     pixels = (matrix[..., :3, :3] * key_points[:, None, :, :, None, :]).sum(-1) + matrix[..., :3, 3]
     locations = pixels[..., :2] / pixels[..., 2:].clamp(min=_MIN_DEPTH) / image_wh[:, :, None, None]
@@ -123,14 +139,10 @@ def deformable_aggregation_fused_reference(
     summed = logits.to(key_points.dtype)
     if camera_logits.dim() == 5:
         summed = summed[:, :, None] + camera_logits.to(key_points.dtype)[:, None]
-    weights = summed.flatten(2, 4).softmax(2).view(summed.shape) * keep_scale  # [B, Q, V, L, P, G]
-    return deformable_aggregation_reference(
-        features,
-        level_shapes,
-        level_starts,
-        locations.permute(0, 2, 3, 1, 4),  # [B, Q, P, V, 2]
-        weights.permute(0, 1, 4, 2, 3, 5),  # [B, Q, P, V, L, G]
-    )
+    # Some runtimes need a softmax over the last axis.
+    ordered = summed.movedim(-1, 2)  # [B, Q, G, V, L, P]
+    weights = ordered.flatten(3).softmax(-1).view(ordered.shape) * keep_scale
+    return locations.permute(0, 2, 3, 1, 4), weights.permute(0, 1, 5, 3, 4, 2)
 
 
 _deformable_aggregation_fused = _registration.differentiable(

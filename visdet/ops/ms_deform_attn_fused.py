@@ -77,7 +77,7 @@ def ms_deform_attn_fused(
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
     if not _has_kernel(value, shapes):
         return ms_deform_attn(
-            value, shapes, starts, *_compose(shapes, reference_points, offsets, logits, points)
+            value, shapes, starts, *locations_and_weights(shapes, reference_points, offsets, logits, points)
         )
     return _ms_deform_attn_fused(value, shapes, starts, reference_points, offsets, logits, points)
 
@@ -92,11 +92,11 @@ def ms_deform_attn_fused_reference(
     num_points: Sequence[int],  # [L]
 ) -> Tensor:  # [B, Q, G * C]
     """Return what ``ms_deform_attn_fused`` returns, in plain torch: the definition kernels are tested against."""
-    composed = _compose(level_shapes, reference_points, offsets, logits, num_points)
+    composed = locations_and_weights(level_shapes, reference_points, offsets, logits, num_points)
     return ms_deform_attn_reference(value, level_shapes, level_starts, *composed)
 
 
-def _compose(
+def locations_and_weights(
     level_shapes: Tensor,  # [L, 2]
     reference_points: Tensor,  # [B, Q, L, 2 or 4]
     offsets: Tensor,  # [B, Q, G, K, 2]

@@ -59,9 +59,9 @@ def roi_align(
     sums in float32 (float64 for float64). On the CPU the results have the same bits for any number of threads. On CUDA
     the forward is deterministic, and the gradient is under ``torch.use_deterministic_algorithms(True)``: it is then
     added up in whole numbers, multiples of about 2^-40 of the largest element of the output's gradient. The output may
-    have more than 2^31 numbers. Plain torch serves 'max'. Where visdet's library is missing, torchvision serves 'avg'
-    (bfloat16, which it refuses, and float16 on the CPU in float32), and plain torch where it is missing, too, and for
-    gradients on CUDA that must be deterministic.
+    have more than 2^31 numbers. Plain torch serves 'max' on CUDA. Where visdet's library is missing, torchvision serves
+    'avg' (bfloat16, which it refuses, and float16 on the CPU in float32), and plain torch where it is missing, too, and
+    for gradients on CUDA that must be deterministic.
 
     Raises:
         ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
@@ -73,36 +73,38 @@ def roi_align(
     check_samples("roi_align", size, sampling_ratio)
     if pool_mode not in ("avg", "max"):
         raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
-    is_served = _library.serves(input)
-    if pool_mode == "max" or input.numel() == 0 or not (is_served or _torchvision.serves_gradients(input)):
+    takes_maximum = pool_mode == "max"
+    if input.numel() and _library.serves(input) and not (takes_maximum and input.is_cuda):
+        return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
+    if takes_maximum or input.numel() == 0 or not _torchvision.serves_gradients(input):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
-    if is_served:
-        return average_regions(input, rois, size, spatial_scale, sampling_ratio, aligned)
     return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
 
 
-def average_regions(
+def pool_by_kernels(
     input: Tensor,
-    rois: Tensor,  # [N, 5], or [N, 6] on CUDA for rotated regions
+    rois: Tensor,  # [N, 5], or [N, 6] for rotated regions
     size: tuple[int, int],
     spatial_scale: float,
     sampling_ratio: int,
     aligned: bool,
+    takes_maximum: bool = False,
 ) -> Tensor:
-    """Return the averages that visdet's kernels compute."""
+    """Return what visdet's kernels compute. Those of maxima are for the CPU and upright regions."""
     rois = rois.detach().to(computation_dtype(input))
-    return _roi_align(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
+    pool = _roi_align_max if takes_maximum else _roi_align
+    return pool(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 
 
 def regions_gradient(
     grad_output: Tensor,
-    rois: Tensor,  # as of ``average_regions``
+    rois: Tensor,  # as of ``pool_by_kernels``
     sizes: tuple[int, int, int],
     spatial_scale: float,
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """Return the gradient of the input [B, C, H, W] of ``average_regions``, with sizes (B, H, W)."""
+    """Return the gradient of the input [B, C, H, W] of ``pool_by_kernels``, with sizes (B, H, W)."""
     rois = rois.detach().to(computation_dtype(grad_output))
     settings = float(spatial_scale), int(sampling_ratio), bool(aligned)
     flag = torch.are_deterministic_algorithms_enabled()
@@ -160,11 +162,16 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None, None
 
 
+def _shape(given: Any) -> Tensor:
+    return given.input.new_empty(
+        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
+    )
+
+
+_roi_align_max = _registration.differentiable("roi_align_max", _shape)
 _roi_align = _registration.differentiable(
     "roi_align",
-    lambda given: given.input.new_empty(
-        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
-    ),
+    _shape,
     gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
 )
 

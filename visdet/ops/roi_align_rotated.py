@@ -9,7 +9,7 @@ from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_samples
-from .roi_align import average_regions
+from .roi_align import pool_by_kernels
 
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
 
@@ -51,8 +51,8 @@ def roi_align_rotated(
     angle, gives 0 and has no gradient. Centres are bounded as corners of ``roi_align`` are, and a side is at most as
     long as these bounds are apart.
 
-    It is differentiable once with respect to ``input``. On CUDA it is computed by the kernels of ``roi_align``, with
-    the same types, sums and determinism. Plain torch serves other devices.
+    It is differentiable once with respect to ``input``. It is computed by the kernels of ``roi_align``, with the same
+    types, sums and determinism. Plain torch serves other devices.
 
     Raises:
         ValueError: A shape, type, device or number does not fit. The message names the argument.
@@ -61,10 +61,10 @@ def roi_align_rotated(
     """
     size = pair(output_size)
     check_samples("roi_align_rotated", size, sampling_ratio)
-    if _library.kernel_device(input) == "cuda" and _library.is_loaded("cuda"):
+    if _library.serves(input):
         if clockwise:
             rois = torch.cat([rois[:, :5], -rois[:, 5:]], 1)
-        return average_regions(input, rois, size, spatial_scale, sampling_ratio, aligned)
+        return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned)
     return roi_align_rotated_reference(input, rois, size, spatial_scale, sampling_ratio, aligned, clockwise)
 
 

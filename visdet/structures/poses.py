@@ -5,22 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from visdet.errors import InvalidInputError
-
 
 def rotation_from_quaternion(quaternion_wxyz: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return the rotation matrix [3, 3] of a quaternion (w, x, y, z) of any length but zero.
 
     Raises:
-        ValueError: the quaternion is zero or not finite.
+        ValueError: the quaternion is zero.
     """
-    quaternion = np.asarray(quaternion_wxyz, dtype=np.float64)
-    length = np.linalg.norm(quaternion)
-    if quaternion.shape != (4,) or not np.isfinite(length) or length < 1e-8:
-        raise InvalidInputError(
-            f"rotation must be a quaternion (w, x, y, z) that is not zero, got {quaternion}"
-        )
-    return _rotation().from_quat(quaternion, scalar_first=True).as_matrix()
+    return _rotation().from_quat(quaternion_wxyz, scalar_first=True).as_matrix()
 
 
 def quaternion_from_matrix(rotation: np.ndarray) -> list[float]:

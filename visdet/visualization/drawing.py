@@ -143,7 +143,11 @@ def contact_sheet(
 
 
 def write_text(
-    canvas: np.ndarray, text: str, place: tuple[int, int], size: int, colour: tuple[int, int, int]
+    canvas: np.ndarray,
+    text: str,
+    place: tuple[int, int],
+    size: int = 13,
+    colour: Sequence[int] = (230, 230, 230),
 ) -> None:
     """Write a text with a dark rim into an RGB image, uint8 [H, W, 3].
 
@@ -161,7 +165,7 @@ def write_text(
     if patch.size:
         image, start = Image.fromarray(patch), (place[0] - x, place[1] - y)
         ImageDraw.Draw(image).text(
-            start, text, colour, font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
+            start, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
         )
         patch[:] = np.asarray(image)
 

@@ -14,11 +14,11 @@ from visdet.structures.driving_data_sample import predictions_of
 from visdet.structures.palette import class_palette
 from visdet.structures.poses import box_corners
 
-from .drawing import text_width, write_text
+from .drawing import contact_sheet, text_width, write_text
 
 MAP_COLORS = ((70, 130, 255), (255, 170, 40), (60, 200, 90))  # crossing, divider, boundary
 PLAN_COLOR, TRUTH_COLOR = (255, 60, 200), (40, 230, 230)
-_BACKGROUND, _EGO_COLOR, _TEXT_COLOR = (24, 26, 30), (235, 235, 235), (230, 230, 230)
+_BACKGROUND, _EGO_COLOR = (24, 26, 30), (235, 235, 235)
 _EGO_LENGTH, _EGO_WIDTH = 4.08, 1.73
 # The places of the cameras in the picture, in one row for the front and one for the back.
 _PLACES = (
@@ -158,7 +158,7 @@ def draw_frame(
         view = cv2.resize(image, (view_width, view_height), interpolation=cv2.INTER_LINEAR)
         zoom = np.diag([view_width / image.shape[1], view_height / image.shape[0], 1.0, 1.0])
         _draw_boxes(view, shown, zoom @ np.asarray(projection, dtype=np.float64), colors)
-        _write(view, name.removeprefix("CAM_").replace("_", " ").lower(), (6, 16))
+        write_text(view, name.removeprefix("CAM_").replace("_", " ").lower(), (6, 16))
         views[name] = view
     panels = [
         (f"{label} from above", scene)
@@ -175,29 +175,17 @@ def draw_frame(
     picture = np.vstack([cameras, np.hstack(above)[:, : cameras.shape[1]]])
     _write_legend(picture, classes, colors)
     if title:
-        _write(picture, title, (6, picture.shape[0] - 8))
+        write_text(picture, title, (6, picture.shape[0] - 8))
     return picture
 
 
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
-    names = list(views)
-    known = {name for row in _PLACES for name in row}
-    if set(names) <= known:
-        rows: tuple[tuple[str, ...], ...] = _PLACES
-    else:
-        columns = -(-len(names) // 2)
-        rows = (tuple(names[:columns]), tuple(names[columns:]))
-    height = max(view.shape[0] for view in views.values())
-    width = max(view.shape[1] for view in views.values())
-    columns = max(len(row) for row in rows)
-    canvas = np.full((height * len(rows), width * columns, 3), _BACKGROUND, dtype=np.uint8)
-    for i, row in enumerate(rows):
-        for j, name in enumerate(row):
-            if name in views:
-                view = views[name]
-                canvas[i * height : i * height + view.shape[0], j * width : j * width + view.shape[1]] = view
-    return canvas
+    names, columns = list(views), -(-len(views) // 2)
+    is_known = views.keys() <= {name for row in _PLACES for name in row}
+    rows = _PLACES if is_known else (names[:columns], names[columns:])
+    dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
+    return contact_sheet([[views.get(name, dark) for name in row] for row in rows], gap=0)
 
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
@@ -219,7 +207,7 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
             and (top > 0).all()
             and (top < view.shape[1::-1]).all()
         ):
-            _write(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 10, color)
+            write_text(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 10, color)
 
 
 def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Color, thickness: int) -> None:
@@ -278,7 +266,7 @@ def _draw_from_above(
         path(np.stack([box[:2], corners[:2, :2].mean(axis=0)]), color.tolist())
         if scene.ids is not None and scene.ids[index] >= 0:
             x, y = pixels(corners[0]) // 16
-            _write(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 10)
+            write_text(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 10)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
     cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
     for plan, plan_color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
@@ -286,15 +274,8 @@ def _draw_from_above(
             path(np.vstack([[0, 0], plan]), plan_color, thickness)
             for point in pixels(plan):
                 cv2.circle(canvas, tuple(point.tolist()), 3 * 16, plan_color, -1, cv2.LINE_AA, 4)
-    _write(canvas, label, (6, 16))
+    write_text(canvas, label, (6, 16))
     return canvas
-
-
-def _write(
-    canvas: np.ndarray, text: str, place: tuple[int, int], size: int = 13, color: Color = _TEXT_COLOR
-) -> None:
-    red, green, blue = map(int, color)
-    write_text(canvas, text, place, size, (red, green, blue))
 
 
 def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> None:
@@ -305,7 +286,7 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
     width = max(88, *(text_width(name, 11) for name, _ in entries))
     left = max(0, picture.shape[1] - width - 8)
     for row, (name, color) in enumerate(reversed(entries)):
-        _write(picture, name, (left, picture.shape[0] - 8 - 15 * row), 11, color)
+        write_text(picture, name, (left, picture.shape[0] - 8 - 15 * row), 11, color)
 
 
 def write_gif(

@@ -1,7 +1,6 @@
 """The visualizer of scalar fields in space, which draws the true field, the fitted field and the error of the fit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,24 +64,20 @@ class FieldVisualizer(SampleVisualizer):
         grid = figure.subplots(3, len(columns), squeeze=False)
         for axis, row in enumerate(grid):
             cut = _Cut(image.astype(np.float64), sample.get("volume_shape"), axis)
-            for panel, column in zip(row, columns, strict=True):
-                drawn = cut.draw(panel, column)
+            for panel, (title, values, style) in zip(row, columns, strict=True):
+                drawn = cut.draw(panel, title, values, style)
                 figure.colorbar(drawn, ax=panel, shrink=0.7)
-                if column.title == "fit" and "pred_gaussians" in sample:
+                if title == "fit" and "pred_gaussians" in sample:
                     cut.draw_ellipses(panel, sample.pred_gaussians, self.num_ellipses)
         canvas.draw()
         return [np.asarray(canvas.buffer_rgba())[..., :3].copy()]
 
 
-@dataclass
-class _Column:
-    title: str
-    values: np.ndarray  # [n]
-    style: dict[str, Any]  # the range of values and the colour map
+def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[tuple[str, np.ndarray, dict]]:
+    """Return the title, the values [n], their range and the colour map of each column of a picture.
 
-
-def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[_Column]:
-    """Return the columns of a picture. Truth and fit have the range of the truth, or of the fit without a truth."""
+    Truth and fit have the range of the truth, or of the fit without a truth.
+    """
     draws_fit = draw_pred and "pred_field" in sample
     draws_truth = "gt_field" in sample and (draw_gt or not draws_fit)
     if not draws_fit and not draws_truth:
@@ -91,11 +86,11 @@ def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[_C
     values += [sample.pred_field.double().numpy()] if draws_fit else []
     style = {"vmin": values[0].min(), "vmax": values[0].max(), "cmap": "viridis"}
     titles = ["truth"] * draws_truth + ["fit"] * draws_fit
-    columns = [_Column(title, drawn, style) for title, drawn in zip(titles, values, strict=True)]
+    columns = [(title, drawn, style) for title, drawn in zip(titles, values, strict=True)]
     if len(values) == 2:
         error = values[1] - values[0]
         worst = max(float(np.abs(error).max()), 1e-12)
-        columns.append(_Column("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
+        columns.append(("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
     return columns
 
 
@@ -123,15 +118,15 @@ class _Cut:
         half = 0.5 * float((high - low).max() / max(max(shape) - 1, 1)) or 0.5
         self.extent = tuple(np.stack([low - half, high + half])[:, self.rest].T.ravel())
 
-    def draw(self, panel: Any, column: _Column) -> Any:
+    def draw(self, panel: Any, title: str, values: np.ndarray, style: dict[str, Any]) -> Any:
         """Draw the values of a column into a panel, and return matplotlib's artist, from which a colour bar is made."""
-        panel.set_title(f"{column.title}, axis {self.axis} at {self.position:.3g}", fontsize=9)
+        panel.set_title(f"{title}, axis {self.axis} at {self.position:.3g}", fontsize=9)
         panel.set_aspect("equal")
-        drawn = column.values[self.chosen]
+        drawn = values[self.chosen]
         if self.is_volume:
-            return panel.imshow(drawn, origin="lower", extent=self.extent, **column.style)
+            return panel.imshow(drawn, origin="lower", extent=self.extent, **style)
         across, up = self.points[self.chosen][:, self.rest].T
-        return panel.scatter(across, up, c=drawn, s=4, **column.style)
+        return panel.scatter(across, up, c=drawn, s=4, **style)
 
     def draw_ellipses(self, panel: Any, gaussians: InstanceData, at_most: int) -> None:
         """Draw the first ``at_most`` Gaussians that meet the plane."""

@@ -87,30 +87,23 @@ class DetLocalVisualizer(SampleVisualizer):
             pictures.append(self._draw(picture, truth, to_truth * factor))
         if draw_pred and "pred_instances" in sample:
             predictions = sample.pred_instances
-            confident = predictions[
-                predictions.scores > self._least_scores(predictions.labels, pred_score_thr)
-            ]
-            pictures.append(self._draw(canvas, confident, to_predictions * factor))
+            if len(predictions):
+                least = threshold_of_each(pred_score_thr, self._names(predictions.labels))
+                predictions = predictions[predictions.scores > torch.from_numpy(least)[predictions.labels]]
+            pictures.append(self._draw(canvas, predictions, to_predictions * factor))
         return pictures or [canvas]
 
-    def _least_scores(
-        self, labels: torch.Tensor, thresholds: float | Mapping[str, float]
-    ) -> float | torch.Tensor:
-        """Return the threshold of each prediction [N]. Without names of classes, a mapping has none."""
-        classes = (self.dataset_meta or {}).get("classes")
-        if not isinstance(thresholds, Mapping) or classes is None:
-            return 0.3 if isinstance(thresholds, Mapping) else thresholds
-        return torch.from_numpy(threshold_of_each(thresholds, classes))[labels]
+    def _names(self, labels: torch.Tensor) -> Sequence[str]:
+        """Return the names of the classes, which are numbers if the data set has none."""
+        return (self.dataset_meta or {}).get("classes") or [str(k) for k in range(int(labels.max()) + 1)]
 
     def _draw(
         self, canvas: np.ndarray, instances: InstanceData, scale: np.ndarray, colour: tuple | None = None
     ) -> np.ndarray:
         if not len(instances):
             return canvas
-        meta = self.dataset_meta or {}
-        labels = instances.labels.tolist()
-        classes = meta.get("classes") or [str(label) for label in range(max(labels) + 1)]
-        palette = meta.get("palette") or class_palette(len(classes))
+        labels, classes = instances.labels.tolist(), self._names(instances.labels)
+        palette = (self.dataset_meta or {}).get("palette") or class_palette(len(classes))
         texts = [classes[label] for label in labels]
         if "scores" in instances:
             texts = [

@@ -189,22 +189,12 @@ def test_missing_anchor_file(tmp_path):
 
 
 def test_rejections_of_the_bank():
-    for call, error, message in (
-        (
-            lambda: InstanceBank(2, 4, torch.zeros(2, 11), anchor_handler=torch.nn.Identity()),
-            TypeError,
-            "anchor_handler must have anchor_projection, got Identity",
-        ),
+    for call, message in (
         (
             lambda: InstanceBank(2, 4, torch.zeros(2, 11), num_temp_instances=3),
-            ValueError,
             "num_temp_instances must be at most the number of anchors 2, got 3",
         ),
-        (
-            lambda: FrameClock.of(metas_of([float("nan")])),
-            ValueError,
-            "timestamps and T_global must be finite",
-        ),
+        (lambda: FrameClock.of(metas_of([float("nan")])), "timestamps and T_global must be finite"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             call()

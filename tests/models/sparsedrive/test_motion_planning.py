@@ -278,10 +278,6 @@ def test_rejections():
             r"motion_anchor must be \['classes', 6, 12, 2\], got \[5, 6, 6, 2\]",
         ),
         (
-            lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2))),
-            r"plan_anchor must be numbers or a \.npy file, got None",
-        ),
-        (
             lambda: MotionPlanningHead(**parts, motion_anchor=np.zeros((5, 6, 12, 2)), num_classes=4),
             r"motion_anchor must be \[4, 6, 12, 2\], got \[5, 6, 12, 2\]",
         ),

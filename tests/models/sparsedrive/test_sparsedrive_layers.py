@@ -11,7 +11,6 @@ from visdet.models.sparsedrive import (
     MultiheadFlashAttention,
     SparseBox3DEncoder,
     SparseBox3DRefinementModule,
-    SparsePoint3DRefinementModule,
 )
 from visdet.models.sparsedrive.boxes.box3d import decode_box, encode_box
 
@@ -30,7 +29,7 @@ def test_box_refinement_matches_golden(case):
     close(anchor, expected["anchor"])
     close(classification, expected["classification"])
     close(quality, expected["quality"])
-    close(module(*inputs, 1.0, return_cls=False)[0], expected["anchor_time_interval_1"])
+    close(module(*inputs, 1.0)[0], expected["anchor_time_interval_1"])
 
 
 def test_line_refinement_matches_golden():
@@ -67,12 +66,6 @@ def test_rejections():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    for module, width in (
-        (SparseBox3DRefinementModule(8, with_cls_branch=False), 11),
-        (SparsePoint3DRefinementModule(8, num_sample=2, with_cls_branch=False), 4),
-    ):
-        with pytest.raises(ValueError, match="return_cls must be False without a class branch"):
-            module(torch.zeros(1, 2, 8), torch.zeros(1, 2, width), torch.zeros(1, 2, 8))
 
 
 def test_box_code_by_hand():

@@ -100,12 +100,10 @@ def test_cross_entropy_by_hand():
     assert CrossEntropyLoss()(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
     weighted = CrossEntropyLoss(class_weight=[1.0, 2.0], loss_weight=0.5)
     assert weighted(logits, torch.tensor([1])).item() == pytest.approx(math.log(4 / 3))
+    binary = CrossEntropyLoss(use_sigmoid=True, class_weight=[2.0, 1.0], reduction="sum")
+    assert binary(logits, torch.eye(2)[:1]).item() == pytest.approx(2 * math.log(2) + math.log(4))
     for call, message in (
         (lambda: CrossEntropyLoss(use_mask=True), "use_mask must be False"),
-        (
-            lambda: CrossEntropyLoss(use_sigmoid=True, class_weight=[1.0]),
-            "class_weight must be None with use_sigmoid",
-        ),
         (
             lambda: CrossEntropyLoss(use_sigmoid=True)(logits, torch.tensor([1])),
             "same as input size",

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from visdet.errors import InvalidTypeError
 from visdet.registry import DATA_SAMPLERS
 
 
@@ -31,8 +30,6 @@ class AspectRatioBatchSampler(BatchSampler):
 
     def __init__(self, sampler: Sampler, batch_size: int, drop_last: bool = False) -> None:
         dataset: Any = getattr(sampler, "dataset", None)
-        if not hasattr(dataset, "get_data_info"):
-            raise InvalidTypeError("AspectRatioBatchSampler: sampler.dataset must have get_data_info")
         super().__init__(sampler, batch_size, drop_last)
         self._dataset = dataset
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.dist import get_dist_info, sync_random_seed
@@ -136,9 +136,7 @@ class SceneSampler(Sampler[int]):
 
     batches_have_one = True  # which the runner checks
 
-    def __init__(self, dataset: Any, shuffle: bool = False, seed: int | None = None) -> None:
-        if shuffle:
-            raise InvalidInputError("SceneSampler: shuffle must be False: frames are played in order")
+    def __init__(self, dataset: Any, shuffle: Literal[False] = False, seed: int | None = None) -> None:
         self.dataset = dataset
         self.seed = seed
         rank, world_size = get_dist_info()

@@ -15,7 +15,8 @@ from mmengine.dataset import InfiniteSampler
 from mmengine.dist import broadcast_object_list, get_dist_info, sync_random_seed
 from torch.utils.data import BatchSampler, Sampler
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.checks.arguments import Positive
+from visdet.errors import InvalidInputError
 from visdet.registry import DATA_SAMPLERS
 from visdet.structures.planned_batch import BatchPlan, PlannedBatch, Size, holds
 
@@ -74,15 +75,11 @@ class PlannedBatchSampler(BatchSampler):
         sampler: Sampler,
         batch_size: int,
         drop_last: bool = False,
-        max_sizes: int = 16,
+        max_sizes: Positive = 16,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         dataset: Any = getattr(sampler, "dataset", None)
-        if not hasattr(dataset, "get_data_info"):
-            raise InvalidTypeError("PlannedBatchSampler: sampler.dataset must have get_data_info")
-        if max_sizes < 1:
-            raise InvalidInputError(f"PlannedBatchSampler: max_sizes must be at least 1, got {max_sizes}")
         super().__init__(sampler, batch_size, drop_last)
         self._dataset = dataset
         given_rank, given_world_size = get_dist_info()

@@ -154,9 +154,7 @@ class VectorizeMap(BaseTransform):
         normalize: give points as fractions of the region instead of metres.
         coords_dim: 2 or 3.
         simplify: simplify lines by up to 0.2 m (Douglas and Peucker).
-        sample_num: number of points per line.
-        sample_dist: the distance between points. Exactly one of ``simplify``, ``sample_num`` and ``sample_dist`` must
-            be given.
+        sample_num: number of points per line. Either this or ``simplify`` must be given.
         permute: whether all orders are given, see above. This needs ``sample_num``.
 
     Raises:
@@ -172,20 +170,17 @@ class VectorizeMap(BaseTransform):
         coords_dim: Literal[2, 3] = 2,
         simplify: bool = False,
         sample_num: int = -1,
-        sample_dist: float = -1,
         permute: bool = False,
     ) -> None:
-        if [simplify, sample_num > 1, sample_dist > 0].count(True) != 1 or (permute and sample_num < 2):
+        if simplify == (sample_num > 1) or (permute and simplify):
             raise InvalidInputError(
-                "VectorizeMap: exactly one of simplify, sample_num > 1 and sample_dist > 0 must be given, and "
-                f"sample_num with permute, got {simplify=}, {sample_num=}, {sample_dist=} and {permute=}"
+                "VectorizeMap: either simplify or sample_num > 1 must be given, and sample_num with permute, "
+                f"got {simplify=}, {sample_num=} and {permute=}"
             )
         self.roi_size = np.array(roi_size, dtype=np.float64)
         self.normalize = normalize
         self.coords_dim = coords_dim
-        self.simplify = simplify
         self.sample_num = sample_num
-        self.sample_dist = sample_dist
         self.permute = permute
 
     def transform(self, results: dict) -> dict:
@@ -210,13 +205,7 @@ class VectorizeMap(BaseTransform):
         return results
 
     def _vectorize(self, line: np.ndarray) -> np.ndarray:
-        if self.simplify:
-            line = simplify_line(line, 0.2)
-        elif self.sample_num > 1:
-            line = resample(line, self.sample_num)
-        else:
-            length = np.linalg.norm(np.diff(line, axis=0), axis=1).sum()
-            line = resample(line, max(2, int(np.ceil(length / self.sample_dist)) + 1))
+        line = resample(line, self.sample_num) if self.sample_num > 1 else simplify_line(line, 0.2)
         if self.normalize:
             line[:, :2] = (line[:, :2] + self.roi_size / 2) / (self.roi_size + 1e-5)
         return line

@@ -1,6 +1,5 @@
 """Transforms that move the pixels of an image together with its boxes."""
 
-import math
 from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
@@ -59,9 +58,6 @@ class Resize(BaseTransform):
             )
         self.scale: Any = None if scale is None else _pair(scale)
         self.scale_factor = None if scale_factor is None else _pair(scale_factor)
-        sizes: Any = self.scale or self.scale_factor
-        if math.isinf(min(sizes) if keep_ratio else max(sizes)):
-            raise InvalidInputError(f"Resize: scale must be finite (keep_ratio={keep_ratio}), got {sizes}")
         self.keep_ratio = keep_ratio
         self.clip_object_border = clip_object_border
         self.backend = backend
@@ -118,8 +114,6 @@ class RandomChoiceResize(DrawnTransform):
         )
         given: Any = scales
         self.scales = list(given) if are_several else [given]
-        if not self.scales:
-            raise InvalidInputError("RandomChoiceResize: scales must not be empty")
         self._resizes = [
             TRANSFORMS.build(dict(type=resize_type, scale=scale, **resize_kwargs)) for scale in self.scales
         ]
@@ -157,13 +151,6 @@ class RandomResize(DrawnTransform):
             )
         pairs: Any = [scale] if is_one_pair else scale
         checked_value("RandomResize: scale", pairs, Sequence[tuple[Above0, Above0]])
-        lowest, highest = ratio_range or (1.0, 1.0)
-        sides = [side for pair in pairs for side in pair]
-        if lowest > highest or min(sides) * lowest < 1 or math.isinf(max(sides) * highest):
-            raise InvalidInputError(
-                "RandomResize: scale and ratio_range (lowest, highest) must give finite sides of at least one pixel, "
-                f"got {scale=} and {ratio_range=}"
-            )
         self.scale = scale
         self.ratio_range = ratio_range
         self._resize_cfg = dict(type=resize_type, **resize_kwargs)
@@ -324,11 +311,10 @@ class Pad(BaseTransform):
         pad_to_square: pad to a square first.
         pad_val: the value of the border: a number, one number per channel, or ``dict(img=...)`` of these. Other keys of
             the dict have no effect.
-        padding_mode: ``'constant'``, ``'edge'``, ``'reflect'`` or ``'symmetric'``.
+        padding_mode: must be ``'constant'``.
 
     Raises:
-        ValueError: an argument is not valid, or the image is larger than ``size``, or too small to be mirrored into
-            the border.
+        ValueError: an argument is not valid, or the image is larger than ``size``.
 
     Source: mmcv's Pad.
     """
@@ -339,7 +325,7 @@ class Pad(BaseTransform):
         size_divisor: Positive | None = None,
         pad_to_square: bool = False,
         pad_val: float | Sequence[float] | dict = 0,
-        padding_mode: Literal["constant", "edge", "reflect", "symmetric"] = "constant",
+        padding_mode: Literal["constant"] = "constant",
     ) -> None:
         if (size is not None) + (size_divisor is not None or pad_to_square) != 1:
             raise InvalidInputError(
@@ -351,7 +337,6 @@ class Pad(BaseTransform):
         self.size = None if size is None else _pair(size)
         self.size_divisor = size_divisor
         self.pad_to_square = pad_to_square
-        self.padding_mode = padding_mode
 
     def planned_size(self, size: tuple[int, int], rng: Random | None = None) -> tuple[int, int]:
         height, width = size
@@ -373,13 +358,7 @@ class Pad(BaseTransform):
                 f"{results.get('img_path')}"
             )
         border = [0, 0, target_w - width, target_h - height]
-        spare = {"reflect": -1, "symmetric": 0}.get(self.padding_mode, math.inf)
-        if border[2] > width + spare or border[3] > height + spare:
-            raise InvalidInputError(
-                f"Pad: the image, {width}x{height}, is too small for a border of {border[2]}x{border[3]} with "
-                f"padding_mode={self.padding_mode!r}: {results.get('img_path')}"
-            )
-        set_image(results, F.pad(results["img"], border, fill=self.pad_val, padding_mode=self.padding_mode))
+        set_image(results, F.pad(results["img"], border, fill=self.pad_val))
         results["pad_shape"] = results["img_shape"]
         if "gt_bboxes" in results:
             set_boxes(results, results["gt_bboxes"])

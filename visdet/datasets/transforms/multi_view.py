@@ -54,8 +54,6 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         backend_args: dict | None = None,
         reduces: bool = False,
     ) -> None:
-        self.to_float32 = to_float32
-        self.color_type = color_type
         self.backend_args = backend_args
         self.reduces = reduces
 
@@ -140,7 +138,6 @@ class LoadPointsFromFile(BaseTransform):
         file_client_args: dict | None = None,
         backend_args: dict | None = None,
     ) -> None:
-        self.coord_type = coord_type
         self.load_dim = load_dim
         self.use_dim = list(range(use_dim)) if isinstance(use_dim, int) else list(use_dim)
         if not self.use_dim or min(self.use_dim) < 0 or max(self.use_dim) >= load_dim:

@@ -8,7 +8,7 @@ import torch
 from mmengine.dataset import Compose
 from torchvision.transforms import v2
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, DrawnTransform, choose
@@ -31,8 +31,6 @@ class RandomChoice(DrawnTransform):
         transforms: Sequence[dict | Callable | Sequence[dict | Callable]],
         prob: Sequence[float] | None = None,
     ) -> None:
-        if not transforms:
-            raise InvalidInputError("RandomChoice: transforms must not be empty")
         if prob is not None and (len(prob) != len(transforms) or min(prob) < 0 or abs(sum(prob) - 1) > 1e-6):
             raise InvalidInputError(
                 f"RandomChoice: prob must be {len(transforms)} numbers that sum to 1, got {list(prob)}"
@@ -76,11 +74,7 @@ class TorchvisionTransform(BaseTransform):
         self.transform_name = transform
         self.keeps_size = transform_class.__module__.endswith("_color")  # type: ignore[misc]
         self.arguments = arguments
-        try:
-            self._transform = transform_class(**arguments)
-        except (TypeError, ValueError) as error:
-            kind = InvalidTypeError if isinstance(error, TypeError) else InvalidInputError
-            raise kind(f"TorchvisionTransform: {transform}: {error}") from error
+        self._transform = transform_class(**arguments)
 
     def transform(self, results: dict) -> dict:
         if "gt_bboxes" not in results:

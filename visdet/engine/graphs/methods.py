@@ -58,9 +58,9 @@ class GraphedMethod(ABC):
     """A method of a detector that is computed by CUDA graphs for batches of captured shapes.
 
     A shape runs eagerly the first time and is captured the second time, unless ``capture`` has done so before. If as
-    many shapes as are kept have been captured, it replaces the one that was not used for the longest time, but only if
-    that time was ``patience`` batches. Otherwise, more shapes than are kept would make each step a capture. After a
-    capture that fails, all batches run eagerly. ``report`` counts the batches.
+    many shapes as are kept have been captured, further ones run eagerly, except that graphs of a model in another
+    state, such as with other weights that learn, are replaced. After a capture that fails, all batches run eagerly.
+    ``report`` counts the batches.
 
     Args:
         model: the detector, which has the stages of ``visdet.engine.stages``. Its parameters and buffers may change
@@ -70,16 +70,16 @@ class GraphedMethod(ABC):
     """
 
     method: ClassVar[str]  # the name of the method whose stages are replayed
+    by_stages: ClassVar[Callable[..., tuple[Any, Any]]]  # the same without graphs
+    learns: ClassVar[bool]  # whether it serves calls with gradients or those without
     default_max_shapes: ClassVar[int]
-    patience: ClassVar[int]
 
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         self.model = model
         self.max_shapes = self.default_max_shapes if max_shapes is None else max_shapes
         self._say = say
-        self._graphs: OrderedDict[Any, Any] = OrderedDict()
+        self._graphs: dict[Any, Any] = {}
         self._examples: dict[Hashable, Any] = {}  # the examples of the shapes that have run eagerly
-        self._used: dict[Hashable, int] = {}  # how many batches had come when a shape was used last
         self._has_failed = False
         self._memory: GraphMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
@@ -88,11 +88,11 @@ class GraphedMethod(ABC):
 
     def __call__(self, inputs: Tensor, data_samples: Sequence[Any], state: Any = None) -> tuple[Any, Any]:
         """Return the result of the stages, and what the model remembers, given what it remembered before."""
-        if inputs.is_cuda and self._serves():
+        if inputs.is_cuda and torch.is_grad_enabled() == self.learns:
             with torch.cuda.device(inputs.device):
                 return self._run(inputs, data_samples, state)
         self.counts["without a GPU"] += 1
-        return self._by_stages(inputs, data_samples, state)
+        return self.by_stages(self.model, inputs, data_samples, state)
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
@@ -101,14 +101,6 @@ class GraphedMethod(ABC):
         held = 0 if self._memory is None else self._memory.reserved_bytes()
         shapes = f"{len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
         return f"graphs of {self.method}: {total} batches, {', '.join(parts)}; {shapes}"
-
-    @abstractmethod
-    def _serves(self) -> bool:
-        """Return whether graphs may serve a call under torch's current settings."""
-
-    @abstractmethod
-    def _by_stages(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
-        """Return the result and the state without graphs."""
 
     @abstractmethod
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
@@ -130,48 +122,33 @@ class GraphedMethod(ABC):
             begun: what the step of a captured shape gets besides the batch.
         """
         if key in self._graphs:
-            self._count_replay(key)
+            self.counts["replayed"] += 1
             return self._graphs[key](batch, *begun)
-        if key in self._examples and not self._has_failed:
-            if self._has_room(key):
-                return self._first_replay(key, batch)
-            self.counts["of more shapes than are kept"] += 1
-            return self._compute_eagerly(batch)[0]
-        self.counts["after a failed capture" if self._has_failed else "of a new shape"] += 1
+        reason = "after a failed capture"
+        if not self._has_failed and key not in self._examples:
+            reason = "of a new shape"
+        elif not self._has_failed and not self._has_room(key):
+            reason = "of more shapes than are kept"
+        elif not self._has_failed and self._capture(key, batch):
+            self.counts["replayed"] += 1
+            shape = " x ".join(str(size) for size in batch.images.shape)
+            self._say(f"{self.report()}; captured batches of {shape}")
+            return self._graphs[key](batch)  # The capture may have overwritten what has begun.
+        self.counts[reason] += 1
         result, self._examples[key] = self._compute_eagerly(batch)
         return result
 
-    def _first_replay(self, key: Hashable, batch: Any) -> Any:
-        """Capture the graphs for a batch and return their result, or compute it eagerly if the capture fails."""
-        step = self._captured(key, batch)
-        if step is None:
-            self.counts["after a failed capture"] += 1
-            return self._compute_eagerly(batch)[0]
-        self._graphs[key] = step
-        self._count_replay(key)
-        shape = " x ".join(str(size) for size in batch.images.shape)
-        self._say(f"{self.report()}; captured batches of {shape}")
-        return step(batch)
-
-    def _count_replay(self, key: Hashable) -> None:
-        self.counts["replayed"] += 1
-        self._graphs.move_to_end(key)
-        self._used[key] = self.counts.total()
-
     def _has_room(self, key: Any) -> bool:
-        """Return whether another shape may be captured. The one that it replaces is forgotten.
+        """Return whether another shape may be captured. One of a model in another state is forgotten for it."""
+        if len(self._graphs) < self.max_shapes:
+            return True
+        other = next((kept for kept in self._graphs if kept[1:] != key[1:]), None)
+        if other is not None:
+            del self._graphs[other], self._examples[other]
+        return other is not None
 
-        Graphs of a model in another state, such as with other weights that learn, may be replaced at once.
-        """
-        if len(self._graphs) >= self.max_shapes:
-            oldest = next((other for other in self._graphs if other[1:] != key[1:]), next(iter(self._graphs)))
-            if oldest[1:] == key[1:] and self.counts.total() - self._used.get(oldest, 0) < self.patience:
-                return False
-            del self._graphs[oldest], self._examples[oldest]
-        return True
-
-    def _captured(self, key: Hashable, batch: Any) -> Any:
-        """Return the graphs for a batch, or None, with all that was computed freed, if they cannot be captured."""
+    def _capture(self, key: Hashable, batch: Any) -> bool:
+        """Return whether the graphs for a batch could be captured. Otherwise, all that was computed is freed."""
         if self._memory is None:
             self._memory = GraphMemory()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -180,7 +157,8 @@ class GraphedMethod(ABC):
             step = self._new_step(batch, self._examples[key], self._memory)
             random_state = generator.clone_state()
             step.capture()
-            return step
+            self._graphs[key] = step
+            return True
         except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
             reason = str(error)  # The error itself holds all that the step has computed.
         if random_state is not None:
@@ -195,7 +173,7 @@ class GraphedMethod(ABC):
         self._say(
             f"graphs of {self.method}: a batch of {shape} cannot be captured, so that all batches run eagerly: {reason}"
         )
-        return None
+        return False
 
     def _forget_graphs(self) -> None:
         """Forget the graphs and their pool. torch makes no graphs in a pool that all graphs have left."""
@@ -229,17 +207,10 @@ class GraphedLoss(GraphedMethod):
     """
 
     method = "loss"
+    by_stages = staticmethod(losses_by_stages)
+    learns = True
     # Those that are captured when a run of planned batches begins, and some others.
     default_max_shapes = 24
-    patience = 2400  # A capture takes the time of some ten steps.
-
-    def _serves(self) -> bool:
-        return torch.is_grad_enabled()
-
-    def _by_stages(
-        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
-    ) -> tuple[dict[str, Tensor], Any]:
-        return losses_by_stages(self.model, inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[dict[str, Tensor], Any]:
         batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, state))
@@ -255,9 +226,7 @@ class GraphedLoss(GraphedMethod):
             key = layout_of(batch), self._key_of_model()
             if key not in self._graphs and not self._has_failed and self._has_room(key):
                 self._examples[key] = None
-                step = self._captured(key, batch)
-                if step is not None:
-                    self._graphs[key] = step
+                self._capture(key, batch)
         return key in self._graphs
 
     def _compute_eagerly(self, batch: Any) -> tuple[tuple[dict[str, Tensor], Any], Any]:
@@ -265,7 +234,7 @@ class GraphedLoss(GraphedMethod):
         assignment = self.model.assign(outputs, batch)
         losses = self.model.losses(predictions, batch, assignment)
         result = losses, state_after(self.model, outputs, batch)
-        return result, map_tensors(_shape_alone, assignment)
+        return result, map_tensors(lambda part: torch.empty_like(part, device="meta"), assignment)
 
     def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedStep:
         return GraphedStep(self.model, batch, example, memory)
@@ -285,8 +254,9 @@ class GraphedPrediction(GraphedMethod):
     """
 
     method = "predict"
+    by_stages = staticmethod(predictions_by_stages)
+    learns = False
     default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
-    patience = 256
 
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
@@ -301,12 +271,6 @@ class GraphedPrediction(GraphedMethod):
         self._read_by_features = [
             tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
         ]
-
-    def _serves(self) -> bool:
-        return not torch.is_grad_enabled()
-
-    def _by_stages(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
-        return predictions_by_stages(self.model, inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
         modes = self._modes()
@@ -358,7 +322,7 @@ class GraphedPrediction(GraphedMethod):
         detections = graph(batch, features)
         if self._key_of_model() != self._last_key[1]:
             return None
-        self._count_replay(self._last_key)
+        self.counts["replayed"] += 1
         return detections
 
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
@@ -383,7 +347,3 @@ class GraphedPrediction(GraphedMethod):
         super()._forget_graphs()
         self._features.clear()
         self._last_features = self._last_key = None
-
-
-def _shape_alone(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")

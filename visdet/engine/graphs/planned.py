@@ -51,7 +51,10 @@ def prepare_sizes(
         return
     begin = time.perf_counter()
     with preserved_random_state(), nothing_changes(model):
-        example = _example(dataloader.dataset)
+        dataset = dataloader.dataset
+        samples = (dataset[index] for index in range(min(_LOOKED_AT, len(dataset))))
+        # Without a box among the first images, nothing is imagined.
+        example = next((s for s in samples if len(s["data_samples"].get("gt_instances", ()))), None)
         if example is None:
             return
         imagined = ImaginedBatches(model, optim_wrapper, dataloader.collate_fn, example, plan)
@@ -78,15 +81,6 @@ def shapes_of(batches: Any, plan: BatchPlan) -> list[tuple[int, Size, tuple[int,
     if batches.rest:
         shapes += [(batches.rest, size, plan.boxes[:1]) for size in plan.largest()]
     return shapes
-
-
-def _example(dataset: Any) -> dict[str, Any] | None:
-    """Return a sample of a data set that has a box, or None if there is none among the first images."""
-    for index in range(min(_LOOKED_AT, len(dataset))):
-        sample = dataset[index]
-        if len(sample["data_samples"].get("gt_instances", ())):
-            return sample
-    return None
 
 
 class ImaginedBatches:
@@ -142,11 +136,13 @@ class ImaginedBatches:
         torch.cuda.empty_cache()
         advice = []
         # Several processes may not try alike, and would wait for one another.
-        halves, sizes = (_halves(number), self.plan.sizes[-2::-1]) if get_world_size() == 1 else ([], ())
+        is_alone = get_world_size() == 1
+        halves = [number >> shift for shift in range(1, number.bit_length())] if is_alone else []
         smaller = next((n for n in halves if self.fits(n, largest)), None)
         if smaller:
             advice.append(f"batches of {smaller} would (train_dataloader.batch_size={smaller})")
         torch.cuda.empty_cache()
+        sizes = self.plan.sizes[-2::-1] if is_alone else ()
         size = next((size for size in sizes if self.fits(number, size)), None)
         if size:
             advice.append(
@@ -161,7 +157,3 @@ class ImaginedBatches:
             f"run, does not fit into the {held:.0f} GiB of the GPU. "
             + "; ".join(advice or ["Lower train_dataloader.batch_size"])
         )
-
-
-def _halves(number: int) -> list[int]:
-    return [number >> shift for shift in range(1, number.bit_length())]

@@ -41,7 +41,7 @@ class GraphedStep:
                 self.assignment = self._ones_like(model.assign(costs, self.batch))
             losses = model.losses(predictions, self.batch, self.assignment)
             total = torch.stack(list(losses.values())).sum()
-            with _no_autocast():
+            with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
                 return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
         with memory.captures(), _casts_of_its_own(), nothing_changes(model):
@@ -76,7 +76,7 @@ class GraphedStep:
         with losses:
             by_name = self.model.losses(predictions, self.batch, self.assignment)
             values = torch.stack(list(by_name.values()))
-        with _no_autocast(), backward:
+        with torch.autocast("cuda", enabled=False), backward:
             leaves = [self.leaves[parameter] for parameter in self.parameters]
             gradients = torch.autograd.grad(values, leaves, self.grad_of_losses)
             _copy(self.static_gradients, gradients)
@@ -185,7 +185,9 @@ class GraphedDetections:
                 self.features(batch.images)
             _copy(replace(self.batch, images=None), replace(batch, images=None))
         self.recorded.graph.replay()
-        return _copied(self.detections)
+        copies = map_tensors(torch.empty_like, self.detections)
+        _copy(copies, self.detections)
+        return copies
 
 
 class _Recorded:
@@ -254,11 +256,6 @@ def _casts_of_its_own() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _no_autocast() -> torch.autocast:
-    """Return a context without autocast for a backward pass, which computes in the dtypes of the forward pass."""
-    return torch.autocast("cuda", enabled=False)
-
-
 @contextmanager
 def nothing_changes(model: nn.Module) -> Iterator[None]:
     """Restore the GPU's random state and the model's buffers after the block."""
@@ -283,9 +280,3 @@ def _copy(into: Any, values: Any) -> None:
         sources.append(value)
     for targets, sources in groups.values():
         torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-def _copied(tree: Any) -> Any:
-    copies = map_tensors(torch.empty_like, tree)
-    _copy(copies, tree)
-    return copies

@@ -9,6 +9,7 @@ from visdet.errors import UserError
 from ..process.console import say
 from ..process.places import check_out_file
 from .detections import Detections
+from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
 
@@ -49,10 +50,10 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     part = f"{path[:-4]}.part.mp4"  # The file of the other name may be among those that are still to be read.
     is_read = False
     try:
-        for result in found:
+        # Threads predict and draw the next frames while one is written.
+        for result, picture in computed_ahead(lambda result: (result, result.draw()), found, 3, 1):
             if is_read := _is_same_file(result.path, path):
                 raise UserError(_IS_READ.format(path))
-            picture = result.draw()
             # The codec takes even sizes only.
             size = (picture.width // 2 * 2, picture.height // 2 * 2)
             if writer is None:

@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..program import MAX_BATCH, Program
 
-Arrays = dict[str, np.ndarray]
+Tensors = dict[str, Tensor]
 
 
 class Family(nn.Module, ABC):
@@ -37,6 +37,11 @@ class Family(nn.Module, ABC):
         self.shape, self.batch = shape, batch
         self.device = next(model.parameters()).device
 
+    @torch.no_grad()
+    def run(self, inputs: Tensors) -> Tensors:
+        """Return the outputs by name."""
+        return dict(zip(self.output_names, self(*inputs.values()), strict=True))
+
     def program(self) -> Program:
         """Return the program of this model."""
         example = next(self.cases())[0]
@@ -51,13 +56,13 @@ class Family(nn.Module, ABC):
         return {} if self.batch else {name: {0: "batch"} for name in self.input_names}
 
     @abstractmethod
-    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+    def cases(self) -> Iterator[list[Tensors]]:
         """Yield the inputs of several checks. Each is a sequence of calls, of which each continues the one before."""
 
     @abstractmethod
-    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         """Return the inputs for a batch of data, without the state."""
 
     @abstractmethod
-    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+    def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         """Return the samples with the outputs as their predictions."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .family import Family
+from .family import Family, Tensors
 
 _MAX_POINTS = 1 << 24
 
@@ -27,7 +27,7 @@ class Field(Family):
     def ranges(self) -> dict[str, tuple[int, int]]:
         return {} if self.batch else {"batch": (1, _MAX_POINTS)}
 
-    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+    def cases(self) -> Iterator[list[Tensors]]:
         generator = torch.Generator().manual_seed(0)
         means = self.model.means
         low, high = means.amin(0), means.amax(0)
@@ -35,10 +35,10 @@ class Field(Family):
             points = torch.rand(count, 3, generator=generator).to(means)
             yield [{"points": low + points * (high - low)}]
 
-    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         return {"points": inputs}
 
-    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+    def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         parts = outputs["field"].split([len(sample.gt_field) for sample in data_samples])
         for sample, values in zip(data_samples, parts, strict=True):
             sample.set_field(values, "pred_field")

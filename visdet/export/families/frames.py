@@ -6,10 +6,9 @@ in ``same_scene``, and so does a sample whose scene changes.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,24 +20,20 @@ from visdet.models.sparsedrive.temporal.frame_clock import DeviceStep, FrameCloc
 from visdet.models.sparsedrive.temporal.instance_queue import InstanceQueueState
 
 from ..errors import ExportError
-from .family import Family
+from .family import Family, Tensors
 
 _INPUTS = ("images", "projection_mat", "image_wh")
 _STEP = ("previous_to_current", "seconds", "same_scene")
 _COMMAND = "gt_ego_fut_cmd"
 
 
-def _named(tree: Any, name: str) -> dict[str, Tensor]:
+def _named(tree: Any, name: str) -> Tensors:
     """Return the tensors of a tree by their dotted names, in the order of ``tensors_of``."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    parts: dict[Any, Any] = {}
-    if isinstance(tree, dict):
-        parts = tree
-    elif isinstance(tree, list | tuple):
-        parts = dict(enumerate(tree))
-    elif is_dataclass(tree):
-        parts = {member.name: getattr(tree, member.name) for member in fields(tree)}
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    parts = vars(tree) if is_dataclass(tree) else tree if isinstance(tree, dict) else {}
     return {
         key: tensor
         for part, value in parts.items()
@@ -92,19 +87,14 @@ class Frames(Family):
         self.selected = outputs
         results = _named(outputs, "results")
         self.output_names = (*results, *self.states.values())
-        self.rows = {}
-        for score in [name for name in results if name.endswith((".scores_3d", ".scores", ".trajs_score"))]:
-            task = score.rpartition(".")[0]
-            of_task = [
-                name for name in results if name.rpartition(".")[0] == task and results[name].dim() > 1
-            ]
-            self.rows[score] = tuple(n for n in of_task if results[n].shape[1] == results[score].shape[1])
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the frames that ``inputs_of`` has seen."""
-        self.clock: FrameClock | None = None
-        self.state: dict[str, Tensor] = {}
+        layouts = {n: (n.rpartition(".")[0], *value.shape[1:2]) for n, value in results.items()}
+        self.rows = {
+            score: tuple(name for name, layout in layouts.items() if layout == layouts[score])
+            for score in results
+            if score.endswith((".scores_3d", ".scores", ".trajs_score"))
+        }
+        self.clock: FrameClock | None = None  # of the frame that ``inputs_of`` has seen last
+        self.state: Tensors = {}
 
     @torch.no_grad()
     def _example_of_state(self, num_frames: int) -> tuple[Any, Any]:
@@ -121,7 +111,7 @@ class Frames(Family):
         self.tables = [table.cpu().numpy() for table in maps[1:]] if self.model.use_deformable_func else None
         return _kept(state), results
 
-    def _entered(self, state: Any, part: Any, given: dict[str, Tensor]) -> Any:
+    def _entered(self, state: Any, part: Any, given: Tensors) -> Any:
         """Return the state with which a frame starts, as ``enter`` of each part does on the host."""
         if isinstance(state, dict):
             heads = {name: getattr(part, f"{name}_head") for name in state}
@@ -159,7 +149,7 @@ class Frames(Family):
     def dynamic(self) -> dict[str, dict[int, str]]:
         return {name: axes for name, axes in super().dynamic().items() if not name.endswith(".prev_id")}
 
-    def empty_state(self, batch: int) -> dict[str, Tensor]:
+    def empty_state(self, batch: int) -> Tensors:
         """Return the state before a first frame."""
         state = _named(self.template, "state") if self.is_temporal else {}
         return {
@@ -167,18 +157,19 @@ class Frames(Family):
             for name, value in state.items()
         }
 
-    def _frame(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def _frame(self, batch: int, generator: torch.Generator) -> Tensors:
         """Return the cameras of a frame, which form a ring, with random images."""
         assert self.shape is not None
         height, width = self.shape
-        matrices = torch.zeros(self.cameras, 4, 4)
-        for camera, matrix in enumerate(matrices):
-            yaw = 2 * math.pi * camera / self.cameras
-            x, y = torch.tensor([math.cos(yaw), -math.sin(yaw), 0.0]), torch.tensor([0.0, 0.0, -1.0])
-            z = torch.tensor([math.sin(yaw), math.cos(yaw), 0.0])
-            matrix[0, :3] = width / 1.4 * x + width / 2 * z
-            matrix[1, :3] = width / 1.4 * y + height / 2 * z
-            matrix[2, :3], matrix[3, 3] = z, 1.0
+        yaw = torch.arange(self.cameras) * (2 * math.pi / self.cameras)
+        cos, sin, zero, focal = yaw.cos(), yaw.sin(), torch.zeros_like(yaw), width / 1.4
+        rows = (
+            (focal * cos + width / 2 * sin, width / 2 * cos - focal * sin, zero, zero),
+            (height / 2 * sin, height / 2 * cos, zero - focal, zero),
+            (sin, cos, zero, zero),
+            (zero, zero, zero, zero + 1),
+        )
+        matrices = torch.stack([torch.stack(row) for row in rows]).movedim(-1, 0)  # [V, 4, 4]
         frame = {
             "images": torch.randn(batch, self.cameras, 3, height, width, generator=generator),
             "projection_mat": matrices.expand(batch, -1, -1, -1).contiguous(),
@@ -187,7 +178,7 @@ class Frames(Family):
         }
         return {name: value.to(self.device) for name, value in frame.items()}
 
-    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+    def cases(self) -> Iterator[list[Tensors]]:
         """Yield drives with irregular times, in which a frame is dropped and one sample comes into a new scene."""
         generator = torch.Generator().manual_seed(1)
         for batch in (self.batch or 2, self.batch or 1):
@@ -206,7 +197,7 @@ class Frames(Family):
                 calls.append({name: given[name] for name in self.input_names if name in given})
             yield calls if self.is_temporal else calls[:1]
 
-    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         """Return the inputs for the next frame of each sequence, with the state of the frame before."""
         if tuple(inputs.shape[-2:]) != self.shape:
             raise ExportError(
@@ -224,13 +215,13 @@ class Frames(Family):
                 step = FrameStep((0.0,) * batch, torch.eye(4).repeat(batch, 1, 1), (False,) * batch)
             given |= {
                 "previous_to_current": step.previous_to_current.float(),
-                "seconds": torch.tensor(np.array(step.seconds), dtype=torch.float32),
+                "seconds": torch.tensor(step.seconds, dtype=torch.float32),
                 "same_scene": torch.tensor(step.same_scene),
                 **self.state,
             }
-        return {name: given[name] for name in self.input_names}
+        return {name: given[name].to(self.device) for name in self.input_names}
 
-    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+    def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         self.state = {name: outputs[output] for name, output in self.states.items()}
         values = iter([outputs[name] for name in _named(self.selected, "results")])
         return self.model.with_detections(

@@ -11,7 +11,7 @@ from visdet.models.base_detector import image_sizes
 from visdet.models.deformable_detr.base import PredictionBatch
 
 from ..errors import ExportError
-from .family import Family
+from .family import Family, Tensors
 
 _SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
 
@@ -48,7 +48,7 @@ class Images(Family):
             axes["images"] = {**axes.get("images", {}), 2: "height", 3: "width"}
         return axes
 
-    def cases(self) -> Iterator[list[dict[str, Tensor]]]:
+    def cases(self) -> Iterator[list[Tensors]]:
         generator = torch.Generator().manual_seed(0)
         shapes = [self.shape] * 3 if self.shape else [(128, 160), (160, 131), (96, 224)]
         for batch, (height, width) in zip((2, 1, 3), shapes, strict=True):
@@ -60,7 +60,7 @@ class Images(Family):
                 image[:, bottom:], image[:, :, right:] = 0, 0
             yield [{"images": images.to(self.device), "image_sizes": sizes.to(self.device)}]
 
-    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         sizes = torch.tensor(image_sizes(inputs, data_samples), device=inputs.device)
         height, width = self.shape or tuple(max(side, _SIDES[0]) for side in inputs.shape[-2:])
         if inputs.shape[-2] > height or inputs.shape[-1] > width or max(height, width) > _SIDES[1]:
@@ -71,7 +71,7 @@ class Images(Family):
         images = F.pad(inputs, (0, width - inputs.shape[-1], 0, height - inputs.shape[-2]))
         return {"images": images, "image_sizes": sizes}
 
-    def samples_of(self, outputs: dict[str, Tensor], data_samples: Sequence[Any]) -> list[Any]:
+    def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         factors = [sample.metainfo.get("scale_factor", (1.0, 1.0))[:2] for sample in data_samples]
         scale = torch.tensor(factors, dtype=torch.float32).repeat(1, 2).unsqueeze(1)
         return self.model.with_detections({**outputs, "bboxes": outputs["bboxes"] / scale}, data_samples)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 import visdet.ops
 
@@ -49,14 +49,9 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "\n".join(map(str, value if isinstance(value, list) else [value]))
 
 
-def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Return the function of named arrays that ``model.pt2`` of a folder is."""
+def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the function of named tensors that ``model.pt2`` of a folder is."""
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-    device = model.get_metadata()["AOTI_DEVICE_KEY"]
     names = outputs_of(folder)
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        outputs = model(*(torch.from_numpy(value).to(device) for value in inputs.values()))
-        return {name: output.cpu().numpy() for name, output in zip(names, outputs, strict=True)}
-
-    return run
+    return lambda inputs: dict(zip(names, model(*inputs.values()), strict=True))

@@ -5,8 +5,8 @@ import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
@@ -60,8 +60,8 @@ def _failures_named() -> Iterator[None]:
         raise ExportError(f"ONNX cannot represent the model: {reasons[0]}. Export it as pt2") from error
 
 
-def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Return the function of named arrays that ``model.onnx`` of a folder is in onnxruntime, on the CPU."""
+def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the function of named tensors that ``model.onnx`` of a folder is in onnxruntime, on the CPU."""
     import onnx
     import onnxruntime
 
@@ -71,8 +71,10 @@ def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray
     names = [output.name for output in session.get_outputs()]
     read = {given.name for given in session.get_inputs()}
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        given = {name: value for name, value in inputs.items() if name in read}
-        return dict(zip(names, session.run(None, given), strict=True))
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        given = {name: value.numpy() for name, value in inputs.items() if name in read}
+        return {
+            name: torch.from_numpy(value) for name, value in zip(names, session.run(None, given), strict=True)
+        }
 
     return run

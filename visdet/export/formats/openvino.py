@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from ..openvino_extension import EXTENSION, build_extension
 from ..program import Program, outputs_of
@@ -23,8 +24,8 @@ def write(program: Program, folder: Path) -> None:
     openvino.save_model(core.read_model(folder / "model.onnx"), folder / "model.xml", compress_to_fp16=False)
 
 
-def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Return the function of named arrays that ``model.xml`` of a folder is, in float32 on the CPU."""
+def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the function of named tensors that ``model.xml`` of a folder is, in float32 on the CPU."""
     import openvino
 
     core = openvino.Core()
@@ -34,8 +35,8 @@ def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray
     read = {name for port in compiled.inputs for name in port.names}
     names = outputs_of(folder)
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        outputs = compiled({name: value for name, value in inputs.items() if name in read})
-        return {name: outputs[name] for name in names}
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs = compiled({name: value.numpy() for name, value in inputs.items() if name in read})
+        return {name: torch.from_numpy(outputs[name]) for name in names}
 
     return run

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from ..program import Program, outputs_of
 
@@ -16,16 +16,15 @@ def write(program: Program, folder: Path) -> None:
     torch.export.save(program.exported, folder / "model.pt2")
 
 
-def load(folder: Path) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """Return the function of named arrays that ``model.pt2`` of a folder is."""
+def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the function of named tensors that ``model.pt2`` of a folder is."""
     import visdet.ops  # noqa: F401 (its libraries have the operators)
 
     module = torch.export.load(folder / "model.pt2").module()
     names = outputs_of(folder)
 
-    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        with torch.no_grad():
-            outputs = module(*map(torch.from_numpy, inputs.values()))
-        return {name: output.cpu().numpy() for name, output in zip(names, outputs, strict=True)}
+    @torch.no_grad()
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(names, module(*inputs.values()), strict=True))
 
     return run

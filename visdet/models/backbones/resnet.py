@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from visdet.checks.arguments import Range
 from visdet.errors import InvalidInputError
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
@@ -204,12 +205,12 @@ class ResNet(Backbone):
         in_channels: int = 3,
         stem_channels: int | None = None,
         base_channels: int = 64,
-        num_stages: int = 4,
+        num_stages: Annotated[int, Range(1, 4)] = 4,
         strides: Sequence[int] = (1, 2, 2, 2),
         dilations: Sequence[int] = (1, 1, 1, 1),
         out_indices: Sequence[int] = (0, 1, 2, 3),
         style: Literal["pytorch", "caffe"] = "pytorch",
-        frozen_stages: int = -1,
+        frozen_stages: Annotated[int, Range(-1, 4)] = -1,
         norm_cfg: dict[str, Any] = _BN,
         norm_eval: bool = True,
         with_cp: bool = False,
@@ -221,17 +222,10 @@ class ResNet(Backbone):
             if init_cfg is not None:
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
-        if not 1 <= num_stages <= 4 or len(strides) < num_stages or len(dilations) < num_stages:
-            raise InvalidInputError(
-                "ResNet: num_stages must be 1 to 4 with a stride and a dilation for each, "
-                f"got num_stages={num_stages}, strides={tuple(strides)}, dilations={tuple(dilations)}"
-            )
         if not all(0 <= index < num_stages for index in out_indices):
             raise InvalidInputError(
                 f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
             )
-        if not -1 <= frozen_stages <= num_stages:
-            raise InvalidInputError(f"ResNet: frozen_stages must be -1..{num_stages}, got {frozen_stages}")
         super().__init__(init_cfg, _DEFAULT_INIT)
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth

@@ -143,21 +143,16 @@ class DeformableDetectionTransformer(BaseDetector):
             "as_two_stage": as_two_stage,
         }
         self.bbox_head = _built(head, embed_dims=self.embed_dims)
-        widths = {
-            "decoder embed_dims": self.decoder.embed_dims,
-            "bbox_head.embed_dims": self.bbox_head.embed_dims,
-            "2 * positional_encoding.num_feats": 2 * self.positional_encoding.num_feats,
-        }
-        for name, width in widths.items():
-            if width != self.embed_dims:
+        for name, value, of_others in (
+            ("decoder embed_dims", self.decoder.embed_dims, self.embed_dims),
+            ("bbox_head.embed_dims", self.bbox_head.embed_dims, self.embed_dims),
+            ("2 * positional_encoding.num_feats", 2 * self.positional_encoding.num_feats, self.embed_dims),
+            ("num_levels of encoder and decoder", self.decoder.num_levels, self.encoder.num_levels),
+            ("num_feature_levels", num_feature_levels, self.encoder.num_levels),
+        ):
+            if value != of_others:
                 raise InvalidInputError(
-                    f"{type(self).__name__}: {name} must be the encoder's embed_dims {self.embed_dims}, got {width}"
-                )
-        for name, part in (("encoder", self.encoder), ("decoder", self.decoder)):
-            if part.num_levels != num_feature_levels:
-                raise InvalidInputError(
-                    f"{type(self).__name__}: num_feature_levels is {num_feature_levels}, but the {name}'s deformable "
-                    f"attention has num_levels={part.num_levels}"
+                    f"{type(self).__name__}: {name} must be that of the encoder, {of_others}, got {value}"
                 )
         self.level_embed = nn.Parameter(torch.randn(num_feature_levels, self.embed_dims))
         if as_two_stage:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visdet.errors import InvalidInputError
 from visdet.execution.capture import keeps_tables
 
 from ..layers.positional_encoding import SinePositionalEncoding
@@ -67,14 +66,7 @@ def flatten_pyramid(
         image_sizes: [B, 2], the (height, width) of each image without padding, or None if no image is padded.
         batch_size_px: the (height, width) of the padded images.
         positional_encoding: the encoding of pixels. level_embed: [L, C], the embeddings of the levels.
-
-    Raises:
-        ValueError: the number of feature maps is not that of the level embeddings.
     """
-    if len(feature_maps) != len(level_embed):
-        raise InvalidInputError(
-            f"num_feature_levels is {len(level_embed)}, but the neck returns {len(feature_maps)} feature maps"
-        )
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
     pixels = _pixels(level_sizes, tuple(batch_size_px), level_embed.device)
     if image_sizes is None:

@@ -9,7 +9,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.checks.arguments import Positive
+from visdet.checks.arguments import Positive, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
@@ -100,12 +100,10 @@ class DeformableDETRHead(BaseModule):
         self.sync_cls_avg_factor = sync_cls_avg_factor
         self.as_two_stage = as_two_stage
         self.test_cfg = dict(test_cfg or {})
-        most = self.test_cfg.get("max_per_img", 1)
-        if not isinstance(most, int) or most < 1:
-            raise InvalidInputError(
-                f"DeformableDETRHead: test_cfg['max_per_img'] must be a positive whole number, got {most!r}"
-            )
-        self.assigner = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
+        checked_value(
+            "DeformableDETRHead: test_cfg['max_per_img']", self.test_cfg.get("max_per_img", 1), Positive
+        )
+        self.assigner: Any = TASK_UTILS.build(train_cfg["assigner"]) if train_cfg else None
         self.loss_cls = MODELS.build(loss_cls)
         self.loss_bbox = MODELS.build(loss_bbox)
         self.loss_iou = MODELS.build(loss_iou)
@@ -206,8 +204,6 @@ class DeformableDETRHead(BaseModule):
         Returns:
             [D, B, N, Q] of each set, see ``for_solver``.
         """
-        if self.assigner is None:
-            raise InvalidInputError("DeformableDETRHead: train_cfg with an assigner is needed for the loss")
         result = {}
         for name, (logits, boxes, known, _) in sets.items():
             if known is None:

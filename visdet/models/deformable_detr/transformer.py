@@ -19,6 +19,7 @@ from ..layers.precision import in_full_precision
 from .flat_pyramid import FlatPyramid
 
 _LN = {"type": "LN"}
+_LAYOUT = {"batch_first": True}  # that of all tensors here, whatever the layout that a config names
 
 
 def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
@@ -32,12 +33,6 @@ def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
     if origin.shape[-1] == 2:
         origin = torch.cat((origin, torch.zeros_like(origin)), dim=-1)
     return (deltas + origin).sigmoid()
-
-
-def _batch_first(cfg: dict[str, Any], owner: str, name: str) -> dict[str, Any]:
-    if not cfg.get("batch_first", True):
-        raise InvalidInputError(f"{owner}: {name} must be batch_first, got batch_first={cfg['batch_first']}")
-    return {**cfg, "batch_first": True}
 
 
 class LayerStack(BaseModule):
@@ -83,8 +78,7 @@ class DeformableDetrTransformerEncoderLayer(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        self_attn_cfg = _batch_first(self_attn_cfg, "encoder layer", "self_attn_cfg")
-        self.self_attn = MODELS.build({"type": MultiScaleDeformableAttention, **self_attn_cfg})
+        self.self_attn = MODELS.build({"type": MultiScaleDeformableAttention, **self_attn_cfg, **_LAYOUT})
         self.embed_dims = self.self_attn.embed_dims
         self.ffn = MODELS.build({"type": FFN, **ffn_cfg})
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(2))
@@ -127,8 +121,6 @@ class DeformableDetrTransformerEncoder(LayerStack):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(DeformableDetrTransformerEncoderLayer, num_layers, layer_cfg, init_cfg)
-        if num_cp > num_layers:
-            raise InvalidInputError(f"encoder: num_cp must be at most num_layers {num_layers}, got {num_cp}")
         self.num_cp = num_cp
         self.num_levels: Any = self.layers[0].get_submodule("self_attn").num_levels
 
@@ -162,10 +154,8 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        self_attn_cfg = _batch_first(self_attn_cfg, "decoder layer", "self_attn_cfg")
-        cross_attn_cfg = _batch_first(cross_attn_cfg, "decoder layer", "cross_attn_cfg")
-        self.self_attn = MODELS.build({"type": MultiheadAttention, **self_attn_cfg})
-        self.cross_attn = MODELS.build({"type": MultiScaleDeformableAttention, **cross_attn_cfg})
+        self.self_attn = MODELS.build({"type": MultiheadAttention, **self_attn_cfg, **_LAYOUT})
+        self.cross_attn = MODELS.build({"type": MultiScaleDeformableAttention, **cross_attn_cfg, **_LAYOUT})
         self.embed_dims = self.self_attn.embed_dims
         self.ffn = MODELS.build({"type": FFN, **ffn_cfg})
         self.norms = nn.ModuleList(build_norm_layer(norm_cfg, self.embed_dims) for _ in range(3))

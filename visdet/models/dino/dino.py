@@ -46,9 +46,9 @@ class DINO(DeformableDetectionTransformer):
             )
         self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims)
         sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
-        if sizes.keys() & (dn_cfg or {}):
-            raise InvalidInputError(f"DINO: dn_cfg must not have {' or '.join(sizes)}, got {dn_cfg}")
-        self.dn_query_generator = MODELS.build({"type": "CdnQueryGenerator", **sizes, **(dn_cfg or {})})
+        self.dn_query_generator = MODELS.build(
+            dict(**sizes, **{"type": "CdnQueryGenerator", **(dn_cfg or {})})
+        )
 
     def init_weights(self) -> None:
         super().init_weights()

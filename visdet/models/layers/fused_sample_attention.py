@@ -101,16 +101,8 @@ class FusedSampleAttention(BaseModule):
             the queries [B, Q, E], and the weights [B, G, Q, D].
 
         Raises:
-            ValueError: the query or the images have another shape, or the depths are missing.
+            ValueError: the depths are missing.
         """
-        if query.dim() != 3 or query.shape[-1] != self.embed_dims:
-            raise ValueError(
-                f"FusedSampleAttention: query must be [B, Q, {self.embed_dims}], got {tuple(query.shape)}"
-            )
-        if images.dim() != 4 or images.shape[1] != self.image_dims:
-            raise ValueError(
-                f"FusedSampleAttention: images must be [B, {self.image_dims}, H, W], got {tuple(images.shape)}"
-            )
         if depths is None:
             if self.num_octaves:
                 raise ValueError(

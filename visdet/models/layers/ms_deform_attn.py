@@ -43,8 +43,7 @@ class MultiScaleDeformableAttention(BaseModule):
         value_proj_ratio: channels of the sampled values divided by ``embed_dims``.
 
     Raises:
-        ValueError: the channels of the queries or values are not divisible by ``num_heads``, or ``num_points`` has
-            another length than ``num_levels``.
+        ValueError: the channels of the queries or values are not divisible by ``num_heads``.
 
     Source: Zhu et al., Deformable DETR, ICLR 2021; constructor, parameter names and initialisation are mmcv's.
     """
@@ -64,18 +63,12 @@ class MultiScaleDeformableAttention(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         value_dims = int(embed_dims * value_proj_ratio)
-        for name, channels in (("embed_dims", embed_dims), ("embed_dims * value_proj_ratio", value_dims)):
-            if channels % num_heads:
-                raise InvalidInputError(
-                    f"MultiScaleDeformableAttention: {name} must be divisible by num_heads, "
-                    f"got {channels} and {num_heads}"
-                )
-        points = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
-        if len(points) != num_levels:
+        if embed_dims % num_heads or value_dims % num_heads:
             raise InvalidInputError(
-                "MultiScaleDeformableAttention: num_points must be a number or one for each of the "
-                f"{num_levels} levels, got {num_points}"
+                "MultiScaleDeformableAttention: embed_dims and embed_dims * value_proj_ratio must be divisible by "
+                f"num_heads, got {embed_dims}, {value_dims} and {num_heads}"
             )
+        points = [num_points] * num_levels if isinstance(num_points, int) else list(num_points)
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.num_levels = num_levels
@@ -115,8 +108,8 @@ class MultiScaleDeformableAttention(BaseModule):
         identity: Tensor | None = None,
         query_pos: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        reference_points: Tensor | None = None,
-        spatial_shapes: Tensor | None = None,
+        reference_points: Any = None,
+        spatial_shapes: Any = None,
         level_start_index: Tensor | None = None,
         norm: nn.Module | None = None,
     ) -> Tensor:
@@ -135,32 +128,13 @@ class MultiScaleDeformableAttention(BaseModule):
             level_start_index: [L] int64, the first row of each level in ``value``. By default, the levels follow each
                 other without gaps.
             norm: a normalisation of the result, or None.
-
-        Raises:
-            ValueError: the reference points or the spatial shapes are missing, or the reference points or the mask
-                have another shape.
         """
-        if reference_points is None or spatial_shapes is None:
-            raise ValueError(
-                "MultiScaleDeformableAttention: reference_points and spatial_shapes must be given"
-            )
-        if reference_points.dim() != 4 or reference_points.shape[-1] not in (2, 4):
-            raise ValueError(
-                "MultiScaleDeformableAttention: reference_points must be [B, Q, L, 2] or [B, Q, L, 4], "
-                f"got {tuple(reference_points.shape)}"
-            )
         value = query if value is None else value
         identity = query if identity is None else identity
         if query_pos is not None:
             query = query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
-
-        if key_padding_mask is not None and key_padding_mask.shape != value.shape[:2]:
-            raise ValueError(
-                "MultiScaleDeformableAttention: key_padding_mask must be [B, S] of value, "
-                f"{tuple(value.shape[:2])}, got {tuple(key_padding_mask.shape)}"
-            )
 
         query = as_autocast_input(query)
         value = self.value_proj(value)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from .dropout import build_dropout
@@ -53,10 +52,6 @@ class MultiheadAttention(BaseModule):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        if embed_dims % num_heads:
-            raise InvalidInputError(
-                f"MultiheadAttention: embed_dims must be divisible by num_heads, got {embed_dims} and {num_heads}"
-            )
         if dropout is not None:
             attn_drop = dropout
             dropout_layer = {"type": "Dropout", **(dropout_layer or {}), "drop_prob": dropout}

@@ -70,26 +70,14 @@ class SinePositionalEncoding(BaseModule):
         Args:
             mask: [B, H, W] bool, True where a pixel is padding, or None if there is no padding.
             input: [B, ..., H, W]. If ``mask`` is None, its size is used.
-
-        Raises:
-            ValueError: both are None.
         """
-        if mask is not None:
-            valid = (~mask.bool()).float()
-            positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
-        elif input is not None:
-            height, width = input.shape[-2:]
-            rows = torch.arange(1, height + 1, dtype=torch.float32, device=input.device)
-            columns = torch.arange(1, width + 1, dtype=torch.float32, device=input.device)
-            positions = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).unsqueeze(0)
-        else:
-            raise ValueError(
-                "SinePositionalEncoding: give mask [B, H, W] or input [B, ..., H, W], got neither"
-            )
+        if mask is None:
+            mask = input.new_zeros(len(input), *input.shape[-2:])  # type: ignore[union-attr, arg-type]
+        valid = (~mask.bool()).float()
+        positions = torch.stack((valid.cumsum(dim=1), valid.cumsum(dim=2)), dim=-1)
         last_rows, last_columns = positions[:, -1:, :, 0], positions[:, :, -1:, 1]
         last = torch.stack(torch.broadcast_tensors(last_rows, last_columns), dim=-1)
-        encoded = self.encode(positions, last).permute(0, 3, 1, 2)
-        return encoded.expand(input.shape[0], -1, -1, -1) if mask is None and input is not None else encoded
+        return self.encode(positions, last).permute(0, 3, 1, 2)
 
     def encode(self, positions: Tensor, last: Tensor) -> Tensor:
         """Return the embedding [..., 2·num_feats] of pixels in float32.

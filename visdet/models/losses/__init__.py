@@ -4,7 +4,6 @@ from .box_losses import GIoULoss, L1Loss
 from .cross_entropy_loss import CrossEntropyLoss
 from .focal_loss import FocalLoss
 from .gaussian_focal_loss import GaussianFocalLoss
-from .reduction import reduce_loss
 
 __all__ = [
     "CrossEntropyLoss",
@@ -12,5 +11,4 @@ __all__ = [
     "GIoULoss",
     "GaussianFocalLoss",
     "L1Loss",
-    "reduce_loss",
 ]

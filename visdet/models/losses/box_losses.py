@@ -1,11 +1,12 @@
 """Regression losses of boxes."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.registry import MODELS
 
 from ..boxes import elementwise_overlaps
-from .reduced_loss import ReducedLoss
+from .reduced_loss import ReducedLoss, Reduction
 
 
 @MODELS.register_module()
@@ -20,11 +21,7 @@ class L1Loss(ReducedLoss):
 
     def elements(self, pred: Tensor, target: Tensor) -> Tensor:
         """Return the loss of each coordinate [...] from pred and target [...], which have one shape."""
-        if pred.shape != target.shape:
-            raise ValueError(
-                f"L1Loss: pred and target must have one shape, got {tuple(pred.shape)} and {tuple(target.shape)}"
-            )
-        return (pred - target).abs()
+        return F.l1_loss(pred, target, reduction="none")
 
 
 @MODELS.register_module()
@@ -38,7 +35,7 @@ class GIoULoss(ReducedLoss):
     Source: Rezatofighi et al., CVPR 2019; names and defaults are mmdet's.
     """
 
-    def __init__(self, eps: float = 1e-6, reduction: str = "mean", loss_weight: float = 1.0) -> None:
+    def __init__(self, eps: float = 1e-6, reduction: Reduction = "mean", loss_weight: float = 1.0) -> None:
         super().__init__(reduction, loss_weight)
         self.eps = eps
 

@@ -9,7 +9,7 @@ from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .reduced_loss import ReducedLoss
+from .reduced_loss import ReducedLoss, Reduction
 
 
 @MODELS.register_module()
@@ -36,7 +36,7 @@ class FocalLoss(ReducedLoss):
         use_sigmoid: Literal[True] = True,
         gamma: float = 2.0,
         alpha: float = 0.25,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         loss_weight: float = 1.0,
         activated: bool = False,
     ) -> None:
@@ -52,10 +52,6 @@ class FocalLoss(ReducedLoss):
         Args:
             pred: [N, C] logits, or probabilities if ``activated``. target: [N] int64 in 0..C, where C is background.
         """
-        if pred.dim() != 2 or target.shape != pred.shape[:1]:
-            raise ValueError(
-                f"FocalLoss: pred must be [N, C] and target [N], got {tuple(pred.shape)} and {tuple(target.shape)}"
-            )
         pred = at_least_float32(pred)
         if self.activated:
             pred = pred.logit(eps=torch.finfo(pred.dtype).eps)

@@ -5,7 +5,7 @@ from torch import Tensor
 from visdet.registry import MODELS
 
 from ..layers.precision import at_least_float32
-from .reduced_loss import ReducedLoss
+from .reduced_loss import ReducedLoss, Reduction
 
 _EPS = 1e-12
 
@@ -24,7 +24,7 @@ class GaussianFocalLoss(ReducedLoss):
     """
 
     def __init__(
-        self, alpha: float = 2.0, gamma: float = 4.0, reduction: str = "mean", loss_weight: float = 1.0
+        self, alpha: float = 2.0, gamma: float = 4.0, reduction: Reduction = "mean", loss_weight: float = 1.0
     ) -> None:
         super().__init__(reduction, loss_weight)
         self.alpha = alpha

@@ -1,21 +1,23 @@
 """The part that losses of predictions and targets have in common."""
 
+from typing import Literal
+
 from torch import Tensor, nn
 
-from .reduction import reduce_loss
+Reduction = Literal["none", "mean", "sum"]
 
 
 class ReducedLoss(nn.Module):
     """A loss whose elements are weighted and reduced. A subclass computes the elements.
 
     Args:
-        reduction: 'none', 'mean' or 'sum'.
+        reduction: 'none', 'mean' or 'sum'. The mean of no elements is 0.
         loss_weight: factor on the result.
 
     Source: names and defaults are those of mmdet's losses.
     """
 
-    def __init__(self, reduction: str = "mean", loss_weight: float = 1.0) -> None:
+    def __init__(self, reduction: Reduction = "mean", loss_weight: float = 1.0) -> None:
         super().__init__()
         self.reduction = reduction
         self.loss_weight = loss_weight
@@ -34,17 +36,29 @@ class ReducedLoss(nn.Module):
         target: Tensor,
         weight: Tensor | None = None,
         avg_factor: float | Tensor | None = None,
-        reduction_override: str | None = None,
+        reduction_override: Reduction | None = None,
     ) -> Tensor:
         """Return the loss: a scalar (0 if there are no elements), or the elements for reduction 'none'.
 
         Args:
             pred, target: see ``elements``.
             weight: factors of the elements, or None. See ``element_weight``.
-            avg_factor: divides the sum in place of the number of elements.
+            avg_factor: divides the sum in place of the number of elements, with 'mean'. 'none' ignores it.
             reduction_override: replaces ``reduction`` in this call.
+
+        Raises:
+            ValueError: the reduction is 'sum', and ``avg_factor`` is given.
         """
-        elements = self.elements(pred, target)
-        factors = None if weight is None else self.element_weight(weight, pred)
+        loss = self.elements(pred, target)
+        if weight is not None:
+            loss = loss * self.element_weight(weight, pred)
         reduction = reduction_override or self.reduction
-        return self.loss_weight * reduce_loss(elements, factors, reduction, avg_factor)
+        if reduction == "none":
+            return self.loss_weight * loss
+        if reduction == "sum" and avg_factor is not None:
+            raise ValueError("avg_factor must be None with reduction='sum'")
+        if reduction == "mean":
+            return self.loss_weight * (
+                loss.sum() / (max(loss.numel(), 1) if avg_factor is None else avg_factor)
+            )
+        return self.loss_weight * loss.sum()

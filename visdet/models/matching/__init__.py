@@ -1,11 +1,10 @@
 """Assignment of predictions to ground truth."""
 
-from .hungarian_assigner import AssignResult, HungarianAssigner
+from .hungarian_assigner import HungarianAssigner
 from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, IoUCost, MatchCost
 from .padded_targets import PaddedTargets
 
 __all__ = [
-    "AssignResult",
     "BBoxL1Cost",
     "ClassificationCost",
     "FocalLossCost",

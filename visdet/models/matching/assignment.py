@@ -26,7 +26,7 @@ def for_solver(costs: Tensor) -> Tensor:
 def solve_padded(costs: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the target of each prediction, [..., B, Q] int64 in 0..N-1, or N for predictions without a target.
 
-    On a GPU, the host does not wait for the result.
+    On a GPU, the host does not wait for the result. Elsewhere, scipy solves the problems.
 
     Args:
         costs: [..., B, N, Q], a result of :func:`for_solver`.
@@ -34,11 +34,6 @@ def solve_padded(costs: Tensor, counts: Sequence[int]) -> Tensor:
     """
     if solves_assignments_on(costs):
         return linear_sum_assignment(costs, to_device(counts, costs.device, torch.int64))
-    return solve_on_host(costs, counts)
-
-
-def solve_on_host(costs: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return what :func:`solve_padded` returns. scipy solves the problems, for which the host waits for the costs."""
     # scipy.optimize is slow to import, and it is not needed before the first matching.
     from scipy import optimize
 
@@ -49,14 +44,3 @@ def solve_on_host(costs: Tensor, counts: Sequence[int]) -> Tensor:
         chosen, predictions = optimize.linear_sum_assignment(on_host[position][: counts[position[-1]]])
         targets[position][predictions] = chosen
     return to_device(targets, costs.device)
-
-
-def solve_assignment(cost: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows, in ascending order, and the columns of the assignment of least total cost.
-
-    Args:
-        cost: [Q, N]. Costs that are not finite count as 1e8.
-    """
-    index = solve_padded(for_solver(cost)[None], [cost.shape[1]])[0].cpu().numpy()
-    rows = np.flatnonzero(index < cost.shape[1])
-    return rows, index[rows]

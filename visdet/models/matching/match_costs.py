@@ -1,13 +1,8 @@
-"""Costs of assigning a prediction to a ground-truth box.
-
-A cost can be computed for one image in mmdet's form, ``cost(pred_instances, gt_instances, img_meta)``, and for all
-images and decoder layers at once by ``pairwise``.
-"""
+"""Costs of assigning a prediction to a ground-truth box, for all images and decoder layers at once."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Literal
 
-from mmengine.structures import InstanceData
 from torch import Tensor
 
 from visdet.registry import TASK_UTILS
@@ -15,21 +10,6 @@ from visdet.registry import TASK_UTILS
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
 from .padded_targets import PaddedTargets
-
-
-def single_image_targets(gt_instances: InstanceData, img_meta: dict[str, Any] | None) -> PaddedTargets:
-    """Return the targets of one image without a batch axis.
-
-    If ``img_meta`` has no ``img_shape``, the size of the image is taken as 1, as for boxes in 0..1 of the image.
-    """
-    height, width = (img_meta or {}).get("img_shape", (1, 1))[:2]
-    boxes = gt_instances.bboxes
-    return PaddedTargets(
-        boxes_xyxy=boxes,
-        labels=gt_instances.labels,
-        image_whwh=boxes.new_tensor([[width, height, width, height]]),
-        counts=[len(boxes)],
-    )
 
 
 class MatchCost(ABC):
@@ -41,23 +21,6 @@ class MatchCost(ABC):
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
-
-    def __call__(
-        self, pred_instances: InstanceData, gt_instances: InstanceData, img_meta: dict[str, Any] | None = None
-    ) -> Tensor:
-        """Return the cost [Q, N] of one image.
-
-        Args:
-            pred_instances: ``scores`` [Q, C], which are logits, and ``bboxes`` [Q, 4] (x1, y1, x2, y2) in pixels. Those
-                that the cost does not use may be absent.
-            gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels, and ``labels`` [N].
-            img_meta: ``img_shape`` (height, width).
-        """
-        return self.pairwise(
-            pred_instances.get("scores"),
-            pred_instances.get("bboxes"),
-            single_image_targets(gt_instances, img_meta),
-        )
 
     @abstractmethod
     def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:

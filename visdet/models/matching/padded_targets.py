@@ -61,9 +61,7 @@ class PaddedTargets:
         """
         boxes, labels = [], []
         for index, sample in enumerate(samples):
-            if "gt_instances" not in sample:
-                raise InvalidInputError(f"loss: data_samples[{index}] has no gt_instances")
-            instances = sample.gt_instances
+            instances = sample.get("gt_instances", {})
             if not {"bboxes", "labels"} <= set(instances.keys()):
                 raise InvalidInputError(
                     f"loss: data_samples[{index}].gt_instances must have bboxes [N, 4] and labels [N], got "

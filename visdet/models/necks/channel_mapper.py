@@ -1,5 +1,6 @@
 """A neck that gives every level the same number of channels and adds coarser levels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
-from .feature_maps import check_feature_maps
 
 _RELU = {"type": "ReLU"}
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
@@ -85,3 +85,12 @@ class ChannelMapper(BaseModule):
             coarsest = conv(coarsest)
             outs.append(coarsest)
         return tuple(outs)
+
+
+def check_feature_maps(neck: str, inputs: Sequence[Tensor], in_channels: Sequence[int]) -> None:
+    """Raise an InvalidInputError unless the maps [B, C_l, H_l, W_l] have the channels that a neck was built for."""
+    given = [level.shape[1] for level in inputs]
+    if given != list(in_channels):
+        raise InvalidInputError(
+            f"{neck}: in_channels is {list(in_channels)}, but the feature maps have {given} channels"
+        )

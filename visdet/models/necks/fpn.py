@@ -10,7 +10,7 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..layers.conv_module import ConvModule
-from .feature_maps import check_feature_maps
+from .channel_mapper import check_feature_maps
 
 _XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 _NEAREST = {"mode": "nearest"}
@@ -25,20 +25,18 @@ class FPN(BaseModule):
     Args:
         in_channels: channels of each input level. out_channels: channels of every output level.
         num_outs: number of output levels.
-        start_level, end_level: the first and the last input level that is used. An ``end_level`` of -1 stands for the
-            last level.
+        start_level: the first input level that is used. end_level: must be -1, which stands for the last level.
         add_extra_convs: how further levels are made. False max-pools the last output. The others use a convolution of
             stride 2, the first of which reads the last used input (True or 'on_input'), the last lateral map
             ('on_lateral') or the last output ('on_output'). Each other one reads the level before it.
         relu_before_extra_convs: whether a ReLU comes before every extra convolution but the first.
-        no_norm_on_lateral: whether the lateral convolutions have no normalisation.
-        conv_cfg: must be None. norm_cfg, act_cfg: as in ``ConvModule``.
-        upsample_cfg: keywords of ``interpolate``. A ``scale_factor`` replaces the size of the finer level.
+        no_norm_on_lateral: must be False, conv_cfg: None. norm_cfg, act_cfg: as in ``ConvModule``.
+        upsample_cfg: keywords of ``interpolate``.
         out_groups: number of groups of every 3x3 convolution. With ``out_channels`` groups they are depthwise, which
             saves most of the neck's time on a CPU.
 
     Raises:
-        ValueError: ``conv_cfg`` is not None, ``add_extra_convs`` is unknown, or ``num_outs`` does not fit.
+        ValueError: ``add_extra_convs`` is unknown, or ``num_outs`` does not fit.
 
     Source: Lin et al., CVPR 2017; names and defaults are mmdet's, which has no ``out_groups``.
     """
@@ -49,10 +47,10 @@ class FPN(BaseModule):
         out_channels: int,
         num_outs: int,
         start_level: int = 0,
-        end_level: int = -1,
+        end_level: Literal[-1] = -1,
         add_extra_convs: bool | Literal["on_input", "on_lateral", "on_output"] = False,
         relu_before_extra_convs: bool = False,
-        no_norm_on_lateral: bool = False,
+        no_norm_on_lateral: Literal[False] = False,
         conv_cfg: None = None,
         norm_cfg: dict[str, Any] | None = None,
         act_cfg: dict[str, Any] | None = None,
@@ -61,12 +59,10 @@ class FPN(BaseModule):
         out_groups: int = 1,
     ) -> None:
         super().__init__(init_cfg)
-        last = len(in_channels) - 1 if end_level in (-1, len(in_channels) - 1) else end_level
-        used = list(in_channels[start_level : last + 1])
-        if num_outs < len(used) or (last < len(in_channels) - 1 and num_outs != len(used)):
+        used = in_channels[start_level:]
+        if num_outs < len(used):
             raise InvalidInputError(
-                f"FPN: num_outs must be at least the {len(used)} levels used (that number with end_level), "
-                f"got {num_outs}"
+                f"FPN: num_outs must be at least the {len(used)} levels used, got {num_outs}"
             )
         self.start_level = start_level
         self.in_channels = in_channels
@@ -75,35 +71,32 @@ class FPN(BaseModule):
         self.relu_before_extra_convs = relu_before_extra_convs
         self.upsample_cfg = dict(upsample_cfg)
         options: dict[str, Any] = {"norm_cfg": norm_cfg, "act_cfg": act_cfg, "inplace": False}
-        lateral = {**options, "norm_cfg": None} if no_norm_on_lateral else options
-        self.lateral_convs = nn.ModuleList(ConvModule(width, out_channels, 1, **lateral) for width in used)
-        options = {**options, "groups": out_groups}
-        self.fpn_convs = nn.ModuleList(
-            ConvModule(out_channels, out_channels, 3, padding=1, **options) for _ in used
-        )
+        self.lateral_convs = nn.ModuleList(ConvModule(width, out_channels, 1, **options) for width in used)
+        options.update(groups=out_groups, padding=1)
+        self.fpn_convs = nn.ModuleList(ConvModule(out_channels, out_channels, 3, **options) for _ in used)
         if self.add_extra_convs:
             for i in range(self.num_extra):
                 width = used[-1] if i == 0 and self.add_extra_convs == "on_input" else out_channels
-                self.fpn_convs.append(ConvModule(width, out_channels, 3, stride=2, padding=1, **options))
+                self.fpn_convs.append(ConvModule(width, out_channels, 3, stride=2, **options))
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from the backbone's maps [B, C_l, H_l, W_l]."""
         check_feature_maps("FPN", inputs, self.in_channels)
-        count = len(self.lateral_convs)
-        used = inputs[self.start_level : self.start_level + count]
-        laterals = [conv(level) for conv, level in zip(self.lateral_convs, used, strict=True)]
-        for i in range(count - 1, 0, -1):
-            size = {} if "scale_factor" in self.upsample_cfg else {"size": laterals[i - 1].shape[-2:]}
-            laterals[i - 1] = laterals[i - 1] + F.interpolate(laterals[i], **size, **self.upsample_cfg)
+        laterals = [
+            conv(level) for conv, level in zip(self.lateral_convs, inputs[self.start_level :], strict=True)
+        ]
+        for i in range(len(laterals) - 1, 0, -1):
+            size = laterals[i - 1].shape[-2:]
+            laterals[i - 1] = laterals[i - 1] + F.interpolate(laterals[i], size, **self.upsample_cfg)
         outs = [conv(level) for conv, level in zip(self.fpn_convs, laterals, strict=False)]
         if not self.add_extra_convs:
             for _ in range(self.num_extra):
                 outs.append(F.max_pool2d(outs[-1], 1, stride=2))
             return tuple(outs)
-        source = {"on_input": used[-1], "on_lateral": laterals[-1], "on_output": outs[-1]}[
+        source = {"on_input": inputs[-1], "on_lateral": laterals[-1], "on_output": outs[-1]}[
             self.add_extra_convs
         ]
-        for i, conv in enumerate(self.fpn_convs[count:]):
+        for i, conv in enumerate(self.fpn_convs[len(laterals) :]):
             outs.append(conv(F.relu(source) if i and self.relu_before_extra_convs else source))
             source = outs[-1]
         return tuple(outs)

@@ -1,7 +1,7 @@
 """SparseDrive: detection, tracking, vector map, motion and planning from cameras, and Sparse4D's detector."""
 
 from .attention import MultiheadFlashAttention
-from .boxes.box3d_decoder import ResultDecoder, SparseBox3DDecoder
+from .boxes.box3d_decoder import SparseBox3DDecoder
 from .boxes.box3d_losses import SparseBox3DLoss
 from .boxes.box3d_target import SparseBox3DTarget
 from .deformable_feature_aggregation import DeformableFeatureAggregation
@@ -45,7 +45,6 @@ __all__ = [
     "MotionTarget",
     "MultiheadFlashAttention",
     "PlanningTarget",
-    "ResultDecoder",
     "Sparse4D",
     "Sparse4DHead",
     "Sparse4DState",

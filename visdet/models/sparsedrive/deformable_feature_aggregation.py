@@ -1,6 +1,5 @@
 """Sampling of the features of all cameras and levels around the key points of every anchor."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule, constant_init, xavier_init
 from torch import Tensor, nn
 
+from visdet.checks.arguments import Share
 from visdet.errors import InvalidInputError
 from visdet.ops import (
     deformable_aggregation,
@@ -41,8 +41,7 @@ class DeformableFeatureAggregation(BaseModule):
         attn_drop: probability in training that a (camera, point) pair is left out with all of its levels and groups.
             The other pairs are scaled up.
         kps_generator: config of the generator of key points. Its ``embed_dims`` is set to that of this module.
-        temporal_fusion_module, use_temporal_anchor_embed: accepted for configs of SparseDrive, which builds the former
-            without calling it and ignores the latter. A module given here is left out with a warning.
+        temporal_fusion_module, use_temporal_anchor_embed: accepted for configs of SparseDrive, which does not use them.
         use_deformable_func: whether the compiled operator samples, on any device. Otherwise plain torch does, by the
             same definition.
         use_camera_embed: whether the weights also depend on an embedding of the projection matrix. Without it, one
@@ -59,7 +58,7 @@ class DeformableFeatureAggregation(BaseModule):
         num_levels: int = 4,
         num_cams: int = 6,
         proj_drop: float = 0.0,
-        attn_drop: float = 0.0,
+        attn_drop: Share = 0.0,
         kps_generator: Mapping[str, Any] | None = None,
         temporal_fusion_module: Mapping[str, Any] | None = None,
         use_temporal_anchor_embed: bool = True,
@@ -68,21 +67,6 @@ class DeformableFeatureAggregation(BaseModule):
         residual_mode: Literal["add", "cat"] = "add",
     ) -> None:
         super().__init__()
-        if embed_dims % num_groups != 0:
-            raise InvalidInputError(
-                f"DeformableFeatureAggregation: num_groups must divide embed_dims = {embed_dims}, got {num_groups}"
-            )
-        if not 0 <= attn_drop < 1:
-            raise InvalidInputError(
-                f"DeformableFeatureAggregation: attn_drop must be in [0, 1), got {attn_drop}"
-            )
-        if kps_generator is None:
-            raise InvalidInputError("DeformableFeatureAggregation: kps_generator must be a config, got None")
-        if temporal_fusion_module is not None:
-            warnings.warn(
-                "DeformableFeatureAggregation: temporal_fusion_module is never called and is left out",
-                stacklevel=2,
-            )
         self.embed_dims = embed_dims
         self.num_groups = num_groups
         self.num_levels = num_levels
@@ -91,7 +75,7 @@ class DeformableFeatureAggregation(BaseModule):
         self.use_deformable_func = use_deformable_func
         self.residual_mode = residual_mode
         self.proj_drop = nn.Dropout(proj_drop)
-        self.kps_generator = MODELS.build({**kps_generator, "embed_dims": embed_dims})
+        self.kps_generator = MODELS.build({**(kps_generator or {}), "embed_dims": embed_dims})
         self.num_pts = self.kps_generator.num_pts
         self.output_proj = nn.Linear(embed_dims, embed_dims)
         weights = num_groups * num_levels * self.num_pts
@@ -127,17 +111,13 @@ class DeformableFeatureAggregation(BaseModule):
             ValueError: the number of cameras or levels is not that of the config.
         """
         projection = metas["projection_mat"]
-        if projection.dim() != 4 or projection.shape[1] != self.num_cams:
-            raise InvalidInputError(
-                f"DeformableFeatureAggregation: metas['projection_mat'] must be [B, {self.num_cams}, 4, 4] "
-                f"(num_cams = {self.num_cams}), got {list(projection.shape)}"
-            )
         is_flat = len(feature_maps) == 3 and feature_maps[0].dim() == 3
         features, level_shapes, level_starts = feature_maps if is_flat else feature_maps_format(feature_maps)
-        if tuple(level_starts.shape) != (self.num_cams, self.num_levels):
+        given = (projection.shape[1], *level_starts.shape)
+        if given != (self.num_cams, self.num_cams, self.num_levels):
             raise InvalidInputError(
-                f"DeformableFeatureAggregation: feature_maps must be of {self.num_cams} cameras and "
-                f"{self.num_levels} levels, got {list(level_starts.shape)}"
+                f"DeformableFeatureAggregation: projection_mat must be of {self.num_cams} cameras, and feature_maps of "
+                f"{self.num_cams} cameras and {self.num_levels} levels, got {given}"
             )
         key_points = self.kps_generator(anchor, instance_feature)  # [B, N, P, 3]
         image_wh = metas.get("image_wh")

@@ -6,7 +6,6 @@ import torch
 from mmengine.model import BaseModule, xavier_init
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
 from visdet.ops import box_key_points, box_key_points_reference
 from visdet.registry import MODELS
 
@@ -44,16 +43,12 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         self,
         embed_dims: int = 256,
         num_learnable_pts: int = 0,
-        fix_scale: Sequence[Sequence[float]] | None = None,
+        fix_scale: Sequence[tuple[float, float, float]] | None = None,
     ) -> None:
         super().__init__()
         fix_scale = ((0.0, 0.0, 0.0),) if fix_scale is None else fix_scale
         self.num_learnable_pts = num_learnable_pts
         self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32), requires_grad=False)
-        if self.fix_scale.dim() != 2 or self.fix_scale.shape[1] != 3:
-            raise InvalidInputError(
-                f"SparseBox3DKeyPointsGenerator: fix_scale must hold triples, got shape {tuple(self.fix_scale.shape)}"
-            )
         self.num_pts = len(fix_scale) + num_learnable_pts
         self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3) if num_learnable_pts > 0 else None
 
@@ -61,41 +56,23 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         self,
         anchor: Tensor,  # [B, N, 8 + v]
         instance_feature: Tensor | None = None,  # [B, N, C]
-        T_cur2temp_list: Sequence[Tensor] | Tensor | None = None,  # one [B, 4, 4] per earlier frame
-        cur_timestamp: Tensor | None = None,  # [B] seconds
-        temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
-    ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return key points [B, N, num_pts, 3] in metres and, with earlier frames, also a list of theirs.
+    ) -> Tensor:
+        """Return key points [B, N, num_pts, 3] in metres.
 
-        For an earlier frame, the points are moved by the velocity to its time, and then to its coordinates. Without
-        ``instance_feature`` the learnable points are left out. Points are float32, or float64 if the anchors are.
+        Without ``instance_feature`` the learnable points are left out. Points are float32, or float64 if the anchors
+        are.
         """
         anchor = at_least_float32(anchor)
         logits = None
         if self.learnable_fc is not None and instance_feature is not None:
             logits = in_full_precision(self.learnable_fc, instance_feature)
         place = box_key_points_reference if self.fix_scale.requires_grad else box_key_points
-        points = place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
-        if (
-            T_cur2temp_list is None
-            or cur_timestamp is None
-            or temp_timestamps is None
-            or len(temp_timestamps) == 0
-        ):
-            return points
-        velocity = anchor[..., None, VX:]
-        earlier = []
-        for transform, timestamp in zip(T_cur2temp_list, temp_timestamps, strict=True):
-            interval = (cur_timestamp - timestamp).to(points.dtype)[:, None, None, None]
-            earlier.append(_transform(transform, points - velocity * interval))
-        return points, earlier
+        return place(anchor, self.fix_scale, logits, MAX_LOG_SIZE)
 
     @staticmethod
     def anchor_projection(
         anchor: Tensor,  # [B, N, 8 + v]
         T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
-        src_timestamp: Tensor | None = None,  # [B] seconds
-        dst_timestamps: Sequence[Tensor] | Tensor | None = None,
         time_intervals: Sequence[Tensor]
         | Tensor
         | None = None,  # source minus destination, one [B] or [] each
@@ -108,24 +85,14 @@ class SparseBox3DKeyPointsGenerator(KeyPointsGenerator):
         for i, transform in enumerate(T_src2dst_list):
             transform = transform.to(anchor.dtype)[:, None]  # [B, 1, 4, 4]
             centre = anchor[..., X:W]
-            interval = None
             if time_intervals is not None:
-                interval = time_intervals[i]
-            elif src_timestamp is not None and dst_timestamps is not None:
-                interval = src_timestamp - dst_timestamps[i]
-            if interval is not None:
-                moved = velocity * interval.to(anchor.dtype).reshape(-1, 1, 1)
+                moved = velocity * time_intervals[i].to(anchor.dtype).reshape(-1, 1, 1)
                 centre = centre - nn.functional.pad(moved, (0, 3 - dims))
             centre = _matmul(transform[..., :3, :3], centre) + transform[..., :3, 3]
             heading = _matmul(transform[..., :2, :2], anchor[..., SIN_YAW:VX].flip(-1))  # (cos, sin)
             turned = _matmul(transform[..., :dims, :dims], velocity)
             projected.append(torch.cat([centre, anchor[..., W:SIN_YAW], heading.flip(-1), turned], -1))
         return projected
-
-    @staticmethod
-    def distance(anchor: Tensor) -> Tensor:
-        """Return the distance of each anchor from the origin in the ground plane, in metres."""
-        return torch.linalg.vector_norm(anchor[..., :2], dim=-1)
 
 
 @MODELS.register_module()
@@ -167,43 +134,20 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
         self,
         anchor: Tensor,  # [B, N, num_sample * 2]
         instance_feature: Tensor,  # [B, N, C]
-        T_cur2temp_list: Sequence[Tensor] | Tensor | None = None,  # one [B, 4, 4] per earlier frame
-        cur_timestamp: Tensor | None = None,  # [B] seconds
-        temp_timestamps: Sequence[Tensor] | Tensor | None = None,  # one [B] per earlier frame
-    ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Return key points [B, N, num_pts, 3] in metres and, with earlier frames, also a list of theirs.
-
-        Times have no effect, because map elements do not move.
-
-        Raises:
-            ValueError: ``num_learnable_pts`` is less than 1.
-        """
-        if self.learnable_fc is None:
-            raise InvalidInputError(
-                "SparsePoint3DKeyPointsGenerator: key points need num_learnable_pts of at least 1, "
-                f"got {self.num_learnable_pts}"
-            )
+    ) -> Tensor:
+        """Return key points [B, N, num_pts, 3] in metres. ``num_learnable_pts`` must be at least 1 for it."""
+        assert self.learnable_fc is not None
         anchor = at_least_float32(anchor)
         sizes = (self.num_sample, len(self.fix_height), self.num_learnable_pts, 2)
         offset = in_full_precision(self.learnable_fc, instance_feature).unflatten(-1, sizes)
         ground = offset + anchor.unflatten(-1, (self.num_sample, 1, 1, 2))
         z = self._heights.to(ground.dtype).expand(*ground.shape[:-1], 1)
-        points = torch.cat([ground, z], -1).flatten(2, 4)
-        if (
-            T_cur2temp_list is None
-            or cur_timestamp is None
-            or temp_timestamps is None
-            or len(temp_timestamps) == 0
-        ):
-            return points
-        return points, [_transform(transform, points) for transform in T_cur2temp_list]
+        return torch.cat([ground, z], -1).flatten(2, 4)
 
     def anchor_projection(
         self,
         anchor: Tensor,  # [B, N, num_sample * 2]
         T_src2dst_list: Sequence[Tensor] | Tensor,  # one [B, 4, 4] per destination
-        src_timestamp: Tensor | None = None,
-        dst_timestamps: Sequence[Tensor] | Tensor | None = None,
         time_intervals: Sequence[Tensor] | Tensor | None = None,
     ) -> list[Tensor]:
         """Return the polylines in the coordinates of each destination.
@@ -223,9 +167,3 @@ class SparsePoint3DKeyPointsGenerator(KeyPointsGenerator):
 def _matmul(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return matrix [..., I, J] times vector [..., J], without the 16-bit products of autocast."""
     return (matrix * vector[..., None, :]).sum(-1)
-
-
-def _transform(transform: Tensor, points: Tensor) -> Tensor:
-    """Return points [B, N, P, 3] moved by transforms [B, 4, 4]."""
-    transform = transform.to(points.dtype)[:, None, None]
-    return _matmul(transform[..., :3, :3], points) + transform[..., :3, 3]

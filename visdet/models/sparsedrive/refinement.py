@@ -1,6 +1,6 @@
 """The refinement of anchors, which also predicts class logits and the quality of each anchor."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +21,13 @@ def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
 
 
 class _Refinement(BaseModule):
-    """The base class of both refinements. ``cls_layers`` is the class branch, or None."""
+    """The base class of both refinements. ``cls_layers`` is the class branch."""
 
     cls_layers: Any
 
     def init_weights(self) -> None:
         """Set the bias of the class logits so that probabilities start at 1 %."""
-        if self.cls_layers is not None:
-            nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
-
-    def _logits(self, feature: Tensor) -> Tensor:
-        if self.cls_layers is None:
-            raise ValueError(f"{type(self).__name__}: return_cls must be False without a class branch")
-        return self.cls_layers(feature)
+        nn.init.constant_(self.cls_layers[-1].bias, bias_init_with_prob(_PRIOR))
 
 
 @MODELS.register_module()
@@ -48,7 +42,7 @@ class SparseBox3DRefinementModule(_Refinement):
         output_dim: number of components of an anchor, 8 + velocities. num_cls: number of classes.
         normalize_yaw: whether (sin, cos) is normalised to length 1.
         refine_yaw: whether (sin, cos) of the anchor is added to the prediction, instead of being replaced by it.
-        with_cls_branch: whether classes are predicted.
+        with_cls_branch: must be True.
         with_quality_estimation: whether centerness and yawness are predicted.
 
     Source: names and defaults are SparseDrive's.
@@ -61,7 +55,7 @@ class SparseBox3DRefinementModule(_Refinement):
         num_cls: int = 10,
         normalize_yaw: bool = False,
         refine_yaw: bool = False,
-        with_cls_branch: bool = True,
+        with_cls_branch: Literal[True] = True,
         with_quality_estimation: bool = False,
     ) -> None:
         super().__init__()
@@ -71,7 +65,7 @@ class SparseBox3DRefinementModule(_Refinement):
         self.layers = nn.Sequential(
             *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
         )
-        self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
+        self.cls_layers = _class_branch(embed_dims, num_cls)
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
         self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
@@ -81,20 +75,15 @@ class SparseBox3DRefinementModule(_Refinement):
         anchor: Tensor,
         anchor_embed: Tensor,
         time_interval: Tensor | float = 1.0,
-        return_cls: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the refined anchors, class logits and quality.
 
         Args:
             instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim].
             time_interval: the seconds since the previous frame, [B] or a number.
-            return_cls: whether classes and quality are predicted.
 
         Returns:
-            anchors [B, Q, output_dim] in float32, logits [B, Q, num_cls] or None, quality [B, Q, 2] or None.
-
-        Raises:
-            ValueError: classes are wanted, but there is no class branch.
+            anchors [B, Q, output_dim] in float32, logits [B, Q, num_cls], quality [B, Q, 2] or None.
         """
         feature = instance_feature + anchor_embed
         delta = in_full_precision(self.layers, feature)
@@ -105,10 +94,8 @@ class SparseBox3DRefinementModule(_Refinement):
             yaw = (refined if self.refine_yaw else delta)[..., SIN_YAW:VX]
             yaw = F.normalize(yaw, dim=-1) if self.normalize_yaw else yaw
             refined = torch.cat([refined[..., :SIN_YAW], yaw, refined[..., VX:]], dim=-1)
-        if not return_cls:
-            return refined, None, None
         quality = None if self.quality_layers is None else self.quality_layers(feature)
-        return refined, self._logits(instance_feature), quality
+        return refined, self.cls_layers(instance_feature), quality
 
 
 @MODELS.register_module()
@@ -118,7 +105,7 @@ class SparsePoint3DRefinementModule(_Refinement):
     Args:
         embed_dims: width of the features.
         num_sample: number of points of a polyline. coords_dim: number of coordinates of a point.
-        num_cls: number of classes. with_cls_branch: whether classes are predicted.
+        num_cls: number of classes. with_cls_branch: must be True.
 
     Source: names and defaults are SparseDrive's.
     """
@@ -129,7 +116,7 @@ class SparsePoint3DRefinementModule(_Refinement):
         num_sample: int = 20,
         coords_dim: int = 2,
         num_cls: int = 3,
-        with_cls_branch: bool = True,
+        with_cls_branch: Literal[True] = True,
     ) -> None:
         super().__init__()
         output_dim = num_sample * coords_dim
@@ -139,7 +126,7 @@ class SparsePoint3DRefinementModule(_Refinement):
             nn.Linear(embed_dims, output_dim),
             Scale([1.0] * output_dim),
         )
-        self.cls_layers = _class_branch(embed_dims, num_cls) if with_cls_branch else None
+        self.cls_layers = _class_branch(embed_dims, num_cls)
 
     def forward(
         self,
@@ -147,19 +134,12 @@ class SparsePoint3DRefinementModule(_Refinement):
         anchor: Tensor,
         anchor_embed: Tensor,
         time_interval: Tensor | float = 1.0,
-        return_cls: bool = True,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Return refined polylines [B, Q, output_dim] (float32), class logits [B, Q, num_cls] or None, and None.
+    ) -> tuple[Tensor, Tensor, None]:
+        """Return refined polylines [B, Q, output_dim] (float32), class logits [B, Q, num_cls], and None.
 
         Args:
             instance_feature, anchor_embed: [B, Q, C]. anchor: [B, Q, output_dim], in metres.
             time_interval: accepted without effect, because map elements do not move.
-            return_cls: whether classes are predicted.
-
-        Raises:
-            ValueError: classes are wanted, but there is no class branch.
         """
         refined = in_full_precision(self.layers, instance_feature + anchor_embed) + anchor
-        if not return_cls:
-            return refined, None, None
-        return refined, self._logits(instance_feature), None
+        return refined, self.cls_layers(instance_feature), None

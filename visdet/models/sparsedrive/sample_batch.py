@@ -11,7 +11,6 @@ from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.structures import DrivingDataSample
 
-from ..driving_data_preprocessor import stack_equal
 from .boxes.denoising import DenoisingQueries
 from .temporal.frame_clock import FrameClock
 
@@ -84,9 +83,9 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
             raise InvalidInputError(f"data_samples must all have {name}; samples {lacking} do not")
         values = [sample.get(name) for sample in data_samples]
         if name in _STACKED:
-            batch[name] = stack_equal(name, values)
+            batch[name] = torch.stack(values)
         elif name == "gt_depth":
-            batch[name] = [stack_equal(name, levels) for levels in zip(*values, strict=True)]
+            batch[name] = [torch.stack(levels) for levels in zip(*values, strict=True)]
         else:
             batch[name] = values
     if all("timestamp" in sample for sample in data_samples):

@@ -89,9 +89,7 @@ class SparseDrive(BaseDetector):
         self.depth_branch = None if depth_branch is None else MODELS.build(depth_branch)
         self.use_deformable_func = use_deformable_func
         self.channels_last = channels_last
-        self.grid_mask = None
-        if use_grid_mask:
-            self.grid_mask = GridMask(True, True, rotate=1, offset=False, ratio=0.5, mode=1, prob=0.7)
+        self.grid_mask = GridMask() if use_grid_mask else None
         self.frozen_parts: list[nn.Module] = []
         if freeze_perception:
             parts = (
@@ -156,8 +154,6 @@ class SparseDrive(BaseDetector):
         Returns:
             [B, V, C, H_l, W_l] of each level, flattened by ``feature_maps_format`` with ``use_deformable_func``.
         """
-        if img.dim() != 5:
-            raise ValueError(f"{type(self).__name__}: images must be [B, V, 3, H, W], got {list(img.shape)}")
         B, V = img.shape[:2]
         img = img.flatten(0, 1)
         if self.grid_mask is not None:

@@ -72,11 +72,10 @@ class SparseDriveHead(BaseModule):
             for option in ("num_output", "score_threshold", "min_distance"):
                 if getattr(decoder, option) is None:
                     setattr(decoder, option, getattr(boxes, option))
-            classified = [one for one in self.det_head.layers if getattr(one, "cls_layers", None) is not None]
-            most, anchors = (
-                max([one.num_cls for one in classified], default=0),
-                self.motion_plan_head.motion_anchor,
+            most = max(
+                (layer.num_cls for layer in self.det_head.layers if hasattr(layer, "num_cls")), default=0
             )
+            anchors = self.motion_plan_head.motion_anchor
             if most > len(anchors):  # A class of boxes would have no trajectories that motion starts from.
                 raise InvalidInputError(
                     f"SparseDriveHead: motion_anchor of motion_plan_head must have the {most} classes of det_head, "

@@ -1,4 +1,4 @@
-// roi_align: the contract of the averages. visdet/ops/roi_align.py computes the maxima in plain torch.
+// roi_align: the contract. On CUDA, visdet/ops/roi_align.py computes the maxima in plain torch.
 //
 // input [B, C, H, W], rois [N, 5] = (batch index, x1, y1, x2, y2), float64 for float64 input, float32 otherwise.
 // Along x, with shift = 0.5 if aligned and 0 if not: start = x1 * scale - shift, extent = (x2 * scale - shift) - start,
@@ -9,15 +9,21 @@
 // floor(x) and floor(x) + 1, the latter if the map has it; a pixel of weight 0 is read too, so that its NaN shows.
 // output[n, c, p, q] is the sum of the bin's samples, each a weight along y times a weight along x, divided by their
 // number: 0 without any. Since the weights along y and x are independent, a bin is a weighted sum over rows of
-// weighted sums over columns.
+// weighted sums over columns. roi_align_max has the largest sample of each bin instead, NaN if there is one, in which a
+// sample that does not count is 0. Its gradient goes to the first of equal samples.
 //
-// On CUDA, rois [N, 6] = (batch index, x, y, w, h, angle) are rotated regions. Their bins and samples are those of the
+// rois [N, 6] = (batch index, x, y, w, h, angle) are rotated regions. Their bins and samples are those of the
 // upright region (-w / 2, -h / 2, w / 2, h / 2) * scale, and the sample at (x', y') of that is at
 // (x' cos + y' sin, y' cos - x' sin) from the centre (x * scale - shift, y * scale - shift).
 //
 // A region of no image of the batch (a whole number 0 to B - 1), with NaN among its numbers or with an infinite angle
 // gives 0. Corners and sizes are bounded: see bounded_region(). A region with 2^31 samples or more along an axis
 // gives 0.
+//
+// prroi_pool, on the CPU alone: bin q ends at the edges x1 * scale + q * step and x1 * scale + (q + 1) * step, and is
+// the integral of the map's bilinear interpolation, which is 0 outside, divided by the bin's area. lines = 1: along x,
+// not the bins but the PW + 1 lines at the edges, on which the mean is taken along y alone. lines = 2: along y
+// likewise. A region without area, with a number that is not finite or of no image gives 0.
 #pragma once
 
 #include <limits>
@@ -110,20 +116,18 @@ inline void check_roi_align_problem(const char* op, const RoIAlignProblem& p, co
       " bins");
 }
 
-// What a region may be: five numbers, or also six of a rotated one.
-enum class Regions { kUpright, kAny };
-
-inline bool check_columns(const char* op, const Tensor& rois, Regions regions) {
-  const bool is_rotated = regions == Regions::kAny && rois.dim() == 2 && rois.size(1) == 6;
-  check_shape(op, "rois", rois, {"N", is_rotated ? 6 : 5}, regions == Regions::kAny ? " or [N, 6]" : "");
+// rois may have five columns, or the six of rotated regions.
+inline bool check_columns(const char* op, const Tensor& rois) {
+  const bool is_rotated = rois.dim() == 2 && rois.size(1) == 6;
+  check_shape(op, "rois", rois, {"N", is_rotated ? 6 : 5}, " or [N, 6]");
   return is_rotated;
 }
 
 inline RoIAlignProblem check_roi_align(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW, double scale,
-                                       int64_t sampling_ratio, bool aligned, Regions regions) {
+                                       int64_t sampling_ratio, bool aligned) {
   constexpr const char* op = "roi_align";
   check_shape(op, "input", input, {"B", "C", "H", "W"});
-  const bool is_rotated = check_columns(op, rois, regions);
+  const bool is_rotated = check_columns(op, rois);
   const RoIAlignProblem problem{input.size(0), input.size(1),  input.size(2), input.size(3), rois.size(0), PH, PW,
                                 scale,         sampling_ratio, aligned,       is_rotated};
   check_roi_align_problem(op, problem, input, rois);
@@ -131,10 +135,9 @@ inline RoIAlignProblem check_roi_align(const Tensor& input, const Tensor& rois, 
 }
 
 inline RoIAlignProblem check_roi_align_backward(const Tensor& grad_output, const Tensor& rois, int64_t B, int64_t H,
-                                                int64_t W, double scale, int64_t sampling_ratio, bool aligned,
-                                                Regions regions) {
+                                                int64_t W, double scale, int64_t sampling_ratio, bool aligned) {
   constexpr const char* op = "roi_align_backward";
-  const bool is_rotated = check_columns(op, rois, regions);
+  const bool is_rotated = check_columns(op, rois);
   check_shape(op, "grad_output", grad_output, {rois.size(0), "C", "PH", "PW"});
   const RoIAlignProblem problem{
       B,     grad_output.size(1), H,       W,         rois.size(0), grad_output.size(2), grad_output.size(3),

@@ -5,6 +5,7 @@
 
 #if !defined(__CUDACC__)
 #include <algorithm>
+#include <cmath>
 #endif
 
 #include "roi_align.h"
@@ -12,7 +13,7 @@
 namespace visdet::roi_align {
 
 #if !defined(__CUDACC__)
-using std::min;  // CUDA has its own
+using std::cos, std::min, std::sin;  // CUDA has its own
 #endif
 
 constexpr int kTogether = 4;  // channels that a thread samples at a time, for which it places a sample once
@@ -53,6 +54,26 @@ struct Upright : Frame<A> {
     this->down = bins_of(p, sum(sum(product(box[3], scale), -shift), -this->y), p.PH);
   }
   VISDET_HOST_DEVICE void place(A& x, A& y) const {}
+};
+
+template <typename A>
+struct Rotated : Frame<A> {
+  static constexpr int kColumns = 6;
+  A center_x, center_y, cosine, sine;
+
+  VISDET_HOST_DEVICE void start(const A* roi, const A (&box)[4], const RoIAlignProblem& p) {
+    const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
+    A width = product(box[2], scale), height = product(box[3], scale);
+    this->across = bins_of(p, width, p.PW), this->down = bins_of(p, height, p.PH);
+    if (!p.aligned) width = width > 1 ? width : A(1), height = height > 1 ? height : A(1);
+    this->x = -width / 2, this->y = -height / 2;
+    center_x = sum(product(box[0], scale), -shift), center_y = sum(product(box[1], scale), -shift);
+    cosine = cos(roi[5]), sine = sin(roi[5]);  // NaN for an infinite angle: then no sample counts
+  }
+  VISDET_HOST_DEVICE void place(A& x, A& y) const {
+    const A right = x * cosine + y * sine + center_x;
+    y = y * cosine - x * sine + center_y, x = right;
+  }
 };
 
 // A sample's corners: offsets into a map, and weights.

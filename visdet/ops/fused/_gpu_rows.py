@@ -1,18 +1,15 @@
 """What the operators that have kernels for CUDA alone ask of their tensors."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._arguments import check_device, check_tensors
 from .._library import declares, explain_failures, is_loaded
 from ..tracing import is_traced
 
-__all__ = ["check_floating", "check_like", "has_kernel", "is_built", "packed"]
+__all__ = ["has_kernel", "is_built", "packed"]
 
 _TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -48,20 +45,3 @@ def packed(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def check_floating(operator: str, name: str, tensor: Any) -> None:
-    """Raise TypeError unless the argument ``name`` has a floating-point type."""
-    check_tensors(operator, **{name: tensor})
-    if not tensor.is_floating_point():
-        raise TypeError(f"{operator}: {name} must have a floating-point type, got {tensor.dtype}")
-
-
-def check_like(
-    operator: str, name: str, tensor: Any, shape: Sequence[int], shape_text: str, input: Tensor
-) -> None:
-    """Raise an error unless the argument ``name`` is a floating-point tensor of a shape on the device of ``input``."""
-    check_floating(operator, name, tensor)
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(f"{operator}: {name} must be {shape_text} = {list(shape)}, got {list(tensor.shape)}")
-    check_device(operator, name, tensor, "input", input)

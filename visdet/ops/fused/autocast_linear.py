@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_tensors
+from .._declared import declared
 from .._registration import differentiable_once
 from ..tracing import is_traced
 
@@ -45,6 +45,7 @@ def _is_trained_in_float32(parameter: Tensor, device: torch.device) -> bool:
     )
 
 
+@declared(input="floating [..., C]", weight="floating [D, C]", bias="floating [D]")
 def autocast_linear(
     input: Tensor,  # [..., C]
     weight: Tensor,  # [D, C]
@@ -62,19 +63,8 @@ def autocast_linear(
         dtype: The type of the output.
 
     Raises:
-        RuntimeError: The shapes do not fit.
+        ValueError: A shape or type does not fit. The message names the argument.
     """
-    check_tensors("autocast_linear", input=input, weight=weight, bias=bias)
-    if not (
-        input.dim()
-        and weight.dim() == 2
-        and input.shape[-1:] == weight.shape[1:]
-        and bias.shape == weight.shape[:1]
-    ):
-        raise RuntimeError(
-            "autocast_linear: input must be [..., C], weight [D, C] and bias [D], got "
-            f"{list(input.shape)}, {list(weight.shape)} and {list(bias.shape)}"
-        )
     return _AutocastLinear.apply(input, weight, bias, dtype)
 
 

@@ -6,16 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
 from ..tracing import is_traced
-from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from ._gpu_rows import has_kernel, packed
 
 __all__ = ["batch_norm_add_relu"]
 
 _PACK = CONSTANTS.get("norm_pack", 1)  # channels that a thread holds side by side
 
 
+@declared(
+    input="floating [B, C, H, W]",
+    residual="None or floating [B, C, H, W]",
+    weight="floating [C]",
+    bias="floating [C]",
+    running_mean="None or floating [C]",
+    running_var="None or floating [C]",
+    num_batches_tracked="None or integers",
+    momentum="number",
+    eps="number, at least 0",
+)
 def batch_norm_add_relu(
     input: Tensor,  # [B, C, H, W]
     residual: Tensor | None,  # [B, C, H, W]
@@ -48,15 +60,23 @@ def batch_norm_add_relu(
         A tensor of the shape, the type and the memory format of ``input``.
 
     Raises:
-        ValueError: There is only one value for each channel, or a shape does not fit. The message names the argument.
-        TypeError: A type does not fit.
+        ValueError: There is only one value for each channel, or a shape, type or number does not fit. The message names
+            the argument.
 
     The kernels serve 16-bit and float32 input in the channels-last format with float32 weights and C that is a multiple
     of 8, on CUDA. Elsewhere, and under ``torch.compile`` and exports, torch's operators compute the same. It is
     differentiable once on a GPU.
     """
     if not _serves(input, residual, weight, bias, running_mean, running_var):
-        _check(input, residual, weight, bias, running_mean, running_var)
+        op = "batch_norm_add_relu"
+        if not is_traced() and input.numel() == input.shape[1]:
+            raise ValueError(f"{op}: input must have more than 1 value per channel, got {list(input.shape)}")
+        if residual is not None and residual.dtype != input.dtype:
+            raise ValueError(
+                f"{op}: residual must have the type of input {input.dtype}, got {residual.dtype}"
+            )
+        if (running_mean is None) != (running_var is None):
+            raise ValueError(f"{op}: running_mean and running_var must be given together")
         if num_batches_tracked is not None:
             num_batches_tracked.add_(1)
         output = _batch_norm(input, running_mean, running_var, weight, bias, momentum, eps)
@@ -71,37 +91,13 @@ def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) ->
     """Return whether the kernels compute what torch's operators would."""
     return (
         has_kernel("batch_norm_add_relu", input)
-        and input.dim() == 4
         and input.shape[1] % _PACK == 0
         and input.numel() > input.shape[1]
         and input.is_contiguous(memory_format=torch.channels_last)
-        and (residual is None or (residual.shape == input.shape and residual.dtype == input.dtype))
+        and (residual is None or residual.dtype == input.dtype)
         and (channels[2] is None) == (channels[3] is None)
-        and all(_is_vector(vector, input) for vector in channels if vector is not None)
+        and all(_is_vector(vector) for vector in channels if vector is not None)
     )
-
-
-def _check(
-    input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, *running: Tensor | None
-) -> None:
-    op = "batch_norm_add_relu"
-    if is_traced():
-        return
-    check_floating(op, "input", input)
-    if input.dim() != 4 or input.shape[1] == 0:
-        raise ValueError(f"{op}: input must be [B, C, H, W] with C of at least 1, got {list(input.shape)}")
-    if input.numel() == input.shape[1]:
-        raise ValueError(f"{op}: input must have more than 1 value per channel, got {list(input.shape)}")
-    if residual is not None:
-        check_like(op, "residual", residual, input.shape, "of the shape of input", input)
-        if residual.dtype != input.dtype:
-            raise TypeError(f"{op}: residual must have the type of input {input.dtype}, got {residual.dtype}")
-    if (running[0] is None) != (running[1] is None):
-        raise ValueError(f"{op}: running_mean and running_var must be given together")
-    vectors = {"weight": weight, "bias": bias, "running_mean": running[0], "running_var": running[1]}
-    for name, vector in vectors.items():
-        if vector is not None or name in ("weight", "bias"):
-            check_like(op, name, vector, input.shape[1:2], "[C]", input)
 
 
 def _batch_norm(
@@ -159,14 +155,8 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _is_vector(vector: Tensor, input: Tensor) -> bool:
-    return (
-        vector.dtype == torch.float32
-        and vector.device == input.device
-        and vector.shape == (input.shape[1],)
-        and vector.is_contiguous()
-        and vector.data_ptr() % 16 == 0
-    )
+def _is_vector(vector: Tensor) -> bool:
+    return vector.dtype == torch.float32 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
 
 
 def _rows(images: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._declared import declared
 from .._library import CONSTANTS
 from .._registration import differentiable_once
-from ..tracing import is_traced
-from ._gpu_rows import check_floating, check_like, has_kernel, packed
+from ._gpu_rows import has_kernel, packed
 
 __all__ = ["dropout_add_layer_norm"]
 
@@ -17,6 +17,15 @@ _PACK = CONSTANTS.get("norm_pack", 1)  # values that a thread holds side by side
 _MAX_CHANNELS = CONSTANTS.get("max_norm_channels", 0)
 
 
+@declared(
+    keeps_autocast=True,
+    input="floating [..., C]",
+    residual="None or floating [..., C]",
+    weight="floating [C]",
+    bias="floating [C]",
+    p="number, at least 0, at most 1",
+    eps="number, at least 0",
+)
 def dropout_add_layer_norm(
     input: Tensor,  # [..., C]
     residual: Tensor | None,  # [..., C]
@@ -46,16 +55,16 @@ def dropout_add_layer_norm(
         under autocast.
 
     Raises:
-        ValueError: ``p`` is not within 0..1, or a shape does not fit. The message names the argument.
-        TypeError: A tensor has no floating-point type.
+        ValueError: A number, shape or type does not fit. The message names the argument.
 
     The kernels serve float32 weights and C that is a multiple of 8 and at most 512, on CUDA. Elsewhere, and under
     ``torch.compile`` and exports, torch's operators compute the same. It is differentiable once on a GPU.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout_add_layer_norm: p must be a probability within 0..1, got {p}")
     if not _serves_norm(input, residual, weight, bias):
-        _check_rows(input, residual, weight, bias)
+        if input.shape[-1] == 0:
+            raise ValueError(
+                f"dropout_add_layer_norm: input must have at least 1 channel, got {list(input.shape)}"
+            )
         activated = F.relu(input) if relu else input
         dropped = F.dropout(activated, p) if p > 0 else activated
         return F.layer_norm(
@@ -72,27 +81,12 @@ def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: T
     return (
         has_kernel("dropout_add_layer_norm", input)
         and weight.dtype == bias.dtype == torch.float32
-        and weight.device == bias.device == input.device
-        and weight.shape == bias.shape == input.shape[-1:]
         and len(weight) % _PACK == 0
         and len(weight) <= _MAX_CHANNELS
-        and (residual is None or (residual.dtype in (torch.float32, dtype) and residual.shape == input.shape))
+        and (residual is None or residual.dtype in (torch.float32, dtype))
         # torch would refuse float32 weights for 16-bit input.
         and (dtype == torch.float32 or torch.is_autocast_enabled("cuda"))
     )
-
-
-def _check_rows(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> None:
-    op = "dropout_add_layer_norm"
-    if is_traced():
-        return
-    check_floating(op, "input", input)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"{op}: input must be [..., C] with C of at least 1, got {list(input.shape)}")
-    if residual is not None:
-        check_like(op, "residual", residual, input.shape, "of the shape of input", input)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        check_like(op, name, vector, input.shape[-1:], "[C]", input)
 
 
 def _seed(p: float, device: torch.device) -> Tensor | None:

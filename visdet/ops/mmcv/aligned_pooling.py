@@ -1,9 +1,12 @@
 """Pooling at the borders of boxes, along Bezier curves, and by the integral of the map (PrRoIPool)."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _library, _registration
 from .._arguments import computation_dtype
 from .._declared import declared
 from .._roi_sampling import MAP, UPRIGHT, _sample, bounds_of, check_samples, is_image, pool_samples
@@ -147,31 +150,6 @@ def _integral(position: Tensor) -> Tensor:
     return 0.5 + position - position * position.abs() / 2
 
 
-def _sums_of_windows(maps: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Return the sums of maps [C, H, W] with the weights [N, PH, H] and [N, PW, W] as [N, C, PH, PW].
-
-    A bin reads only the pixels from its first weight to its last. It can be differentiated once.
-    """
-    (y, of_y), (x, of_x) = _windows(down), _windows(across)
-    (N, PH), PW, W = down.shape[:2], across.shape[1], maps.shape[2]
-    pixels = (y[:, :, None, :, None] * W + x[:, None, :, None, :]).reshape(N * PH * PW, -1)
-    weights = (of_y[:, :, None, :, None] * of_x[:, None, :, None, :]).reshape(pixels.shape)
-    rows = maps.flatten(1).t().contiguous()
-    sums = F.embedding_bag(pixels, rows, per_sample_weights=weights, mode="sum")
-    return sums.view(N, PH, PW, -1).permute(0, 3, 1, 2)
-
-
-def _windows(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places [N, P, K] of the weights [N, P, size] that count, which are neighbours, and their values."""
-    counts, places = weights.detach() != 0, torch.arange(weights.shape[2])
-    first = torch.where(counts, places, weights.shape[2]).amin(-1).clamp(max=weights.shape[2] - 1)
-    length = int(counts.sum(-1).max())
-    window = first[..., None] + torch.arange(max(length, 1))
-    is_within = window < weights.shape[2]
-    window = window.clamp(max=weights.shape[2] - 1)
-    return window, torch.where(is_within, weights.gather(2, window), 0)
-
-
 @declared(
     features=MAP,
     rois=UPRIGHT,
@@ -204,6 +182,17 @@ def prroi_pool(
     Source: Paper "IoU-Net" (Jiang et al.). The signature is mmcv's.
     """
     check_samples("prroi_pool", output_size)
+    PH, PW = output_size
+    rois = rois.to(computation_dtype(features))
+    if features.is_cuda or features.numel() == 0 or not _library.serves(features):
+        return prroi_pool_reference(features, rois, output_size, spatial_scale)
+    return _prroi_pool(features, rois, int(PH), int(PW), float(spatial_scale), 0)
+
+
+def prroi_pool_reference(
+    features: Tensor, rois: Tensor, output_size: tuple[int, int], spatial_scale: float = 1.0
+) -> Tensor:
+    """Return what ``prroi_pool`` returns, in plain torch: the definition kernels are tested against."""
     dtype = computation_dtype(features)
     index = rois[:, 0].detach()
     corners = rois[:, 1:].to(dtype) * spatial_scale
@@ -224,9 +213,57 @@ def prroi_pool(
     for image, maps in enumerate(features.to(dtype)):
         chosen = (is_known & (index == image)).nonzero()[:, 0]
         down, across = (weight[chosen] for weight in weights)
-        if features.device.type == "cpu" and chosen.numel() and maps.numel():
-            values = _sums_of_windows(maps, down, across)
-        else:
-            values = torch.einsum("nph,chw,nqw->ncpq", down, maps, across)
-        pooled = pooled.index_copy(0, chosen, values)
+        pooled = pooled.index_copy(0, chosen, torch.einsum("nph,chw,nqw->ncpq", down, maps, across))
     return pooled.to(features.dtype)
+
+
+def _corners_gradient(grad: Tensor, features: Tensor, rois: Tensor, PH: int, PW: int, scale: float) -> Tensor:
+    """Return the gradient of the corners. An edge adds to a mean what the mean on its line differs from it."""
+    grad, features = (one.to(rois.dtype) for one in (grad, features))
+    means = _prroi_pool(features, rois, PH, PW, scale, 0)
+    gradients = []
+    for axis, bins in ((1, PW), (2, PH)):
+        lines = _prroi_pool(features, rois, PH, PW, scale, axis).transpose(-axis, -1)
+        part = (
+            torch.arange(bins + 1, device=rois.device) / bins
+        )  # of the way from the low corner to the high one
+        of_mean, mean = grad.transpose(-axis, -1), means.transpose(-axis, -1)
+        of_low = (of_mean * (mean - lines[..., :-1])).sum((1, 2))
+        of_high = (of_mean * (lines[..., 1:] - mean)).sum((1, 2))
+        step = (rois[:, axis + 2] - rois[:, axis]) / bins
+        for weight in (1 - part, part):
+            total = (of_low * weight[:-1] + of_high * weight[1:]).sum(1)
+            gradients.append(torch.where(total == 0, total, total / step))
+    return torch.stack([torch.zeros_like(gradients[0]), *gradients], 1)[:, [0, 1, 3, 2, 4]]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.settings = inputs[2:5]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    features, rois = ctx.saved_tensors
+    B, _, H, W = features.shape
+    of_features = of_rois = None
+    if ctx.needs_input_grad[0]:
+        of_features = torch.ops.visdet.prroi_pool_backward.default(grad, rois, B, H, W, ctx.settings[2])
+    if ctx.needs_input_grad[1]:
+        of_rois = _corners_gradient(grad, features, rois, *ctx.settings)
+    return of_features, of_rois, None, None, None, None
+
+
+_prroi_pool = _registration.differentiable(
+    "prroi_pool",
+    lambda given: given.features.new_empty(
+        given.rois.shape[0],
+        given.features.shape[1],
+        given.pooled_height + (given.lines == 2),
+        given.pooled_width + (given.lines == 1),
+    ),
+    gradient=lambda _: SimpleNamespace(
+        fake=lambda grad, rois, B, H, W, scale: grad.new_empty(B, grad.shape[1], H, W),
+        save=_save,
+        backward=_backward,
+    ),
+)

@@ -1,6 +1,5 @@
 """The decoder that turns box predictions into results, and what it shares with the decoders of other tasks."""
 
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -114,23 +113,12 @@ def _result_of(selected: dict[str, Any], index: int) -> dict[str, Any]:
     return result
 
 
-class ResultDecoder(ABC):
-    """Base class of the decoders of all tasks."""
-
-    @abstractmethod
-    def select(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
-        """Return the results [B, ...] of the batch on its device.
-
-        They may have ``is_kept`` [B, n], which tells whether a row counts.
-        """
-
-
 @TASK_UTILS.register_module()
-class SparseBox3DDecoder(ResultDecoder):
+class SparseBox3DDecoder:
     """Decodes the best boxes of each sample. Scores are multiplied by the predicted centerness.
 
     Args:
-        num_output: greatest number of results of a sample.
+        num_output: greatest number of results of a sample, 300 with None.
         score_threshold: least class score, before it is multiplied by the centerness. With None all results are kept.
         sorted: whether the best results come first. With quality they always do.
         min_distance: a box is left out if its centre is nearer than this, in metres, to that of a better box of its
@@ -143,7 +131,7 @@ class SparseBox3DDecoder(ResultDecoder):
 
     def __init__(
         self,
-        num_output: int = 300,
+        num_output: int | None = 300,
         score_threshold: float | None = None,
         sorted: bool = True,
         min_distance: float | None = None,
@@ -152,6 +140,12 @@ class SparseBox3DDecoder(ResultDecoder):
         self.score_threshold = score_threshold
         self.sorted = sorted
         self.min_distance = min_distance
+
+    def best(self, logits: Tensor, quality: Tensor | None, once_each: bool) -> BestPredictions:
+        """Return the best predictions of a decoder layer, see ``select_best``."""
+        return select_best(
+            logits, 300 if self.num_output is None else self.num_output, quality, self.sorted, once_each
+        )
 
     @torch.no_grad()
     def select(
@@ -174,9 +168,7 @@ class SparseBox3DDecoder(ResultDecoder):
         """
         boxes = box_preds[output_idx]
         of_layer = None if quality is None else quality[output_idx]
-        best = select_best(
-            cls_scores[output_idx], self.num_output, of_layer, self.sorted, once_each=instance_id is not None
-        )
+        best = self.best(cls_scores[output_idx], of_layer, once_each=instance_id is not None)
         results = {
             "boxes_3d": decode_box(boxes.gather(1, best.query[..., None].expand(-1, -1, boxes.shape[-1]))),
             "scores_3d": best.score,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.errors import InvalidInputError
 from visdet.registry import TASK_UTILS
 
 from ...matching.match_costs import FocalLossCost
@@ -31,7 +31,7 @@ class LinesL1Cost:
         self.beta = beta
         self.permute = permute
 
-    def __call__(self, lines_pred: Tensor, gt_lines: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, lines_pred: Tensor, gt_lines: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the cost [..., Q, N] and, with ``permute``, the index of the best ordering [..., Q, N] int64.
 
         Args:
@@ -55,7 +55,7 @@ class LinesL1Cost:
             distance = F.smooth_l1_loss(predicted, true, reduction="none", beta=self.beta).sum(-1)
         distance = distance / (lines_pred.shape[-1] // 2) * self.weight
         if not self.permute:
-            return distance
+            return distance, None
         best = distance.unflatten(-1, gt_lines.shape[-3:-1]).min(-1)
         return best.values, best.indices
 
@@ -75,23 +75,16 @@ class MapQueriesCost:
     ) -> None:
         self.cls_cost = TASK_UTILS.build(cls_cost) if isinstance(cls_cost, dict) else cls_cost
         self.reg_cost = TASK_UTILS.build(reg_cost) if isinstance(reg_cost, dict) else reg_cost
-        if not isinstance(self.cls_cost, FocalLossCost) or not isinstance(self.reg_cost, LinesL1Cost):
-            raise InvalidTypeError(
-                "MapQueriesCost: cls_cost must be a FocalLossCost and reg_cost a LinesL1Cost, "
-                f"got {type(self.cls_cost).__name__} and {type(self.reg_cost).__name__}"
-            )
 
-    def __call__(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the cost [..., Q, N] and, if lines are permuted, also the best orderings; see ``LinesL1Cost``.
 
         Args:
             preds: ``lines`` [..., Q, D] and ``scores`` [..., Q, C], which are logits.
             gts: ``lines`` as in ``LinesL1Cost`` and ``labels`` [..., N].
         """
-        lines_cost = self.reg_cost(preds["lines"], gts["lines"])
-        cost, *orderings = lines_cost if isinstance(lines_cost, tuple) else (lines_cost,)
-        cost = self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost
-        return (cost, *orderings) if orderings else cost
+        cost, ordering = self.reg_cost(preds["lines"], gts["lines"])
+        return self.cls_cost.of_labels(preds["scores"], gts["labels"]) + cost, ordering
 
 
 @TASK_UTILS.register_module()
@@ -107,7 +100,6 @@ class HungarianLinesAssigner:
     def __init__(self, cost: dict[str, Any] | MapQueriesCost) -> None:
         self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
 
-    def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the cost [..., Q, N] and the best ordering [..., Q, N], which is 0 if lines have only one."""
-        cost = self.cost(preds, gts)
-        return cost if isinstance(cost, tuple) else (cost, torch.zeros_like(cost, dtype=torch.int64))
+    def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the cost [..., Q, N] and the best ordering [..., Q, N], which is None if lines have only one."""
+        return self.cost(preds, gts)

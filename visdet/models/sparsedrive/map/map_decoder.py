@@ -5,11 +5,11 @@ from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ..boxes.box3d_decoder import ResultDecoder, select_best
+from ..boxes.box3d_decoder import select_best
 
 
 @TASK_UTILS.register_module()
-class SparsePoint3DDecoder(ResultDecoder):
+class SparsePoint3DDecoder:
     """Decodes the best polylines of each sample, as many as there are predictions.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ...layers.precision import at_least_float32
-from ...losses.reduced_loss import ReducedLoss
+from ...losses.reduced_loss import ReducedLoss, Reduction
 from .map_target import normalize_line
 
 
@@ -24,7 +24,7 @@ class LinesL1Loss(ReducedLoss):
     Source: StreamMapNet; names and defaults are SparseDrive's.
     """
 
-    def __init__(self, reduction: str = "mean", loss_weight: float = 1.0, beta: float = 0.5) -> None:
+    def __init__(self, reduction: Reduction = "mean", loss_weight: float = 1.0, beta: float = 0.5) -> None:
         super().__init__(reduction, loss_weight)
         self.beta = beta
 

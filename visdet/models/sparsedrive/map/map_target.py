@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visdet.errors import InvalidTypeError
 from visdet.registry import TASK_UTILS
 
 from ...matching.assignment import for_solver
@@ -57,10 +56,6 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
     ) -> None:
         super().__init__(num_dn_groups, num_temp_dn_groups)
         self.assigner: Any = TASK_UTILS.build(assigner) if isinstance(assigner, dict) else assigner
-        if not isinstance(self.assigner, HungarianLinesAssigner):
-            raise InvalidTypeError(
-                f"SparsePoint3DTarget: assigner must be a HungarianLinesAssigner or its config, got {assigner!r}"
-            )
         self.num_cls = num_cls
         self.num_sample = num_sample
         self.roi_size = tuple(roi_size)

@@ -11,7 +11,7 @@ from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
 from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
-from ..boxes.box3d_decoder import ResultDecoder, rows_to_keep, select_best
+from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
 from ..sample_batch import field_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
@@ -19,7 +19,7 @@ _COLLISION = -999.0
 
 
 @TASK_UTILS.register_module()
-class SparseBox3DMotionDecoder(ResultDecoder):
+class SparseBox3DMotionDecoder(SparseBox3DDecoder):
     """Decodes the trajectories of the boxes that ``SparseBox3DDecoder`` returns, in the same order.
 
     Args:
@@ -38,19 +38,16 @@ class SparseBox3DMotionDecoder(ResultDecoder):
         sorted: bool = True,
         min_distance: float | None = None,
     ) -> None:
-        self.num_output = num_output
-        self.score_threshold = score_threshold
-        self.sorted = sorted
-        self.min_distance = min_distance
+        super().__init__(num_output, score_threshold, sorted, min_distance)
 
     @torch.no_grad()
-    def select(
+    def select(  # type: ignore[override]
         self,
         cls_scores: list[Tensor],
         box_preds: list[Tensor],
-        instance_id: Tensor | None = None,
-        quality: list[Tensor | None] | None = None,
-        motion_output: dict[str, Any] | None = None,
+        instance_id: Tensor | None,
+        quality: list[Tensor | None] | None,
+        motion_output: dict[str, Any],
         output_idx: int = -1,
     ) -> dict[str, Tensor]:
         """Return the motion of each box.
@@ -64,12 +61,8 @@ class SparseBox3DMotionDecoder(ResultDecoder):
             [B, n, frames, 7 + v], the boxes of the last frames; ``period`` [B, n], the number of frames for which a box
             has been tracked; and ``is_kept`` [B, n] if rows are left out.
         """
-        assert motion_output is not None
-        wanted = 300 if self.num_output is None else self.num_output
         of_layer = None if quality is None else quality[output_idx]
-        best = select_best(
-            cls_scores[output_idx], wanted, of_layer, self.sorted, once_each=instance_id is not None
-        )
+        best = self.best(cls_scores[output_idx], of_layer, once_each=instance_id is not None)
         query = best.query
         batch = torch.arange(query.shape[0], device=query.device)[:, None]
         centre = box_preds[output_idx][batch, query, :2]
@@ -85,7 +78,7 @@ class SparseBox3DMotionDecoder(ResultDecoder):
 
 
 @TASK_UTILS.register_module()
-class HierarchicalPlanningDecoder(ResultDecoder):
+class HierarchicalPlanningDecoder:
     """Decodes the plan, which is the best mode of the given command.
 
     Args:

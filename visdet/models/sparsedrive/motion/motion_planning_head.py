@@ -125,8 +125,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
 
         If the first size of the shape is None, any size is accepted.
         """
-        if given is None:
-            raise InvalidInputError(f"MotionPlanningHead: {name} must be numbers or a .npy file, got None")
         anchors = self.read_anchors(name, given, (shape[0] or _NUSCENES_CLASSES, *shape[1:]))
         if anchors.shape[1:] != shape[1:] or shape[0] not in (None, len(anchors)):
             wanted = ["classes" if shape[0] is None else shape[0], *shape[1:]]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
 from ..anchor_files import ModuleWithAnchors
@@ -102,10 +102,6 @@ class InstanceBank(ModuleWithAnchors):
         super().__init__()
         if isinstance(anchor_handler, dict):
             anchor_handler = MODELS.build(anchor_handler)
-        if anchor_handler is not None and not hasattr(anchor_handler, "anchor_projection"):
-            raise InvalidTypeError(
-                f"InstanceBank: anchor_handler must have anchor_projection, got {type(anchor_handler).__name__}"
-            )
         self.embed_dims = embed_dims
         self.num_temp_instances = num_temp_instances
         self.default_time_interval = default_time_interval

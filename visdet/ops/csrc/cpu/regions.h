@@ -33,16 +33,16 @@ void lay_out_window(const T* maps, int64_t W, int64_t plane, int64_t channels, c
   }
 }
 
-// The way back: writes `from` [pixels, kBlock] to `window` of the planes.
+// The way back: adds `from` [pixels, kBlock] to `window` of the planes.
 template <typename T, typename A>
-void take_back_window(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window, T* maps) {
+void add_window(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window, T* maps) {
   constexpr int kTile = kBlock<A>;
   for (int64_t h = window.top; h < window.bottom; ++h) {
     for (int64_t w = window.left; w < window.right; w += kTile) {
       const int64_t count = window.right - w < kTile ? window.right - w : kTile;
       T* to = maps + h * W + w;
       for (int64_t c = 0; c < channels; ++c, to += plane) {
-        for (int64_t k = 0; k < count; ++k) from_accumulate(from[k * kTile + c], to[k]);
+        for (int64_t k = 0; k < count; ++k) from_accumulate(to_accumulate(to[k]) + from[k * kTile + c], to[k]);
       }
       from += count * kTile;
     }

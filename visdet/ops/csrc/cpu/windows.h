@@ -15,11 +15,10 @@ template <typename A>
 constexpr int kBlock = 64 / static_cast<int>(sizeof(A));
 
 // A function that writes `window` of the `channels` planes from `maps` on to `to` [pixels, kBlock], zeros after the
-// last channel; and the way back.
+// last channel; and one that adds them to the planes.
 template <typename T, typename A>
 using LayOutWindow = void (*)(const T* maps, int64_t W, int64_t plane, int64_t channels, const Window& window, A* to);
 template <typename T, typename A>
-using TakeBackWindow = void (*)(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window,
-                                T* maps);
+using AddWindow = void (*)(const A* from, int64_t W, int64_t plane, int64_t channels, const Window& window, T* maps);
 
 }  // namespace visdet

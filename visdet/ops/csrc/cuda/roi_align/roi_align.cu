@@ -95,7 +95,7 @@ void check_bins(const char* op, const RoIAlignProblem& p) {
 Tensor forward(const Tensor& input_in, const Tensor& rois_in, int64_t PH, int64_t PW, double spatial_scale,
                int64_t sampling_ratio, bool aligned) {
   constexpr const char* op = "roi_align";
-  const auto p = check_roi_align(input_in, rois_in, PH, PW, spatial_scale, sampling_ratio, aligned, Regions::kAny);
+  const auto p = check_roi_align(input_in, rois_in, PH, PW, spatial_scale, sampling_ratio, aligned);
   check_bins(op, p);
   const DeviceScope scope(input_in);
   const Tensor input = dense(input_in), rois = dense(rois_in);
@@ -128,8 +128,7 @@ void spread(const DeviceScope& scope, const RoIAlignProblem& p, const Tensor& gr
 
 Tensor backward(const Tensor& grad_output_in, const Tensor& rois_in, int64_t B, int64_t H, int64_t W,
                 double spatial_scale, int64_t sampling_ratio, bool aligned, bool deterministic) {
-  const auto p =
-      check_roi_align_backward(grad_output_in, rois_in, B, H, W, spatial_scale, sampling_ratio, aligned, Regions::kAny);
+  const auto p = check_roi_align_backward(grad_output_in, rois_in, B, H, W, spatial_scale, sampling_ratio, aligned);
   check_bins(kBackward, p);
   const DeviceScope scope(grad_output_in);
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in);

@@ -1,30 +1,10 @@
-// Rotated regions, and bins as loops over samples, for regions of any shape.
+// Bins as loops over samples, for regions of any shape.
 #pragma once
 
 #include "common/values.cuh"
 #include "roi_align_samples.h"
 
 namespace visdet::roi_align {
-
-template <typename A>
-struct Rotated : Frame<A> {
-  static constexpr int kColumns = 6;
-  A center_x, center_y, cosine, sine;
-
-  __device__ __forceinline__ void start(const A* roi, const A (&box)[4], const RoIAlignProblem& p) {
-    const A scale = static_cast<A>(p.scale), shift = p.aligned ? A(0.5) : A(0);
-    A width = product(box[2], scale), height = product(box[3], scale);
-    this->across = bins_of(p, width, p.PW), this->down = bins_of(p, height, p.PH);
-    if (!p.aligned) width = width > 1 ? width : A(1), height = height > 1 ? height : A(1);
-    this->x = -width / 2, this->y = -height / 2;
-    center_x = sum(product(box[0], scale), -shift), center_y = sum(product(box[1], scale), -shift);
-    cosine = cos(roi[5]), sine = sin(roi[5]);  // NaN for an infinite angle: then no sample counts
-  }
-  __device__ __forceinline__ void place(A& x, A& y) const {
-    const A right = x * cosine + y * sine + center_x;
-    y = y * cosine - x * sine + center_y, x = right;
-  }
-};
 
 // Calls f(bin, channel, count) for every bin and every run of up to kTogether of the `channels` channels, one after
 // another in the threads of a block.
