@@ -15,6 +15,7 @@ Environment:
     MAX_JOBS               compilations at a time.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -66,15 +67,12 @@ def notice(*lines):
 
 def find_nvcc():
     """Return the path of nvcc from CUDA_HOME, PATH or site-packages, or None."""
-    candidates = []
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(variable):
-            candidates.append(Path(os.environ[variable]) / "bin" / "nvcc")
-    if shutil.which("nvcc"):
-        candidates.append(Path(shutil.which("nvcc")))
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path}:
-        if site:
-            candidates += sorted(Path(site).glob("nvidia/*/bin/nvcc"), reverse=True)
+    homes = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
+    candidates = [Path(home, "bin", "nvcc") for home in homes if home]
+    candidates += [Path(path) for path in [shutil.which("nvcc")] if path]
+    sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path} - {""}
+    found = (sorted(Path(site).glob("nvidia/*/bin/nvcc"), reverse=True) for site in sites)
+    candidates += itertools.chain.from_iterable(found)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -89,22 +87,19 @@ def nvcc_version(nvcc):
 
 def cuda_architectures(nvcc, for_wheel):
     """Return the architectures to compile native code for and those to add PTX of: (["75", "80"], ["80"])."""
-    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-    known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if wanted:
         with_ptx = [name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")]
         names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
     elif for_wheel:
+        listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+        known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
         names = [name for name in WHEEL_ARCHITECTURES if name in known]
         is_served = names[-1][:-1] in [name[:-1] for name in WHEEL_PTX]
         with_ptx = [name for name in names if name in WHEEL_PTX or (name == names[-1] and not is_served)]
     else:
         names = present_gpus() or ["90"]
         with_ptx = [names[-1]]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"visdet: {nvcc} knows no architecture {unknown}; it knows {sorted(known)}")
     return names, with_ptx
 
 
@@ -157,11 +152,6 @@ def cuda_decision(torch):
             "Operators will run on the CPU only. VISDET_CUDA=1 makes this an error, VISDET_CUDA=0 a choice.",
         )
     return nvcc
-
-
-def host_sources():
-    """Return the sources that are compiled once, without CUDA: those of csrc itself and those of csrc/common."""
-    return [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()]
 
 
 def common_sources():
@@ -272,7 +262,7 @@ class NinjaFile:
         # torch only if operations are rounded one by one (common/rounded.h).
         built = self.compile_all(
             " ".join([CXX, *flags, "-O2", "-ffp-contract=off"]),
-            host_sources(),
+            [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()],
             "common/precompiled.h",
             objects / "host",
             lambda source: objects / f"{object_stem(source)}.o",
