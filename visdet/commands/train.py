@@ -7,10 +7,17 @@ torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 """
 
 import argparse
+import os
 
 from visdet.command_line import add_config_arguments
 
-_LOGGERS = {"wandb": "WandbVisBackend", "mlflow": "MLflowVisBackend"}
+_LOGGERS = {
+    "wandb": {"type": "WandbVisBackend"},
+    "mlflow": {
+        "type": "MLflowVisBackend",
+        "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db"),
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
 
     options = args.cfg_options or {}
     if args.logger:
-        kinds = ("LocalVisBackend", "TensorboardVisBackend", _LOGGERS[args.logger])
-        options = {"visualizer.vis_backends": [{"type": kind} for kind in kinds], **options}
+        backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
+        options = {"visualizer.vis_backends": backends, **options}
     train(
         args.config,
         options,
