@@ -14,7 +14,6 @@ from visdet.datasets.synthetic.driving_renderer import GROUND_Z, Renderer, boxes
 from visdet.datasets.synthetic.driving_scenes import _LIDAR_TO_EGO, _ego_pose
 from visdet.datasets.synthetic.driving_world import (
     DRIVING_CLASSES,
-    STEP_S,
     Agents,
     make_world,
 )
@@ -144,36 +143,6 @@ def test_annotations(infos):
         assert info["gt_ego_fut_trajs"][0, 1] > -1e-3
     frames = [int(info["gt_ego_fut_masks"].sum()) for info in infos[:8]]
     assert frames == [6, 6, 5, 4, 3, 2, 1, 0]
-
-
-def test_the_vehicle_drives_as_people_do():
-    """It turns, slows down for turns and for others, stops and starts again; its speed never jumps."""
-    worlds = [make_world(np.random.default_rng(seed), 26) for seed in range(40)]
-    speeds = np.stack([world.ego_speed for world in worlds])
-    turned = np.abs([np.ptp(np.unwrap(world.ego_yaw)) for world in worlds])
-    acceleration = np.diff(speeds, axis=1) / STEP_S
-    assert (speeds >= 0).all() and 3.5 < speeds.mean() < 7 and speeds.max() < 9.5
-    assert acceleration.max() < 1.7 and acceleration.min() > -6.1
-    assert 0.2 < (turned > 0.6).mean() < 0.8
-    stops = (speeds.min(axis=1) < 0.3).mean()
-    assert 0.1 < stops < 0.6
-    for world in worlds:
-        travelled = np.diff(world.ego_station)
-        np.testing.assert_allclose(travelled, (world.ego_speed[1:] + world.ego_speed[:-1]) / 4, atol=0.35)
-        pace = np.linalg.norm(np.diff(world.ego_xy, axis=0), axis=1) / STEP_S
-        rate = np.abs(np.diff(np.unwrap(world.ego_yaw))) / STEP_S
-        assert (pace * rate)[pace > 1].max(initial=0) < 3.5  # m/s^2 sideways
-
-
-def test_nobody_runs_into_anybody():
-    for seed in range(20):
-        world = make_world(np.random.default_rng(seed), 26)
-        agents = world.agents
-        reach = np.minimum(agents.sizes[:, 0], agents.sizes[:, 1]) / 2
-        gaps = np.linalg.norm(agents.xy[:, None] - agents.xy[None], axis=-1).min(axis=-1)
-        gaps[np.diag_indices(len(gaps))] = np.inf
-        assert (gaps > reach[:, None] + reach[None]).all()
-        assert (np.linalg.norm(agents.xy - world.ego_xy, axis=-1).min(axis=-1) > reach + 0.8).all()
 
 
 def test_dataset_makes_its_files_and_is_registered(tmp_path, monkeypatch):

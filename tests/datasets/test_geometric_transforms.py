@@ -180,15 +180,10 @@ def test_random_sizes():
 
 
 @QUICK
-@given(
-    scenes(),
-    st.integers(0, 2**31),
-    st.sampled_from(["absolute", "absolute_range", "relative", "relative_range"]),
-)
+@given(scenes(), st.integers(0, 2**31), st.sampled_from(["absolute", "absolute_range"]))
 def test_crop(scene, seed, crop_type):
     torch.manual_seed(seed)
-    crop_size = (17, 23) if crop_type.startswith("absolute") else (0.4, 0.7)
-    results = RandomCrop(crop_size, crop_type, allow_negative_crop=True)(painted(*scene))
+    results = RandomCrop((17, 23), crop_type, allow_negative_crop=True)(painted(*scene))
     check_consistent(results)
     found = white_box(results)
     assert results["gt_bboxes"].tolist() == ([] if found is None else [found])
@@ -198,12 +193,6 @@ def test_crop(scene, seed, crop_type):
     if crop_type == "absolute_range":
         assert min(17, scene[1]) <= width <= min(23, scene[1]) and min(17, scene[0]) <= height <= min(
             23, scene[0]
-        )
-    if crop_type == "relative":
-        assert (width, height) == (int(scene[1] * 0.4 + 0.5), int(scene[0] * 0.7 + 0.5))
-    if crop_type == "relative_range":
-        assert (
-            int(scene[1] * 0.4 + 0.5) <= width <= scene[1] and int(scene[0] * 0.7 + 0.5) <= height <= scene[0]
         )
 
 
@@ -216,16 +205,6 @@ def test_crops_without_a_box():
     unclipped = RandomCrop((10, 10), bbox_clip_border=False)(painted(30, 30, (0, 0, 30, 30)))
     x1, y1, x2, y2 = unclipped["gt_bboxes"][0].tolist()
     assert (x2 - x1, y2 - y1) == (30, 30) and x1 <= 0 and y2 >= 10
-
-
-def test_crop_covers_every_place():
-    torch.manual_seed(0)
-    crop = RandomCrop((10, 10), allow_negative_crop=True)
-    image = torch.arange(12 * 12).reshape(1, 12, 12).expand(3, 12, 12)
-    starts = {
-        int(crop(dict(img=tv_tensors.Image(image), img_shape=(12, 12)))["img"][0, 0, 0]) for _ in range(200)
-    }
-    assert starts == {row * 12 + column for row in range(3) for column in range(3)}
 
 
 @QUICK
@@ -351,9 +330,8 @@ def test_random_choice():
         (lambda: RandomFlip(prob=[0.1], direction=["horizontal", "vertical"]), "one per direction"),
         (lambda: RandomFlip(prob=0.5, direction="left"), "direction must be .* got 'left'"),
         (lambda: RandomCrop((5, 5), crop_type="abs"), "crop_type must be .* got 'abs'"),
-        (lambda: RandomCrop((0.5, 0.5)), "positive integers"),
+        (lambda: RandomCrop((0.5, 0.5)), "crop_size must be"),
         (lambda: RandomCrop((9, 5), crop_type="absolute_range"), r"\(smallest, largest\)"),
-        (lambda: RandomCrop((2, 0.5), crop_type="relative"), r"in \(0, 1\]"),
         (lambda: RandomCrop((5, 5), recompute_bbox=True), "recompute_bbox must be False"),
         (lambda: Pad(), "give either size, or size_divisor"),
         (lambda: Pad(size=(5, 5), size_divisor=2), "give either size, or size_divisor"),

@@ -46,14 +46,6 @@ def played(batches, slot, flag):
     return runs
 
 
-def test_a_slot_plays_whole_sequences_in_order():
-    data = Sequences()
-    batches = first(200)
-    for slot in range(2):
-        for number, frames in played(batches, slot, data.flag)[:-1]:
-            assert frames == np.flatnonzero(data.flag == number).tolist()
-
-
 def test_every_sequence_is_played_once_a_round_and_never_twice_at_once():
     data = Sequences()
     batches = first(300)

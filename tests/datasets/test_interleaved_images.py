@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visdet.datasets.transforms.interleaved import split_channels
+from visdet.datasets.transforms.formatting import split_channels
 
 
 def image(shape, dtype, layout):

@@ -117,15 +117,6 @@ def test_load_interval(dataset_of, infos):
             dataset_of(infos, load_interval=interval)
 
 
-def test_future_boxes_are_those_of_the_file_whatever_the_interval(dataset_of, infos):
-    """The vehicle's future has a step every 0.5 s, so the boxes it may hit do too."""
-    every, third = (dataset_of(infos, test_mode=True, load_interval=n) for n in (1, 3))
-    for index, position in ((0, 0), (1, 3), (3, 9)):
-        assert third[index]["token"] == every[position]["token"]
-        for one, other in zip(third[index]["fut_boxes"], every[position]["fut_boxes"], strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 def test_the_truth_of_a_test_has_boxes_that_radar_alone_saw(dataset_of, infos):
     lidar = infos[0]["num_lidar_pts"]
     seen_by_radar = np.zeros_like(lidar)

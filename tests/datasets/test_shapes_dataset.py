@@ -16,7 +16,7 @@ from PIL import Image
 from visdet.datasets import make_shapes
 from visdet.datasets.synthetic import shapes
 from visdet.datasets.synthetic.drawn_folder import draw_in_processes
-from visdet.datasets.synthetic.shapes_images import SHAPE_CLASSES, draw_shapes
+from visdet.datasets.synthetic.shapes import SHAPE_CLASSES, draw_shapes
 from visdet.registry import DATASETS
 
 FORK = multiprocessing.get_context("fork")

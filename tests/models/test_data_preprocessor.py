@@ -5,7 +5,7 @@ import torch
 from mmengine.structures import InstanceData
 
 from visdet.models import DetDataPreprocessor
-from visdet.models.driving_data_preprocessor import DrivingDataPreprocessor
+from visdet.models.data_preprocessor import DrivingDataPreprocessor
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 

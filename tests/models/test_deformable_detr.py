@@ -128,21 +128,6 @@ def test_all_modes(variant):
         assert (instances.bboxes <= torch.tensor([96, 64, 96, 64])).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_lowers_the_loss(variant):
-    model = build(variant).train()
-    images, samples = batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    history = []
-    for _ in range(40 if variant == "dino" else 15):
-        loss, _ = model.parse_losses(model(images, samples, mode="loss"))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    assert sum(history[-3:]) < 0.8 * sum(history[:3])
-
-
 class CornerFeatures(torch.nn.Module):
     """A backbone whose maps show the same numbers in the corner that an image covers, and noise in the padding."""
 
@@ -202,14 +187,6 @@ def test_predictions_are_in_pixels_of_the_original_image():
     scaled = [sample.pred_instances.bboxes for sample in model(images, samples, mode="predict")]
     for a, b in zip(plain, scaled, strict=True):
         torch.testing.assert_close(b, a / torch.tensor([0.5, 2.0, 0.5, 2.0]))
-
-
-@pytest.mark.parametrize("embed_dims", [8, 24])
-def test_two_stages_at_any_width(embed_dims):
-    model = build("two_stage", embed_dims=embed_dims)
-    assert model.pos_trans_fc.weight.shape == (2 * embed_dims, 2 * embed_dims)
-    assert model.bbox_head.cls_branches[0].in_features == embed_dims
-    sum(model(*batch(), mode="loss").values()).backward()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -116,8 +116,8 @@ def test_stages_of_the_walk(case):
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("two_stage")])
 def test_first_stage_proposals(variant):
     case = Case(variant)
+    from visdet.models.deformable_detr.decoder_start import pixel_proposals
     from visdet.models.deformable_detr.flat_pyramid import flatten_pyramid
-    from visdet.models.deformable_detr.proposals import pixel_proposals
 
     model = (
         case.model.train()

@@ -73,12 +73,6 @@ def test_norm_by_name(config, kind):
     assert build_norm_layer({**config, "eps": 0.5}, 8).eps == 0.5
 
 
-def test_activation_by_name():
-    assert isinstance(build_activation_layer({"type": "GELU"}), nn.GELU)
-    assert build_activation_layer({"type": "ReLU"}).inplace
-    assert not build_activation_layer({"type": "ReLU", "inplace": False}).inplace
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -111,29 +105,6 @@ def test_ffn_names_and_sum():
     ffn.add_identity = False
     torch.testing.assert_close(ffn(x), inner)
     assert "layers.1.0.weight" in names(FFN(8, 12, num_fcs=3))
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention_adds_positions_to_queries_and_keys_only(batch_first):
-    torch.manual_seed(0)
-    attention = MultiheadAttention(8, 2, batch_first=batch_first)
-    assert names(attention) == {
-        "attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"
-    }  # fmt: skip
-    query, position = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    place = query + position
-    expected = query + attention.attn(place, place, query, need_weights=False)[0]
-    torch.testing.assert_close(attention(query, query_pos=position), expected)
-
-
-def test_dropout_of_one_attention_leaves_the_next_alone():
-    first = MultiheadAttention(8, 2, dropout=0.5)
-    assert (first.attn.dropout, first.dropout_layer.p) == (0.5, 0.5)
-    later = MultiheadAttention(8, 2)
-    assert later.attn.dropout == 0.0
-    assert isinstance(later.dropout_layer, nn.Identity)
-    explicit = MultiheadAttention(8, 2, dropout_layer={"type": "Dropout", "drop_prob": 0.25})
-    assert explicit.dropout_layer.p == 0.25
 
 
 @pytest.mark.parametrize("name", ["SinePositionalEncoding", "SinePositionalEncoding_plain"])

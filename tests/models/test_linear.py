@@ -9,17 +9,6 @@ from torch import nn
 from visdet.models.layers.linear import Linear
 
 
-def test_it_is_torchs_layer():
-    torch.manual_seed(0)
-    layer = Linear(6, 4)
-    stock = nn.Linear(6, 4)
-    stock.load_state_dict(layer.state_dict())
-    input = torch.randn(3, 5, 6)
-    assert isinstance(layer, nn.Linear) and repr(layer) == repr(stock)
-    assert torch.equal(layer(input), stock(input))
-    assert torch.equal(Linear(6, 4, bias=False)(input[:0]), input[:0, :, :4])
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "by_the_operator"), [(8191, False), (8192, True)])
 def test_many_rows_are_computed_by_the_operator(rows, by_the_operator):

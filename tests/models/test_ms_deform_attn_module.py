@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 from golden import golden, under
-from mmengine.registry import MODELS as ROOT_MODELS
 
 from visdet.models.layers import MultiScaleDeformableAttention
-from visdet.registry import MODELS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SHAPES = torch.tensor([[5, 7], [3, 4]])
@@ -45,15 +43,6 @@ def test_golden(name):
     attention.load_state_dict(under(arrays, f"{name}/state"), strict=True)
     out = attention(**under(arrays, f"{name}/input"))
     torch.testing.assert_close(out, under(arrays, f"{name}/output")["output"], rtol=1e-6, atol=1e-6)
-
-
-def test_registered_here_and_in_the_root():
-    config = {"type": "MultiScaleDeformableAttention", "embed_dims": 16, "num_heads": 4}
-    assert isinstance(MODELS.build(config), MultiScaleDeformableAttention)
-    assert isinstance(ROOT_MODELS.build({**config, "type": "visdet.MultiScaleDeformableAttention"}),
-                      MultiScaleDeformableAttention)  # fmt: skip
-    for name in ("MultiScaleDeformableAttention", "MultiheadAttention", "FFN"):
-        assert ROOT_MODELS.get(name) is not None
 
 
 def test_starts_as_a_ring_of_uniform_weights():

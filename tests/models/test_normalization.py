@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mmengine.model import initialize
 from torch import nn
 
-from visdet.models.layers.normalization import BatchNorm2d, build_norm_layer
+from visdet.models.layers.normalization import BatchNorm2d
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
@@ -31,11 +30,3 @@ def test_the_layer_is_that_of_torch(device, training, options):
         torch.testing.assert_close(ours(x, residual, relu=True), expected, rtol=1e-5, atol=1e-5)
     for name, value in stock.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_initialisers_for_batch_norms_serve_the_layer():
-    layer = build_norm_layer({"type": "BN"}, 8)
-    assert isinstance(layer, BatchNorm2d)
-    initialize(layer, [{"type": "Constant", "val": 3, "bias": 2, "layer": ["_BatchNorm"]}])
-    assert (layer.weight == 3).all() and (layer.bias == 2).all()
-    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(layer), nn.SyncBatchNorm)

@@ -7,8 +7,7 @@ from torch import nn
 from visdet.models.layers.feed_forward import FFN
 from visdet.models.layers.ms_deform_attn import MultiScaleDeformableAttention
 from visdet.models.layers.multihead_attention import MultiheadAttention
-from visdet.models.layers.normalization import LayerNorm
-from visdet.models.layers.residual import add_and_norm
+from visdet.models.layers.normalization import LayerNorm, add_and_norm
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 LEVELS = torch.tensor([[4, 6], [2, 3]])

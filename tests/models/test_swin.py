@@ -85,23 +85,6 @@ def test_frozen_stages_do_not_learn_or_drop():
     assert not model.stages[0].training and model.stages[1].training and not model.patch_embed.training
 
 
-def test_blocks_are_dropped_in_training_alone():
-    model = SwinTransformer(**SMALL, drop_path_rate=0.9).train()
-    images = torch.randn(8, 3, 24, 36)
-    torch.manual_seed(0)
-    assert not torch.equal(model(images)[1], model(images)[1])
-    model.eval()
-    assert torch.equal(model(images)[1], model(images)[1])
-
-
-def test_init_weights():
-    model = SwinTransformer(**SMALL)
-    model.init_weights()
-    linear = model.stages[1].blocks[1].attn.w_msa.qkv
-    assert 0 < linear.weight.abs().max() < 0.2 and not linear.bias.any()
-    assert model.stages[0].blocks[0].attn.w_msa.relative_position_bias_table.std() > 0.005
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

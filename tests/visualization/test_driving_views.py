@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from visdet.structures import DrivingDataSample
-from visdet.structures.palette import class_palette
+from visdet.structures.class_names import class_palette
 from visdet.visualization.driving_views import (
     MAP_COLORS,
     PLAN_COLOR,

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
-from visdet.structures.palette import class_palette
+from visdet.structures.class_names import class_palette
 from visdet.visualization import DetLocalVisualizer, contact_sheet, draw_boxes, side_by_side
 
 META = dict(classes=("cat", "dog"), palette=[(255, 0, 0), (0, 0, 255)])

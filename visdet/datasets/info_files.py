@@ -10,7 +10,9 @@ import io
 import json
 import pickle
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -159,13 +161,10 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     for index, info in enumerate(infos):
         encoded = _encode(info, pools, f"frame {info.get('token') or index} of {path}")
         texts.append(json.dumps(encoded, separators=(",", ":")).encode())
-    np.savez(
-        path,
-        text=np.frombuffer(b"".join(texts), dtype=np.uint8),
-        ends=np.cumsum([len(text) for text in texts], dtype=np.int64),
-        **{f"pool_{name}": np.frombuffer(pool, name) for name, pool in pools.items()},
-        **{name: np.array(json.dumps(value)) for name, value in values.items()},
-    )
+    arrays: dict[str, Any] = {name: np.array(json.dumps(value)) for name, value in values.items()}
+    arrays |= {f"pool_{name}": np.frombuffer(pool, name) for name, pool in pools.items()}
+    text = np.frombuffer(b"".join(texts), dtype=np.uint8)
+    np.savez(path, text=text, ends=np.cumsum([len(text) for text in texts], dtype=np.int64), **arrays)
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
@@ -219,3 +218,54 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
+
+
+_MIN_INTERVAL_US = 1000  # Frames of a recording are farther apart, unless the time is in other units.
+_MAX_INTERVAL_US = 60_000_000  # Frames that are farther apart belong to two recordings of one name.
+
+
+def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of the frames, scene after scene and each in order of time, and the scene number of each.
+
+    Raises:
+        ValueError: the file is empty, a frame has no token, scene or time, two frames have one token or one scene and
+            time, or the times are not in microseconds.
+    """
+    keys = frame_keys(infos, file)
+    if not keys:
+        raise InvalidInputError(f"info file {file} holds no frames")
+    repeated = [token for token, count in Counter(frame_tokens(infos)).items() if count > 1]
+    if repeated:  # Metrics tell frames apart by their tokens.
+        raise InvalidInputError(
+            f"info file {file}: several frames have the token {repeated[0]}. Recordings that are joined must have "
+            "different tokens and scene tokens"
+        )
+    # Files without sweeps of points have empty lists in all frames of a scene.
+    with_sweeps = {scene for _, scene, has_none in keys if not has_none}
+    scene_starts: dict[str, int] = {}
+    for time, scene, _ in keys:
+        scene_starts[scene] = min(time, scene_starts.get(scene, time))
+    # Scenes that two vehicles have recorded at the same time must not be interleaved.
+    order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
+    scenes = np.zeros(len(order), dtype=np.int64)
+    for position, (before, here) in enumerate(pairwise(order), start=1):
+        (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]
+        gap = time - time_before
+        if scene == scene_before and not _MIN_INTERVAL_US <= gap <= _MAX_INTERVAL_US:
+            raise InvalidInputError(
+                f"info file {file}: two frames of scene {scene} are {gap} us apart, at {time_before} and {time}. "
+                "timestamp must be in microseconds, and different recordings must have different scene tokens"
+            )
+        is_first = scene != scene_before or (has_no_sweeps and scene in with_sweeps)
+        scenes[position] = scenes[position - 1] + is_first
+    return np.array(order, dtype=np.int64), scenes
+
+
+def sequence_flags(scenes: np.ndarray, split_num: Any) -> np.ndarray:
+    """Return the number of the sequence of each frame, int64, counted from 0 without gaps."""
+    if split_num in (-1, "all"):
+        return np.arange(len(scenes))
+    first = np.flatnonzero(np.diff(scenes, prepend=-1))
+    sizes = np.diff(first, append=len(scenes))
+    position = np.arange(len(scenes)) - np.repeat(first, sizes)
+    return np.cumsum(position % np.repeat(-(-sizes // split_num), sizes) == 0) - 1

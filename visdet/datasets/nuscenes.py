@@ -19,9 +19,8 @@ from visdet.structures.class_names import checked_names
 from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
 from .augmentation import drawn_augmentation
-from .frame_order import sequence_flags, sort_frames
 from .frame_records import check_frame
-from .info_files import load_infos
+from .info_files import load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
 
 

@@ -1,7 +1,6 @@
 """Data sets of values at points in space, which are the voxels of a volume or other samples."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch.utils.data import Dataset
 from visdet.checks.arguments import Count, Positive, Seed, checked
 from visdet.checks.array_files import load_arrays
 from visdet.checks.finite import check_finite
-from visdet.errors import InvalidInputError, MissingFileError
+from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS
 from visdet.structures import FieldDataSample
 
@@ -213,10 +212,6 @@ def make_volume(
 
 def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
     """Return the arrays of a file by their names. A name of None stands for the only array."""
-    if not Path(path).is_file():
-        raise MissingFileError(f"{name}: there is no such file")
-    if not str(path).endswith((".npy", ".npz")):
-        raise InvalidInputError(f"{name} must be a .npy or .npz file")
     loaded = load_arrays(path)
     if isinstance(loaded, np.ndarray):
         return [loaded]
@@ -230,8 +225,6 @@ def _read(path: str, name: str, *keys: str | None) -> list[np.ndarray]:
 
 def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tensor, float]:
     """Return the values in float32, divided by a scale, and that scale."""
-    if array.size == 0:
-        raise InvalidInputError(f"{name} is empty: {list(array.shape)}")
     if array.dtype.kind not in "fiub":
         raise InvalidInputError(f"{name} must hold real numbers, got {array.dtype}")
     values = np.asarray(array, np.float64)

@@ -7,10 +7,9 @@ require_train_extra(__name__)
 from . import sparsedrive
 from .backbones import ResNet, SwinTransformer
 from .base_detector import BaseDetector
-from .data_preprocessor import DetDataPreprocessor
+from .data_preprocessor import DetDataPreprocessor, DrivingDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
 from .dino import DINO, CdnQueryGenerator, DINOHead, DinoTransformerDecoder
-from .driving_data_preprocessor import DrivingDataPreprocessor
 from .gaussian_field import LearnableGaussianField, PointsDataPreprocessor
 from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
 from .losses import FocalLoss, GIoULoss, L1Loss

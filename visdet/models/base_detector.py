@@ -9,7 +9,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement
 from torch import Tensor
 
-from visdet.errors import InvalidInputError, InvalidTypeError
+from visdet.errors import InvalidInputError, InvalidTypeError, check_choice
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -101,10 +101,7 @@ class BaseDetector(BaseModel, ABC):
             return self.raw_outputs(inputs, data_samples)
         if mode == "predict":
             return self.predict(inputs, data_samples or [self.sample_type() for _ in inputs])
-        if mode != "loss":
-            raise ValueError(
-                f"{type(self).__name__}: mode must be 'tensor', 'predict' or 'loss', got {mode!r}"
-            )
+        check_choice(f"{type(self).__name__}: mode", mode, ("tensor", "predict", "loss"))
         if data_samples is None:
             raise ValueError(f"{type(self).__name__}: mode 'loss' needs data_samples with the ground truth")
         return self.loss(inputs, data_samples)

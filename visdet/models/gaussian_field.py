@@ -75,7 +75,6 @@ class LearnableGaussianField(BaseDetector):
         sides = torch.as_tensor(volume_size, dtype=torch.get_default_dtype(), device="cpu")
         sides = sides.expand(3)
         self.num_gaussians = int(num_gaussians)
-        self.volume_size = volume_size
         self.use_full_cov = use_full_cov
         self.tolerance = tolerance
         log_scales = (sides / self.num_gaussians ** (1 / 3)).log()

@@ -8,17 +8,13 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 if TYPE_CHECKING:
-    from .det_data_sample import DetDataSample
+    from .data_samples import DetDataSample, FieldDataSample, TwoViewDataSample
     from .driving_data_sample import DrivingDataSample
-    from .field_data_sample import FieldDataSample
-    from .two_view_data_sample import TwoViewDataSample
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "det_data_sample": ["DetDataSample"],
+            "data_samples": ["DetDataSample", "FieldDataSample", "TwoViewDataSample"],
             "driving_data_sample": ["DrivingDataSample"],
-            "field_data_sample": ["FieldDataSample"],
-            "two_view_data_sample": ["TwoViewDataSample"],
         },
     )

@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from visdet.structures import DrivingDataSample
+from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
-from visdet.structures.palette import class_palette
 from visdet.structures.poses import box_corners
 
 from .drawing import contact_sheet, text_width, write_text

@@ -9,7 +9,7 @@ from mmengine.structures import InstanceData
 
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
-from visdet.structures.palette import class_palette
+from visdet.structures.class_names import class_palette
 
 from .drawing import draw_boxes, enlarge
 from .sample_visualizer import SampleVisualizer, threshold_of_each

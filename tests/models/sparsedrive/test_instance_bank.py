@@ -103,13 +103,6 @@ def test_three_frames_match_golden(case):
     )  # the peer counted in place: only its last number is of its own frame
 
 
-def test_a_new_scene_drops_only_its_sample():
-    bank, memory = make_bank(), Memory()
-    frame(bank, memory, metas_of([0.0, 0.0], scenes=["a", "b"]), [1, 2])
-    memory.get(bank, metas_of([0.5, 0.5], scenes=["a", "c"]))
-    assert memory.bank.mask.tolist() == [True, False] and memory.bank.history == (True, False)
-
-
 def test_another_batch_size_forgets_everything_but_the_next_id():
     bank, memory = make_bank(), Memory()
     frame(bank, memory, metas_of([0.0, 0.0]), [1, 2])
@@ -141,30 +134,6 @@ def test_ids_come_again_over_links_alone(with_update):
         linked = 3 if with_update and number == 4 else 0  # only the fifth frame continues the one before
         assert len(set(found)) == len(found) and len(seen & set(found)) == linked
         seen |= set(found)
-
-
-def test_the_state_is_a_value():
-    bank, memory = make_bank(), Memory()
-    frame(bank, memory, metas_of([0.0]), [1])
-    state, clock = memory.bank, memory.clock
-    copy = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
-    first = frame(bank, memory, metas_of([0.5]), [2])
-    memory.bank, memory.clock = state, clock
-    for name, value in copy.items():
-        assert torch.equal(getattr(state, name), value)
-    again = frame(bank, memory, metas_of([0.5]), [2])
-    for name, value in first.items():
-        assert torch.equal(value, again[name])
-
-
-def test_denoising_rows_are_left_where_they_are():
-    bank, memory = make_bank(), Memory()
-    frame(bank, memory, metas_of([0.0]), [1])
-    memory.get(bank, metas_of([0.5]))
-    feature, anchor, logits = torch.randn(1, 8, 4), torch.randn(1, 8, 11), torch.randn(1, 8, 3)
-    new_feature, new_anchor, kept = bank.update(memory.bank, feature, anchor, logits)
-    assert torch.equal(new_feature[:, 6:], feature[:, 6:]) and torch.equal(new_anchor[:, 6:], anchor[:, 6:])
-    assert torch.equal(new_feature[:, :3], kept.cached_feature)
 
 
 def test_nothing_is_carried_without_temporal_instances():

@@ -15,10 +15,12 @@ from visdet.models.sparsedrive import (
     PlanningTarget,
     SparseBox3DKeyPointsGenerator,
 )
-from visdet.models.sparsedrive.motion.motion_planning_head import MotionPlanningHead
+from visdet.models.sparsedrive.base_target import padded_rows
+from visdet.models.sparsedrive.motion.motion_planning_head import (
+    MotionPlanningHead,
+    gen_sineembed_for_position,
+)
 from visdet.models.sparsedrive.motion.motion_target import best_modes
-from visdet.models.sparsedrive.motion.sine_embedding import gen_sineembed_for_position
-from visdet.models.sparsedrive.padded_instances import padded_rows
 from visdet.models.sparsedrive.temporal.frame_clock import FrameClock
 
 
@@ -120,16 +122,6 @@ def test_plan_that_collides_loses(agent, logit, moved):
     assert result["final_planning"][-1].tolist() == pytest.approx([0.0, moved])
 
 
-def test_no_future_is_no_target():
-    reg = torch.randn(2, 3, 6, 12, 2, requires_grad=True)
-    none = torch.zeros(2, 3, dtype=torch.int64)
-    target, weight = MotionTarget.futures(torch.zeros(2, 0, 12, 2), torch.zeros(2, 0, 12), none)
-    _, best = best_modes(reg, target, weight)
-    assert not weight.any() and not target.any()
-    (best * weight[..., None]).sum().backward()
-    assert reg.grad is not None and not reg.grad.any()
-
-
 def make_queue(**changes):
     torch.manual_seed(0)
     return InstanceQueue(8, **{"queue_length": 3, "tracking_threshold": 0.2, **changes}).eval()
@@ -176,14 +168,6 @@ def test_queue_follows_ids():
     assert is_absent[0].tolist() == [[False, False], [False, False], [True, False], [False, False]]
     assert state.period.tolist() == [[2, 2, 1]]
     assert ego_anchor[0, 0, 9].item() == 4.0  # the speed predicted in the frame before
-
-
-def test_queue_starts_anew_with_a_new_sequence():
-    frames = [queue_frame([1, 2], 0.0, 0), queue_frame([1, 2], 0.5, 1)]
-    (_, after), (state, _) = run_queue(make_queue(), [(frames[0], True), (frames[1], False)])
-    assert state.period.tolist() == [[1, 1]] and state.ego_period.tolist() == [[1]]
-    assert after[4][0, :, 0].all() and not after[4][0, :, 1].any()
-    assert after[1][0, 0, 9].item() == 0.0
 
 
 def test_queue_forgets_the_oldest_and_goes_on_from_any_state():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from visdet.models.sparsedrive.base_target import PairCosts, assigned_instances
-from visdet.models.sparsedrive.padded_instances import PaddedInstances, padded_rows
+from visdet.models.sparsedrive.base_target import PaddedInstances, PairCosts, assigned_instances, padded_rows
 
 
 def instances(counts, device="cpu"):

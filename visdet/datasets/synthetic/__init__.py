@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 from visdet.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .driving_scenes import make_driving_scenes
-    from .driving_scenes_dataset import DrivingScenesDataset
-    from .shapes import make_shapes
-    from .shapes_dataset import ShapesDataset
+    from .driving_scenes import DrivingScenesDataset, make_driving_scenes
+    from .shapes import ShapesDataset, make_shapes
     from .two_view_pairs import TwoViewPairs
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "driving_scenes": ["make_driving_scenes"],
-            "driving_scenes_dataset": ["DrivingScenesDataset"],
-            "shapes": ["make_shapes"],
-            "shapes_dataset": ["ShapesDataset"],
+            "driving_scenes": ["DrivingScenesDataset", "make_driving_scenes"],
+            "shapes": ["ShapesDataset", "make_shapes"],
             "two_view_pairs": ["TwoViewPairs"],
         },
     )

@@ -59,25 +59,6 @@ def draw_once(
     folder = Path(folder)
     if _read_stamp(folder / stamp_name) == stamp:
         return folder
-    _check_writable(folder, maker)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
-        if _read_stamp(folder / stamp_name) == stamp:
-            return folder
-        if folder.exists() and any(folder.iterdir()) and _read_stamp(folder / stamp_name) is None:
-            raise ForeignFolderError(
-                f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
-                f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
-                "example type='CocoDataset'. Otherwise give another data_root"
-            )
-        _refuse_to_replace_a_claimed(folder, _read_stamp(folder / stamp_name), stamp, maker)
-        start = time.monotonic()
-        print(f"drawing {what} into {folder} …", flush=True)
-        _write_and_rename(folder, stamp_name, stamp, draw)
-        print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
-    return folder
-
-
-def _check_writable(folder: Path, maker: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise ForeignFolderError(f"{maker}: {folder} is a file. Give a folder to draw into")
     try:
@@ -88,17 +69,29 @@ def _check_writable(folder: Path, maker: str) -> None:
         raise UnwritableFolderError(
             f"{maker}: folder {folder} cannot be written: {error.strerror or error}. Give another one"
         ) from error
-
-
-def _refuse_to_replace_a_claimed(folder: Path, held: dict | None, wanted: dict, maker: str) -> None:
-    if held is not None and folder.resolve() in _claims.values():
-        keys = [key for key in {**held, **wanted} if held.get(key) != wanted.get(key)]
-        raise InvalidInputError(
-            f"{maker}: {folder} is read by another data set of this run and holds "
-            f"{', '.join(f'{key}={held.get(key)}' for key in keys)}, not "
-            f"{', '.join(f'{key}={wanted.get(key)}' for key in keys)}. Give data sets with different generator "
-            "arguments different values of data_root"
-        )
+    with FileLock(folder.parent / f".{folder.name}.lock"):
+        held = _read_stamp(folder / stamp_name)
+        if held == stamp:
+            return folder
+        if held is None and folder.exists() and any(folder.iterdir()):
+            raise ForeignFolderError(
+                f"{maker}: {folder.resolve()} is not empty and has no {stamp_name}, so it was not made by "
+                f"{maker}. If it holds a data set of your own, set the type of the data sets in your config, for "
+                "example type='CocoDataset'. Otherwise give another data_root"
+            )
+        if held is not None and folder.resolve() in _claims.values():
+            keys = [key for key in {**held, **stamp} if held.get(key) != stamp.get(key)]
+            raise InvalidInputError(
+                f"{maker}: {folder} is read by another data set of this run and holds "
+                f"{', '.join(f'{key}={held.get(key)}' for key in keys)}, not "
+                f"{', '.join(f'{key}={stamp.get(key)}' for key in keys)}. Give data sets with different generator "
+                "arguments different values of data_root"
+            )
+        start = time.monotonic()
+        print(f"drawing {what} into {folder} …", flush=True)
+        _write_and_rename(folder, stamp_name, stamp, draw)
+        print(f"drew them in {time.monotonic() - start:.0f} s", flush=True)
+    return folder
 
 
 def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:

@@ -295,7 +295,7 @@ _PART_TABLE = {
 def _parts_of_agents(world: World, frame: int, lidar_pose: np.ndarray) -> Parts:
     """Return the cuboids of all agents within the painted range."""
     boxes = boxes_in_lidar(world, frame, lidar_pose)
-    rows, owners, colors, centers, rank = [], [], [], [], []
+    rows, owners, colors, rank = [], [], [], []
     for owner, box in enumerate(boxes):
         if np.hypot(box[0], box[1]) > _MAP_RANGE:
             continue
@@ -315,13 +315,12 @@ def _parts_of_agents(world: World, frame: int, lidar_pose: np.ndarray) -> Parts:
                 shaded[_REAR] = (30, 30, 190)  # tail lights
             owners.append(owner)
             colors.append(shaded)
-            centers.append(box[:3])
             rank.append(number)
     return Parts(
         box_corners(np.array(rows).reshape(-1, 7)),
         np.array(owners, dtype=np.int64),
         np.array(colors).reshape(-1, 5, 3),
-        np.array(centers).reshape(-1, 3),
+        boxes[np.array(owners, dtype=np.int64), :3],
         np.array(rank, dtype=np.float64),
     )
 

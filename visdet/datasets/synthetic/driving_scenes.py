@@ -1,4 +1,4 @@
-"""Drawing of the synthetic driving scenes: six cameras on a moving vehicle, stored in the form of nuScenes."""
+"""The synthetic driving scenes: six cameras on a moving vehicle, drawn and stored in the form of nuScenes."""
 
 import pickle
 from collections.abc import Iterator
@@ -9,11 +9,13 @@ import cv2
 import numpy as np
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
+from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
 
 from ..info_files import load_infos, save_infos
-from .drawn_folder import draw_in_processes, draw_once, is_orphan
+from ..nuscenes import NuScenes3DDetTrackDataset
+from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
 from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
@@ -270,3 +272,27 @@ def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> 
     for side in (-1, 1):
         lines[2] += clip_line(local(road.line(side * road.half_width, start, stop)), roi_size)
     return lines
+
+
+@DATASETS.register_module()
+class DrivingScenesDataset(NuScenes3DDetTrackDataset):
+    """A NuScenes3DDetTrackDataset of the driving scenes, which are made first if ``data_root`` does not hold them.
+
+    Args:
+        generator: arguments of :func:`make_driving_scenes` other than the folder. All data sets that share a
+            ``data_root`` must have the same.
+        data_root: the folder of the scenes.
+        **nuscenes_arguments: arguments of NuScenes3DDetTrackDataset. ``ann_file`` is relative to ``data_root``.
+    """
+
+    METAINFO = {"classes": DRIVING_CLASSES, "map_classes": DRIVING_MAP_CLASSES}
+
+    def __init__(
+        self,
+        generator: dict | None = None,
+        data_root: str = "data/driving_scenes/",
+        **nuscenes_arguments: Any,
+    ) -> None:
+        make_driving_scenes(data_root, **(generator or {}))
+        claim_folder(self, data_root)
+        super().__init__(data_root=data_root, **nuscenes_arguments)

@@ -83,7 +83,6 @@ class World:
     """A scene, which consists of the road, the motion [T] of the ego vehicle's rear axle, and the agents."""
 
     road: Road
-    ego_station: np.ndarray
     ego_speed: np.ndarray
     ego_xy: np.ndarray  # [T, 2]
     ego_yaw: np.ndarray  # [T]
@@ -95,9 +94,8 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
     """Return a random scene of ``num_frames`` steps of 0.5 s, drawn from ``rng``."""
     times = np.arange(num_frames) * STEP_S
     road = _make_road(rng)
-    ego_lane = max(lane for lane, direction in road.lanes if direction > 0)
-    if rng.random() < 0.5:
-        ego_lane = min(lane for lane, direction in road.lanes if direction > 0)
+    pick = min if rng.random() < 0.5 else max
+    ego_lane = pick(lane for lane, direction in road.lanes if direction > 0)
     ego_station, ego_speed, met = _drive_ego(rng, road, times, ego_lane)
     ego_xy, ego_yaw = road.place(ego_station, np.full_like(ego_station, ego_lane))
     agents = _make_agents(rng, road, times, ego_station, (ego_xy, ego_yaw), met)
@@ -108,7 +106,7 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
         "sky": rng.integers((170, 150, 110), (240, 210, 190)),
         "texture": int(rng.integers(1 << 30)),
     }
-    return World(road, ego_station, ego_speed, ego_xy, ego_yaw, agents, look)
+    return World(road, ego_speed, ego_xy, ego_yaw, agents, look)
 
 
 def _make_road(rng: np.random.Generator) -> Road:

@@ -1,16 +1,176 @@
-"""Drawing of the synthetic shapes data set, which is stored in COCO format."""
+"""The synthetic shapes data set, which is drawn and stored in COCO format."""
 
+import colorsys
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
+from visdet.registry import DATASETS
+from visdet.structures.class_names import class_palette
 
-from .drawn_folder import draw_in_processes, draw_once, is_orphan
-from .shapes_images import SHAPE_CLASSES, draw_shapes
+from ..coco import CocoDataset
+from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
+
+SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
+
+_SUPERSAMPLING = 4
+_MIN_VISIBLE = 0.25
+
+
+@dataclass(frozen=True)
+class ShapeObject:
+    """An annotated shape, with its label, the box (x1, y1, x2, y2) around its visible pixels, and their number."""
+
+    label: int
+    bbox: tuple[int, int, int, int]
+    area: int
+
+
+def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[ShapeObject]]:
+    """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
+
+    One to six shapes are painted one over another. Their radius is log-uniform between 6 pixels and 0.28 * size, and
+    their proportions, rotation, colour and texture are random. Classes differ in their outlines only. The image depends
+    on ``rng`` and ``size`` alone.
+    """
+    canvas = _background(rng, size)
+    owner = np.full((size, size), -1, dtype=np.int16)
+    painted = [_paint(rng, canvas, owner, index) for index in range(rng.integers(1, 7))]
+    objects = []
+    for index, (label, full_area) in enumerate(painted):
+        rows, columns = np.nonzero(owner == index)
+        if len(rows) < _MIN_VISIBLE * full_area or not len(rows):
+            continue
+        bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+        objects.append(ShapeObject(label, bbox, len(rows)))
+    canvas += rng.normal(0.0, 3.0, canvas.shape)
+    return canvas.clip(0, 255).round().astype(np.uint8), objects
+
+
+def _background(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Return clouds, float32 [size, size, 3], which are two muted colours mixed by noise of four octaves."""
+    clouds = np.zeros((size, size), dtype=np.float32)
+    for octave in range(4):
+        cells = 3 * 2**octave
+        grid = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
+        clouds += np.asarray(grid.resize((size, size), Image.Resampling.BICUBIC)) / 2**octave
+    clouds = (clouds - clouds.min()) / np.ptp(clouds)
+    low, high = (_colour(rng, saturation=(0.05, 0.5), value=(0.15, 0.8)) for _ in range(2))
+    return low + clouds[..., None] * (high - low)
+
+
+def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, index: int) -> tuple[int, float]:
+    """Paint a random shape onto ``canvas`` and mark the pixels that it covers in ``owner``.
+
+    Returns:
+        the label and the area of the whole shape.
+    """
+    size = len(canvas)
+    label = int(rng.integers(len(SHAPE_CLASSES)))
+    radius = 6.0 * (0.28 * size / 6.0) ** rng.random()
+    stretch = math.exp(rng.uniform(-0.15, 0.15))
+    turn = rng.uniform(0, 2 * math.pi)
+    center = rng.uniform(0.75 * radius, size - 0.75 * radius, 2)
+
+    cos, sin = math.cos(turn), math.sin(turn)
+    to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
+    outlines = [outline @ to_image.T + center for outline in _OUTLINES[SHAPE_CLASSES[label]]]
+    area = _polygon_area(outlines[0]) - sum(_polygon_area(hole) for hole in outlines[1:])
+
+    margin = 3 + int(0.3 * radius)  # room for the shadow
+    left, top = np.maximum(np.floor(outlines[0].min(axis=0)).astype(int) - margin, 0)
+    right, bottom = np.minimum(np.ceil(outlines[0].max(axis=0)).astype(int) + margin, size)
+    patch = canvas[top:bottom, left:right]
+    coverage = _coverage([outline - (left, top) for outline in outlines], patch.shape[1], patch.shape[0])
+
+    blurred = coverage.filter(ImageFilter.GaussianBlur(1 + 0.08 * radius))
+    shift = 1 + 0.06 * radius
+    moved = blurred.transform(blurred.size, Image.Transform.AFFINE, (1, 0, -shift, 0, 1, -shift))
+    patch *= 1 - 0.45 * np.asarray(moved, dtype=np.float32)[..., None] / 255
+    alpha = np.asarray(coverage, dtype=np.float32)[..., None] / 255
+
+    ys, xs = np.mgrid[top:bottom, left:right] + 0.5
+    local = np.stack([xs - center[0], ys - center[1]], axis=-1) @ np.linalg.inv(to_image).T
+    surface = _surface(rng, local, around=patch.mean(axis=(0, 1)))
+    patch += alpha * (surface - patch)
+    owned = owner[top:bottom, left:right]
+    # A fringe along the edge has no owner, because it would widen the boxes of hidden shapes.
+    owned[alpha[..., 0] > 0.1] = -1
+    owned[alpha[..., 0] > 0.5] = index
+    return label, area
+
+
+def _regular_polygon(num_points: int, radius: float = 1.0, phase: float = 0.0) -> np.ndarray:
+    angles = phase + np.arange(num_points) * (2 * math.pi / num_points)
+    return radius * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+# The polygons [n, 2] of each shape of radius about 1. The outline comes first, then the holes.
+_QUARTER_TURN = np.array([(0.0, -1.0), (1.0, 0.0)])
+_QUARTER = np.array([(0.34, 0.34), (0.34, 1.0), (-0.34, 1.0)])  # of the cross
+_OUTLINES = {
+    "circle": [_regular_polygon(64)],
+    "square": [_regular_polygon(4, 1.15, phase=math.pi / 4)],
+    "triangle": [_regular_polygon(3, 1.2)],
+    "star": [_regular_polygon(10, 1.15) * np.tile([1.0, 0.45], 5)[:, None]],
+    "cross": [np.concatenate([_QUARTER @ np.linalg.matrix_power(_QUARTER_TURN, k).T for k in range(4)])],
+    "ring": [_regular_polygon(64), _regular_polygon(64, 0.55)],
+}
+
+
+def _polygon_area(points: np.ndarray) -> float:
+    x, y = points.T
+    return 0.5 * abs(float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))))
+
+
+def _coverage(outlines: list[np.ndarray], width: int, height: int) -> Image.Image:
+    """Return the part of each pixel that the shape covers, in 0..255."""
+    fine = Image.new("L", (width * _SUPERSAMPLING, height * _SUPERSAMPLING), 0)
+    draw = ImageDraw.Draw(fine)
+    for fill, outline in zip((255, 0), outlines, strict=False):
+        # In Pillow, pixel centres are at whole numbers. In the outlines, they are at halves.
+        draw.polygon([tuple(point) for point in outline * _SUPERSAMPLING - 0.5], fill=fill)
+    return fine.reduce(_SUPERSAMPLING)
+
+
+def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) -> np.ndarray:
+    """Return colours, float32 [h, w, 3], at the coordinates ``local`` [h, w, 2] of a shape of radius 1."""
+    colour = _colour(rng, saturation=(0.4, 1.0), value=(0.5, 1.0))
+    for _ in range(8):
+        if np.abs(colour - around).max() > 110:
+            break
+        colour = _colour(rng, saturation=(0.4, 1.0), value=(0.3, 1.0))
+    second = (
+        (colour * rng.uniform(0.7, 0.9))
+        if rng.random() < 0.5
+        else colour + rng.uniform(0.1, 0.35) * (255 - colour)
+    )
+    u, v = local[..., 0], local[..., 1]
+    frequency = rng.uniform(5.0, 10.0)
+    kind = int(rng.integers(5))
+    patterns = (
+        lambda: np.zeros_like(u),
+        lambda: np.sin(frequency * u),
+        lambda: 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v),
+        lambda: 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5,
+        lambda: 0.3 * (u + v),
+    )
+    pattern = patterns[kind]()
+    mix = 1 / (1 + np.exp(-4.0 * pattern)) if kind else pattern
+    light = 1.05 - 0.15 * np.hypot(u - 0.3, v - 0.3)
+    return ((colour + mix[..., None] * (second - colour)) * light[..., None]).astype(np.float32)
+
+
+def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.ndarray:
+    rgb = colorsys.hsv_to_rgb(rng.random(), rng.uniform(*saturation), rng.uniform(*value))
+    return 255 * np.array(rgb, dtype=np.float32)
+
 
 _GENERATOR_VERSION = 1
 _STAMP = "shapes.json"
@@ -88,7 +248,7 @@ def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_worke
                 return
             rng = np.random.default_rng([stamp["seed"], split_number, index])
             pixels, objects = draw_shapes(rng, stamp["image_size"])
-            Image.fromarray(pixels).save(partial / split / _file_name(index), quality=92, subsampling=0)
+            Image.fromarray(pixels).save(partial / split / f"{index:06d}.jpg", quality=92, subsampling=0)
             objects_of_image[index] = [(item.label, item.bbox, item.area) for item in objects]
         (partial / f"{split}-{worker}.part.json").write_text(json.dumps(objects_of_image))
 
@@ -103,7 +263,7 @@ def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
     for index in range(count):
         image_id = index + 1
         images.append(
-            {"id": image_id, "file_name": _file_name(index), "height": image_size, "width": image_size}
+            {"id": image_id, "file_name": f"{index:06d}.jpg", "height": image_size, "width": image_size}
         )
         for label, (x1, y1, x2, y2), area in objects_of_image[str(index)]:
             annotations.append(
@@ -124,5 +284,27 @@ def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
     }
 
 
-def _file_name(index: int) -> str:
-    return f"{index:06d}.jpg"
+@DATASETS.register_module()
+class ShapesDataset(CocoDataset):
+    """A CocoDataset of the shapes images, which are drawn first if ``data_root`` does not hold them.
+
+    The six classes (circle, square, triangle, star, cross, ring) differ in their outlines only. Colours, textures,
+    sizes and occlusion are random, and the background is noise. :func:`make_shapes` describes the files.
+
+    Args:
+        generator: arguments of :func:`make_shapes` other than the folder, such as ``num_train``, ``num_val``,
+            ``image_size`` and ``seed``. All data sets and metrics that share a ``data_root`` must have the same.
+        **coco_arguments: arguments of CocoDataset.
+    """
+
+    METAINFO: dict[str, Any] = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
+
+    def __init__(self, generator: dict | None = None, **coco_arguments: Any) -> None:
+        self._generator = dict(generator or {})
+        super().__init__(**coco_arguments)
+
+    def full_init(self) -> None:
+        if not self._fully_initialized:
+            make_shapes(self.data_root, **self._generator)
+            claim_folder(self, self.data_root)
+        super().full_init()

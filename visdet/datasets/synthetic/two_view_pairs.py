@@ -44,9 +44,6 @@ class TwoViewPairs(BaseDataset):
         num_pairs: number of pairs in the data set.
         image_size: (height, width), multiples of ``depth_stride``.
         depth_range: the nearest depth of a shape's centre and the farthest depth of the wall's centre.
-        num_shapes: the least and the greatest number of shapes before the wall.
-        baseline: the least and the greatest distance between the two cameras, parallel to the image plane.
-        max_turn: the greatest rotation of the source camera about each axis, in radians.
         noise: standard deviation of the noise of each view, on the scale 0..255.
         depth_stride: the side, in pixels, of the squares at whose centres the depth is given.
         seed: seed of the random numbers. Data sets with different seeds share no pair.
@@ -60,9 +57,6 @@ class TwoViewPairs(BaseDataset):
         num_pairs: Positive,
         image_size: tuple[int, int] = (48, 64),
         depth_range: tuple[float, float] = (1.5, 6.0),
-        num_shapes: tuple[int, int] = (2, 4),
-        baseline: tuple[float, float] = (0.3, 0.6),
-        max_turn: float = 0.04,
         noise: float = 3.0,
         depth_stride: int = 2,
         seed: Seed = 0,
@@ -79,9 +73,6 @@ class TwoViewPairs(BaseDataset):
         self.num_pairs = num_pairs
         self.image_size = tuple(image_size)
         self.depth_range = tuple(depth_range)
-        self.num_shapes = tuple(num_shapes)
-        self.baseline = (baseline[0], baseline[1])
-        self.max_turn = max_turn
         self.noise = noise
         self.depth_stride = depth_stride
         self.seed = seed
@@ -99,7 +90,7 @@ class TwoViewPairs(BaseDataset):
         focal = 0.9 * width
         intrinsics = np.array([[focal, 0.0, width / 2], [0.0, focal, height / 2], [0.0, 0.0, 1.0]])
         planes = self._scene(rng)
-        source = _pose(rng, self.baseline, self.max_turn)
+        source = _pose(rng)
         rays = _pixel_rays(intrinsics, height, width, 1)
         views = []
         for pose in (np.eye(4), source):
@@ -121,7 +112,7 @@ class TwoViewPairs(BaseDataset):
         nearest, farthest = self.depth_range
         wall_depth = rng.uniform(0.6, 1.0) * farthest
         planes = [_plane(rng, np.array([0.0, 0.0, wall_depth]), np.inf, 0.35)]
-        for _ in range(rng.integers(self.num_shapes[0], self.num_shapes[1] + 1)):
+        for _ in range(rng.integers(2, 5)):
             depth = 1 / rng.uniform(1 / (0.8 * wall_depth), 1 / nearest)
             place = rng.uniform(-0.45, 0.45, 2) * depth
             planes.append(_plane(rng, np.array([*place, depth]), rng.uniform(0.12, 0.25) * depth, 0.3))
@@ -142,10 +133,10 @@ def _plane(rng: np.random.Generator, centre: np.ndarray, radius: float, max_slop
     )
 
 
-def _pose(rng: np.random.Generator, baseline: tuple[float, float], max_turn: float) -> np.ndarray:
+def _pose(rng: np.random.Generator) -> np.ndarray:
     """Return source_from_reference [4, 4], a small rotation and a translation parallel to the image plane."""
-    angle, distance = rng.uniform(0, 2 * np.pi), rng.uniform(*baseline)
-    x, y, z = rng.uniform(-max_turn, max_turn, 3)
+    angle, distance = rng.uniform(0, 2 * np.pi), rng.uniform(0.3, 0.6)
+    x, y, z = rng.uniform(-0.04, 0.04, 3)
     turn_x = np.array([[1, 0, 0], [0, np.cos(x), -np.sin(x)], [0, np.sin(x), np.cos(x)]])
     turn_y = np.array([[np.cos(y), 0, np.sin(y)], [0, 1, 0], [-np.sin(y), 0, np.cos(y)]])
     turn_z = np.array([[np.cos(z), -np.sin(z), 0], [np.sin(z), np.cos(z), 0], [0, 0, 1]])

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .formatting import PackDetInputs
     from .geometric import Pad, RandomChoiceResize, RandomCrop, RandomFlip, RandomResize, Resize
     from .loading import FilterAnnotations, LoadAnnotations, LoadImageFromFile
-    from .mixing import MixUp, Mosaic
     from .multi_view import (
         LoadMultiViewImageFromFiles,
         LoadPointsFromFile,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
         ResizeCropFlipImage,
     )
     from .photometric import PhotoMetricDistortion
-    from .wrappers import RandomChoice, TorchvisionTransform
+    from .wrappers import MixUp, Mosaic, RandomChoice, TorchvisionTransform
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -43,7 +42,6 @@ else:
             ],
             "formatting": ["PackDetInputs"],
             "geometric": ["Pad", "RandomChoiceResize", "RandomCrop", "RandomFlip", "RandomResize", "Resize"],
-            "mixing": ["MixUp", "Mosaic"],
             "loading": ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"],
             "multi_view": [
                 "LoadMultiViewImageFromFiles",
@@ -54,6 +52,6 @@ else:
                 "ResizeCropFlipImage",
             ],
             "photometric": ["PhotoMetricDistortion"],
-            "wrappers": ["RandomChoice", "TorchvisionTransform"],
+            "wrappers": ["MixUp", "Mosaic", "RandomChoice", "TorchvisionTransform"],
         },
     )

@@ -5,7 +5,6 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from visdet.checks.arguments import Above0, Positive, Share, checked_value
@@ -35,7 +34,7 @@ class Resize(BaseTransform):
         clip_object_border: clip the boxes to the image.
         backend: ``'cv2'`` uses no anti-aliasing filter, as in OpenCV. ``'pillow'`` uses one, as in Pillow. torchvision
             does the computation in both cases.
-        interpolation: ``'nearest'``, ``'bilinear'`` or ``'bicubic'``.
+        interpolation: must be ``'bilinear'``.
 
     Raises:
         ValueError: an argument is not valid, or not exactly one of ``scale`` and ``scale_factor`` is given.
@@ -50,7 +49,7 @@ class Resize(BaseTransform):
         keep_ratio: bool = False,
         clip_object_border: bool = True,
         backend: Literal["cv2", "pillow"] = "cv2",
-        interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear",
+        interpolation: Literal["bilinear"] = "bilinear",
     ) -> None:
         if (scale is None) == (scale_factor is None):
             raise InvalidInputError(
@@ -61,7 +60,6 @@ class Resize(BaseTransform):
         self.keep_ratio = keep_ratio
         self.clip_object_border = clip_object_border
         self.backend = backend
-        self.interpolation = interpolation
 
     def new_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the new (height, width) of an image of ``height`` x ``width``."""
@@ -85,8 +83,7 @@ class Resize(BaseTransform):
     def transform(self, results: dict) -> dict:
         height, width = results["img_shape"]
         size = self.new_size(height, width)
-        mode = InterpolationMode(self.interpolation)
-        set_image(results, F.resize(results["img"], list(size), mode, antialias=self.backend == "pillow"))
+        set_image(results, F.resize(results["img"], list(size), antialias=self.backend == "pillow"))
         previous = results.get("scale_factor", (1.0, 1.0))
         results["scale_factor"] = (previous[0] * size[1] / width, previous[1] * size[0] / height)
         results["keep_ratio"] = self.keep_ratio
@@ -193,7 +190,6 @@ class RandomFlip(BaseTransform):
                 f"RandomFlip: prob must be 0..1, or one per direction summing to at most 1, got {prob}"
             )
         self.prob = prob
-        self.direction = direction
         self._directions = [*directions, None]
         self._probs = [*probs, max(1.0 - sum(probs), 0.0)]
 
@@ -222,8 +218,7 @@ class RandomCrop(BaseTransform):
         crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
         crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels. For
             ``'absolute_range'`` it is the smallest and the largest side in pixels, and height and width are drawn
-            separately. For ``'relative'`` it is (width, height) as fractions of the image, in (0, 1]. For
-            ``'relative_range'`` it is the smallest such fractions, and each is drawn between them and 1.
+            separately.
         allow_negative_crop: accept a crop without any box. ``False`` returns ``None``, so that another image is taken.
         recompute_bbox: must be ``False``, because it needs instance masks, which visdet does not have.
         bbox_clip_border: clip the boxes to the crop.
@@ -231,54 +226,35 @@ class RandomCrop(BaseTransform):
     Raises:
         ValueError: an argument is not valid.
 
-    Source: mmdet 3.3's RandomCrop. Difference: all sizes are (width, height), whereas ``'relative_range'`` is
-    (height, width) in mmdet.
+    Source: mmdet 3.3's RandomCrop.
     """
 
     def __init__(
         self,
-        crop_size: tuple[float, float],
-        crop_type: Literal["absolute", "absolute_range", "relative", "relative_range"] = "absolute",
+        crop_size: tuple[Positive, Positive],
+        crop_type: Literal["absolute", "absolute_range"] = "absolute",
         allow_negative_crop: bool = False,
         recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
-        first, second = crop_size
-        if crop_type.startswith("absolute"):
-            fits = isinstance(first, int) and isinstance(second, int) and min(first, second) > 0
-        else:
-            fits = 0 < first <= 1 and 0 < second <= 1
-        if not fits or (crop_type == "absolute_range" and first > second):
+        if crop_type == "absolute_range" and crop_size[0] > crop_size[1]:
             raise InvalidInputError(
-                "RandomCrop: crop_size must be positive integers, for 'absolute_range' (smallest, largest), or "
-                f"fractions in (0, 1] for 'relative' and 'relative_range', got {crop_size} for {crop_type!r}"
+                f"RandomCrop: crop_size must be (smallest, largest) for 'absolute_range', got {crop_size}"
             )
-        self.crop_size: Any = (first, second)
+        self.crop_size = crop_size
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
 
     def _drawn(self, size: tuple[int, int], rng: Random | None) -> tuple[int, int, int, int]:
         """Return the (top, left, height, width) of the crop of an image of the (height, width) ``size``."""
-        height, width = self._drawn_size(*size, rng)
-        return (
-            uniform_int(0, size[0] - height, rng=rng),
-            uniform_int(0, size[1] - width, rng=rng),
-            height,
-            width,
-        )
-
-    def _drawn_size(self, height: int, width: int, rng: Random | None) -> tuple[int, int]:
-        """Return the (height, width) of the crop, which is at most as large as the image."""
         first, second = self.crop_size
         if self.crop_type == "absolute":
-            return min(second, height), min(first, width)
-        if self.crop_type == "absolute_range":
-            sides = [uniform_int(min(first, side), min(second, side), rng=rng) for side in (height, width)]
-            return sides[0], sides[1]
-        if self.crop_type == "relative_range":
-            first, second = uniform(first, 1.0, rng=rng), uniform(second, 1.0, rng=rng)
-        return max(int(height * second + 0.5), 1), max(int(width * first + 0.5), 1)
+            height, width = min(second, size[0]), min(first, size[1])
+        else:
+            height, width = (uniform_int(min(first, side), min(second, side), rng=rng) for side in size)
+        top = uniform_int(0, size[0] - height, rng=rng)
+        return top, uniform_int(0, size[1] - width, rng=rng), height, width
 
     def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
         return self._drawn(size, rng)[2:]

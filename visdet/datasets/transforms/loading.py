@@ -174,8 +174,7 @@ class LoadAnnotations(BaseTransform):
     possible after a flip or a crop, so that annotations must be loaded before them.
 
     Args:
-        with_bbox: load the boxes and the ignore flags.
-        with_label: load the labels.
+        with_bbox, with_label: must be True.
         with_mask: must be ``False``, because visdet has no instance masks.
 
     Raises:
@@ -187,10 +186,12 @@ class LoadAnnotations(BaseTransform):
     keeps_size = True
 
     def __init__(
-        self, with_bbox: bool = True, with_label: bool = True, with_mask: Literal[False] = False
+        self,
+        with_bbox: Literal[True] = True,
+        with_label: Literal[True] = True,
+        with_mask: Literal[False] = False,
     ) -> None:
-        self.with_bbox = with_bbox
-        self.with_label = with_label
+        pass
 
     def transform(self, results: dict) -> dict:
         if results.get("flip", False):
@@ -198,20 +199,18 @@ class LoadAnnotations(BaseTransform):
                 "LoadAnnotations must come before RandomFlip: the boxes of the file are not flipped"
             )
         instances = results.get("instances", [])
-        if self.with_bbox:
-            # Numpy converts lists in less time than torch.
-            boxes = np.array([item["bbox"] for item in instances], dtype=np.float32).reshape(-1, 4)
-            width, height = results.get("scale_factor", (1.0, 1.0))
-            scale = np.array((width, height, width, height), dtype=np.float32)
-            set_boxes(results, torch.from_numpy(boxes * scale))
-            flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
-            results["gt_ignore_flags"] = torch.from_numpy(flags)
-            if instances and "area" in instances[0]:
-                areas = [item["area"] for item in instances]
-                results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
-        if self.with_label:
-            labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
-            results["gt_bboxes_labels"] = torch.from_numpy(labels)
+        # Numpy converts lists in less time than torch.
+        boxes = np.array([item["bbox"] for item in instances], dtype=np.float32).reshape(-1, 4)
+        width, height = results.get("scale_factor", (1.0, 1.0))
+        scale = np.array((width, height, width, height), dtype=np.float32)
+        set_boxes(results, torch.from_numpy(boxes * scale))
+        flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
+        results["gt_ignore_flags"] = torch.from_numpy(flags)
+        if instances and "area" in instances[0]:
+            areas = [item["area"] for item in instances]
+            results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
+        labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
+        results["gt_bboxes_labels"] = torch.from_numpy(labels)
         return results
 
 

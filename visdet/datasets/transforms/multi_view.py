@@ -16,8 +16,7 @@ from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, reading
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, uniform, uniform_int
-from .colour_distortion import ColourDistortion
+from .base import BaseTransform, ColourDistortion, uniform, uniform_int
 
 # What libjpeg can divide the sides of an image by while it decodes, the largest first.
 _REDUCTIONS = {

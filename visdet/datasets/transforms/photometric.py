@@ -5,8 +5,7 @@ from torchvision.transforms.v2 import functional as F
 
 from visdet.registry import TRANSFORMS
 
-from .base import uniform
-from .colour_distortion import ColourDistortion
+from .base import ColourDistortion, uniform
 from .tv_results import set_image
 
 

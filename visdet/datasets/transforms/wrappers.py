@@ -1,4 +1,4 @@
-"""Transforms that apply other transforms."""
+"""Transforms that choose among others, wrap torchvision's, or join several images."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from mmengine.dataset import Compose
+from torch import Tensor
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
+from visdet.checks.arguments import Positive, Share
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
+from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, choose
+from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
 from .tv_results import set_boxes, set_image
 
 
@@ -73,7 +77,6 @@ class TorchvisionTransform(BaseTransform):
             )
         self.transform_name = transform
         self.keeps_size = transform_class.__module__.endswith("_color")  # type: ignore[misc]
-        self.arguments = arguments
         self._transform = transform_class(**arguments)
 
     def transform(self, results: dict) -> dict:
@@ -88,4 +91,119 @@ class TorchvisionTransform(BaseTransform):
         set_image(results, image)
         boxes = v2.functional.clamp_bounding_boxes(boxes).as_subclass(torch.Tensor)
         set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
+        return results
+
+
+_PER_BOX = ("gt_bboxes_labels", "gt_ignore_flags")
+
+
+class MixingTransform(BaseTransform):
+    """Joins an image with others of its data set, which a CocoDataset gives by ``draw_record`` of the results.
+
+    Args:
+        pipeline: the transforms that read another image and its annotations.
+        prob: the probability that images are joined.
+    """
+
+    def __init__(
+        self,
+        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
+        prob: Share = 0.5,
+    ) -> None:
+        self._read = Compose(
+            [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
+        )
+        self.prob = prob
+
+    def others(self, results: dict, number: int) -> list[dict]:
+        """Return the results of other images, which are drawn at random."""
+        found = [self._read(results["draw_record"]()) for _ in range(number)]
+        return [other for other in found if other is not None]
+
+    def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:
+        """Return the results with an image and with the boxes of all parts, which are in its pixels."""
+        set_image(results, image)
+        for key in _PER_BOX:
+            results[key] = torch.cat([part[key] for part in parts])
+        boxes = torch.cat([part["gt_bboxes"].as_subclass(Tensor) for part in parts])
+        set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
+        return results
+
+
+@TRANSFORMS.register_module()
+class Mosaic(MixingTransform):
+    """Fills four rectangles around a random point with the image and three others, each scaled to cover its rectangle.
+
+    What goes beyond a rectangle is cut off. Boxes are clipped to what is left of their image, and those that are then
+    less than one pixel wide or high are dropped.
+
+    Args:
+        size: the (width, height) of the result.
+        pipeline, prob: see :class:`MixingTransform`.
+
+    Source: the name is YOLOv4's (arXiv 2004.10934). Difference: no part of the result is empty.
+    """
+
+    def __init__(
+        self,
+        size: tuple[Positive, Positive],
+        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
+        prob: Share = 0.5,
+    ) -> None:
+        super().__init__(pipeline, prob)
+        self.size = size
+
+    def planned_size(self, size: tuple[int, int], rng: Random) -> tuple[int, int]:
+        return (self.size[1], self.size[0]) if uniform(0, 1, rng=rng) < self.prob else size
+
+    def transform(self, results: dict) -> dict:
+        if uniform(0, 1, rng=sample_draws()) >= self.prob:
+            return results
+        parts = [dict(results), *self.others(results, 3)]
+        (width, height), (x, y) = self.size, (int(side * uniform(0.3, 0.7)) for side in self.size)
+        image = results["img"].new_zeros(3, height, width)
+        places = [(0, 0, x, y), (x, 0, width, y), (0, y, x, height), (x, y, width, height)]
+        for part, (left, top, right, bottom) in zip(parts, places, strict=False):
+            h, w = part["img_shape"]
+            factor = max((right - left) / w, (bottom - top) / h)
+            size = [max(round(h * factor), bottom - top), max(round(w * factor), right - left)]
+            start = [uniform_int(0, size[0] - (bottom - top)), uniform_int(0, size[1] - (right - left))]
+            window = (*start, bottom - top, right - left)
+            pixels = F.resize(part["img"], size, antialias=False)
+            image[:, top:bottom, left:right] = F.crop(pixels, *window)
+            boxes = F.clamp_bounding_boxes(F.crop(F.resize(part["gt_bboxes"], size), *window))
+            part["gt_bboxes"] = boxes.as_subclass(Tensor) + torch.tensor([left, top, left, top])
+        return self.joined(results, image, parts)
+
+
+@TRANSFORMS.register_module()
+class MixUp(MixingTransform):
+    """Blends the image with another one, which is scaled to its size. The boxes of both count.
+
+    Args:
+        share: the range of the part of the other image.
+        pipeline, prob: see :class:`MixingTransform`.
+
+    Source: mixup (arXiv 1710.09412), for detection as in YOLOX (arXiv 2107.08430).
+    """
+
+    keeps_size = True
+
+    def __init__(
+        self,
+        share: tuple[Share, Share] = (0.4, 0.5),
+        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
+        prob: Share = 0.5,
+    ) -> None:
+        super().__init__(pipeline, prob)
+        self.share = share
+
+    def transform(self, results: dict) -> dict:
+        others: list[Any] = self.others(results, 1) if uniform(0, 1) < self.prob else []
+        for other in others:
+            size = list(results["img_shape"])
+            share = uniform(*self.share)
+            image = results["img"].float() * (1 - share) + F.resize(other["img"], size).float() * share
+            other["gt_bboxes"] = F.resize(other["gt_bboxes"], size)
+            results = self.joined(results, image.to(results["img"].dtype), [dict(results), other])
         return results

@@ -11,7 +11,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from visdet.checks.state_dicts import common_prefix, named
-from visdet.errors import InvalidInputError, UserError, check_choice
+from visdet.errors import UserError, check_choice
 
 _TORCHVISION = "torchvision://"
 
@@ -126,17 +126,8 @@ def _torchvision_weights(checkpoint: str) -> Any:
     from torchvision.models import get_model_weights
 
     model_name, _, variant = checkpoint[len(_TORCHVISION) :].partition(".")
-    try:
-        available = get_model_weights(model_name)
-    except ValueError as error:
-        raise InvalidInputError(f"init_cfg: torchvision has no model {model_name!r}") from error
-    variants = [weights.name for weights in available]
-    variant = variant or variants[0]
-    if variant not in variants:
-        raise InvalidInputError(
-            f"init_cfg: torchvision's {model_name} has weights {', '.join(variants)}, not {variant!r}"
-        )
-    return available[variant]
+    weights = get_model_weights(model_name)
+    return weights[variant] if variant else next(iter(weights))
 
 
 def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:

@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.execution.capture import keeps_tables, recomputed
 from visdet.registry import MODELS
 
-from ..layers.dropout import build_dropout
+from ..layers.builders import build_dropout
 from ..layers.feed_forward import FFN
 from ..layers.normalization import build_norm_layer
 from ..transfer import to_device

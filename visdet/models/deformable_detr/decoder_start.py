@@ -1,9 +1,13 @@
-"""The queries with which a decoder starts."""
+"""What a decoder starts from, and the encoder's proposals."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..layers.positional_encoding import sine_embedding
+from .flat_pyramid import FlatPyramid
 
 
 class DenoisingQueries(NamedTuple):
@@ -50,3 +54,33 @@ class DecoderStart(NamedTuple):
     encoder_logits: Tensor | None = None
     encoder_boxes: Tensor | None = None
     denoising: DenoisingQueries | None = None
+
+
+def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
+    """Return one box per pixel of the pyramid, and whether it is usable.
+
+    The box of a pixel in level l is centred on the pixel, and its sides are 0.05·2^l times the image's. A box is
+    usable if the pixel is not padding and all four numbers lie between 0.01 and 0.99.
+
+    Returns:
+        the logits [B or 1, S, 4] of (cx, cy, w, h), which are +inf for boxes that are not usable, and a bool mask
+        [B or 1, S, 1], True for usable boxes.
+    """
+    pixels = torch.arange(pyramid.centers.shape[1], device=pyramid.centers.device)
+    level = (pixels.unsqueeze(1) >= pyramid.level_starts[1:]).sum(1, dtype=torch.float32)
+    side = (0.05 * 2.0**level).view(1, -1, 1).expand_as(pyramid.centers)
+    boxes = torch.cat((pyramid.centers, side), dim=-1)
+    usable = ((boxes > 0.01) & (boxes < 0.99)).all(dim=-1, keepdim=True)
+    if pyramid.padding_mask is not None:
+        usable = usable & ~pyramid.padding_mask.unsqueeze(-1)
+    return torch.logit(boxes).masked_fill(~usable, math.inf), usable
+
+
+def box_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
+    """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1."""
+    return sine_embedding(boxes_cxcywh * (2 * math.pi), num_feats).flatten(-2)
+
+
+def rows_at(index: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows [B, K, C] of [B or 1, S, C] at ``index`` [B, K]."""
+    return rows.expand(index.shape[0], -1, -1).gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -10,9 +10,8 @@ from visdet.registry import MODELS
 from ..layers.normalization import LayerNorm
 from ..layers.precision import in_full_precision
 from .base import DeformableDetectionTransformer, TrainingBatch
-from .decoder_start import DecoderStart
+from .decoder_start import DecoderStart, box_embedding, pixel_proposals, rows_at
 from .flat_pyramid import FlatPyramid
-from .proposals import box_embedding, pixel_proposals, rows_at
 
 
 @MODELS.register_module()

@@ -15,9 +15,8 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
-from ..matching.assignment import for_solver, solve_padded
+from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
-from ..mean_count import mean_count
 from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .transformer import refine_boxes

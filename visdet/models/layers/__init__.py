@@ -1,9 +1,8 @@
 """Layers shared by the detector families."""
 
 from . import detection_ops  # noqa: F401  (registers)
-from .activation import build_activation_layer
+from .builders import build_activation_layer, build_dropout
 from .conv_module import ConvModule
-from .dropout import build_dropout
 from .feed_forward import FFN
 from .fused_sample_attention import FusedSampleAttention
 from .ms_deform_attn import MultiScaleDeformableAttention

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from .activation import build_activation_layer
+from .builders import build_activation_layer
 from .normalization import build_norm_layer, norm_abbreviation
 
 _RELU = {"type": "ReLU"}

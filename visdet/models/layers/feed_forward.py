@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from visdet.checks.arguments import Range
 from visdet.registry import MODELS
 
-from .activation import build_activation_layer
-from .dropout import build_dropout
+from .builders import build_activation_layer, build_dropout
 from .linear import Linear
-from .residual import add_and_norm, drops, is_plain
+from .normalization import add_and_norm, drops, is_plain
 from .root_registration import register_in_root
 
 _RELU = {"type": "ReLU"}

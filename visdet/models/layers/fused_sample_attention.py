@@ -54,7 +54,6 @@ class FusedSampleAttention(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         image_dims = embed_dims if image_dims is None else image_dims
-        self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.image_dims = image_dims
         self.num_octaves = num_octaves

@@ -13,8 +13,8 @@ from visdet.ops import ms_deform_attn_fused
 from visdet.registry import MODELS
 
 from .linear import Linear
+from .normalization import add_and_norm
 from .precision import as_autocast_input
-from .residual import add_and_norm
 from .root_registration import register_in_root
 
 
@@ -72,7 +72,6 @@ class MultiScaleDeformableAttention(BaseModule):
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.num_levels = num_levels
-        self.num_points = num_points
         self.batch_first = batch_first
         self.points_per_level = points
         self.sampling_offsets = Linear(embed_dims, num_heads * sum(points) * 2)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
-from .dropout import build_dropout
+from .builders import build_dropout
+from .normalization import add_and_norm
 from .precision import as_autocast_input, at_least_float32
-from .residual import add_and_norm
 from .root_registration import register_in_root
 
 

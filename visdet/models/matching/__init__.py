@@ -1,7 +1,6 @@
 """Assignment of predictions to ground truth."""
 
-from .hungarian_assigner import HungarianAssigner
-from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, IoUCost, MatchCost
+from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost, MatchCost
 from .padded_targets import PaddedTargets
 
 __all__ = [

@@ -1,7 +1,8 @@
 """Costs of assigning a prediction to a ground-truth box, for all images and decoder layers at once."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -126,3 +127,31 @@ def _of_target_class(values: Tensor, labels: Tensor) -> Tensor:
     """
     index = labels.unsqueeze(-2).expand(*values.shape[:-1], labels.shape[-1])
     return at_least_float32(values).gather(-1, index)
+
+
+@TASK_UTILS.register_module()
+class HungarianAssigner:
+    """Matches ground-truth boxes one-to-one with predictions so that the total cost is least.
+
+    If there are fewer predictions than boxes, some boxes stay without a prediction. A NaN or infinite cost counts as
+    1e8, so that a diverging model is noticed by its loss and does not stop the solver.
+
+    Args:
+        match_costs: a cost, its config, or a list of either. The costs are added.
+
+    Source: Carion et al., DETR, ECCV 2020.
+    """
+
+    def __init__(
+        self, match_costs: Sequence[dict[str, Any] | MatchCost] | dict[str, Any] | MatchCost
+    ) -> None:
+        if isinstance(match_costs, (dict, MatchCost)):
+            match_costs = [match_costs]
+        self.match_costs = [
+            TASK_UTILS.build(cost) if isinstance(cost, dict) else cost for cost in match_costs
+        ]
+
+    def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels."""
+        costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
+        return sum(costs[1:], start=costs[0])

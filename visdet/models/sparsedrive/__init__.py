@@ -10,15 +10,23 @@ from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
 from .ffn import AsymmetricFFN
 from .grid_mask import GridMask
 from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
-from .map.map_assigner import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
-from .map.map_decoder import SparsePoint3DDecoder
-from .map.map_losses import LinesL1Loss, SparseLineLoss
-from .map.map_target import SparsePoint3DTarget
+from .map import (
+    HungarianLinesAssigner,
+    LinesL1Cost,
+    LinesL1Loss,
+    MapQueriesCost,
+    SparseLineLoss,
+    SparsePoint3DDecoder,
+    SparsePoint3DTarget,
+)
 from .motion.motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
 from .motion.motion_planning_head import MotionPlanningHead
-from .motion.motion_refinement import MotionPlanningRefinementModule
 from .motion.motion_target import MotionTarget, PlanningTarget
-from .refinement import SparseBox3DRefinementModule, SparsePoint3DRefinementModule
+from .refinement import (
+    MotionPlanningRefinementModule,
+    SparseBox3DRefinementModule,
+    SparsePoint3DRefinementModule,
+)
 from .sparse4d_head import Sparse4DHead, Sparse4DState
 from .sparsedrive import Sparse4D, SparseDrive, TemporalState
 from .sparsedrive_head import SparseDriveHead

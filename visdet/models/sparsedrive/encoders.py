@@ -11,8 +11,7 @@ from visdet.registry import MODELS
 
 from ..layers.precision import in_full_precision
 from .boxes.box3d import SIN_YAW, VX, W, X
-from .mlp import linear_relu_ln
-from .side_by_side import SideBySide
+from .mlp import SideBySide, linear_relu_ln
 
 
 @MODELS.register_module()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from visdet.checks.arguments import Range
 from visdet.registry import MODELS
 
-from ..layers.dropout import build_dropout
+from ..layers.builders import build_dropout
 from ..layers.feed_forward import feed_forward, feed_forward_layers
 from ..layers.normalization import build_norm_layer
 from ..layers.precision import as_autocast_input

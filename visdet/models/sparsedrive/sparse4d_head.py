@@ -14,10 +14,9 @@ from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import to_device
-from .base_target import Assignment, PairCosts
-from .boxes.denoising import DenoisingQueries
+from .base_target import Assignment, PaddedInstances, PairCosts
+from .boxes.box3d_target import DenoisingQueries
 from .instance_operations import InstanceOperations
-from .padded_instances import PaddedInstances
 from .sparse4d_loss import Sparse4DLoss
 from .temporal.frame_clock import FrameStep
 from .temporal.instance_bank import InstanceBankState

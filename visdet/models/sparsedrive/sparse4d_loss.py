@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..transfer import constants_on
-from .base_target import Assignment, PairCosts
-from .padded_instances import PaddedInstances
+from .base_target import Assignment, PaddedInstances, PairCosts
 
 
 @dataclass(frozen=True)

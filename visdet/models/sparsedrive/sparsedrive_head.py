@@ -12,9 +12,8 @@ from visdet.errors import InvalidInputError
 from visdet.execution.capture import in_parallel
 from visdet.registry import MODELS
 
-from .base_target import Assignment, PairCosts
-from .boxes.denoising import DenoisingQueries
-from .padded_instances import padded_rows
+from .base_target import Assignment, PairCosts, padded_rows
+from .boxes.box3d_target import DenoisingQueries
 from .temporal.frame_clock import FrameStep
 
 

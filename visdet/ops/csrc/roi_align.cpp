@@ -29,6 +29,14 @@ struct AxisTaps {
     }
   }
   void end_bin() { ends.push_back(static_cast<int64_t>(taps.size())); }
+  RoIAlignAxis<A> view() const { return {taps.data(), ends.data()}; }
+
+  // The first pixel and the one after the last.
+  std::pair<int32_t, int32_t> range() const {
+    int32_t low = INT32_MAX, high = 0;
+    for (const auto& tap : taps) low = std::min(low, tap.index), high = std::max(high, tap.index + 1);
+    return {low, high};
+  }
 };
 
 // RegionTaps is the memory of a region. It has no samples at first.
@@ -39,23 +47,11 @@ struct RegionTaps {
   bool is_listed = false;
 
   RoIAlignRegion<A> view(int64_t n, const RoIAlignProblem& p) const {
-    Window window{INT32_MAX, 0, INT32_MAX, 0};
-    for (const auto& tap : rows.taps) {
-      window.top = std::min(window.top, tap.index), window.bottom = std::max(window.bottom, tap.index + 1);
-    }
-    for (const auto& tap : columns.taps) {
-      window.left = std::min(window.left, tap.index), window.right = std::max(window.right, tap.index + 1);
-    }
-    if (rows.taps.empty() || columns.taps.empty()) window = {0, 0, 0, 0};
-    return {n,
-            {rows.taps.data(), rows.ends.data()},
-            {columns.taps.data(), columns.ends.data()},
-            window,
-            is_listed ? p.PH * p.PW : p.PH,
-            is_listed ? 1 : p.PW,
-            down,
-            across,
-            is_listed};
+    const auto [top, bottom] = rows.range();
+    const auto [left, right] = columns.range();
+    const Window window = bottom > 0 && right > 0 ? Window{top, bottom, left, right} : Window{0, 0, 0, 0};
+    const int64_t PH = is_listed ? p.PH * p.PW : p.PH, PW = is_listed ? 1 : p.PW;
+    return {n, rows.view(), columns.view(), window, PH, PW, down, across, is_listed};
   }
 };
 
@@ -176,6 +172,7 @@ void weigh_regions(const RoIAlignProblem& p, Pooling pooling, const Tensor& rois
 
 Tensor pool(const RoIAlignProblem& p, Pooling pooling, const Tensor& input_in, const Tensor& rois_in) {
   const Tensor input = dense(input_in), rois = dense(rois_in);
+  if (pooling != Pooling::kMean) check_shape("roi_align", "rois", rois, {"N", 5});
   Tensor output = new_empty(input, {p.N, p.C, p.PH, p.PW});
   if (output.numel() == 0) return output;
   dispatch_value_type(input.scalar_type(), [&]<typename T, typename A>(T, A) {
@@ -199,6 +196,7 @@ Tensor pool(const RoIAlignProblem& p, Pooling pooling, const Tensor& input_in, c
 Tensor spread(const RoIAlignProblem& p, Pooling pooling, const Tensor& grad_output_in, const Tensor& rois_in,
               const Tensor* input) {
   const Tensor grad_output = dense(grad_output_in), rois = dense(rois_in);
+  if (pooling != Pooling::kMean) check_shape("roi_align_backward", "rois", rois, {"N", 5});
   Tensor grad_input = new_empty(grad_output, {p.B, p.C, p.H, p.W});
   zero_(grad_input);
   if (grad_output.numel() == 0 || grad_input.numel() == 0) return grad_input;
@@ -244,13 +242,11 @@ Tensor mean_backward(const Tensor& grad_output, const Tensor& rois, int64_t B, i
 
 Tensor largest(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW, double scale, int64_t sampling_ratio,
                bool aligned) {
-  check_shape("roi_align", "rois", rois, {"N", 5});
   return pool(check_roi_align(input, rois, PH, PW, scale, sampling_ratio, aligned), Pooling::kLargest, input, rois);
 }
 
 Tensor largest_backward(const Tensor& grad_output, const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW,
                         double scale, int64_t sampling_ratio, bool aligned) {
-  check_shape("roi_align", "rois", rois, {"N", 5});
   const auto p = check_roi_align(input, rois, PH, PW, scale, sampling_ratio, aligned);
   check_like("roi_align_backward", "grad_output", grad_output, {p.N, p.C, PH, PW}, "input", input);
   const Tensor maps = dense(input);
@@ -262,7 +258,6 @@ Pooling integrals(int64_t lines) {
 }
 
 Tensor integral_mean(const Tensor& input, const Tensor& rois, int64_t PH, int64_t PW, double scale, int64_t lines) {
-  check_shape("prroi_pool", "rois", rois, {"N", 5});
   auto p = check_roi_align(input, rois, PH, PW, scale, 1, true);
   p.PH += lines == 2, p.PW += lines == 1;
   return pool(p, integrals(lines), input, rois);
@@ -270,7 +265,6 @@ Tensor integral_mean(const Tensor& input, const Tensor& rois, int64_t PH, int64_
 
 Tensor integral_mean_backward(const Tensor& grad_output, const Tensor& rois, int64_t B, int64_t H, int64_t W,
                               double scale) {
-  check_shape("prroi_pool", "rois", rois, {"N", 5});
   const auto p = check_roi_align_backward(grad_output, rois, B, H, W, scale, 1, true);
   return spread(p, Pooling::kIntegral, grad_output, rois, nullptr);
 }

@@ -34,7 +34,7 @@ Tensor in_channels_last(const Tensor& images, const SampleProblem& problem) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / tasks, first = (task - b * tasks) * kCopyPixels, remaining = pixels - first;
       run(from + b * C * pixels + first, pixels, to + (b * pixels + first) * pixel, pixel, C,
-          std::min(remaining, kCopyPixels), remaining);
+          std::min(remaining, kCopyPixels));
     }
   });
   return copy;
@@ -97,7 +97,7 @@ Tensor run_scatter(const SampleArrays<T, A>& a, const SampleProblem& problem, co
         for (int64_t p = 0; p < pixels; ++p)
           layout.round(sums.data() + p * kChunk, to + (b * pixels + p) * a.C + first, count);
       } else {
-        layout.transpose_sums(sums.data(), kChunk, to + (b * a.C + first) * pixels, pixels, pixels, count, kChunk);
+        layout.transpose_sums(sums.data(), kChunk, to + (b * a.C + first) * pixels, pixels, pixels, count);
       }
     }
   });

@@ -1,22 +1,52 @@
-"""Targets of 3-D boxes."""
+"""The targets of boxes, with noisy copies of the true boxes as further queries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.registry import TASK_UTILS
 
-from ...matching.assignment import for_solver
+from ...matching.assignment import for_solver, solve_padded
 from ...matching.match_costs import FocalLossCost
-from ...transfer import constants_on
-from ..base_target import PairCosts
-from ..padded_instances import PaddedInstances
-from .denoising import BoxDenoising
+from ...matching.padded_targets import room_for
+from ...transfer import constants_on, to_device
+from ..base_target import LEAST_ROOM, BaseTargetWithDenoising, PaddedInstances, PairCosts
+from .box3d import encode_box
+
+_PADDING, _BACKGROUND = -1, -3  # class targets of queries that were made from padding, and of background
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    """Return x [B, G · n, ...] as [B, G, n, ...]."""
+    return x.unflatten(1, (num_groups, -1))
+
+
+class DenoisingQueries(NamedTuple):
+    """The denoising queries of a batch: G groups of n.
+
+    Attributes:
+        anchor: [B, G·n, 10].
+        reg_target: [B, G·n, 10], the encoded boxes that the queries belong to, and zeros for background.
+        cls_target: [B, G·n] int64, less than 0 for background.
+        attn_mask: [G·n, G·n] bool, True where a query must not attend to another: to those of other groups, and to
+            padding that is there for the shape alone.
+        valid_mask: [B, G·n] bool, False for queries that were made from padding.
+        id_target: [B, G·n] int64, the track ids, or None.
+    """
+
+    anchor: Tensor
+    reg_target: Tensor
+    cls_target: Tensor
+    attn_mask: Tensor
+    valid_mask: Tensor
+    id_target: Tensor | None
 
 
 @TASK_UTILS.register_module()
-class SparseBox3DTarget(BoxDenoising):
+class SparseBox3DTarget(BaseTargetWithDenoising):
     """Matches boxes one to one by focal cost plus weighted L1 cost, and makes noisy copies of them for denoising.
 
     A box with a NaN, such as an unknown velocity, is matched after all others, with any prediction that is left. The
@@ -32,8 +62,14 @@ class SparseBox3DTarget(BoxDenoising):
         add_neg_dn: whether each noisy box comes with another one further away, which is background.
         num_temp_dn_groups: number of groups that are kept for the next frame.
 
-    Source: names and defaults are SparseDrive's. Differences: a cost of +infinity counts as 1e8, too; the targets of
-    all decoder layers need one copy to the host; denoising without temporal groups works on any frame.
+    There are G groups of denoising queries. A query is a box plus uniform noise within ``dn_noise_scale``. With
+    ``add_neg_dn`` there is a second query for each box, which lies one to two scales away and is background. Each
+    group is matched with its boxes by L1 distance, because a far query may be the best one. Queries of different
+    groups do not attend to one another.
+
+    Source: Sparse4D v3, arXiv 2311.11722; names and defaults are SparseDrive's. Differences: a cost of +infinity
+    counts as 1e8, too; the targets of all decoder layers need one copy to the host; denoising without temporal
+    groups works on any frame.
     """
 
     def __init__(
@@ -51,9 +87,12 @@ class SparseBox3DTarget(BoxDenoising):
         add_neg_dn: bool = True,
         num_temp_dn_groups: int = 0,
     ) -> None:
-        weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else reg_weights
-        noise = dn_noise_scale, max_dn_gt, add_neg_dn
-        super().__init__(num_dn_groups, num_temp_dn_groups, *noise, box_weight, weights)
+        super().__init__(num_dn_groups, num_temp_dn_groups)
+        self.dn_noise_scale = dn_noise_scale
+        self.max_dn_gt = max_dn_gt
+        self.add_neg_dn = add_neg_dn
+        self.box_weight = box_weight
+        self.reg_weights = [1.0] * 8 + [0.0] * 2 if reg_weights is None else list(reg_weights)
         self.cls_cost = FocalLossCost(alpha, gamma, eps, weight=cls_weight)
         self.cls_wise_reg_weights = {
             int(label): list(weights) for label, weights in (cls_wise_reg_weights or {}).items()
@@ -89,3 +128,196 @@ class SparseBox3DTarget(BoxDenoising):
             of_class = constants_on(boxes.device, tuple(class_weights), boxes.dtype)
             weights = torch.where((labels == label)[:, None], of_class, weights)
         return weights
+
+    def encode_reg_target(
+        self, box_target: Sequence[Tensor], device: torch.device | None = None
+    ) -> list[Tensor]:
+        """Return each sample's boxes [N, 7 + v] encoded, [N, 8 + v]."""
+        return [encode_box(box if device is None else box.to(device)) for box in box_target]
+
+    def weighted_distance(self, boxes: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted L1 distance of encoded boxes, whose shapes are broadcast, summed over their numbers."""
+        scale = constants_on(boxes.device, tuple(self.reg_weights), torch.float32)
+        return ((boxes - targets).abs() * (weights * scale)).sum(-1) * self.box_weight
+
+    @torch.no_grad()
+    def get_dn_anchors(
+        self,
+        cls_target: Sequence[Tensor],
+        box_target: Sequence[Tensor],
+        gt_instance_id: Sequence[Tensor] | None = None,
+        pads: bool = False,
+    ) -> DenoisingQueries | None:
+        """Return the queries of a batch, or None if there are no groups or no boxes.
+
+        A group has as many queries as the sample with most boxes has boxes, and twice as many with ``add_neg_dn``. With
+        ``pads``, that number of boxes is rounded up as that of the ground truth on a GPU, but not above ``max_dn_gt``,
+        so that there are few shapes.
+
+        Args:
+            cls_target: [N] of each sample.
+            box_target: [N, 9] of each sample, with yaw in radians. NaN counts as 0.
+            gt_instance_id: [N] of each sample. It is only used if there are temporal groups.
+        """
+        if self.num_dn_groups <= 0 or max((len(labels) for labels in cls_target), default=0) == 0:
+            return None
+        if self.num_temp_dn_groups <= 0:
+            gt_instance_id = None
+        labels, boxes, ids = self._padded_boxes(cls_target, box_target, gt_instance_id, pads)
+        G, B = self.num_dn_groups, len(labels)
+        labels, boxes = labels.repeat(G, 1), boxes.repeat(G, 1, 1)  # [G·B, N], group by group
+        ids = None if ids is None else ids.repeat(G, 1)
+        scale = to_device(self.dn_noise_scale, boxes.device, boxes.dtype)
+        anchors = boxes + (torch.rand_like(boxes) * 2 - 1) * scale
+        if self.add_neg_dn:
+            distance = torch.rand_like(boxes) + 1
+            sign = torch.where(torch.rand_like(boxes) > 0.5, 1.0, -1.0)
+            anchors = torch.cat([anchors, boxes + distance * sign * scale], dim=1)
+
+        costs = for_solver(self.weighted_distance(anchors[:, :, None], boxes[:, None], boxes.new_ones(())))
+        index = solve_padded(costs, [labels.shape[1]] * len(labels))
+
+        def of_matched(values: Tensor, others: int) -> Tensor:
+            rows = torch.cat([values, values.new_full((G * B, 1, *values.shape[2:]), others)], dim=1)
+            of_queries = rows[torch.arange(G * B, device=index.device)[:, None], index]
+            return of_queries.view(G, B, -1, *values.shape[2:]).transpose(0, 1).flatten(1, 2)
+
+        dn_labels = of_matched(labels, _BACKGROUND)
+        copies = anchors.shape[1] // labels.shape[1]
+        is_box = (labels >= 0).repeat(1, copies).view(G, B, -1).transpose(0, 1).flatten(1)
+        n = anchors.shape[1]
+        group = torch.arange(G, device=anchors.device).repeat_interleave(n)
+        # Nothing attends to the rows that ``pads`` has added, so that they change no other query.
+        added = (torch.arange(n, device=anchors.device) % labels.shape[1] >= self._most(cls_target)).repeat(G)
+        apart = ((group[:, None] != group) | added).fill_diagonal_(False)
+        return DenoisingQueries(
+            anchors.unflatten(0, (G, B)).transpose(0, 1).flatten(1, 2),
+            of_matched(boxes, 0),
+            dn_labels,
+            apart,
+            (dn_labels >= 0) | (is_box & (dn_labels == _BACKGROUND)),
+            None if ids is None else of_matched(ids, -1),
+        )
+
+    def _most(self, cls_target: Sequence[Tensor]) -> int:
+        """Return the number of boxes of the sample that has most, of which ``max_dn_gt`` count."""
+        most = max(len(labels) for labels in cls_target)
+        return min(most, self.max_dn_gt) if self.max_dn_gt > 0 else most
+
+    def _padded_boxes(
+        self,
+        cls_target: Sequence[Tensor],
+        box_target: Sequence[Tensor],
+        gt_instance_id: Sequence[Tensor] | None,
+        pads: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return labels [B, N] (-1 in the padding), encoded boxes [B, N, 10] (0) and ids [B, N] (-1) or None."""
+        most = self._most(cls_target)
+        if pads:
+            room = room_for(most, LEAST_ROOM)
+            most = min(room, self.max_dn_gt) if self.max_dn_gt > 0 else room
+
+        def padded(values: Sequence[Tensor], filler: int) -> Tensor:
+            rows = [value[:most] for value in values]
+            return torch.stack(
+                [F.pad(row, (0, 0) * (row.dim() - 1) + (0, most - len(row)), value=filler) for row in rows]
+            )
+
+        labels = padded(cls_target, _PADDING).long()
+        boxes = padded(self.encode_reg_target(box_target, labels.device), 0).nan_to_num()
+        boxes = torch.where(labels[..., None] < 0, 0.0, boxes)
+        ids = None
+        if gt_instance_id is not None:
+            ids = padded([row.to(labels.device) for row in gt_instance_id], -1).long()
+        return labels, boxes, ids
+
+    def update_dn(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        dn_reg_target: Tensor,
+        dn_cls_target: Tensor,
+        valid_mask: Tensor,
+        dn_id_target: Tensor | None,
+        num_normal_anchor: int,
+        temporal_valid_mask: Tensor | None,
+        state: Mapping[str, Tensor] | None,
+    ) -> tuple[Any, ...]:
+        """Replace the first groups of queries by those that were kept from the previous frame.
+
+        The target of a kept query is the box of this frame that has its id, or background if there is none. Ids must be
+        unique within a group.
+
+        Args:
+            instance_feature: [B, N + G·n, C]. anchor: [B, N + G·n, D]. The first N rows are no denoising queries.
+            dn_reg_target: [B, G·n, 10]. dn_cls_target, valid_mask, dn_id_target: [B, G·n].
+            num_normal_anchor: N.
+            temporal_valid_mask: [B] bool, whether a sample has history. With None no sample has.
+            state: the result of ``cache_dn`` for the previous frame, with its anchors moved to this frame.
+
+        Returns:
+            The first six arguments, with the kept queries in them.
+        """
+        unchanged = (instance_feature, anchor, dn_reg_target, dn_cls_target, valid_mask, dn_id_target)
+        if state is None or temporal_valid_mask is None or dn_id_target is None:
+            return unchanged
+        if instance_feature.shape[1] <= num_normal_anchor:
+            return unchanged
+        N, G = num_normal_anchor, self.num_dn_groups
+        ids, reg_target = _grouped(dn_id_target, G), _grouped(dn_reg_target, G)
+        state_ids = state["dn_id_target"]
+        T = state_ids.shape[1]  # temporal groups
+        is_same = state_ids[..., None] == ids[:, :T, None]  # [B, T, n before, n]
+        cls_target = torch.where(is_same.any(-1), state["dn_cls_target"], _PADDING)
+        of_state = (
+            state["dn_instance_feature"],
+            state["dn_anchor"],
+            torch.einsum("btij,btjd->btid", is_same.to(reg_target.dtype), reg_target[:, :T]),
+            cls_target,
+            state["valid_mask"],
+            state_ids,
+        )
+        fresh: tuple[Any, ...] = (instance_feature[:, N:], anchor[:, N:], *unchanged[2:])
+        merged = []
+        for old, new in zip(of_state, fresh, strict=True):
+            new = _grouped(new, G)
+            has_history = temporal_valid_mask.view(-1, *[1] * (new.dim() - 1))
+            old = old[:, :, : new.shape[2]]  # It gets as many queries in a group as there are now.
+            old = F.pad(old, (0, 0) * (old.dim() - 3) + (0, new.shape[2] - old.shape[2])).to(new.dtype)
+            old = torch.where(has_history, old, new[:, :T])
+            merged.append(torch.cat([old, new[:, T:]], dim=1).flatten(1, 2))
+        merged[0] = torch.cat([instance_feature[:, :N], merged[0]], dim=1)
+        merged[1] = torch.cat([anchor[:, :N], merged[1]], dim=1)
+        return tuple(merged)
+
+    def cache_dn(
+        self,
+        dn_instance_feature: Tensor,
+        dn_anchor: Tensor,
+        dn_cls_target: Tensor,
+        valid_mask: Tensor,
+        dn_id_target: Tensor | None,
+    ) -> dict[str, Tensor] | None:
+        """Return what the next frame needs of ``num_temp_dn_groups`` groups, which are drawn at random.
+
+        Args:
+            dn_instance_feature: [B, G·n, C]. dn_anchor: [B, G·n, D]. The other arguments are [B, G·n].
+
+        Returns:
+            The arguments by their names, [B, T, n, ...] of T groups, or None without temporal groups or ids.
+        """
+        if self.num_temp_dn_groups <= 0 or dn_id_target is None:
+            return None
+        order = torch.rand(self.num_dn_groups, device=dn_anchor.device).argsort()
+        drawn = order[: self.num_temp_dn_groups].sort().values
+        values = {
+            "dn_instance_feature": dn_instance_feature,
+            "dn_anchor": dn_anchor,
+            "dn_cls_target": dn_cls_target,
+            "valid_mask": valid_mask,
+            "dn_id_target": dn_id_target,
+        }
+        return {
+            name: _grouped(value.detach(), self.num_dn_groups).index_select(1, drawn)
+            for name, value in values.items()
+        }

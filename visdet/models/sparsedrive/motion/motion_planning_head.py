@@ -1,5 +1,6 @@
 """The head that predicts the motion of agents and plans the motion of the ego vehicle."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
+from ...layers.positional_encoding import sine_embedding
 from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
 from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
@@ -18,7 +20,16 @@ from ..sample_batch import field_of
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
 from .motion_target import best_modes
-from .sine_embedding import gen_sineembed_for_position
+
+
+def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
+    """Return the sines and cosines [..., hidden_dim] of positions [..., 2]. Those of y come first.
+
+    Source: the name and the formula are SparseDrive's.
+    """
+    y_and_x = pos_tensor.float().flip(-1)
+    return sine_embedding(y_and_x * (2 * math.pi), hidden_dim // 2).flatten(-2)
+
 
 _NUSCENES_CLASSES = 10
 

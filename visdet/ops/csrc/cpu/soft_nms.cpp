@@ -19,8 +19,7 @@ int64_t first_greatest(const A* scores, int64_t begin, int64_t end) {
     const Vec<A> s = load(scores + p);
     most = s > most ? s : most;
   }
-  A best = most[0];
-  for (int lane = 1; lane < W; ++lane) best = most[lane] > best ? most[lane] : best;
+  const A best = across_lanes<A>(most, [](Vec<A> one, Vec<A> other) { return one > other ? one : other; });
   if (best == -A(__builtin_inf())) return begin;
   int64_t p = begin;
   while (scores[p] != best) ++p;
@@ -55,10 +54,7 @@ bool lower_scores(const SoftNmsArrays<A>& a, int64_t i, int64_t count) {
     store(a.column[kScore] + p, score);
     any_low |= score < a.min_score;
   }
-  for (int lane = 0; lane < W; ++lane) {
-    if (any_low[lane]) return true;
-  }
-  return false;
+  return any_lane<A>(any_low);
 }
 
 template <typename A>

@@ -57,14 +57,12 @@ struct SampleScatter {
                 int64_t b, int64_t begin);
 };
 
-// The kernels of layout.cpp: to[c * to_stride + r] = from[r * from_stride + c], of rows x columns numbers, where
-// `readable` columns may be read; and to[i] = from[i].
+// The kernels of layout.cpp: to[c * to_stride + r] = from[r * from_stride + c], of rows x columns numbers; and
+// to[i] = from[i].
 template <typename T, typename A>
 struct SampleLayout {
-  void (*transpose_values)(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns,
-                           int64_t readable);
-  void (*transpose_sums)(const A* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns,
-                         int64_t readable);
+  void (*transpose_values)(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns);
+  void (*transpose_sums)(const A* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns);
   void (*round)(const A* from, T* to, int64_t count);
 };
 

@@ -1,4 +1,4 @@
-"""The sample of one image, with its ground truth and its predictions."""
+"""Samples of detection, of fields and of pairs of views."""
 
 from typing import Any
 
@@ -32,3 +32,27 @@ class DetDataSample(BaseDataElement):
     gt_instances = _instances("_gt_instances")
     ignored_instances = _instances("_ignored_instances")
     pred_instances = _instances("_pred_instances")
+
+
+class FieldDataSample(BaseDataElement):
+    """True and predicted values of a field at the points of a chunk.
+
+    If the points are all voxels of a volume, in its order, the meta information has ``volume_shape`` [D0, D1, D2].
+
+    Attributes:
+        gt_field, pred_field: [n], the values at the n points of the chunk.
+        pred_gaussians: the Gaussians whose sum is ``pred_field``, the heaviest first. They are InstanceData with
+            ``means`` [N, 3], ``covariances`` [N, 3, 3] and ``weights`` [N], in the unit of the points.
+    """
+
+
+class TwoViewDataSample(BaseDataElement):
+    """The cameras and the true and predicted depth of a pair of views.
+
+    The meta information is ``pair``, the number of the pair.
+
+    Attributes:
+        intrinsics: [3, 3], the camera matrix of both views, in pixels.
+        source_from_reference: [4, 4], the relative pose, in the unit of the depths.
+        gt_depth, pred_depth: [h, w], the z coordinates in the reference view.
+    """

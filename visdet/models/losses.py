@@ -1,0 +1,244 @@
+"""Losses of classes and boxes."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visdet.ops import sigmoid_focal_loss
+from visdet.registry import MODELS
+
+from .boxes import elementwise_overlaps
+from .layers.precision import at_least_float32
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+class ReducedLoss(nn.Module):
+    """A loss whose elements are weighted and reduced. A subclass computes the elements.
+
+    Args:
+        reduction: 'none', 'mean' or 'sum'. The mean of no elements is 0.
+        loss_weight: factor on the result.
+
+    Source: names and defaults are those of mmdet's losses.
+    """
+
+    def __init__(self, reduction: Reduction = "mean", loss_weight: float = 1.0) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.loss_weight = loss_weight
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each element."""
+        raise NotImplementedError
+
+    def element_weight(self, weight: Tensor, pred: Tensor) -> Tensor:
+        """Return ``weight`` in a shape that is broadcast against the elements."""
+        return weight
+
+    def forward(
+        self,
+        pred: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        avg_factor: float | Tensor | None = None,
+        reduction_override: Reduction | None = None,
+    ) -> Tensor:
+        """Return the loss: a scalar (0 if there are no elements), or the elements for reduction 'none'.
+
+        Args:
+            pred, target: see ``elements``.
+            weight: factors of the elements, or None. See ``element_weight``.
+            avg_factor: divides the sum in place of the number of elements, with 'mean'. 'none' ignores it.
+            reduction_override: replaces ``reduction`` in this call.
+
+        Raises:
+            ValueError: the reduction is 'sum', and ``avg_factor`` is given.
+        """
+        loss = self.elements(pred, target)
+        if weight is not None:
+            loss = loss * self.element_weight(weight, pred)
+        reduction = reduction_override or self.reduction
+        if reduction == "none":
+            return self.loss_weight * loss
+        if reduction == "sum" and avg_factor is not None:
+            raise ValueError("avg_factor must be None with reduction='sum'")
+        if reduction == "mean":
+            return self.loss_weight * (
+                loss.sum() / (max(loss.numel(), 1) if avg_factor is None else avg_factor)
+            )
+        return self.loss_weight * loss.sum()
+
+
+@MODELS.register_module()
+class L1Loss(ReducedLoss):
+    """Absolute difference of prediction and target in each coordinate.
+
+    Args:
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+
+    Source: names and defaults are mmdet's.
+    """
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each coordinate [...] from pred and target [...], which have one shape."""
+        return F.l1_loss(pred, target, reduction="none")
+
+
+@MODELS.register_module()
+class GIoULoss(ReducedLoss):
+    """1 - GIoU of each pair of boxes, in [0, 2]; see ``elementwise_overlaps``.
+
+    Args:
+        eps: the least value of a denominator, in the square of the boxes' unit.
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+
+    Source: Rezatofighi et al., CVPR 2019; names and defaults are mmdet's.
+    """
+
+    def __init__(self, eps: float = 1e-6, reduction: Reduction = "mean", loss_weight: float = 1.0) -> None:
+        super().__init__(reduction, loss_weight)
+        self.eps = eps
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each pair [...] of boxes pred and target [..., 4] (x1, y1, x2, y2), in the same unit."""
+        if pred.shape != target.shape or pred.shape[-1] != 4:
+            raise ValueError(
+                f"GIoULoss: pred and target must be [..., 4], got {tuple(pred.shape)} and {tuple(target.shape)}"
+            )
+        return 1 - elementwise_overlaps(pred, target, mode="giou", eps=self.eps)
+
+    def element_weight(self, weight: Tensor, pred: Tensor) -> Tensor:
+        """Return the weight [...] of each pair from [...], or from [..., 4] the mean over the last axis."""
+        return weight.mean(dim=-1) if weight.dim() == pred.dim() else weight
+
+
+@MODELS.register_module()
+class FocalLoss(ReducedLoss):
+    """Sigmoid focal loss against integer class labels; see ``visdet.ops.sigmoid_focal_loss``.
+
+    The loss is computed in float32, or in float64 for float64 inputs.
+
+    Args:
+        use_sigmoid: must be True, because there is no softmax focal loss.
+        gamma: the focusing parameter, which reduces the loss of easy predictions.
+        alpha: weight of positives. Negatives get 1 - alpha.
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+        activated: must be False, because predictions are logits.
+
+    Raises:
+        ValueError: ``use_sigmoid`` is False.
+
+    Source: names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self,
+        use_sigmoid: Literal[True] = True,
+        gamma: float = 2.0,
+        alpha: float = 0.25,
+        reduction: Reduction = "mean",
+        loss_weight: float = 1.0,
+        activated: Literal[False] = False,
+    ) -> None:
+        super().__init__(reduction, loss_weight)
+        self.use_sigmoid = use_sigmoid
+        self.gamma = gamma
+        self.alpha = alpha
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss [N, C] of each class.
+
+        Args:
+            pred: [N, C] logits. target: [N] int64 in 0..C, where C is background.
+        """
+        pred = at_least_float32(pred)
+        return sigmoid_focal_loss(pred, target, self.gamma, self.alpha, reduction="none")
+
+    def element_weight(self, weight: Tensor, pred: Tensor) -> Tensor:
+        """Return the weight of each class from [N, C], or [N, 1] from [N]."""
+        return weight.unsqueeze(-1) if weight.dim() == 1 else weight
+
+
+_EPS = 1e-12
+
+
+@MODELS.register_module()
+class GaussianFocalLoss(ReducedLoss):
+    """Focal loss of probabilities p against soft targets t in 0..1.
+
+    It is the sum of ``-log(p)·(1-p)^α`` where t = 1, and of ``-log(1-p)·p^α·(1-t)^γ`` everywhere. The loss is computed
+    in float32, or in float64 for float64 inputs.
+
+    Args:
+        alpha, gamma: the exponents. reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+
+    Source: Law and Deng, CornerNet, ECCV 2018; names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self, alpha: float = 2.0, gamma: float = 4.0, reduction: Reduction = "mean", loss_weight: float = 1.0
+    ) -> None:
+        super().__init__(reduction, loss_weight)
+        self.alpha = alpha
+        self.gamma = gamma
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each of the probabilities pred [...] against target [...]."""
+        if pred.shape != target.shape:
+            raise ValueError(
+                "GaussianFocalLoss: pred and target must have one shape, "
+                f"got {tuple(pred.shape)} and {tuple(target.shape)}"
+            )
+        pred = at_least_float32(pred)
+        positive = -(pred + _EPS).log() * (1 - pred).pow(self.alpha) * (target == 1)
+        negative = -(1 - pred + _EPS).log() * pred.pow(self.alpha) * (1 - target).pow(self.gamma)
+        return positive + negative
+
+
+@MODELS.register_module()
+class CrossEntropyLoss(ReducedLoss):
+    """Cross entropy of a softmax over classes, or binary cross entropy of each element.
+
+    The loss is computed in float32, or in float64 for float64 inputs.
+
+    Args:
+        use_sigmoid: compute the binary cross entropy of logits against targets in 0..1.
+        use_mask: must be False, because there is no mask loss.
+        reduction: 'none', 'mean' or 'sum'.
+        class_weight: [C], the factor of each class, with ``use_sigmoid`` of its positives.
+        loss_weight: factor on the result.
+
+    Raises:
+        ValueError: ``use_mask`` is True.
+
+    Source: names and defaults are mmdet's.
+    """
+
+    def __init__(
+        self,
+        use_sigmoid: bool = False,
+        use_mask: Literal[False] = False,
+        reduction: Reduction = "mean",
+        class_weight: Sequence[float] | None = None,
+        loss_weight: float = 1.0,
+    ) -> None:
+        super().__init__(reduction, loss_weight)
+        self.use_sigmoid = use_sigmoid
+        self.class_weight = class_weight
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of each row, or of each element with ``use_sigmoid``.
+
+        Args:
+            pred: logits [N, C], or [...] with ``use_sigmoid``.
+            target: [N] int64. With ``use_sigmoid``, targets of the shape of the logits, which may require a gradient.
+        """
+        pred = at_least_float32(pred)
+        factors = None if self.class_weight is None else pred.new_tensor(self.class_weight)
+        if self.use_sigmoid:
+            target = target.to(pred.dtype)
+            return F.binary_cross_entropy_with_logits(pred, target, pos_weight=factors, reduction="none")
+        return F.cross_entropy(pred, target, weight=factors, reduction="none")

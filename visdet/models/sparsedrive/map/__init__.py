@@ -1,1 +1,0 @@
-"""Polylines of the map: how they are matched, decoded and learned."""
