@@ -11,10 +11,8 @@ from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
 from visdet.ops import _library
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SIZED = [(name, number) for name, operator in OPERATORS.items() for number in range(len(operator.of_size))]
 sized = pytest.mark.parametrize(("name", "number"), SIZED)
-devices = pytest.mark.parametrize("device", DEVICES)
 DRAWN = 60  # random problems, of which the largest are shared by several threads
 
 
@@ -68,7 +66,6 @@ def differentiable(operator):
     return {result.name.removeprefix("grad_") for result in backward._schema.returns}
 
 
-@devices
 @sized
 def test_registrations(name, number, device):
     with Recorded() as recorded:
@@ -106,7 +103,6 @@ def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number):
     assert all(one.data_ptr() in given for one in kept if one.is_floating_point() and one.numel() > 1)
 
 
-@devices
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != "autocast_linear"])
 def test_autocast_changes_no_number_and_no_type(name, device):
     """Coordinates in 16 bits would be other ones. Values may have 16 bits, and results have the values' type."""
