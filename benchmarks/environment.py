@@ -1,4 +1,4 @@
-"""The device, the versions, the clocks and the commit of a measurement."""
+"""The device, the versions and the commit of a measurement."""
 
 import datetime
 import importlib.metadata
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -20,7 +19,8 @@ def describe(device: torch.device) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         facts["multiprocessors"] = str(properties.multi_processor_count)
         facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-        facts["driver"] = clocks(device).get("driver_version", "unknown")
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver"] = drivers.partition("\n")[0] or "unknown"
     else:
         facts["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
         facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # the load by other processes
@@ -34,21 +34,6 @@ def describe(device: torch.device) -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def clocks(device: torch.device) -> dict[str, str]:
-    """Return the current driver, clocks, power and temperature by nvidia-smi, or nothing if that is not available."""
-    if device.type != "cuda":
-        return {}
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    which = [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
-    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    answer = _output(*command, *which) or _output(*command)
-    if not answer:
-        return {}
-    return dict(
-        zip(_QUERY.split(","), (value.strip() for value in answer.splitlines()[0].split(",")), strict=False)
-    )
 
 
 def _device_name(device: torch.device) -> str:
