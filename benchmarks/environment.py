@@ -1,13 +1,14 @@
 """The device, the versions and the commit of a measurement."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
 from pathlib import Path
 
 import torch
+
+from visdet.ops import build_info
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,12 +25,11 @@ def describe(device: torch.device) -> dict[str, str]:
     else:
         facts["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
         facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # the load by other processes
-        facts["instruction set"] = _instruction_set()
+        facts["instruction set"] = build_info()["cpu"]["isa"] or "not built"
     return {
         **facts,
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none",
-        "triton": _version("triton"),
         "python": platform.python_version(),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -39,18 +39,14 @@ def describe(device: torch.device) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _instruction_set() -> str:
-    from visdet.ops import build_info
-
-    return build_info()["cpu"]["isa"] or "not built"
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _commit() -> str:
@@ -59,13 +55,6 @@ def _commit() -> str:
         return "unknown"
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit} with changes" if changed else commit
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _output(*command: str) -> str:

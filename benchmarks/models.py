@@ -32,7 +32,7 @@ from visdet.engine.process.garbage import living_objects_not_collected
 from visdet.engine.stages import StagedModel
 
 from .case import dtype_name
-from .environment import describe
+from .environment import describe, synchronize
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
 from .report import table
 
@@ -180,11 +180,6 @@ def prediction(model: nn.Module, graphs: Any = None) -> Callable[[dict[str, Any]
             return staged.predictions(**batch)
 
     return predict
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def profiled(function: Callable[[], Any]) -> dict[str, Any]:
