@@ -126,28 +126,6 @@ def test_ops_import_with_torch_alone():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 
 
-def test_functions_that_reuse_torchvision_work_without_it():
-    """torchvision and mmengine are blocked as in ``sys.modules[name] = None``, which ``import`` refuses."""
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(('torchvision', 'mmengine', 'mmcv', 'cv2')))\n"
-        "import torch\n"
-        "from visdet import ops\n"
-        "boxes = torch.tensor([[0., 0, 4, 4], [0, 0, 4, 3], [9, 9, 12, 12]])\n"
-        "scores = torch.tensor([0.9, 0.8, 0.7])\n"
-        "assert ops.nms(boxes, scores, 0.5)[1].tolist() == [0, 2]\n"
-        "assert ops.batched_nms(boxes, scores, torch.zeros(3).long(), dict(iou_threshold=0.5))[1].tolist() == [0, 2]\n"
-        "rois = torch.tensor([[0., 1, 1, 5, 5]])\n"
-        "for mode in ('avg', 'max'):\n"
-        "    assert ops.roi_align(torch.ones(1, 2, 8, 8), rois, 2, pool_mode=mode).eq(1).all()\n"
-        "ops._library.is_loaded = lambda name: False\n"
-        "assert ops.roi_align(torch.ones(1, 2, 8, 8), rois, 2).eq(1).all()\n"
-        "out = ops.DeformConv2dPack(2, 4, 3, padding=1)(torch.ones(1, 2, 5, 5))\n"
-        "assert out.shape == (1, 4, 5, 5)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
-
-
 def test_ops_import_in_little_more_time_than_torch():
     """torch.compile's front end takes as long to import as torch; a decorator of torch.compiler would bring it in."""
     code = (

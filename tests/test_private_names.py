@@ -38,7 +38,6 @@ REASONS = {
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
-    "_dynamo_marked_constant": "The public decorator that sets it imports the compiler, which takes long.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_foreach_norm": "The norms of many tensors take few kernels.",
     "_inductor": "torch documents the functions of AOTInductor there.",

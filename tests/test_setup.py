@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from visdet import doctor
-from visdet.ops import _library, _torchvision
+from visdet.ops import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -160,13 +160,3 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         and "pip install --no-build-isolation -e ." in done.stdout
         and "torch.Size([3, 1, 2, 2])" in done.stdout
     )
-
-
-def test_the_doctor_names_a_torchvision_that_does_not_load(monkeypatch):
-    pytest.importorskip("mmengine")
-    monkeypatch.setattr(_torchvision, "_problems", {"cpu": None})
-    text = doctor.report()[0]
-    assert "cpu: visdet" in text
-    monkeypatch.setattr(_torchvision, "_problems", {"cpu": "torchvision does not import (why)"})
-    text, advice = doctor.report()
-    assert any("does not import (why)" in line for line in advice)

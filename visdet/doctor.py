@@ -106,21 +106,6 @@ def _operators(info: dict) -> list[str]:
     return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]
 
 
-def _torchvision_operators(advice: list[str]) -> list[str]:
-    import torch
-
-    from visdet.ops.devices import is_loaded, torchvision_problem
-
-    lines = []
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        problem = torchvision_problem(device)
-        server = "torchvision" if problem is None else "plain torch, slower"
-        lines.append(f"  {device}: {'visdet' if is_loaded(device) else server}")
-        if problem is not None:
-            advice.append(f"{problem}: install torch and torchvision as a matching pair")
-    return lines
-
-
 # The oldest driver that runs programs of a CUDA toolkit, by the toolkit's major version.
 _OLDEST_DRIVER = {12: "525", 13: "580"}
 
@@ -232,7 +217,6 @@ def report() -> tuple[str, list[str]]:
         f"visdet {visdet.__version__}": _packages(advice),
         "Operator libraries": _libraries(info, advice),
         "Operators": _operators(info),
-        "nms, roi_align and deform_conv2d": _torchvision_operators(advice),
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }

@@ -39,17 +39,13 @@ def _with_kept(keep: Function) -> Function:
 
 
 def _plain_nms(threshold: float, boxes: Tensor, scores: Tensor, idxs: Tensor) -> Tensor:
-    """Return the kept indices, computed for each class separately by visdet's plain torch."""
-    kept = []
-    for members in [(idxs == c).nonzero().squeeze(1) for c in idxs.unique()]:
-        kept.append(members[kept_by_plain_torch(boxes[members], scores[members], threshold)])
-    merged = torch.cat(kept)
-    return merged[scores[merged].sort(descending=True, stable=True).indices]
+    """Return the kept indices of each class, by visdet's plain torch."""
+    return kept_by_plain_torch(boxes, scores, idxs, None, threshold)
 
 
 def _plain_nms_rotated(boxes: Tensor, scores: Tensor) -> Tensor:
     """Return the boxes that visdet's plain torch keeps, with their scores."""
-    kept = kept_by_plain_torch(boxes, scores, 0.1)
+    kept = kept_by_plain_torch(boxes, scores, None, None, 0.1)
     return torch.cat([boxes[kept], scores[kept, None]], 1)
 
 

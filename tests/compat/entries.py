@@ -4,7 +4,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])], autouse=True)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
 def device(request):
     """Make every tensor of a test on this device."""
     torch.manual_seed(0)

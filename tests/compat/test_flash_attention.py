@@ -15,19 +15,13 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, to
 LENGTHS_Q, LENGTHS_K = [3, 5, 0, 2, 4], [4, 5, 3, 0, 1]
 
 
-def written_out(q, k, v, scale, causal, to_end, window=(-1, -1)):  # [Sq, H, D], [Sk, Hk, D]
+def written_out(q, k, v, scale, causal, to_end):  # [Sq, H, D], [Sk, Hk, D]
     """Return the attention of one sequence, query by query."""
     out = torch.zeros_like(q)
     shift = len(k) - len(q) if to_end else 0
     for i in range(len(q)):
         for head in range(q.shape[1]):
-            seen = [
-                j
-                for j in range(len(k))
-                if (not causal or j <= i + shift)
-                and (window[0] < 0 or j >= i + shift - window[0])
-                and (window[1] < 0 or j <= i + shift + window[1])
-            ]
+            seen = [j for j in range(len(k)) if not causal or j <= i + shift]
             if seen:
                 kv_head = head // (q.shape[1] // k.shape[1])
                 weights = (k[seen, kv_head] @ q[i, head] * scale).softmax(0)
@@ -73,34 +67,26 @@ def test_sequences_of_several_lengths(function, lengths, causal, dtype, device):
         torch.testing.assert_close(found.double().cpu(), wanted, atol=4 * tolerance, rtol=4 * tolerance)
 
 
-@pytest.mark.parametrize(
-    "causal, window", [(False, (-1, -1)), (True, (-1, -1)), (False, (1, 2)), (True, (2, 0))]
-)
-def test_dense_and_packed_forms_agree(causal, window):
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_and_packed_forms_agree(causal):
     torch.manual_seed(0)
     qkv = torch.randn(2, 5, 3, 2, 8, dtype=torch.float64)
     q, k, v = qkv.unbind(2)
-    named = dict(causal=causal, window_size=window)
-    expected = torch.stack(
-        [written_out(*item, 8**-0.5, causal, True, window) for item in zip(q, k, v, strict=True)]
-    )
-    flat, table = qkv.flatten(0, 1), starts([5, 5], "cpu")
+    expected = torch.stack([written_out(*item, 8**-0.5, causal, True) for item in zip(q, k, v, strict=True)])
+    flat, table, named = qkv.flatten(0, 1), starts([5, 5], "cpu"), dict(causal=causal)
+    none = (-1, -1)
     for out in (
-        flash.flash_attn_func(q, k, v, **named),
-        flash.flash_attn_func(q, k, v, 0.0, None, causal, window, 0.0, None, False, False),  # 2.6 and later
-        flash.flash_attn_func(q, k, v, 0.0, None, causal, window, None, False, False),  # 2.4 and 2.5
-        flash.flash_attn_func(q, k, v, 0.0, None, causal, window, False),  # 2.3
+        flash.flash_attn_func(q, k, v, **named, window_size=none),
+        flash.flash_attn_func(q, k, v, 0.0, None, causal, none, 0.0, None, False, False),  # 2.6 and later
+        flash.flash_attn_func(q, k, v, 0.0, None, causal, none, None, False, False),  # 2.4 and 2.5
+        flash.flash_attn_func(q, k, v, 0.0, None, causal, none, False),  # 2.3
+        flash.flash_attn_func(q, k, v, 0.0, None, causal, False),  # 2.0 to 2.2
         flash.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **named),
         flash.flash_attn_qkvpacked_func(qkv, **named),
         flash.flash_attn_varlen_qkvpacked_func(flat, table, 5, **named).unflatten(0, (2, 5)),
+        flash.flash_attn_unpadded_qkvpacked_func(flat, table, 5, 0.0, None, causal).unflatten(0, (2, 5)),
     ):
         torch.testing.assert_close(out, expected)
-    if window == (-1, -1):
-        out = flash.flash_attn_unpadded_qkvpacked_func(flat, table, 5, 0.0, None, causal)
-        torch.testing.assert_close(out.unflatten(0, (2, 5)), expected)
-        torch.testing.assert_close(
-            flash.flash_attn_func(q, k, v, 0.0, None, causal, False), expected
-        )  # 2.0 to 2.2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,12 +120,20 @@ def test_padding_is_dropped_and_restored(mask_dtype):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("softcap", 5.0), ("alibi_slopes", torch.ones(2)), ("return_attn_probs", True)]
+    "name, value",
+    [
+        ("window_size", (2, 0)),
+        ("softcap", 5.0),
+        ("alibi_slopes", torch.ones(2)),
+        ("return_attn_probs", True),
+    ],
 )
 def test_an_option_that_is_not_computed_is_refused(name, value):
     q = torch.zeros(1, 2, 2, 8)
-    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {name} must be"):
+    with pytest.raises(NotImplementedError, match=f"flash_attn_func: {name} must have its default"):
         flash.flash_attn_func(q, q, q, **{name: value})
+    with pytest.raises(NotImplementedError, match="an option behind causal must have"):
+        flash.flash_attn_func(q, q, q, 0.0, None, False, value)
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         flash.flash_attn_func(q, q, q, colour=1)
 

@@ -8,6 +8,8 @@ from visdet import ops
 from visdet.compat import mmcv_ext as ext
 from visdet.ops.mmcv import aligned_pooling, map_correlation
 
+on_each_device = pytest.mark.usefixtures("device")
+
 
 def rois():
     return torch.tensor([[0, 0.5, 1, 5.3, 4], [1, 1, 2, 5, 4.5]]).double()
@@ -192,6 +194,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@on_each_device
 def test_forward_and_backward_entries(name):
     check_entries(*CASES[name]())
 
@@ -266,6 +269,7 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("name", LINEAR)
+@on_each_device
 def test_entries_that_are_linear(name):
     function, input, others, settings = LINEAR[name]()
     check_entries(
@@ -278,6 +282,7 @@ def test_entries_that_are_linear(name):
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("weighted", [False, True])
+@on_each_device
 def test_focal_losses(name, weighted):
     logits, target = leaf(5, 4), torch.tensor([0, 3, 2, 1, 1])
     weight = torch.rand(4, dtype=torch.float64) if weighted else empty()
@@ -293,6 +298,7 @@ def test_focal_losses(name, weighted):
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
 
 
+@on_each_device
 def test_masked_convolution():
     x, column = leaf(1, 4, 3, 3).detach(), torch.zeros(36, 2, dtype=torch.float64)
     rows, columns = torch.tensor([0, 2]), torch.tensor([1, 2])
@@ -324,6 +330,7 @@ BOXES = [
 SCORES = [0.9, 0.8, 0.7, 0.6]
 
 
+@on_each_device
 def test_entries_over_boxes():
     boxes, scores = torch.tensor(BOXES), torch.tensor(SCORES)
     assert ext.nms(boxes, scores, iou_threshold=0.5, offset=0).tolist() == [0, 1, 3]

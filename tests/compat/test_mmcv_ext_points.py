@@ -9,6 +9,8 @@ from visdet.ops import furthest_point_sample, point_neighbours
 from visdet.ops.mmcv import points_in_boxes
 from visdet.ops.mmcv.local_aggregate import local_aggregate, local_aggregate_prob
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def test_neighbours():
     points, centers = torch.rand(2, 9, 3), torch.rand(2, 4, 3)

@@ -1,10 +1,13 @@
 """The functions of mmcv._ext for rotated boxes: they write into given tensors, as mmcv's wrappers expect."""
 
+import pytest
 import torch
 from entries import device  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def uniform(*shape, seed=0, scale=1.0):

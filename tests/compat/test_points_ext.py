@@ -10,6 +10,8 @@ from entries import check_entries, device, leaf  # noqa: F401
 from visdet import ops
 from visdet.compat import detectron2_ext, points_ext
 
+pytestmark = pytest.mark.usefixtures("device")
+
 FUNCTIONS = points_ext.FUNCTIONS
 B, N, M, C, K = 2, 9, 4, 3, 3
 

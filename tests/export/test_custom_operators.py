@@ -3,21 +3,19 @@
 import pytest
 
 import visdet
-from tests.export.test_export import built
+from tests.export.test_export import DEFORMABLE_DETR, SMALL, built
 from visdet.export import ExportError
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed")
 pytest.importorskip("onnxscript", reason="the package onnxscript is not installed")
 pytest.importorskip("onnxruntime", reason="the package onnxruntime is not installed")
-SMALL = {"model.encoder.num_layers": 1, "model.decoder.num_layers": 1, "model.backbone.base_channels": 8}
-SMALL["model.neck.in_channels"] = [16, 32, 64]
 # Of NVIDIA's plugin: value, spatial shapes, level starts, sampling locations, attention weights; and the output.
 RANKS = (4, 2, 1, 6, 5, 4)
 TYPES = ("FLOAT", "INT32", "INT32", "FLOAT", "FLOAT", "FLOAT")
 
 
 def test_nodes_of_the_tensorrt_plugin_have_its_inputs(tmp_path):
-    model = built("deformable_detr/deformable-detr_shapes", **SMALL)
+    model = built(DEFORMABLE_DETR, **SMALL)
     report = visdet.export(model, tmp_path, "onnx", custom_op="tensorrt")
     assert report["differences"]["outputs"]["bboxes"]["largest"] < 1e-5
     graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "model.onnx")).graph
@@ -36,7 +34,7 @@ def test_nodes_of_the_tensorrt_plugin_have_its_inputs(tmp_path):
 @pytest.mark.slow
 def test_openvino_runs_a_detector_with_nodes_of_visdet(tmp_path):
     pytest.importorskip("openvino", reason="the package openvino is not installed")
-    model = built("deformable_detr/deformable-detr_shapes", **SMALL)
+    model = built(DEFORMABLE_DETR, **SMALL)
     report = visdet.export(model, tmp_path, "openvino", custom_op="openvino")
     assert report["differences"]["outputs"]["bboxes"]["largest"] < 1e-5
     assert 'type="ms_deform_attn"' in (tmp_path / "model.xml").read_text()
@@ -45,6 +43,4 @@ def test_openvino_runs_a_detector_with_nodes_of_visdet(tmp_path):
 
 def test_a_custom_operator_of_another_format_is_an_error(tmp_path):
     with pytest.raises(ExportError, match="custom_op"):
-        visdet.export(
-            built("deformable_detr/deformable-detr_shapes", **SMALL), tmp_path, "pt2", custom_op="tensorrt"
-        )
+        visdet.export(built(DEFORMABLE_DETR, **SMALL), tmp_path, "pt2", custom_op="tensorrt")

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -35,36 +37,91 @@ def needs(*packages):
     return pytest.mark.skipif(bool(missing), reason=f"{missing} not installed (extra export)")
 
 
-def test_images_of_any_number_and_size_as_pt2(tmp_path):
-    model = built("deformable_detr/deformable-detr_shapes")
-    report = visdet.export(model, tmp_path, "pt2", classes=list("abcdef"))
+DEFORMABLE_DETR = "deformable_detr/deformable-detr_shapes"
+SMALL = {"model.encoder.num_layers": 1, "model.decoder.num_layers": 1, "model.backbone.base_channels": 8}
+SMALL |= {"model.neck.in_channels": [16, 32, 64]}
+IN_ONNX = needs("onnx", "onnxscript", "onnxruntime")
+VARIANTS = {
+    "two stages": (DEFORMABLE_DETR, {}),
+    "refined": (DEFORMABLE_DETR, {"model.as_two_stage": False}),
+    "one stage": (DEFORMABLE_DETR, {"model.as_two_stage": False, "model.with_box_refine": False}),
+    "dino": ("dino/dino_shapes", {}),
+}
+
+
+PROGRAM = """
+import sys, pathlib, numpy as np, torch, visdet.ops
+folder = pathlib.Path(sys.argv[1])
+sample = np.load(folder / "sample.npz")
+model = torch.export.load(folder / "model.pt2").module()
+given = [torch.from_numpy(sample[name]) for name in sample.files if name.startswith("input.")]
+scores = dict(zip(("bboxes", "scores", "labels"), model(*given)))["scores"]
+torch.testing.assert_close(scores, torch.from_numpy(sample["output.scores"]))
+assert not any(name.startswith(("visdet.models", "visdet.engine", "mmengine")) for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the folder of a detector that was exported for any number and size of images, and the report."""
+    folder = tmp_path_factory.mktemp("exported")
+    report = visdet.export(built(DEFORMABLE_DETR, **SMALL), folder, "pt2", classes=list("abcdef"))
+    return folder, report
+
+
+def test_images_of_any_number_and_size_as_pt2(exported):
+    folder, report = exported
     assert max(one["largest"] for one in report["differences"]["outputs"].values()) < 1e-5
     assert report["differences"]["inputs"] == 3
-    described = json.loads((tmp_path / "model.json").read_text())
+    described = json.loads((folder / "model.json").read_text())
     assert described["inputs"]["images"]["shape"] == ["batch", 3, "height", "width"]
     assert described["classes"] == list("abcdef") and described["checked"]
-    sample = np.load(tmp_path / "sample.npz")
+    sample = np.load(folder / "sample.npz")
     assert {"input.images", "input.image_sizes", "output.bboxes"} <= set(sample.files)
+
+
+def test_a_program_needs_the_operators_alone(exported):
+    """What was exported runs in a process without visdet's models."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, exported[0]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "format",
+    ("variant", "format", "options"),
     [
-        pytest.param("onnx", marks=needs("onnx", "onnxscript", "onnxruntime")),
-        pytest.param("openvino", marks=needs("onnx", "onnxscript", "openvino")),
+        pytest.param("two stages", "openvino", {}, marks=needs("onnx", "onnxscript", "openvino")),
+        pytest.param("refined", "onnx", {"shape": (96, 128), "batch": 2}, marks=IN_ONNX),
+        pytest.param("one stage", "onnx", {"precision": "float16"}, marks=IN_ONNX),
+        pytest.param("dino", "onnx", {}, marks=IN_ONNX),
     ],
 )
-def test_standard_operators_alone(tmp_path, format):
+def test_standard_operators_alone(tmp_path, variant, format, options):
     """The graph has no custom operator, and the runtime of the format computes what the model does."""
-    model = built("deformable_detr/deformable-detr_shapes")
-    report = visdet.export(model, tmp_path, format, shape=(96, 128))
-    assert max(one["largest"] for one in report["differences"]["outputs"].values()) < 1e-4
     import onnx
 
-    nodes = onnx.load(tmp_path / "model.onnx").graph.node
-    assert not {node.domain for node in nodes} - {""}
-    assert "GridSample" in {node.op_type for node in nodes} and "If" not in {node.op_type for node in nodes}
+    name, changes = VARIANTS[variant]
+    report = visdet.export(built(name, **SMALL, **changes), tmp_path, format, **options)
+    limit = 1e-3 if "precision" in options else 1e-4
+    assert max(one["largest"] for one in report["differences"]["outputs"].values()) < limit
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert not {node.domain for node in graph.node} - {""}
+    assert "GridSample" in {node.op_type for node in graph.node}
+    sizes = [axis.dim_param or axis.dim_value for axis in graph.input[0].type.tensor_type.shape.dim]
+    assert sizes == ([2, 3, 96, 128] if "shape" in options else ["batch", 3, "height", "width"])
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_features_alone_are_in_16_bit(tmp_path, precision):
+    model = built(DEFORMABLE_DETR, **SMALL)
+    visdet.export(model, tmp_path, precision=precision, shape=(96, 96), batch=1)
+    state = torch.export.load(tmp_path / "model.pt2").state_dict
+    weights = {name: value.dtype for name, value in state.items() if value.is_floating_point()}
+    of_features = {name for name, dtype in weights.items() if dtype == getattr(torch, precision)}
+    assert of_features and of_features == {
+        n for n in weights if n.startswith(("model.backbone", "model.neck"))
+    }
+    assert next(model.parameters()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
@@ -113,6 +170,8 @@ def test_a_model_without_a_family_is_refused(tmp_path):
         visdet.export(torch.nn.Linear(1, 1), tmp_path)
 
 
-def test_a_precision_that_loses_its_conversions_is_refused(tmp_path):
-    with pytest.raises(ExportError, match="bfloat16"):
+def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path):
+    with pytest.raises(ExportError, match="image features"):
         visdet.export(LearnableGaussianField(5), tmp_path, precision="bfloat16")
+    with pytest.raises(ExportError, match="ONNX"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "onnx", precision="bfloat16")

@@ -1,5 +1,6 @@
 """Driving models exported with their state, frame by frame beside the model in Python."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,17 +12,20 @@ import visdet
 from visdet.engine.stages import StagedModel
 from visdet.export.families import family_of
 from visdet.export.formats import pt2
+from visdet.registry import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "sparsedrive"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from drive import drive, frame_of
 from test_frozen_perception import motion_frame, tiny_stage2
-from tiny_driving import HEIGHT, WIDTH
+from tiny_driving import HEIGHT, WIDTH, tiny_config
 
 # Seconds since the frame before: 2 Hz and 10 Hz, irregular times, a dropped frame, and pauses of another scene.
 STEPS = [0.0, 0.5, 0.5, 0.1, 0.1, 0.1, 0.43, 0.61, 0.5, 1.0, 0.5, 2.6, 0.5, 0.5, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5]
 NEW_SCENE = 15  # the frame with which the second of two drives comes into another scene
 
 
-def drive():
+def frames():
     """Yield the frames of two drives."""
     times = np.cumsum(STEPS)
     for index, time in enumerate(times):
@@ -47,16 +51,17 @@ def model():
 
 @pytest.mark.slow
 def test_twenty_frames_with_state_equal_the_model(model, tmp_path):
-    """The exported graph carries its state over twenty frames, identities included."""
+    """examples/drive.py carries the state of the graph over twenty frames, identities included."""
     report = visdet.export(model, tmp_path, "pt2", shape=(HEIGHT, WIDTH))
     assert "next_state.motion_plan.period" in report["differences"]["outputs"]
-    run, family, staged = pt2.load(tmp_path), family_of(model, (HEIGHT, WIDTH), None), StagedModel(model)
-    found_ids = set()
-    for images, samples in drive():
-        again = [sample.clone() for sample in samples]
+    family, staged, scenes = family_of(model, (HEIGHT, WIDTH), None), StagedModel(model), []
+    given, found_ids = list(frames()), set()
+    described = json.loads((tmp_path / "model.json").read_text())
+    driven = drive(pt2.load(tmp_path), described, (frame_of(*frame, scenes) for frame in given))
+    for (images, samples), outputs in zip(given, driven, strict=True):
+        found = family.samples_of(outputs, [sample.clone() for sample in samples])
         with torch.no_grad():
             expected = staged.predictions(images, samples)
-        found = family.samples_of(run(family.inputs_of(images, again)), again)
         for ours, theirs in zip(expected, found, strict=True):
             boxes, others = ours.pred_instances_3d, theirs.pred_instances_3d
             assert torch.equal(boxes.instance_ids, others.instance_ids)
@@ -70,6 +75,21 @@ def test_twenty_frames_with_state_equal_the_model(model, tmp_path):
             torch.testing.assert_close(*plans, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(ours.pred_map.vectors, theirs.pred_map.vectors, rtol=1e-4, atol=1e-4)
     assert len(found_ids) > 24  # The ids go on counting in a new scene.
+
+
+@pytest.mark.slow
+def test_sparse4d_in_standard_operators(tmp_path):
+    pytest.importorskip("onnxscript", reason="extra export")
+    pytest.importorskip("onnxruntime", reason="extra export")
+    config = tiny_config()
+    config = {**config, "type": "Sparse4D", "head": config["head"]["det_head"]}
+    torch.manual_seed(0)
+    model = MODELS.build(config)
+    model.init_weights()
+    report = visdet.export(model, tmp_path, "onnx", shape=(HEIGHT, WIDTH))
+    differences = report["differences"]["outputs"]
+    assert max(one["largest"] for one in differences.values()) < 1e-4
+    assert {"results.instance_ids", "next_state.bank.cached_anchor"} <= set(differences)
 
 
 def test_the_size_of_the_images_must_be_given(model, tmp_path):

@@ -3,12 +3,14 @@
 import faulthandler
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch._inductor.config
 
 from .check import Outcome, run_call
 
-__all__ = ["Batch", "run_batches", "run_range"]
+__all__ = ["run_batch", "run_batches", "run_range"]
 
 # CUDA does not work after a fork. The other processes are forked from a server that has imported torch and has run
 # nothing, because a fork of this process would lack the threads that its earlier calls have started.
@@ -46,7 +48,7 @@ def _line_of(error: Exception) -> str:
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
 
 
-def run_range(name: str, seeds: range, device: str) -> Iterator[tuple[int, Outcome]]:
+def run_range(name: str, seeds: Sequence[int], device: str) -> Iterator[tuple[int, Outcome]]:
     """Run the calls in this process, and yield each seed with its outcome."""
     for seed in seeds:
         outcome = _outcome(name, seed, device)
@@ -56,123 +58,79 @@ def run_range(name: str, seeds: range, device: str) -> Iterator[tuple[int, Outco
 
 
 def _serve(connection: Connection, stderr_path: str, name: str, seeds: Sequence[int], device: str) -> None:
-    """Run in the process of a batch. Report each seed before its call, and its outcome afterwards."""
+    """Run in the process of a batch. Report the start, and then the outcome of each call."""
     file = os.open(stderr_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable()
     torch.set_num_threads(1)
-    for seed in seeds:
-        connection.send((seed, None))
-        outcome = _outcome(name, seed, device)
-        connection.send((seed, (outcome.kind, outcome.message)))
-        if outcome.is_fatal:
-            break
-    connection.close()
+    connection.send(None)
+    for _, outcome in run_range(name, seeds, device):
+        connection.send((outcome.kind, outcome.message))
 
 
-class Batch:
-    """A process that runs the calls of some seeds."""
+def run_batch(name: str, seeds: Sequence[int], device: str, limit_s: float) -> Iterator[tuple[int, Outcome]]:
+    """Run the calls in a process of their own, and yield each seed with its outcome, up to a crash or a hang."""
+    context = SPAWN if device == "cuda" else FORKSERVER
+    connection, theirs = context.Pipe(duplex=False)
 
-    def __init__(self, name: str, seeds: Sequence[int], device: str, limit_s: float) -> None:
-        self.name, self.seeds, self.device, self.limit_s = name, seeds, device, limit_s
-        context = SPAWN if device == "cuda" else FORKSERVER
-        with tempfile.NamedTemporaryFile(prefix="visdet_fuzz_", suffix=".txt", delete=False) as file:
-            self.stderr_path = file.name
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=_serve, args=(theirs, self.stderr_path, name, seeds, device), daemon=True
-        )
+    def receive(seconds: float) -> Any:
+        return connection.recv() if connection.poll(seconds) else ("hang", f"no end within {limit_s:.0f} s")
+
+    with tempfile.NamedTemporaryFile("r", prefix="visdet_fuzz_", suffix=".txt", errors="replace") as stderr:
+        process = context.Process(target=_serve, args=(theirs, stderr.name, name, seeds, device), daemon=True)
         sys.stdout.flush()
-        self.process.start()
+        process.start()
         theirs.close()
-        self.current: int | None = None
-        self.finished = 0  # calls with an outcome
-        self.is_over = self.has_ended_early = False
-        self.deadline = time.monotonic() + START_LIMIT_S
-
-    def receive(self) -> tuple[int, Outcome] | None:
-        """Return the next seed and outcome, or None if a call has begun, or if the process has ended (``is_over``)."""
         try:
-            seed, outcome = self.connection.recv()
-        except (EOFError, OSError):
-            return self._death()
-        self.deadline = time.monotonic() + self.limit_s
-        if outcome is None:
-            self.current = seed
-            return None
-        self.current, self.finished = None, self.finished + 1
-        self.has_ended_early = Outcome(*outcome).is_fatal
-        return seed, Outcome(*outcome)
-
-    def _death(self) -> tuple[int, Outcome] | None:
-        self.process.join()
-        self.is_over = True
-        seed, self.current = self.current, None
-        code = self.process.exitcode
-        if seed is None and (code == 0 or self.has_ended_early):
-            return None
-        seed = self.seeds[min(self.finished, len(self.seeds) - 1)] if seed is None else seed
-        self.finished += 1
-        cause = DEATHS.get(code or 0, f"exit status {code}")
-        return seed, Outcome("crash", f"{cause}\n{self._stderr()}")
-
-    def stop_if_late(self) -> tuple[int, Outcome] | None:
-        """End the process if its call has taken too long, and return that outcome."""
-        if time.monotonic() < self.deadline:
-            return None
-        os.kill(self.process.pid or 0, signal.SIGABRT)  # faulthandler then writes a traceback.
-        self.process.join(10)
-        self.process.kill()
-        self.process.join()
-        self.is_over = True
-        seed = self.seeds[min(self.finished, len(self.seeds) - 1)] if self.current is None else self.current
-        self.finished, self.current = self.finished + 1, None
-        return seed, Outcome("hang", f"no end within {self.limit_s:.0f} s\n{self._stderr()}")
-
-    def _stderr(self) -> str:
-        with open(self.stderr_path, errors="replace") as file:
-            return file.read()[-6000:].strip()
-
-    @property
-    def rest(self) -> Sequence[int]:
-        """The seeds without an outcome."""
-        return self.seeds[self.finished :]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-        os.unlink(self.stderr_path)
+            for number, seed in enumerate(seeds):
+                try:
+                    kind, text = (None if number else receive(START_LIMIT_S)) or receive(limit_s)
+                except (EOFError, OSError):
+                    process.join()
+                    kind = "crash"
+                    text = DEATHS.get(process.exitcode or 0, f"exit status {process.exitcode}")
+                if kind == "hang":
+                    os.kill(process.pid or 0, signal.SIGABRT)  # faulthandler then writes a traceback.
+                    process.join(10)
+                is_over = kind in ("crash", "hang")
+                yield seed, Outcome(kind, f"{text}\n{stderr.read()[-6000:].strip()}" if is_over else text)
+                if is_over or Outcome(kind).is_fatal:
+                    return
+        finally:
+            process.kill()
+            process.join()
+            connection.close()
 
 
 def run_batches(
     name: str, seeds: Sequence[int], device: str, *, jobs: int, batch_size: int, limit_s: float, until: float
 ) -> Iterator[tuple[int, Outcome]]:
     """Run the calls in batches, and yield each seed with its outcome in any order, until a time or the last seed."""
-    pending = [seeds[i : i + batch_size] for i in range(0, min(len(seeds), batch_size * jobs), batch_size)]
-    begun = batch_size * jobs
-    batches: list[Batch] = []
+    starts = iter(range(0, len(seeds), batch_size))
+    outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    is_left = threading.Event()
+
+    def work() -> None:
+        for start in starts:
+            rest = seeds[start : start + batch_size]
+            while len(rest) and time.monotonic() < until and not is_left.is_set():
+                for result in run_batch(name, rest, device, limit_s):
+                    outcomes.put(result)
+                    rest = rest[1:]
+                    if is_left.is_set():
+                        break
+        outcomes.put(None)
+
+    for _ in range(jobs):
+        threading.Thread(target=work, daemon=True).start()
     try:
-        while batches or pending:
-            while pending and len(batches) < jobs:
-                batches.append(Batch(name, pending.pop(0), device, limit_s))
-            ready = wait([batch.connection for batch in batches], timeout=1.0)
-            for batch in list(batches):
-                result = batch.receive() if batch.connection in ready else batch.stop_if_late()
-                if result is not None:
-                    yield result
-                if not batch.is_over:
-                    continue
-                batches.remove(batch)
-                batch.close()
-                rest = batch.rest
-                if len(rest) == 0 and begun < len(seeds):
-                    rest, begun = seeds[begun : begun + batch_size], begun + batch_size
-                if len(rest) and time.monotonic() < until:
-                    pending.append(rest)
-            if time.monotonic() > until:
-                return
+        while jobs:
+            result = outcomes.get(timeout=min(max(until - time.monotonic(), 0), 1e6))
+            jobs -= result is None
+            if result is not None:
+                yield result
+    except queue.Empty:  # The time is over.
+        return
     finally:
-        for batch in batches:
-            batch.close()
+        is_left.set()

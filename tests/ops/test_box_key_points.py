@@ -1,6 +1,7 @@
 """box_key_points: by hand, against the plain-torch definition, and its promises."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -121,19 +122,23 @@ def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
     assert grad[0, 0, 3] == 0 and (grad[0, :, :3] == 13).all() and (grad[0, :, 8:] == 0).all()
 
 
-REJECTIONS = {
-    "anchors": (
-        0,
-        lambda t: t[..., :7],
-        r"anchors must be \[B, Q, D\] with D of at least 8, got \[2, 3, 7\]",
-    ),
-    "anchors' type": (0, lambda t: t.bfloat16(), "anchors must be float64 or float32, got BFloat16"),
-    "fixed": (1, lambda t: t[:, :2], r"fixed must be \[F, 3\], got \[7, 2\]"),
-    "logits": (2, lambda t: t[..., :4], r"logits must be \[2, 3, M \* 3\], got \[2, 3, 4\]"),
-    "logits' size": (2, lambda t: t[:1], r"logits must be \[2, 3, M \* 3\], got \[1, 3, 18\]"),
-    "fixed's gradient": (
-        1,
-        lambda t: t.requires_grad_(),
-        "fixed is not differentiable, got one that requires",
-    ),
-}
+CASE = make_case(2, 3, 11, 7, 6)
+REFUSED = [
+    (partial(box_key_points, *CASE[:index], change(CASE[index].clone()), *CASE[index + 1 :]), message)
+    for index, change, message in (
+        (
+            0,
+            lambda t: t[..., :7],
+            r"anchors must be \[B, Q, D\] with D of at least 8, got \[2, 3, 7\]",
+        ),
+        (0, lambda t: t.bfloat16(), "anchors must be float64 or float32, got BFloat16"),
+        (1, lambda t: t[:, :2], r"fixed must be \[F, 3\], got \[7, 2\]"),
+        (2, lambda t: t[..., :4], r"logits must be \[2, 3, M \* 3\], got \[2, 3, 4\]"),
+        (2, lambda t: t[:1], r"logits must be \[2, 3, M \* 3\], got \[1, 3, 18\]"),
+        (
+            1,
+            lambda t: t.requires_grad_(),
+            "fixed is not differentiable, got one that requires",
+        ),
+    )
+]

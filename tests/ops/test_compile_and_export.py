@@ -60,6 +60,8 @@ def cases():
     x = rand(2, 3, 8, 9)
     yield "roi_align-max", ops.RoIAlign((2, 3), 0.5, 2, "max"), lambda n: (x, rois(n))
     turned = lambda n: torch.cat([rois(n), boxes(n)[:, :1]], 1)  # noqa: E731
+    for ratio in (0, 2):
+        yield f"roi_align_rotated-{ratio}", ops.RoIAlignRotated(2, 0.8, ratio), lambda n: (x, turned(n))
     yield "riroi_align_rotated", ops.RiRoIAlignRotated(2, 0.5, 2, 3), lambda n: (x, turned(n))
     align = Function(ops.rotated_feature_align, 0.5, 5)
     yield "rotated_feature_align", align, lambda n: (rand(n, 3, 4, 5), rand(n, 4, 5, 5))

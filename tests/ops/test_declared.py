@@ -2,7 +2,9 @@
 
 import re
 import time
+from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,10 +115,19 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_indices_masks_and_sizes_are_refused_by_name(name):
-    named, call = BAD[name]
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{named} "):
+REFUSED = [(call, f"^{named} ") for named, call in BAD.values()]
+
+
+def refused():
+    """Yield the calls that the operators' files say to be refused, and what the errors say."""
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        for number, row in enumerate(getattr(import_module(file.stem), "REFUSED", ())):
+            yield pytest.param(*row, id=f"{file.stem}-{number}")
+
+
+@pytest.mark.parametrize(("call", "message"), list(refused()))
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError), match=message):
         call()
 
 
@@ -174,17 +185,24 @@ TAKES = {
 TAKES["None"] += ("level_starts of ms", "camera_logits", "image_wh", "keep of")
 TAKES["array"] += ("level_shapes", "level_starts")
 TAKES["None"] += ("residual", "running_", "num_batches")
-FLAGS = ("aligned", "clockwise", "points", "offset", "mode", "align_corners", "padding_mode", "nms_cfg")
-FLAGS += ("relu", "dtype")
+FLAGS = (
+    "aligned of",
+    "clockwise of",
+    "align_corners of",
+    "padding_mode of",
+    "nms_cfg of",
+    "mode of point_sample",
+)
+FLAGS += ("relu of", "dtype of")
 # Their functions in the table of operators are not the operators, or have arguments of their own.
 OTHERS = ("indice_conv", "indice_maxpool", "linear_sum_assignment", "assign_score_withk")
 DECLARED = [name for name in OPERATORS if name not in OTHERS]
 
 
-def wrongs(argument, value):
+def wrongs(argument_of, value):
     """Return what may be given instead of a value, by name."""
     if not isinstance(value, torch.Tensor):
-        return {repr(wrong): wrong for wrong in NUMBERS} if argument not in FLAGS else {}
+        return {} if argument_of.startswith(FLAGS) else {repr(wrong): wrong for wrong in NUMBERS}
     return {kind: change(value.detach()) for kind, change in TENSORS.items()}
 
 
@@ -195,7 +213,7 @@ def test_what_is_no_such_tensor_or_number_is_refused_by_name(name):
     if call is not OPERATORS[name].call:  # whose function there has arguments of its own
         arguments = {key: value for key, value in arguments.items() if key in signature(call).parameters}
     for position, (argument, value) in enumerate(arguments.items()):
-        for kind, wrong in wrongs(argument, value).items():
+        for kind, wrong in wrongs(f"{argument} of {name}", value).items():
             if kind == "meta" and position == 0:
                 continue
             if any(f"{argument} of {name}".startswith(taken) for taken in TAKES.get(kind, ())):
@@ -216,23 +234,6 @@ def test_what_is_no_such_tensor_or_number_is_refused_by_name(name):
 def sound_problem(name):
     problems = (OPERATORS[name].draw(Draw(name, seed, "cpu")) for seed in range(40))
     return next(one for one in problems if not one.must_refuse and not one.may_refuse)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "autocast_linear"])
-def test_autocast_changes_neither_numbers_nor_types(name, device):
-    """Coordinates in 16 bits would be other ones. Values may have 16 bits, and results have the values' type."""
-    operator = OPERATORS[name]
-    for seed in range(5):
-        draw = Draw(name, seed, device)
-        draw.has_bad_numbers = False
-        problem = operator.draw(draw)
-        if problem.must_refuse or problem.may_refuse:
-            continue
-        expected = operator.call(**problem.arguments)
-        with torch.autocast(device, torch.bfloat16):
-            found = operator.call(**problem.arguments)
-        torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 SETS = torch.tensor([[0, 0, 4, 0, 4, 3, 0, 3, 2, 1, 1, 2, 3, 1, 2, 2, 1, 1.0]]).double()

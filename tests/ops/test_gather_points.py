@@ -250,7 +250,7 @@ F, I, W = torch.zeros(2, 4, 9), torch.zeros(2, 5, 1, dtype=torch.int32), torch.z
     ],
 )
 def test_messages(arguments, message):
-    _library.require_cpu()
+    _library.require("cpu")
     with pytest.raises(RuntimeError, match=f"gather_points: {message}"):
         torch.ops.visdet.gather_points(*arguments, False)
     with pytest.raises(RuntimeError, match=f"gather_points_backward: {message}"):

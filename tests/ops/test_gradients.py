@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.operators import OPERATORS
+from tests.fuzz.problem import Draw
 from visdet.ops import modulated_deform_conv2d, ms_deform_attn
 from visdet.ops.fused import autocast_linear, batch_norm_add_relu, dropout_add_layer_norm
 from visdet.ops.ms_deform_attn import level_starts_of
@@ -85,6 +86,31 @@ def test_gradients_numerically(name, number, device):
         nondet_tol=1e-12 if device == "cuda" else 0.0,
         fast_mode=True,
     )
+
+
+def is_smooth(problem):
+    """Return whether a problem is sound and has gradients everywhere."""
+    is_left_out = any(part if isinstance(part, bool) else part.any() for part in problem.skip.values())
+    return not (is_left_out or problem.may_refuse or problem.must_refuse)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in (*NAMES, "autocast_linear")])
+def test_gradients_of_a_random_problem_numerically(name):
+    for draw in (Draw(name, seed, "cpu") for seed in range(5, 100)):
+        draw.has_bad_numbers = draw.has_empty_sizes = False
+        problem = OPERATORS[name].draw(draw)
+        if is_smooth(problem):
+            break
+    given = {key: moved(value, "cpu") for key, value in problem.arguments.items()}
+    leaves = {
+        key: given[key].clone().requires_grad_() for key in problem.differentiable if given[key] is not None
+    }
+
+    def call(*leaves_of_call):
+        found = OPERATORS[name].call(**given | dict(zip(leaves, leaves_of_call, strict=True)))
+        return tuple(one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad)
+
+    assert not leaves or torch.autograd.gradcheck(call, list(leaves.values()), fast_mode=True)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])

@@ -1,5 +1,6 @@
 """carafe, masked_conv2d, corner_pool and point_sample; the registration of all detection operators."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -340,33 +341,40 @@ X, MASK, WEIGHT = torch.zeros(1, 4, 4, 4), torch.ones(1, 4, 4), torch.zeros(2, 4
 KERNELS, POINTS = torch.zeros(1, 9, 8, 8), torch.zeros(1, 5, 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: carafe(X, KERNELS, 4, 1, 2), "kernel_size must be odd, got 4"),
-        (lambda: carafe(X, KERNELS, 3, 3, 2), "multiple of 3 channels"),
-        (lambda: carafe(X, KERNELS, 3, 1, 0), "at least 1"),
-        (lambda: carafe(X, KERNELS[..., 1:], 3, 1, 2), r"masks must be \[1, 9, 8, 8\]"),
-        (lambda: masked_conv2d(X, MASK, WEIGHT, None, 1, 2), "stride must be 1, got 2"),
-        (lambda: masked_conv2d(X, MASK[:, 1:], WEIGHT), r"mask must be \[1, 4, 4\], got \[1, 3, 4\]"),
-        (lambda: masked_conv2d(X, MASK, WEIGHT, torch.zeros(1)), r"bias must be \[2\], got \[1\]"),
-        (lambda: MaskedConv2d(4, 4, 3, groups=2)(X, MASK), "groups and dilation must be 1"),
-        (lambda: CornerPool("up"), "mode must be one of"),
-        (lambda: point_sample(X, POINTS.expand(2, 5, 2)), "point_sample: points must be"),
-        (lambda: point_sample(X, torch.zeros(1, 5, 3)), "point_sample: points must be"),
-        (lambda: point_sample(X, torch.zeros(2, 3)), "point_sample: points must be"),
-        (lambda: point_sample(X, torch.zeros(1, 1, 1, 1, 2)), "point_sample: points must be"),
-        (lambda: point_sample(X[:, :, :0], POINTS.expand(2, 5, 2)), "point_sample: points must be"),
-        (lambda: bilinear_grid_sample(X[..., :0], torch.zeros(1, 5, 5, 3)), "bilinear_grid_sample: points"),
-        (lambda: rel_roi_point_to_abs_img_point(POINTS[0, :2, :1], POINTS), "_point: rois must be"),
-        (lambda: rel_roi_point_to_abs_img_point(torch.zeros(2, 5), POINTS), "_point: rel_roi_points must be"),
-        (lambda: SimpleRoIAlign(2, 1.0)(X, torch.zeros(2, 4)), "SimpleRoIAlign: rois must be"),
-        (lambda: SimpleRoIAlign(2, 1.0)(X[0], torch.zeros(2, 5)), "SimpleRoIAlign: features must be"),
-    ],
-)
-def test_rejections(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+OF_CARAFE = torch.zeros(2, 6, 5, 7), torch.zeros(2, 18, 10, 14), 3, 2, 2
+REFUSED = [
+    *(
+        (partial(torch.ops.visdet.carafe, *OF_CARAFE[:i], change(OF_CARAFE[i]), *OF_CARAFE[i + 1 :]), message)
+        for i, change, message in (
+            (0, lambda t: t[0], r"carafe: features must be \[B, C, H, W\], got \[6, 5, 7\]"),
+            (0, lambda t: t.int(), "features must be float64, float32, float16 or bfloat16, got Int"),
+            (1, lambda t: t[:, 1:], r"masks must be \[2, 18, 10, 14\], got \[2, 17, 10, 14\]"),
+            (1, lambda t: t.double(), "masks must be Float, the type of features, got Double"),
+            (2, lambda _: 2, "kernel_size must be odd and below 256, got 2"),
+            (3, lambda _: 4, "features must have a multiple of 4 channels, got 6"),
+            (4, lambda _: 0, "scale_factor must be from 1 to 255, got 0"),
+        )
+    ),
+    (lambda: carafe(X, KERNELS, 4, 1, 2), "kernel_size must be odd, got 4"),
+    (lambda: carafe(X, KERNELS, 3, 3, 2), "multiple of 3 channels"),
+    (lambda: carafe(X, KERNELS, 3, 1, 0), "at least 1"),
+    (lambda: carafe(X, KERNELS[..., 1:], 3, 1, 2), r"masks must be \[1, 9, 8, 8\]"),
+    (lambda: masked_conv2d(X, MASK, WEIGHT, None, 1, 2), "stride must be at most 1, got 2"),
+    (lambda: masked_conv2d(X, MASK[:, 1:], WEIGHT), r"mask must be \[1, 4, 4\], got \[1, 3, 4\]"),
+    (lambda: masked_conv2d(X, MASK, WEIGHT, torch.zeros(1)), r"bias must be \[2\], got \[1\]"),
+    (lambda: MaskedConv2d(4, 4, 3, groups=2)(X, MASK), "groups and dilation must be 1"),
+    (lambda: CornerPool("up")(X), "mode must be one of"),
+    (lambda: point_sample(X, POINTS.expand(2, 5, 2)), "point_sample: points must be"),
+    (lambda: point_sample(X, torch.zeros(1, 5, 3)), "point_sample: points must be"),
+    (lambda: point_sample(X, torch.zeros(2, 3)), "point_sample: points must be"),
+    (lambda: point_sample(X, torch.zeros(1, 1, 1, 1, 2)), "point_sample: points must be"),
+    (lambda: point_sample(X[:, :, :0], POINTS.expand(2, 5, 2)), "point_sample: points must be"),
+    (lambda: bilinear_grid_sample(X[..., :0], torch.zeros(1, 5, 5, 3)), "bilinear_grid_sample: points"),
+    (lambda: rel_roi_point_to_abs_img_point(POINTS[0, :2, :1], POINTS), "_point: rois must be"),
+    (lambda: rel_roi_point_to_abs_img_point(torch.zeros(2, 5), POINTS), "_point: rel_roi_points must be"),
+    (lambda: SimpleRoIAlign(2, 1.0)(X, torch.zeros(2, 4)), "SimpleRoIAlign: rois must be"),
+    (lambda: SimpleRoIAlign(2, 1.0)(X[0], torch.zeros(2, 5)), "SimpleRoIAlign: features must be"),
+]
 
 
 @pytest.mark.cuda

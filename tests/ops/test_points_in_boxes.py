@@ -1,6 +1,7 @@
 """Points in 3-D boxes and their pooling."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -269,24 +270,14 @@ def test_features_of_points_in_no_box_have_a_gradient_of_zero(device):
     assert (features.grad == 0).all()
 
 
-def test_gradients():
-    points, boxes = scene(30)
-    points, boxes = points.double(), boxes.double()
-    features = torch.rand(30, 2, dtype=torch.float64, requires_grad=True)
-    check = torch.autograd.gradcheck
-    for mode in ("max", "avg"):
-        assert check(lambda f, how=mode: roiaware_pool3d(boxes, points, f, (2, 1, 2), 5, how), features)
-    assert check(lambda f: roipoint_pool3d(points[None], f[None], boxes[None], 4)[0], features)
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
+REFUSED = [
+    (partial(call, torch.zeros(1, 4, 3), torch.ones(1, 2, 7)), message)
+    for call, message in [
         (lambda x, b: points_in_boxes_part(x[0], b), r"points must be \[B, N, 3\], got \[4, 3\]"),
         (lambda x, b: points_in_boxes_all(x, b[..., :6]), r"boxes must be \[1, M, 7\], got \[1, 2, 6\]"),
         (
             lambda x, b: roiaware_pool3d(b[0], x[0], x[0], 2, 3, "sum"),
-            "mode must be 'max' or 'avg', got 'sum'",
+            "mode must be one of 'max', 'avg', got 'sum'",
         ),
         (lambda x, b: roiaware_pool3d(b[0], x[0], x[0], 2, 0), "max_pts_per_voxel must be at least 1, got 0"),
         (
@@ -297,11 +288,8 @@ def test_gradients():
             lambda x, b: roipoint_pool3d(x, x[:, :1], b),
             r"point_features must be \[1, 4, C\], got \[1, 1, 3\]",
         ),
-    ],
-)
-def test_bad_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(1, 4, 3), torch.ones(1, 2, 7))
+    ]
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*[Oo]verriding")

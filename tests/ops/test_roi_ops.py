@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,7 @@ OPERATORS = (
 
 
 # What a peer's kernels give too: 2 x 2 maps, the whole map as region.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 MAP = torch.tensor([[[[1.0, 2], [3, 4]]]])
 WHOLE = torch.tensor([[0.0, 0, 0, 1, 1]])
 ROIS = torch.tensor(
@@ -390,13 +392,9 @@ def test_offsets_move_bins_by_part_of_the_region():
     )
 
 
-def test_gradients_of_deform_roi_pool_and_maximum():
+def test_gradients_of_the_maximum():
     x = maps(torch.float64, B=1, C=2, H=5, W=6).requires_grad_()
     rois = torch.tensor([[0.0, 0.7, 1.1, 4.2, 3.9], [0, 1.3, 0.6, 3.3, 2.8]]).double()
-    offset = (
-        torch.rand(2, 2, 2, 2, generator=torch.Generator().manual_seed(1)).double() * 0.3
-    ).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, o: deform_roi_pool(x, rois, o, 2, 1.0, 2), (x, offset))
     assert torch.autograd.gradcheck(lambda x: roi_align(x, rois, 2, 1.0, 2, "max"), x)
 
 
@@ -418,30 +416,41 @@ def test_modules():
     assert torch.equal(RoIPool((2, 3), 0.5)(x, ROIS), roi_pool(x, ROIS, (2, 3), 0.5))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: roi_align(MAP[0], WHOLE, 1), r"roi_align: input must be \[B, C, H, W\], got \[1, 2, 2\]"),
-        (lambda: roi_pool(MAP, WHOLE[:, 1:], 1), r"roi_pool: rois must be \[N, 5\].*got \[1, 4\]"),
-        (lambda: roi_align(MAP, WHOLE, 1, pool_mode="sum"), "pool_mode must be 'avg' or 'max', got 'sum'"),
-        (lambda: roi_align(MAP, WHOLE, 1, 0.0), "spatial_scale must be above 0, got 0.0"),
-        (lambda: roi_pool(MAP, WHOLE, 1, float("nan")), "roi_pool: spatial_scale must be .*got nan"),
-        *(
-            (lambda size=size: roi_align(MAP, WHOLE, size), "output_size must be an integer or 2 integers")
-            for size in ((2,), (1, 2, 3))
-        ),
-        (lambda: roi_align(MAP, WHOLE, (2, 0)), r"output_size must be at least 1, got \(2, 0\)"),
-        (lambda: roi_align(MAP, WHOLE, 2, 1.0, 65536), r"fewer than 2\^31 samples, got \(2, 2\) and 65536"),
+OF_KERNELS = torch.zeros(2, 3, 9, 11), torch.zeros(7, 5), 3, 2, 0.7
+REFUSED = [
+    *(
         (
-            lambda: deform_roi_pool(MAP, WHOLE, None, 2, 1.0, 65536),
-            "deform_roi_pool: output_size and sampling_ratio must",
-        ),
-        (lambda: deform_roi_pool(MAP, WHOLE, MAP, 2), r"offset must be \[1, 2, 2, 2\], got \[1, 1, 2, 2\]"),
-    ],
-)
-def test_rejections(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+            partial(torch.ops.visdet.roi_pool, *OF_KERNELS[:i], change(OF_KERNELS[i]), *OF_KERNELS[i + 1 :]),
+            message,
+        )
+        for i, change, message in (
+            (0, lambda t: t[0], r"roi_pool: input must be \[B, C, H, W\], got \[3, 9, 11\]"),
+            (0, lambda t: t.int(), "roi_pool: input must be float64, float32, float16 or bfloat16, got Int"),
+            (1, lambda t: t[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
+            (1, lambda t: t.double(), "roi_pool: rois must be Float for input of type Float, got Double"),
+            (2, lambda _: 0, "roi_pool: output_size must be positive, got 0 x 2"),
+        )
+    ),
+    (lambda: roi_align(MAP[0], WHOLE, 1), r"roi_align: input must be \[B, C, H, W\], got \[1, 2, 2\]"),
+    (lambda: roi_pool(MAP, WHOLE[:, 1:], 1), r"roi_pool: rois must be \[N, 5\].*got \[1, 4\]"),
+    (
+        lambda: roi_align(MAP, WHOLE, 1, pool_mode="sum"),
+        "pool_mode must be one of 'avg', 'max', got 'sum'",
+    ),
+    (lambda: roi_align(MAP, WHOLE, 1, 0.0), "spatial_scale must be above 0, got 0.0"),
+    (lambda: roi_pool(MAP, WHOLE, 1, float("nan")), "roi_pool: spatial_scale must be .*got nan"),
+    *(
+        (lambda size=size: roi_align(MAP, WHOLE, size), "output_size must be an integer or 2 integers")
+        for size in ((2,), (1, 2, 3))
+    ),
+    (lambda: roi_align(MAP, WHOLE, (2, 0)), r"output_size must be at least 1, got \(2, 0\)"),
+    (lambda: roi_align(MAP, WHOLE, 2, 1.0, 65536), r"fewer than 2\^31 samples, got \(2, 2\) and 65536"),
+    (
+        lambda: deform_roi_pool(MAP, WHOLE, None, 2, 1.0, 65536),
+        "deform_roi_pool: output_size and sampling_ratio must",
+    ),
+    (lambda: deform_roi_pool(MAP, WHOLE, MAP, 2), r"offset must be \[1, 2, 2, 2\], got \[1, 1, 2, 2\]"),
+]
 
 
 def test_more_bins_than_a_kernel_counts_are_refused():
@@ -516,3 +525,38 @@ def test_roi_pool_of_more_images_than_float32_counts():
     images = torch.ones(B, 1, 1, 1, device="cuda")
     rois = torch.tensor([[float(1 << 24) + 2, 0, 0, 0, 0], [float(1 << 24), 0, 0, 0, 0]], device="cuda")
     assert roi_pool(images, rois, 1, 1.0).flatten().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(3, 2), (1, 3), (14, 13)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 9, 11), (1, 19, 40, 50), (2, 1, 1, 1)], ids=str)
+def test_roi_pool_finds_the_first_maximum(shape, size, device):
+    rois = torch.cat(
+        [ROIS, torch.tensor([[2, 0, 0, 3, 3], [0, 1, 2, 6, 5], [0, 44.5, 33, 49, 41], [0, 5, 5, 3, 3]])]
+    )
+    expected = roi_pool_reference(maps(torch.float32, *shape), rois, *size, 0.7)
+    found = roi_pool_with_argmax(maps(torch.float32, *shape).to(device), rois.to(device), size, 0.7)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_not_a_number_is_never_the_maximum(device):
+    values = torch.tensor(
+        [[[[float("nan"), 1.0, -float("inf")], [2.0, float("nan"), float("inf")]]]], device=device
+    )
+    rois = torch.tensor(
+        [[0.0, 0, 0, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 2, 0, 2, 0], [0, 0, 0, 2, 1]], device=device
+    )
+    pooled, argmax = roi_pool_with_argmax(values, rois, (1, 1), 1.0)
+    assert argmax.flatten().tolist() == [3, 1, 0, 2, 5]
+    assert pooled.flatten().nan_to_num(7.0).tolist() == [2, 1, 7, -float("inf"), float("inf")] or (
+        pooled[2].isnan().all() and pooled[3].isneginf().all() and pooled[4].isposinf().all()
+    )
+
+
+@pytest.mark.cuda
+def test_roi_pool_of_more_numbers_than_32_bits_count():
+    maps = torch.zeros(1, 1, 70, 70, device="cuda", dtype=torch.bfloat16)
+    maps[0, 0, 69, 69] = 2
+    regions = torch.tensor([[0.0, 69, 69, 69, 69]], device="cuda").expand((1 << 31) // 4900 + 5, 5)
+    assert roi_pool(maps, regions, 70)[-1].eq(2).all()

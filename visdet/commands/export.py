@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("float32", "float16", "bfloat16"),
         default="float32",
-        help="float32, the default; the others are refused, with the reason",
+        help="of the backbone and the neck; what follows is float32 (default: float32)",
     )
     parser.add_argument(
         "--custom-op",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         metavar="DATA",
         help="compare metrics, too: on an annotation file of the kind of the config's test data, or on a folder that "
-        "replaces its data_root",
+        "replaces its data_root; on a folder of images, outputs are compared",
     )
     parser.add_argument(
         "--no-check", action="store_true", help="do not run what was written; the report says so"

@@ -96,44 +96,46 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # torch.distributed.launch puts its argument behind the module, where it would be visdet's.
     rank = [given.pop(0)] if given and given[0].startswith("--local-rank=") else []
-    command = given.pop(0) if given else ""
-    if command in ("-h", "--help"):
-        print(_USAGE)
-        return 0
-    names = "all"
-    if command == "run" and given and given[0] == "--only":
-        names = given[1] if len(given) > 1 else ""
-        given = given[2:]
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = sorted({*chosen} - {*BRIDGES, "all"})
-    if unknown or not chosen:
-        print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
-    elif command == "run" and given not in ([], ["-m"]):
-        share_with_children(watch(chosen))
-        program = 2 if given[0] == "-m" else 1
-        try:
-            run_program([*given[:program], *rank, *given[program:]])
-            print_summary()
-        except SystemExit as end:
-            if not end.code:
-                print_summary()
-            raise
-        except ImportError as error:
-            if name := missing_extension(error):
-                error.msg += (
-                    f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
-                    "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
-                )
-            raise
-        return 0
-    elif command == "startup" and not given:
-        print(Path(__file__).resolve().parent / "startup")
-        return 0
-    elif command == "":
+    command, *program = given or [""]
+    if command == "":
         print_bridges()
         return 0
-    print(_USAGE, file=sys.stderr)
-    return 2
+    if command == "startup" and not program:
+        print(Path(__file__).resolve().parent / "startup")
+        return 0
+    if command == "run":
+        names = "all"
+        if program[:1] == ["--only"]:
+            names, program = ",".join(program[1:2]), program[2:]
+        chosen = [name.strip() for name in names.split(",") if name.strip()]
+        if not chosen or {*chosen} - {*BRIDGES, "all"}:
+            print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
+        elif program not in ([], ["-m"]):
+            first = 2 if program[0] == "-m" else 1
+            run(chosen, [*program[:first], *rank, *program[first:]])
+            return 0
+    is_asked = command in ("-h", "--help")
+    print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
+    return 0 if is_asked else 2
+
+
+def run(names: list[str], program: list[str]) -> None:
+    """Run a program with bridges, and tell at its end what it has called."""
+    share_with_children(watch(names))
+    try:
+        run_program(program)
+        print_summary()
+    except SystemExit as end:
+        if not end.code:
+            print_summary()
+        raise
+    except ImportError as error:
+        if name := missing_extension(error):
+            error.msg += (
+                f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
+                "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
+            )
+        raise
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ class Bridge(Installable):
                 f"visdet.compat.{self.name}: {self.package} is not installed in this environment. Install it, or do "
                 "not install this bridge"
             )
-        from visdet.ops.devices import require_cpu
+        from visdet.ops.devices import require
 
-        require_cpu()
+        require("cpu")
         self.watch()
 
     def watch(self) -> None:

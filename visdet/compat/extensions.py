@@ -89,9 +89,9 @@ def install() -> None:
     Raises:
         visdet.ops.NotBuiltError: visdet's own libraries are missing.
     """
-    from visdet.ops.devices import require_cpu
+    from visdet.ops.devices import require
 
-    require_cpu()
+    require("cpu")
     bridge.watch()
 
 

@@ -29,14 +29,9 @@ __all__ = [
 
 __version__ = "0"  # Packages that need the kernels of a certain version look it up.
 
-# What follows ``causal`` in flash_attn 2.6 and later, and the values that visdet accepts besides that of window_size.
+# What follows ``causal``, in an order that differs between versions, and the defaults of these options.
 _OPTIONS = ("window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs", "block_table")
-_ACCEPTED: dict[str, Any] = {
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "return_attn_probs": False,
-    "block_table": None,
-}
+_DEFAULTS = ((-1, -1), 0.0, None, False)
 
 
 def flash_attn_func(
@@ -58,15 +53,15 @@ def flash_attn_func(
         dropout_p: the probability with which a weight is set to 0. It also holds outside of training.
         softmax_scale: the factor of the logits. The default is ``D ** -0.5``.
         causal: whether a query sees no later key.
-        options: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_attn_probs`` in order.
-        named: the same by their names. Of these, only ``window_size`` and ``deterministic`` may differ from their
-            defaults. ``deterministic`` has no effect.
+        options: ``window_size``, ``softcap``, ``alibi_slopes``, ``deterministic``, ``return_attn_probs`` with their
+            defaults, in the order of any version.
+        named: the same by their names. Only ``deterministic`` may differ from its default. It has no effect.
 
     Raises:
         NotImplementedError: another option is not its default.
     """
-    window = _window("flash_attn_func", options, named)
-    return _attend(q, k, v, None, dropout_p, softmax_scale, causal, window, is_causal_to_end=True)
+    _check("flash_attn_func", options, named)
+    return _attend(q, k, v, None, dropout_p, softmax_scale, causal, is_causal_to_end=True)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -110,9 +105,9 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError: an option is not its default.
     """
-    window = _window("flash_attn_varlen_func", options, named)
+    _check("flash_attn_varlen_func", options, named)
     tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, window, True)
+    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, True)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -145,9 +140,9 @@ def flash_attn_unpadded_func(
     deterministic: bool = False,
 ) -> Tensor:
     """Return the attention of :func:`flash_attn_varlen_func`, with the causal mask of flash_attn 1."""
-    _window("flash_attn_unpadded_func", (), {"return_attn_probs": return_attn_probs})
+    _check("flash_attn_unpadded_func", (), {"return_attn_probs": return_attn_probs})
     tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, (-1, -1), False)
+    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, False)
 
 
 def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -165,24 +160,16 @@ def flash_attn_unpadded_qkvpacked_func(
     return flash_attn_unpadded_func(q, k, v, *tables, *arguments, **named)
 
 
-def _window(function: str, options: tuple, named: dict[str, Any]) -> tuple[int, int]:
-    """Return ``window_size``, after a check of the other options."""
-    if options and isinstance(options[0], bool):  # Up to flash_attn 2.2, return_attn_probs follows causal.
-        options = ((-1, -1), 0.0, None, False, *options)
-    elif len(options) > 1 and isinstance(options[1], Tensor | None):  # softcap is new in flash_attn 2.6.
-        options = (options[0], 0.0, *options[1:])
-    elif len(options) > 1 and isinstance(options[1], bool):  # return_attn_probs was here up to 2.3.
-        options = (options[0], 0.0, None, False, *options[1:])
-    given = dict(zip(_OPTIONS, options, strict=False)) | named
-    for name, value in given.items():
-        if name not in _OPTIONS:
+def _check(function: str, options: tuple, named: dict[str, Any]) -> None:
+    """Raise an error if an option is unknown, or has a value that visdet does not accept."""
+    for name, value in (*(("an option behind causal", value) for value in options), *named.items()):
+        if name in named and name not in _OPTIONS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if name in _ACCEPTED and value is not _ACCEPTED[name] and value != _ACCEPTED[name]:
+        if name != "deterministic" and (isinstance(value, Tensor) or value not in _DEFAULTS):
             raise NotImplementedError(
-                f"{function}: {name} must be {_ACCEPTED[name]}, because visdet computes this function by torch's "
+                f"{function}: {name} must have its default, because visdet computes this function by torch's "
                 "scaled_dot_product_attention, but it is given another value. It needs the package flash_attn"
             )
-    return tuple(given.get("window_size", (-1, -1)))  # type: ignore[return-value]
 
 
 def _attend_packed(
@@ -196,7 +183,6 @@ def _attend_packed(
     dropout_p: float,
     scale: float | None,
     causal: bool,
-    window: tuple[int, int],
     is_causal_to_end: bool,
 ) -> Tensor:
     rows_q, rows_k = _rows("q", starts_q, longest_q, len(q)), _rows("k", starts_k, longest_k, len(k))
@@ -207,7 +193,7 @@ def _attend_packed(
         _padded(v, rows_k, B, longest_k),
     )
     lengths = None if rows_q is None and rows_k is None else (starts_q.diff(), starts_k.diff())
-    out = _attend(q, k, v, lengths, dropout_p, scale, causal, window, is_causal_to_end).flatten(0, 1)
+    out = _attend(q, k, v, lengths, dropout_p, scale, causal, is_causal_to_end).flatten(0, 1)
     return out if rows_q is None else out.index_select(0, rows_q)
 
 
@@ -245,13 +231,12 @@ def _attend(
     dropout_p: float,
     scale: float | None,
     causal: bool,
-    window: tuple[int, int],
     is_causal_to_end: bool,
 ) -> Tensor:
     if k.shape[1] == 0:
         return q * 0
-    is_square = causal and lengths is None and window == (-1, -1) and q.shape[1] == k.shape[1]
-    visible = None if is_square else _visible(q, k, lengths, causal, window, is_causal_to_end)
+    is_square = causal and lengths is None and q.shape[1] == k.shape[1]
+    visible = None if is_square else _visible(q, k, lengths, causal, is_causal_to_end)
     has_key = None
     if visible is not None:  # The softmax of a query that sees no key is not defined.
         has_key = visible.any(-1, keepdim=True)
@@ -274,14 +259,10 @@ def _visible(
     k: Tensor,
     lengths: tuple[Tensor, Tensor] | None,
     causal: bool,
-    window: tuple[int, int],
     is_causal_to_end: bool,
 ) -> Tensor | None:
     """Return which keys each query sees, [B or 1, 1, Sq, Sk], or None if it sees all of them."""
-    left, right = window
-    if causal:
-        right = min(right, 0) if right >= 0 else 0
-    if lengths is None and left < 0 and right < 0:
+    if lengths is None and not causal:
         return None
     Sq, Sk = q.shape[1], k.shape[1]
     key = torch.arange(Sk, device=q.device)
@@ -291,8 +272,6 @@ def _visible(
     if is_causal_to_end:
         place = place + (num_k - num_q)[:, None, None]
     visible = (key < num_k[:, None, None]).expand(-1, Sq, -1)
-    if left >= 0:
-        visible = visible & (key >= place - left)
-    if right >= 0:
-        visible = visible & (key <= place + right)
+    if causal:
+        visible = visible & (key <= place)
     return visible[:, None]

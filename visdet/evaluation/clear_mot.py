@@ -107,24 +107,19 @@ def count_events(
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
     assert predicted.scores is not None
-    pairs = []
-    row_of_track = {track: column for column, track in enumerate(predicted.ids.tolist())}
-    open_rows, open_columns = set(range(len(truth.ids))), set(range(len(predicted.ids)))
+    column_of = {track: column for column, track in enumerate(predicted.ids.tolist())}
+    cost = np.where(np.isfinite(between), between, _FAR)
+    kept = set()
     for row, identity in enumerate(truth.ids.tolist()):
-        column = row_of_track.get(track_of.get(identity, -1), -1)
-        if column in open_columns and np.isfinite(between[row, column]):
-            pairs.append((row, column))
-            open_rows.remove(row)
-            open_columns.remove(column)
-    rows, columns = sorted(open_rows), sorted(open_columns)
-    if rows and columns:
-        # scipy.optimize is slow to import, and it is not needed before the first evaluation.
-        from scipy.optimize import linear_sum_assignment
+        column = column_of.get(track_of.get(identity, -1))
+        if column is not None and column not in kept and np.isfinite(between[row, column]):
+            kept.add(column)
+            cost[row, column] = -(_FAR**2)
+    # scipy.optimize is slow to import, and it is not needed before the first evaluation.
+    from scipy.optimize import linear_sum_assignment
 
-        cost = np.where(np.isfinite(between), between, _FAR)[np.ix_(rows, columns)]
-        for i, j in zip(*linear_sum_assignment(cost), strict=True):
-            if np.isfinite(between[rows[i], columns[j]]):
-                pairs.append((rows[i], columns[j]))
+    assigned = zip(*linear_sum_assignment(cost), strict=True)
+    pairs = [(row, column) for row, column in assigned if np.isfinite(between[row, column])]
     for row, column in pairs:
         identity, track = int(truth.ids[row]), int(predicted.ids[column])
         if track_of.get(identity, track) == track:

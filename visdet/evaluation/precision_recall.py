@@ -194,20 +194,14 @@ def _iou(boxes: np.ndarray, truth: np.ndarray, is_crowd: np.ndarray) -> np.ndarr
 
 def _take_best(iou: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
     """Return the true box that each detection is matched with, the highest score first; -1 is none, -2 a crowd."""
-    taken = np.full(len(iou), -1)
-    if not iou.size:
-        return taken
+    on_crowd = (np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1)
+    taken = np.where(on_crowd, -2, -1)
     free = np.where(is_crowd[None], 0.0, iou)
-    on_crowd = np.asarray((np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1))
-    may_match = free.max(axis=1) >= _IOU
-    taken[on_crowd & ~may_match] = -2
-    for row in np.flatnonzero(may_match):
+    for row in np.flatnonzero((free >= _IOU).any(axis=1)):
         best = int(free[row].argmax())
         if free[row, best] >= _IOU:
             taken[row] = best
             free[:, best] = 0
-        elif on_crowd[row]:
-            taken[row] = -2
     return taken
 
 

@@ -2,28 +2,30 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
 from torch import nn
 
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
 from visdet.engine.config.load import dataset_config, load_config
 from visdet.engine.hooks.num_class_check_hook import classes_of_heads
+from visdet.engine.inference.detector import Detector, init_detector
+from visdet.engine.inference.given_images import GivenImage
 from visdet.engine.prepare import build_runner
 from visdet.engine.process.default_device import cpu_by_default
 from visdet.errors import MissingFileError
 from visdet.structures.class_names import checked_classes
 
-from .check import Run
+from .check import Differences, Run, arrays
 from .errors import ExportError
 from .families.family import Family
+from .precision import LIMITS
 from .run import export, format_module
-
-_MAX_LOSS = 0.001  # of a metric, which is 0.1 points of AP
 
 
 def export_config(
@@ -42,7 +44,8 @@ def export_config(
         config, checkpoint, options: as in :func:`visdet.evaluate`.
         out: the folder to write.
         data: an annotation file of the kind of the config's test data, or a folder that replaces its ``data_root``, on
-            which the metrics of the exported model and of the model are compared.
+            which the metrics of the exported model and of the model are compared; or a folder of images, on which their
+            outputs are compared.
         device: the device of the model.
         arguments: see :func:`visdet.export.run.export`.
     """
@@ -53,22 +56,29 @@ def export_config(
     augmentation = dataset_config(cfg, "test").get("data_aug_conf") or {}  # of driving data sets
     if not arguments.get("shape") and "final_dim" in augmentation:
         arguments["shape"] = augmentation["final_dim"]
-    if data is not None:
+    given = Path(data).glob("*") if data else ()
+    images = sorted(file for file in given if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    if data is not None and not images:
         _use_data(cfg, data, arguments.get("batch"))
     with tempfile.TemporaryDirectory() as logs, cpu_by_default():
         cfg.work_dir = logs
         # The report of a test names its files, which are not kept.
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
         runner = build_runner(cfg)
-        classes = _checked_class_names(runner.model, path)
+        arguments["classes"] = _checked_class_names(runner.model, path)
         runner.load_checkpoint(path)
-        model = runner.model.to(device)
-        metrics = None if data is None else lambda *exported: _metrics(runner, *exported)
-        steps = {
+        limit, max_loss = LIMITS[arguments.get("precision", "float32")]
+
+        def evaluate(family: Family, run: Run) -> dict[str, Any]:
+            if images:
+                return _on_images(init_detector(cfg, path), images, limit, family, run)
+            return _metrics(runner, max_loss, family, run)
+
+        arguments["preprocessing"] = {
             "pipeline": dataset_config(cfg, "test").get("pipeline"),
             "data_preprocessor": cfg.model.get("data_preprocessor"),
         }
-        return export(model, out, classes=classes, preprocessing=steps, evaluate=metrics, **arguments)
+        return export(runner.model.to(device), out, evaluate=evaluate if data else None, **arguments)
 
 
 def _use_data(cfg: Config, data: str, batch: int | None) -> None:
@@ -118,20 +128,31 @@ class _Exported(nn.Module):
         return self.family.samples_of(self.run_exported(given), batch["data_samples"])
 
 
-def _metrics(runner: Any, family: Family, run: Run, limit: float) -> dict[str, Any]:
+def _on_images(
+    detector: Detector, images: Sequence[Path], limit: float, family: Family, run: Run
+) -> dict[str, Any]:
+    """Return the differences of the outputs on images, and raise an ExportError if they are too large."""
+    differences = Differences()
+    for image in images:
+        item = detector.item_of(GivenImage(str(image)))
+        batch = family.model.data_preprocessor(pseudo_collate([item]), False)
+        given = family.inputs_of(batch["inputs"], batch["data_samples"])
+        differences.add(arrays(family.run(given)), arrays(run(given)), family.rows, limit)
+    differences.check(limit)
+    return {"differences": differences.table()}
+
+
+def _metrics(runner: Any, max_loss: float, family: Family, run: Run) -> dict[str, Any]:
     """Return the metrics of the model and of what was exported, on the test data of a runner."""
     metrics = {"model": runner.test()}
-    model, runner.model = runner.model, _Exported(family, run)
-    try:
-        metrics["exported"] = runner.test()
-    finally:
-        runner.model = model
+    runner.model = _Exported(family, run)
+    metrics["exported"] = runner.test()
     for name, value in metrics["model"].items():
         loss = value - metrics["exported"][name]
-        is_lost = np.isnan(loss) != np.isnan(value) or loss > _MAX_LOSS
+        is_lost = np.isnan(loss) != np.isnan(value) or loss > max_loss
         if any(kind in name for kind in ("mAP", "NDS")) and is_lost:
             raise ExportError(
                 f"{name} of the exported model is {metrics['exported'][name]:.4f}, that of the model is {value:.4f}, "
-                f"which is more than {_MAX_LOSS} apart"
+                f"which is more than {max_loss} apart"
             )
     return {"metrics": metrics}

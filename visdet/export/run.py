@@ -21,11 +21,11 @@ from .check import Run, arrays, compare, graphed, latencies
 from .errors import ExportError
 from .families import family_of
 from .families.family import Family
+from .precision import LIMITS, with_features_in
 from .program import DESCRIPTION
 from .report import write_report
 
 FORMATS = ("pt2", "aoti", "onnx", "openvino")
-_LIMIT = 1e-3  # of the difference of an output, relative to its largest number
 
 
 def export(
@@ -52,7 +52,8 @@ def export(
         model: the model, whose mode becomes that of evaluation.
         out: the folder to write.
         format: 'pt2', 'aoti', 'onnx' or 'openvino'.
-        precision: 'float32'. The other two are refused, and the error says why.
+        precision: the type of image features, that is of the weights and the arithmetic of backbone and neck. What
+            follows is float32. The differences of the report are those from the model in the same precision.
         shape: the (height, width) of the images. By default any size is accepted where the model's can change.
         batch: the number of images at once. By default any number is accepted.
         classes: the names of the classes.
@@ -70,14 +71,14 @@ def export(
         MissingPackageError: a package that writes or runs the format is not installed.
     """
     check_choice("format", format, FORMATS)
-    check_choice("precision", precision, ("float32", "float16", "bfloat16"))
-    if precision != "float32":
-        raise ExportError(
-            f"precision {precision!r} cannot be exported: torch's tracing loses the conversions of autocast within the "
-            "models' blocks of float32. Export float32, and let the runtime choose 16 bit where it can"
-        )
+    check_choice("precision", precision, tuple(LIMITS))
+    limit, _ = LIMITS[precision]
+    if precision == "bfloat16" and format in ("onnx", "openvino"):
+        raise ExportError("precision 'bfloat16': ONNX has no convolution in bfloat16. float16 is possible")
     module = format_module(format)
-    family = family_of(model, None if shape is None else (int(shape[0]), int(shape[1])), batch)
+    family = family_of(
+        with_features_in(model, precision), None if shape is None else (int(shape[0]), int(shape[1])), batch
+    )
     if custom_op is not None and (format, custom_op) not in (("openvino", "openvino"), ("onnx", "tensorrt")):
         raise ExportError(
             "custom_op must be 'openvino' with format 'openvino', or 'tensorrt' with format 'onnx', "
@@ -98,15 +99,15 @@ def export(
         write_report(report, folder)
         return report
     run: Run = module.load(folder)
-    differences, inputs, outputs = compare(family, run, _LIMIT)
+    differences, inputs, outputs = compare(family, run, limit)
     named = {f"input.{name}": tensor for name, tensor in inputs.items()}
     named |= {f"output.{name}": tensor for name, tensor in outputs.items()}
     np.savez(folder / "sample.npz", **arrays(named))  # type: ignore[arg-type]
     report["differences"] = differences.table()
     try:
-        differences.check(_LIMIT)
+        differences.check(limit)
         if evaluate is not None:
-            report["data"] = evaluate(family, run, _LIMIT)
+            report["data"] = evaluate(family, run)
         if bench:
             report["latency"] = _latencies(family, run)
         (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": True}, indent=1))

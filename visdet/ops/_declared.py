@@ -1,5 +1,6 @@
 """Operators whose arguments are checked by what is declared of them, and within which autocast is off."""
 
+import ast
 import functools
 import inspect
 import math
@@ -35,7 +36,7 @@ def declared(
     first "..." any number of the same sizes. All tensors are on the device of the first one. "None or" and "array or"
     before it allow None and NumPy arrays. A number is "integer" or "number", with the least one and the greatest one:
     "integer, at least 1, at most 9" or "number, above 0". Sequences have their length before it: "2 * D numbers", and
-    "1 or 2 integers" may be one number, too.
+    "1 or 2 integers" may be one number, too. A choice is "one of 'avg', 'max'".
 
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
     type of the values. Errors of an operator that it calls have its own name.
@@ -76,6 +77,8 @@ def declared(
 
 def _parsed(text: str) -> tuple[Any, ...]:
     """Return the function that checks what is so declared, and its last arguments."""
+    if text.startswith("one of "):
+        return _check_choice, text, ast.literal_eval(text.removeprefix("one of "))
     number = _NUMBER.fullmatch(text)
     if number:
         may_be_one, count, kind, comparison, least, most = number.groups()
@@ -191,6 +194,20 @@ def _check_number(
             expected = "finite"
         if expected:
             raise ValueError(f"{op}: {name} must be {expected}, got {given!r}")
+    return first
+
+
+def _check_choice(
+    op: str,
+    name: str,
+    given: Any,
+    first: tuple[str, Any],
+    sizes: dict[str, Any],
+    text: str,
+    choices: tuple[Any, ...],
+) -> tuple[str, Any]:
+    if not isinstance(given, (str, Real)) or given not in choices:
+        raise ValueError(f"{op}: {name} must be {text}, got {given!r}")
     return first
 
 

@@ -22,8 +22,7 @@ __all__ = [
     "is_loaded",
     "kernel_device",
     "planning",
-    "require_cpu",
-    "require_cuda",
+    "require",
     "serves",
 ]
 
@@ -51,8 +50,8 @@ def _load(name: str) -> str | None:
     return None
 
 
-def _refuse_second_copy() -> None:
-    """Raise ImportError if another copy of this package has declared the operators. torch allows this only once."""
+def _load_all() -> dict[str, str | None]:
+    # torch allows the operators to be declared only once.
     own = os.path.realpath(_FOLDER)
     for path in torch.ops.loaded_libraries:
         folder, name = os.path.split(path)
@@ -61,10 +60,6 @@ def _refuse_second_copy() -> None:
                 f"visdet.ops: the operators of {own} cannot be loaded beside those of {folder}, which this process has "
                 "already; import visdet.ops before a kernel of Hugging Face's that has visdet's operators"
             )
-
-
-def _load_all() -> dict[str, str | None]:
-    _refuse_second_copy()
     problems = {"cpu": _load("cpu")}
     if torch.version.cuda is None:
         problems["cuda"] = f"torch {torch.__version__} is a CPU-only build"
@@ -136,17 +131,11 @@ def serves(tensor: Tensor) -> bool:
     return device in ("cpu", "cuda", "meta") and is_loaded("cuda" if device == "cuda" else "cpu")
 
 
-def require_cpu() -> None:
-    """Raise NotBuiltError unless the CPU library, which declares the operators, is loaded."""
-    _require("cpu")
+def require(name: str) -> None:
+    """Raise NotBuiltError unless the ``"cpu"`` or the ``"cuda"`` library is loaded.
 
-
-def require_cuda() -> None:
-    """Raise NotBuiltError unless the CUDA library is loaded. It can be loaded on machines without a GPU, too."""
-    _require("cuda")
-
-
-def _require(name: str) -> None:
+    The first one declares the operators. The second one can be loaded on machines without a GPU, too.
+    """
     if _problems[name] is not None:
         raise NotBuiltError(
             f"visdet.ops: the {name.upper()} library is not loaded: {_problems[name]}; {_HOW_TO_BUILD}."
@@ -164,7 +153,7 @@ def explain_failures(*operators: str) -> None:
         overload = getattr(torch.ops.visdet, operator).default
         overload._op = _with_errors_of_memory(overload._op)
         if not is_loaded("cuda"):
-            torch.library.impl(f"visdet::{operator}", "cuda", lambda *_: require_cuda())
+            torch.library.impl(f"visdet::{operator}", "cuda", lambda *_: require("cuda"))
 
 
 def _with_errors_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,18 +168,14 @@ def _with_errors_of_memory(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*inputs, **options)
         except RuntimeError as error:
-            _ask_again_for_memory(str(error))
+            needed = _NEEDED_MEMORY.search(str(error))
+            if needed is not None:
+                torch.empty(int(needed[1]), dtype=torch.uint8, device=needed[2])
+                if "out of memory" in str(error):
+                    raise torch.OutOfMemoryError(str(error)) from error
             raise
 
     return run
-
-
-def _ask_again_for_memory(text: str) -> None:
-    needed = _NEEDED_MEMORY.search(text)
-    if needed is not None:
-        torch.empty(int(needed[1]), dtype=torch.uint8, device=needed[2])
-        if "out of memory" in text:
-            raise torch.OutOfMemoryError(text)
 
 
 def build_info() -> dict[str, Any]:
@@ -205,17 +190,15 @@ def build_info() -> dict[str, Any]:
         path = _FOLDER / f"libvisdet_{name}.so"
         info[name] = {"path": str(path), "loaded": problem is None, "problem": problem}
     info["cpu"]["isa"] = _ISA_NAMES[torch.ops.visdet.cpu_isa()] if is_loaded("cpu") else None
-    info["cuda"].update(_cuda_build(info["cuda"]["path"]) if is_loaded("cuda") else _parse_cuda_build(""))
+    text = b""
+    if is_loaded("cuda"):
+        function = ctypes.CDLL(
+            info["cuda"]["path"]
+        ).visdet_cuda_build  # of the library that has been loaded already
+        function.restype = ctypes.c_char_p
+        text = function()
+    info["cuda"].update(_parse_cuda_build(text.decode()))
     return info
-
-
-def _cuda_build(path: str) -> dict[str, Any]:
-    try:
-        text = ctypes.CDLL(path).visdet_cuda_build  # This is the library that has been loaded already.
-    except AttributeError:  # The library was built from an older source, which does not have this text.
-        return _parse_cuda_build("")
-    text.restype = ctypes.c_char_p
-    return _parse_cuda_build(text().decode())
 
 
 def _parse_cuda_build(text: str) -> dict[str, Any]:

@@ -19,9 +19,8 @@ class OperatorModule(nn.Module):
         for name, value in settings.items():
             setattr(self, name, value)
 
-    def _call(self, *tensors: Any) -> Any:
-        settings = {name: getattr(self, name) for name in self._settings}
-        return type(self).operator(*tensors, **settings)
+    def _call(self, *tensors: Any, **named: Any) -> Any:
+        return self.operator(*tensors, **named, **{name: getattr(self, name) for name in self._settings})
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in self._settings)

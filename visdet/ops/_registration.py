@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._library import declares, explain_failures, kernel_device, require_cpu
+from ._library import declares, explain_failures, kernel_device, require, serves
 from .tracing import gradients_of, is_traced
 
 __all__ = ["Gradient", "differentiable", "differentiable_once", "needs_order", "without_gradient"]
@@ -23,6 +23,7 @@ def differentiable(
     layouts: Mapping[str, str] | None = None,
     gradient: "Callable[[str], Any] | None" = None,
     elsewhere: Callable[..., Any] | None = None,
+    needs_library: bool = True,
 ) -> Callable[..., Any]:
     """Register the shapes and the gradient of ``visdet::<name>``, and return the function that Python code calls.
 
@@ -41,9 +42,11 @@ def differentiable(
         gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
             ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
         elsewhere: a function of the same arguments in plain torch, for devices that have no kernels.
+        needs_library: whether calls on a CPU or a GPU fail where its library is missing. ``elsewhere`` serves them
+            otherwise.
     """
     if not declares(name):
-        return lambda *_: require_cpu()
+        return elsewhere if elsewhere and not needs_library else lambda *_: require("cpu")
     rule = (gradient or Gradient)(name)
     reference = getattr(rule, "reference", None)
     torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts or {}))
@@ -70,12 +73,16 @@ def differentiable(
                 return rule.backward(ctx, *grad_outputs)
 
     def call(*inputs: Any) -> Any:
-        if elsewhere and inputs[0].device.type not in ("cpu", "cuda", "meta"):
+        if elsewhere and not (
+            inputs[0].device.type in ("cpu", "cuda", "meta") if needs_library else serves(inputs[0])
+        ):
             return elsewhere(*inputs)
         if reference and (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()):
             return reference(*inputs)
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, inputs)
+        if forward_ad._current_level >= 0 and any(
+            isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in inputs
+        ):
+            raise NotImplementedError(f"{name}: forward-mode derivatives (jvp, jacfwd) are not implemented")
         if is_traced():
             return operator(*inputs)
         if torch.is_grad_enabled():
@@ -86,14 +93,20 @@ def differentiable(
     return call
 
 
-def without_gradient(name: str, shape: Callable[[Any], Any], **layouts: str) -> None:
-    """Register the shapes of ``visdet::<name>``, which has no gradient, if the library has it.
+def without_gradient(
+    name: str, shape: Callable[[Any], Any], elsewhere: Callable[..., Any], **layouts: str
+) -> Callable[..., Any]:
+    """Register the shapes of ``visdet::<name>``, which has no gradient, and return the function that Python code calls.
 
-    ``shape`` and ``layouts`` are those of ``differentiable``.
+    ``shape``, ``elsewhere`` and ``layouts`` are those of ``differentiable``. ``elsewhere`` also serves devices whose
+    library is missing.
     """
-    if declares(name):
-        torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
-        explain_failures(name)
+    if not declares(name):
+        return elsewhere
+    torch.library.register_fake(f"visdet::{name}", _fake_of(name, shape, layouts))
+    explain_failures(name)
+    operator = getattr(torch.ops.visdet, name).default
+    return lambda *inputs: (operator if serves(inputs[0]) else elsewhere)(*inputs)
 
 
 class Gradient:
@@ -220,9 +233,3 @@ def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str])
 
 def _refuse_to_differentiate(name: str, *_: Any) -> NoReturn:
     raise RuntimeError(f"{name}: it has no second derivative, so that its gradient cannot be differentiated")
-
-
-def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
-    for tensor in inputs:
-        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(f"{name}: forward-mode derivatives (jvp, jacfwd) are not implemented")

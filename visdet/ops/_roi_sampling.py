@@ -17,8 +17,10 @@ __all__ = [
     "bounded_rotated_rois",
     "bounds_of",
     "check_samples",
+    "pool_bins",
     "pool_regions",
     "pool_samples",
+    "samples_of",
 ]
 
 # This many values are gathered at a time. It limits the memory of a call without gradients to some hundred megabytes.
@@ -221,6 +223,36 @@ pool_samples = recorded_as_one(
 )
 
 
+def pool_bins(
+    input: Tensor,  # [B, C, H, W]
+    batch: Tensor,  # [N]
+    start: Tensor,  # [N, 2] (y, x) of the first bin's corner, in pixels
+    extent: Tensor,  # [N, 2] (height, width) of the region
+    size: tuple[int, int],
+    sampling_ratio: int,
+    takes_maximum: bool = False,
+    movement: Tensor | None = None,  # [N, 2, PH, PW] (y, x) of each bin, in extents of its region
+    turns: Tensor | None = None,  # [N, 4], as of ``pool_samples``
+) -> Tensor:  # [N, C, PH, PW]
+    """Return the mean, or the maximum, of the samples in each bin of regions, in the type of ``input``."""
+    bin_size = extent / extent.new_tensor(size)
+    y, x = (
+        start[:, i, None] + torch.arange(size[i], device=start.device) * bin_size[:, i, None] for i in (0, 1)
+    )
+    origin = torch.stack([y[:, :, None].expand(-1, *size), x[:, None, :].expand(-1, *size)], 1)
+    if movement is not None:
+        origin = origin + extent[..., None, None] * movement
+    grid = samples_of(bin_size, sampling_ratio)
+    turns = bin_size[:, :0] if turns is None else turns
+    values = input.to(bin_size.dtype)
+    return pool_samples(values, origin, batch.long(), bin_size, grid, turns, takes_maximum).to(input.dtype)
+
+
+def samples_of(bin_size: Tensor, sampling_ratio: int) -> Tensor:
+    """Return the numbers of samples down and across each bin: the given one, or one for each pixel."""
+    return (torch.full_like(bin_size, sampling_ratio) if sampling_ratio > 0 else bin_size.ceil()).long()
+
+
 def pool_regions(
     input: Tensor,  # [B, C, H, W]
     rois: Tensor,  # [N, 5]
@@ -232,21 +264,9 @@ def pool_regions(
     movement: Tensor | None = None,  # [N, 2, PH, PW] (y, x) of each bin, in extents of its region
 ) -> Tensor:  # [N, C, PH, PW]
     """Return the mean, or the maximum, of the samples in each bin of upright regions."""
-    PH, PW = size
-    dtype = computation_dtype(input)
-    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
     boxes = rois[:, 1:] * spatial_scale - (0.5 if aligned else 0.0)
     start = boxes[:, :2].flip(1)  # (y, x)
     extent = boxes[:, 2:].flip(1) - start
-    if not aligned:
-        extent = extent.clamp(min=1)
-    bin_size = extent / extent.new_tensor([PH, PW])
-    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
-    y = start[:, 0, None] + torch.arange(PH, device=rois.device) * bin_size[:, 0, None]
-    x = start[:, 1, None] + torch.arange(PW, device=rois.device) * bin_size[:, 1, None]
-    origin = torch.stack([y[:, :, None].expand(-1, PH, PW), x[:, None, :].expand(-1, PH, PW)], 1)
-    if movement is not None:
-        origin = origin + extent[..., None, None] * movement
-    turns = bin_size[:, :0]  # none
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, takes_maximum)
-    return pooled.to(input.dtype)
+    extent = extent if aligned else extent.clamp(min=1)
+    return pool_bins(input, rois[:, 0], start, extent, size, sampling_ratio, takes_maximum, movement)

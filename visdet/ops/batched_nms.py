@@ -79,7 +79,10 @@ def batched_nms(
         return torch.cat([boxes[keep], ordered[:, None]], -1), keep
     arguments = dict(nms_cfg)
     class_agnostic = arguments.pop("class_agnostic", class_agnostic)
-    suppress = _kind(arguments.pop("type", "nms"))
+    kind = arguments.pop("type", "nms")
+    suppress = kind if callable(kind) else _KINDS.get(kind)
+    if suppress is None:
+        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
@@ -111,11 +114,3 @@ def register_nms(name: str, function: Callable[..., tuple[Tensor, Tensor]]) -> N
     """
     if _KINDS.setdefault(name, function) is not function:
         raise KeyError(f"register_nms: {name!r} is taken by {_KINDS[name]!r}")
-
-
-def _kind(kind: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    if callable(kind):
-        return kind
-    if kind not in _KINDS:
-        raise KeyError(f"batched_nms: type must be one of {sorted(_KINDS)} or a function, got {kind!r}")
-    return _KINDS[kind]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _registration
+from . import _registration
 from ._declared import declared
 
 __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
@@ -13,7 +13,7 @@ __all__ = ["box_iou_quadri", "box_iou_rotated", "box_iou_rotated_reference"]
 MODES = ("iou", "iof", "area")
 
 
-@declared(bboxes1="real [M, 5]", bboxes2="real [N, 5]")
+@declared(bboxes1="real [M, 5]", bboxes2="real [N, 5]", mode=f"one of {MODES}")
 def box_iou_rotated(
     bboxes1: Tensor,  # [M, 5] (x, y, w, h, angle)
     bboxes2: Tensor,  # [N, 5]
@@ -49,7 +49,7 @@ def box_iou_rotated(
     return overlaps("box_iou_rotated", bboxes1, bboxes2, 5, mode, aligned, clockwise)
 
 
-@declared(bboxes1="real [M, 8]", bboxes2="real [N, 8]")
+@declared(bboxes1="real [M, 8]", bboxes2="real [N, 8]", mode=f"one of {MODES}")
 def box_iou_quadri(
     bboxes1: Tensor,  # [M, 8] (x1, y1, ..., x4, y4)
     bboxes2: Tensor,  # [N, 8]
@@ -82,8 +82,6 @@ def overlaps(
     op: str, bboxes1: Tensor, bboxes2: Tensor, columns: int, mode: str, aligned: bool, clockwise: bool = True
 ) -> Tensor:
     """Return the overlaps of boxes with 5 or 8 columns, whose names are those of arguments of ``op``."""
-    if mode not in MODES:
-        raise ValueError(f"{op}: mode must be one of {MODES}, got {mode!r}")
     if aligned and bboxes1.shape[0] != bboxes2.shape[0]:
         M, N = bboxes1.shape[0], bboxes2.shape[0]
         raise ValueError(
@@ -94,10 +92,7 @@ def overlaps(
     first, second = (boxes.detach().to(wide) for boxes in (bboxes1, bboxes2))
     if not clockwise:
         first, second = turned_back(first), turned_back(second)
-    run: Any = (
-        torch.ops.visdet.box_iou_rotated.default if _library.serves(first) else box_iou_rotated_reference
-    )
-    return run(first, second, MODES.index(mode), aligned).to(given)
+    return _overlaps(first, second, MODES.index(mode), aligned).to(given)
 
 
 def turned_back(boxes: Tensor) -> Tensor:
@@ -129,8 +124,8 @@ def shared_area(p: Tensor, q: Tensor, are_boxes: bool) -> Tensor:
     shared: Any = 0.0
     for (j, k), slant in parts:
         a, b, to_corner = q[..., j, :] - q[..., 0, :], q[..., k, :] - q[..., 0, :], p - q[..., :1, :]
-        cross = _cross(a, b)
-        u, v = _cross(to_corner, b[..., None, :]), _cross(a[..., None, :], to_corner)
+        cross = cross_of(a, b)
+        u, v = cross_of(to_corner, b[..., None, :]), cross_of(a[..., None, :], to_corner)
         u, v = (mapped / torch.where(cross == 0, 1.0, cross)[..., None] for mapped in (u, v))
         next_u, next_v = u.roll(-1, -1), v.roll(-1, -1)
         start, end = v.clamp(0, 1), next_v.clamp(0, 1)
@@ -157,10 +152,11 @@ def corners_of(boxes: Tensor) -> Tensor:
 
 def quadrilateral_area(corners: Tensor) -> Tensor:
     diagonals = corners[..., 2, :] - corners[..., 0, :], corners[..., 3, :] - corners[..., 1, :]
-    return _cross(*diagonals).abs() / 2 + 0 * corners.sum((-2, -1))  # NaN where a corner is not finite
+    return cross_of(*diagonals).abs() / 2 + 0 * corners.sum((-2, -1))  # NaN where a corner is not finite
 
 
-def _cross(a: Tensor, b: Tensor) -> Tensor:
+def cross_of(a: Tensor, b: Tensor) -> Tensor:
+    """Return the z component of the cross product of vectors [..., 2]."""
     return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
 
 
@@ -171,9 +167,12 @@ def _positive_part(start: Tensor, end: Tensor) -> Tensor:
     return torch.where(most > 0, torch.where(least >= 0, (least + most) / 2, crossing), 0.0)
 
 
-def _result(given: Any) -> Tensor:
-    M, N = given.boxes1.shape[0], given.boxes2.shape[0]
-    return given.boxes1.new_empty((M,) if given.is_aligned else (M, N))
-
-
-_registration.without_gradient("box_iou_rotated", _result, boxes1="[M, D]", boxes2="[N, D]")
+_overlaps = _registration.without_gradient(
+    "box_iou_rotated",
+    lambda given: given.boxes1.new_empty(
+        given.boxes1.shape[0], *(() if given.is_aligned else given.boxes2.shape[:1])
+    ),
+    box_iou_rotated_reference,
+    boxes1="[M, D]",
+    boxes2="[N, D]",
+)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _library, _registration
+from . import _registration
 from ._declared import declared
 
 __all__ = ["box_key_points", "box_key_points_reference"]
@@ -46,8 +46,6 @@ def box_key_points(
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
-    if not _library.serves(anchors):
-        return box_key_points_reference(anchors, fixed, logits, max_log_size)
     return _box_key_points(anchors, fixed, logits, float(max_log_size))
 
 
@@ -73,5 +71,7 @@ _box_key_points = _registration.differentiable(
         *given.anchors.shape[:2], given.fixed.shape[0] + given.logits.shape[2] // 3, 3
     ),
     layouts={"anchors": "[B, Q, D]", "logits": "[B, Q, M * 3]"},
+    elsewhere=box_key_points_reference,
+    needs_library=False,
 )
 box_key_points.needs_no_library = True  # type: ignore[attr-defined]  # visdet.doctor says so

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _library, _registration
+from . import _registration
 from ._arguments import computation_dtype
 from ._declared import declared
 from ._modules import OperatorModule
@@ -56,9 +56,7 @@ def carafe(
     expected = [B, K * K * G, H * s, W * s]
     if list(masks.shape) != expected:
         raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
-    is_served = _library.is_loaded("cpu") and features.device.type in ("cpu", "cuda", "meta")
-    run = _carafe if is_served else carafe_reference
-    return run(features, masks.to(features.dtype), K, G, s)
+    return _carafe(features, masks.to(features.dtype), K, G, s)
 
 
 def carafe_reference(
@@ -82,6 +80,8 @@ _carafe = _registration.differentiable(
     lambda given: given.features.new_empty(
         *given.features.shape[:2], *(size * given.scale_factor for size in given.features.shape[2:])
     ),
+    elsewhere=carafe_reference,
+    needs_library=False,
 )
 
 

@@ -1,19 +1,18 @@
 """Deformable convolution, in which each tap of the kernel reads the map at a learnt offset from its position."""
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _library, _registration, _torchvision
-from ._arguments import computation_dtype, pair
+from . import _library, _registration
+from ._arguments import pair
 from ._declared import declared
-from ._deform_conv_inputs import Pair, check_shapes, output_shape, tap_positions
-from ._deform_conv_torchvision import convolve_by_torchvision
 
-__all__ = ["convolve", "deform_conv2d", "deform_conv2d_reference"]
+__all__ = ["Pair", "check_shapes", "convolve", "deform_conv2d", "deform_conv2d_reference"]
+
+Pair = int | tuple[int, int]
 
 
 @declared(
@@ -66,8 +65,7 @@ def deform_conv2d(
     to the type of ``offset``, and so are the columns that torch multiplies. The gradient of the columns has that type
     as well, except for float16, whose range it may pass: it is float32 there. The gradient of ``input`` is summed in no
     fixed order on CUDA; under ``torch.use_deterministic_algorithms(True)`` calls that need gradients there take plain
-    torch. Where the library of a device is not built, torchvision serves the call (in float32 for 16-bit types), or
-    plain torch.
+    torch. Plain torch also serves devices whose library is not built.
 
     Raises:
         ValueError: A shape, a number or the type of ``offset`` does not fit, or ``bias`` is True. The message names the
@@ -85,6 +83,49 @@ def deform_conv2d(
     return convolve(input, offset, None, weight, None, *settings, deform_groups, im2col_step)
 
 
+def output_shape(
+    input: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair
+) -> tuple[int, int]:
+    """Return (height, width) of the result."""
+    settings = zip(
+        input.shape[2:], weight.shape[2:], pair(stride), pair(padding), pair(dilation), strict=True
+    )
+    height, width = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in settings)
+    return height, width
+
+
+def check_shapes(
+    operator: str,
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    settings: tuple[Pair, Pair, Pair],  # stride, padding, dilation
+    groups: int,
+    deform_groups: int,
+) -> None:
+    """Raise a ValueError that names the operator and the argument if a shape does not fit."""
+    size = output_shape(input, weight, *settings)
+    if min(size) <= 0:
+        raise ValueError(
+            f"{operator}: input {list(input.shape[2:])} is too small, the output would be {list(size)}"
+        )
+    B, C = input.shape[:2]
+    if weight.shape[1] * groups != C:
+        raise ValueError(f"{operator}: input must have {weight.shape[1] * groups} channels, got {C}")
+    if C % deform_groups:
+        raise ValueError(f"{operator}: deform_groups must divide {C} channels, got {deform_groups}")
+    if weight.shape[0] % groups:
+        raise ValueError(
+            f"{operator}: weight must have a multiple of {groups} output channels, got {weight.shape[0]}"
+        )
+    taps = deform_groups * weight.shape[2] * weight.shape[3]
+    for name, field, channels in (("offset", offset, 2 * taps), ("mask", mask, taps)):
+        expected = [B, channels, *size]
+        if field is not None and list(field.shape) != expected:
+            raise ValueError(f"{operator}: {name} must be {expected}, got {list(field.shape)}")
+
+
 def convolve(
     input: Tensor,
     offset: Tensor,
@@ -99,54 +140,23 @@ def convolve(
 ) -> Tensor:
     """Return the convolution of checked arguments, in the type of ``offset``, by the library that serves the call."""
     settings = (pair(stride), pair(padding), pair(dilation))
-    if not _has_kernel(input, offset, mask, weight):
-        return _convolve_without_kernel(input, offset, mask, weight, bias, settings, deform_groups)
     tensors = (input, offset, mask, weight)
+    given = [one for one in tensors if one is not None]
     is_cuda = _library.kernel_device(input) == "cuda"
-    dtype = offset.dtype if is_cuda else _common_dtype(*tensors)
-    given = (None if tensor is None else tensor.to(dtype) for tensor in tensors)
-    output = _deform_conv2d(*given, *settings, deform_groups, im2col_step)
+    dtype = offset.dtype if is_cuda else functools.reduce(torch.promote_types, (one.dtype for one in given))
+    needs_gradients = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    # The backward of the kernels sums in no fixed order on CUDA.
+    run: Any = _in_plain_torch if needs_gradients and _registration.needs_order(input) else _deform_conv2d
+    converted = (None if one is None else one.to(dtype) for one in tensors)
+    output = run(*converted, *settings, deform_groups, im2col_step)
     output = output if bias is None else output + bias.to(dtype)[:, None, None]
     return output.to(offset.dtype)
 
 
-def _has_kernel(input: Tensor, *others: Tensor | None) -> bool:
-    """Return whether visdet's kernels may run, and their backward, which on CUDA sums in no fixed order."""
-    device = _library.kernel_device(input)
-    if device not in ("cpu", "cuda") or not _library.is_loaded(device):
-        return False
-    needs_order = device == "cuda" and torch.are_deterministic_algorithms_enabled()
-    has_gradients = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (input, *others)
-    )
-    return not (needs_order and has_gradients)
-
-
-def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """Return the type that holds the numbers of all tensors."""
-    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
-
-
-def _convolve_without_kernel(
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
-    deform_groups: int,
+def _in_plain_torch(
+    input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *settings: Any
 ) -> Tensor:
-    """Return the same by torchvision or by plain torch. 16-bit types are computed in float32."""
-    dtype = computation_dtype(offset)
-    x, shift, factor, kernel, addend = (
-        None if tensor is None else tensor.to(dtype) for tensor in (input, offset, mask, weight, bias)
-    )
-    assert x is not None and shift is not None and kernel is not None
-    if x.shape[0] > 0 and _torchvision.serves_gradients(x, shift, factor, kernel):
-        output = convolve_by_torchvision(x, shift, factor, kernel, addend, *settings)
-    else:
-        output = deform_conv2d_reference(x, shift, factor, kernel, addend, *settings, deform_groups)
-    return output.to(offset.dtype)
+    return deform_conv2d_reference(input, offset, mask, weight, None, *settings[:4])
 
 
 def deform_conv2d_reference(
@@ -168,10 +178,15 @@ def deform_conv2d_reference(
     dtype = torch.promote_types(offset.dtype, torch.promote_types(input.dtype, torch.float32))
     G, (B, C, H, W), KH, KW = deform_groups, input.shape, *weight.shape[2:]
     height, width = output_shape(input, weight, stride, padding, dilation)
-    offset = offset.to(dtype)
-    tap_y, tap_x = tap_positions(offset, (KH, KW), stride, padding, dilation)
-    offset_of_tap = offset.reshape(B * G, KH, KW, 2, height, width)
-    y, x = (offset_of_tap[:, :, :, 0] + tap_y).flatten(1), (offset_of_tap[:, :, :, 1] + tap_x).flatten(1)
+    settings = zip((KH, KW), (height, width), stride, padding, dilation, strict=True)
+    tap_y, tap_x = (
+        torch.arange(count, device=input.device) * step
+        - pad
+        + torch.arange(taps, device=input.device)[:, None] * gap
+        for taps, count, step, pad, gap in settings
+    )  # [KH, H'], [KW, W']
+    y, x = offset.to(dtype).reshape(B * G, KH, KW, 2, height, width).unbind(3)
+    y, x = (y + tap_y[:, None, :, None]).flatten(1), (x + tap_x[:, None]).flatten(1)
     maps = input.to(dtype).reshape(B * G, C // G, H, W)
     columns = _bilinear(maps, y, x).view(B, G, C // G, KH * KW, height * width)
     if mask is not None:
@@ -206,42 +221,31 @@ def _bilinear(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def _fake_backward(
-    grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor | None, weight: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs_input, needs_offset, needs_weight = settings[-3:]
+class _Gradient(_registration.Gradient):
+    """The gradient, in which that of the mask is computed with that of the offset."""
 
-    def gradient_of(tensor: Tensor, is_needed: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape if is_needed else 0)
+    def fake(self, *inputs: Any, **options: Any) -> Any:
+        _, input, offset, mask, weight, *settings = inputs
+        needs_input, needs_offset, needs_weight = settings[-3:]
+        of_mask = (offset, False) if mask is None else (mask, needs_offset)
+        results = (input, needs_input), (offset, needs_offset), of_mask, (weight, needs_weight)
+        return tuple(tensor.new_empty(tensor.shape if is_needed else 0) for tensor, is_needed in results)
 
-    return (
-        gradient_of(input, needs_input),
-        gradient_of(offset, needs_offset),
-        gradient_of(offset if mask is None else mask, needs_offset and mask is not None),
-        gradient_of(weight, needs_weight),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.settings = inputs[4:]
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
-        )
-    needs_input, needs_offset, needs_mask, needs_weight = ctx.needs_input_grad[:4]
-    grads = torch.ops.visdet.deform_conv2d_backward.default(
-        grad_output, *ctx.saved_tensors, *ctx.settings, needs_input, needs_offset or needs_mask, needs_weight
-    )
-    needs = ctx.needs_input_grad[:4]
-    return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
+    def backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.is_cuda and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "deform_conv2d: torch.use_deterministic_algorithms(True) must be called before the forward"
+            )
+        needs = ctx.needs_input_grad[:4]
+        flags = needs[0], needs[1] or needs[2], needs[3]
+        grads = self._operator(grad_output, *ctx.saved_tensors, *ctx.numbers, *flags)
+        return *(g if is_needed else None for g, is_needed in zip(grads, needs, strict=True)), *(None,) * 5
 
 
 _deform_conv2d = _registration.differentiable(
     "deform_conv2d",
     lambda given: given.input.new_empty(given.input.shape[0], given.weight.shape[0], *given.offset.shape[2:]),
-    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
+    gradient=_Gradient,
+    elsewhere=_in_plain_torch,
+    needs_library=False,
 )

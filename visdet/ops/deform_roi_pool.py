@@ -1,11 +1,11 @@
 """Deformable RoI pooling, which is RoIAlign with bins that move by learnt offsets."""
 
-import torch
 from torch import Tensor, nn
 
-from . import _library, _registration
+from . import _registration
 from ._arguments import computation_dtype, pair
 from ._declared import declared
+from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
 from .roi_align import roi_align
 
@@ -71,30 +71,10 @@ def deform_roi_pool(
         return roi_align(input, rois, (PH, PW), spatial_scale, sampling_ratio)
     if list(offset.shape) != expected:
         raise ValueError(f"deform_roi_pool: offset must be {expected}, got {list(offset.shape)}")
-    if not _library.serves(input):
-        return deform_roi_pool_reference(input, rois, offset, (PH, PW), spatial_scale, sampling_ratio, gamma)
     dtype = computation_dtype(input)
     tensors = input.to(dtype), rois.detach().to(dtype), offset.to(dtype)
     pooled = _deform_roi_pool(*tensors, PH, PW, float(spatial_scale), int(sampling_ratio), float(gamma))
     return pooled.to(input.dtype)
-
-
-def deform_roi_pool_gradients(
-    grad_output: Tensor,
-    input: Tensor,
-    rois: Tensor,
-    offset: Tensor,
-    size: tuple[int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    gamma: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` and ``offset`` that visdet's kernels compute, in the type of sums."""
-    dtype = computation_dtype(input)
-    tensors = [tensor.detach().to(dtype) for tensor in (grad_output, input, rois, offset)]
-    settings = float(spatial_scale), int(sampling_ratio), float(gamma)
-    flags = True, True, torch.are_deterministic_algorithms_enabled()
-    return torch.ops.visdet.deform_roi_pool_backward.default(*tensors, *size, *settings, *flags)
 
 
 def deform_roi_pool_reference(
@@ -119,11 +99,18 @@ _deform_roi_pool = _registration.differentiable(
         given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
     ),
     layouts={"input": "[B, C, H, W]"},
+    elsewhere=lambda input, rois, offset, *rest: deform_roi_pool_reference(
+        input, rois, offset, rest[:2], *rest[2:]
+    ),
+    needs_library=False,
 )
 
 
-class DeformRoIPool(nn.Module):
+class DeformRoIPool(OperatorModule):
     """A module that calls ``deform_roi_pool`` with its settings."""
+
+    operator = staticmethod(deform_roi_pool)
+    output_size: tuple[int, int]
 
     def __init__(
         self,
@@ -132,16 +119,15 @@ class DeformRoIPool(nn.Module):
         sampling_ratio: int = 0,
         gamma: float = 0.1,
     ) -> None:
-        super().__init__()
-        self.output_size = pair(output_size)
-        self.spatial_scale = float(spatial_scale)
-        self.sampling_ratio = int(sampling_ratio)
-        self.gamma = float(gamma)
+        super().__init__(
+            output_size=pair(output_size),
+            spatial_scale=float(spatial_scale),
+            sampling_ratio=int(sampling_ratio),
+            gamma=float(gamma),
+        )
 
     def forward(self, input: Tensor, rois: Tensor, offset: Tensor | None = None) -> Tensor:
-        return deform_roi_pool(
-            input, rois, offset, self.output_size, self.spatial_scale, self.sampling_ratio, self.gamma
-        )
+        return self._call(input, rois, offset)
 
 
 class DeformRoIPoolPack(DeformRoIPool):
@@ -158,17 +144,17 @@ class DeformRoIPoolPack(DeformRoIPool):
     ) -> None:
         super().__init__(output_size, spatial_scale, sampling_ratio, gamma)
         self.output_channels, self.deform_fc_channels = output_channels, deform_fc_channels
-        bins = self.output_size[0] * self.output_size[1]
-        last = nn.Linear(deform_fc_channels, bins * 2)
-        self.offset_fc = nn.Sequential(
-            nn.Linear(bins * output_channels, deform_fc_channels),
-            nn.ReLU(inplace=True),
-            nn.Linear(deform_fc_channels, deform_fc_channels),
-            nn.ReLU(inplace=True),
-            last,
-        )
+        self.offset_fc = self._predictor(2, num_layers=3)
+
+    def _predictor(self, channels: int, num_layers: int) -> nn.Sequential:
+        """Return linear layers that predict numbers of each bin from the undeformed bins. These start at 0."""
+        bins, hidden = self.output_size[0] * self.output_size[1], self.deform_fc_channels
+        last = nn.Linear(hidden, bins * channels)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
+        sizes = [bins * self.output_channels, *[hidden] * (num_layers - 2)]
+        others = [part for size in sizes for part in (nn.Linear(size, hidden), nn.ReLU(inplace=True))]
+        return nn.Sequential(*others, last)
 
     def _pool(self, input: Tensor, rois: Tensor) -> tuple[Tensor, Tensor]:
         """Return the deformed bins [N, C, PH, PW] and the flattened undeformed ones."""
@@ -199,13 +185,7 @@ class ModulatedDeformRoIPoolPack(DeformRoIPoolPack):
         super().__init__(
             output_size, output_channels, deform_fc_channels, spatial_scale, sampling_ratio, gamma
         )
-        bins = self.output_size[0] * self.output_size[1]
-        last = nn.Linear(deform_fc_channels, bins)
-        self.mask_fc = nn.Sequential(
-            nn.Linear(bins * output_channels, deform_fc_channels), nn.ReLU(inplace=True), last, nn.Sigmoid()
-        )
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        self.mask_fc = self._predictor(1, num_layers=2).append(nn.Sigmoid())
 
     def forward(self, input: Tensor, rois: Tensor) -> Tensor:  # type: ignore[override]
         pooled, straight = self._pool(input, rois)

@@ -4,10 +4,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ._library import is_loaded, require_cpu, require_cuda
-from ._torchvision import problem as torchvision_problem
+from ._library import is_loaded, require
 
-__all__ = ["DEVICES", "Device", "is_loaded", "present_device", "require_cpu", "torchvision_problem"]
+__all__ = ["DEVICES", "Device", "is_loaded", "present_device", "require"]
 
 
 @dataclass(frozen=True)
@@ -69,5 +68,5 @@ def present_device(index: int = 0) -> Device:
         NotBuiltError: the CUDA library is not loaded.
         RuntimeError: there is no such device.
     """
-    require_cuda()
+    require("cuda")
     return Device(*torch.ops.visdet_plan.numbers_of_device(index))

@@ -1,9 +1,10 @@
 """Explains which kernels a call of an operator uses on a GPU, and why, without running them."""
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +112,7 @@ def explain(
     if device is None and on_gpu is None:
         isa = _library.build_info()["cpu"]["isa"]
         return Explanation(name, f"the CPU ({isa} kernels), where every operator has one path", [])
-    _library.require_cuda()
+    _library.require("cuda")
     numbers, title = _numbers_of(device, on_gpu)
     needs_all = backward and not any(tensor.requires_grad for tensor in tensors)
     for key, value in bound.arguments.items():
@@ -123,7 +124,8 @@ def explain(
     try:
         with _library.planning(), _Planner(), torch.enable_grad():
             result = function(*bound.args, **bound.kwargs)
-            roots = [value for value in _tensors_in(result) if value.requires_grad]
+            results = result if isinstance(result, (list, tuple)) else [result]
+            roots = [value for value in results if isinstance(value, Tensor) and value.requires_grad]
             if backward and roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
     finally:
@@ -132,27 +134,23 @@ def explain(
     return Explanation(name, title if plans else title + _NO_KERNEL, plans)
 
 
-@contextmanager
-def choose_for(device: str | Device) -> Iterator[None]:
+def choose_for(device: str | Device) -> AbstractContextManager[None]:
     """Make this thread's calls on CUDA choose and size their kernels as on ``device``. This is meant for tests.
 
     The kernels run on the present GPU. Backward passes stay in the calling thread within the block.
     """
     numbers, _ = _numbers_of(device, None)
-    with _chosen(torch.ops.visdet_plan.choose_for, (numbers.numbers(),), ([],)):
-        yield
+    return _chosen(torch.ops.visdet_plan.choose_for, (numbers.numbers(),), ([],))
 
 
-@contextmanager
-def choose_only(op: str, path: str) -> Iterator[None]:
+def choose_only(op: str, path: str) -> AbstractContextManager[None]:
     """Make this thread's calls of ``op`` on CUDA take this path or fail. This is meant for tests and measurements.
 
     ``op`` is the operator's name, with ``_backward`` for its gradients. Backward passes stay in the calling thread
     within the block.
     """
-    _library.require_cuda()
-    with _chosen(torch.ops.visdet_plan.choose_only, (op, path), (op, "")):
-        yield
+    _library.require("cuda")
+    return _chosen(torch.ops.visdet_plan.choose_only, (op, path), (op, ""))
 
 
 @contextmanager
@@ -204,12 +202,6 @@ def _without_data(value: Any, name: str, needs_grad: bool) -> Any:
     return copy.requires_grad_(needs_grad or value.requires_grad) if value.is_floating_point() else copy
 
 
-def _tensors_in(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    return [item for item in result if isinstance(item, Tensor)] if isinstance(result, (list, tuple)) else []
-
-
 def _plans_of(notes: list[dict[str, Any]]) -> list[OperatorPlan]:
     plans: list[OperatorPlan] = []
     for note in notes:
@@ -227,19 +219,16 @@ def _plans_of(notes: list[dict[str, Any]]) -> list[OperatorPlan]:
 
 
 _declared = torch.library.Library("visdet_plan", "FRAGMENT")
-_plan_operators: dict[Any, Any] = {}
 
 
+@functools.cache
 def _plan_operator(operator: Any) -> Any:
     """Return the CUDA library's function of ``visdet::<op>`` for tensors without data, or None if it has none."""
-    if operator not in _plan_operators:
-        _, name = operator._schema.name.split("::")
-        found = None
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"visdet_plan::{name}", "Meta"):
-            _declared.define(str(operator._schema).replace("visdet::", "", 1))
-            found = getattr(torch.ops.visdet_plan, name).default
-        _plan_operators[operator] = found
-    return _plan_operators[operator]
+    _, name = operator._schema.name.split("::")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"visdet_plan::{name}", "Meta"):
+        return None
+    _declared.define(str(operator._schema).replace("visdet::", "", 1))
+    return getattr(torch.ops.visdet_plan, name).default
 
 
 class _Planner(TorchDispatchMode):

@@ -2,11 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import _library, _registration
+from . import _registration
 from ._arguments import computation_dtype
 from ._declared import declared
+from ._modules import OperatorModule
 
 __all__ = [
     "SigmoidFocalLoss",
@@ -23,6 +24,7 @@ __all__ = [
     gamma="number",
     alpha="number",
     weight="None or real [C]",
+    reduction="one of 'none', 'mean', 'sum'",
 )
 def sigmoid_focal_loss(
     input: Tensor,  # [N, C]
@@ -53,13 +55,11 @@ def sigmoid_focal_loss(
 
     Source: Focal Loss for Dense Object Detection, arXiv 1708.02002; the signature and the targets are mmcv's.
     """
-    _check_reduction("sigmoid_focal_loss", reduction)
     dtype = computation_dtype(input)
     weight = input.new_empty(0, dtype=dtype) if weight is None else weight.to(dtype)
-    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
-    run = _sigmoid_focal_loss if is_served else sigmoid_focal_loss_reference
     logits = input if reduction == "none" else input.to(dtype)  # so that the sum is not one of rounded losses
-    return _reduce(run(logits, target.long(), weight, float(gamma), float(alpha)), reduction).to(input.dtype)
+    loss = _sigmoid_focal_loss(logits, target.long(), weight, float(gamma), float(alpha))
+    return _reduce(loss, reduction).to(input.dtype)
 
 
 def sigmoid_focal_loss_reference(
@@ -83,6 +83,7 @@ def sigmoid_focal_loss_reference(
     gamma="number",
     alpha="number",
     weight="None or real [C]",
+    reduction="one of 'none', 'mean', 'sum'",
 )
 def softmax_focal_loss(
     input: Tensor,  # [N, C]
@@ -115,7 +116,6 @@ def softmax_focal_loss(
 
     Source: The signature and the targets are mmcv's.
     """
-    _check_reduction("softmax_focal_loss", reduction)
     target = target.long()
     logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
     C = logits.shape[1]
@@ -131,11 +131,6 @@ def softmax_focal_loss(
         loss = loss * _weight_of_target(weight.to(loss), target)
     loss = torch.where(target >= 0, loss, 0.0).masked_fill(target >= C, float("nan"))
     return _reduce(loss, reduction).to(input.dtype)
-
-
-def _check_reduction(op: str, reduction: str) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:
@@ -156,29 +151,28 @@ def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
 _sigmoid_focal_loss = _registration.differentiable(
     "sigmoid_focal_loss",
     lambda given: given.input.new_empty(given.input.shape),
+    elsewhere=sigmoid_focal_loss_reference,
+    needs_library=False,
 )
 
 
-class SigmoidFocalLoss(nn.Module):
+class SigmoidFocalLoss(OperatorModule):
     """A module that calls ``sigmoid_focal_loss`` with its settings. ``weight`` is a buffer."""
+
+    operator = staticmethod(sigmoid_focal_loss)
 
     def __init__(
         self, gamma: float, alpha: float, weight: Tensor | None = None, reduction: str = "mean"
     ) -> None:
-        super().__init__()
-        self.gamma, self.alpha, self.reduction = gamma, alpha, reduction
+        super().__init__(gamma=gamma, alpha=alpha, reduction=reduction)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+        return self._call(input, target, weight=self.weight)
 
 
 class SoftmaxFocalLoss(SigmoidFocalLoss):
     """A module that calls ``softmax_focal_loss`` with its settings. ``weight`` is a buffer."""
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return softmax_focal_loss(input, target, self.gamma, self.alpha, self.weight, self.reduction)
+    operator = staticmethod(softmax_focal_loss)

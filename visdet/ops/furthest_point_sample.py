@@ -1,11 +1,9 @@
 """Furthest point sampling of point clouds."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from . import _library, _registration
+from . import _registration
 from ._arguments import computation_dtype
 from ._declared import declared
 
@@ -64,12 +62,7 @@ def furthest_point_sample_with_dist(
 def _sampled(op: str, points: Tensor, num_points: int, is_table: bool) -> Tensor:
     if num_points > 0 and points.shape[1] == 0:
         raise ValueError(f"{op}: num_points must be 0 for 0 points, got {num_points}")
-    points = points.detach().to(computation_dtype(points))
-    has_kernel = _library.serves(points)
-    run: Any = (
-        torch.ops.visdet.furthest_point_sample.default if has_kernel else furthest_point_sample_reference
-    )
-    return run(points, num_points, is_table)
+    return _furthest_point_sample(points.detach().to(computation_dtype(points)), num_points, is_table)
 
 
 def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: bool) -> Tensor:
@@ -87,8 +80,9 @@ def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: b
     return samples.T.int()
 
 
-_registration.without_gradient(
+_furthest_point_sample = _registration.without_gradient(
     "furthest_point_sample",
     lambda given: given.points.new_empty((given.points.shape[0], given.num_points), dtype=torch.int32),
+    furthest_point_sample_reference,
     points="[B, N, 3]",
 )

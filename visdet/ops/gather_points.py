@@ -27,12 +27,8 @@ def gathered(
         zeros_outside: Whether a term whose index is not one of a point is 0. Otherwise it is a RuntimeError.
     """
     weight = features.new_empty(0) if weight is None else weight
-    if indices.dtype not in (torch.int32, torch.int64):
-        indices = indices.long()
-    is_served = features.is_floating_point() and _library.serves(features)
-    return (_gather_points if is_served else gather_points_reference)(
-        features, indices, weight, zeros_outside
-    )
+    run: Any = _gather_points if features.is_floating_point() else gather_points_reference
+    return run(features, _of_kernels(indices), weight, zeros_outside)
 
 
 def gather_points_reference(features: Tensor, indices: Tensor, weight: Tensor, zeros_outside: bool) -> Tensor:
@@ -77,10 +73,7 @@ def stacked_indices(
 
     An index that is not one of a point of the cloud becomes -1.
     """
-    run: Any = (
-        torch.ops.visdet.stacked_indices.default if _library.serves(indices) else stacked_indices_reference
-    )
-    return run(_of_kernels(indices), sizes, groups)
+    return _stacked_indices(_of_kernels(indices), sizes, groups)
 
 
 def _of_kernels(indices: Tensor) -> Tensor:
@@ -103,9 +96,12 @@ _gather_points = _registration.differentiable(
     ),
     layouts={"indices": "[B, M, K]"},
     gradient=partial(_registration.Gradient, reference=gather_points_reference),
+    elsewhere=gather_points_reference,
+    needs_library=False,
 )
-_registration.without_gradient(
+_stacked_indices = _registration.without_gradient(
     "stacked_indices",
     lambda given: given.indices.new_empty(given.indices.shape, dtype=torch.int64),
+    stacked_indices_reference,
     indices="[M, K]",
 )

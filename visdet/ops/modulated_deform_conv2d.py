@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from ._declared import declared
-from ._deform_conv_inputs import Pair, check_shapes
-from .deform_conv2d import convolve
+from .deform_conv2d import Pair, check_shapes, convolve
 
 __all__ = ["modulated_deform_conv2d"]
 

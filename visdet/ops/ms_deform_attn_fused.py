@@ -70,15 +70,24 @@ def ms_deform_attn_fused(
     Source: Deformable DETR, arXiv 2010.04159, eq. 2 and appendix A.4. The division by the samples of each level is
     D-FINE's (arXiv 2410.13842), and the same as theirs where the levels have equally many.
     """
-    shapes, starts, reference_points, points = _geometry(
-        value, level_shapes, level_starts, reference_points, num_points
-    )
+    shapes, starts = level_tables(value, level_shapes, level_starts)
+    B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
+    # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
+    reference_points = reference_points.to(computation_dtype(value))
+    if reference_points.dim() == 4:
+        if reference_points.shape[0] not in (1, B) or reference_points.shape[2] not in (1, L):
+            raise RuntimeError(
+                f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {B} as in value "
+                f"and L = {L}, got {tuple(reference_points.shape)}"
+            )
+        # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
+        reference_points = reference_points.expand(B, -1, L, -1).contiguous()
+    points = [num_points] * L if isinstance(num_points, int) else list(num_points)
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
-    if not _has_kernel(value, shapes):
-        return ms_deform_attn(
-            value, shapes, starts, *locations_and_weights(shapes, reference_points, offsets, logits, points)
-        )
+    if value.is_cuda and L > MAX_HOST_LEVELS:
+        composed = locations_and_weights(shapes, reference_points, offsets, logits, points)
+        return ms_deform_attn(value, shapes, starts, *composed)
     return _ms_deform_attn_fused(value, shapes, starts, reference_points, offsets, logits, points)
 
 
@@ -126,41 +135,11 @@ def locations_and_weights(
     return torch.stack(level_locations, 3), torch.stack(level_weights, 3)
 
 
-def _geometry(
-    value: Tensor,  # [B, ...]
-    level_shapes: Tensor | Sequence[Sequence[int]],
-    level_starts: Tensor | Sequence[int] | None,
-    reference_points: Tensor,
-    num_points: int | Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return these arguments of ``ms_deform_attn_fused`` as its kernels take them."""
-    shapes, starts = level_tables(value, level_shapes, level_starts)
-    B, L = value.shape[0], shapes.shape[0] if shapes.dim() else 0
-    # The conversion comes before the expansion: so the gradients of batch entries and levels are summed in this type.
-    reference_points = reference_points.to(computation_dtype(value))
-    if reference_points.dim() == 4:
-        if reference_points.shape[0] not in (1, B) or reference_points.shape[2] not in (1, L):
-            raise RuntimeError(
-                f"ms_deform_attn_fused: reference_points must be [B or 1, Q, L or 1, 2 or 4] with B = {B} as in value "
-                f"and L = {L}, got {tuple(reference_points.shape)}"
-            )
-        # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
-        reference_points = reference_points.expand(B, -1, L, -1).contiguous()
-    points = [num_points] * L if isinstance(num_points, int) else list(num_points)
-    return shapes, starts, reference_points, points
-
-
-def _has_kernel(value: Tensor, level_shapes: Tensor) -> bool:
-    """Return whether ``ms_deform_attn_fused`` has a kernel for the device of ``value`` and so many levels."""
-    if value.is_cuda:
-        return level_shapes.shape[:1].numel() <= MAX_HOST_LEVELS
-    return value.device.type in ("cpu", "meta")
-
-
 _ms_deform_attn_fused = _registration.differentiable(
     "ms_deform_attn_fused",
     lambda given: given.value.new_empty(
         given.value.shape[0], given.offsets.shape[1], given.value.shape[2] * given.value.shape[3]
     ),
     layouts={"value": "[B, S, G, C]", "offsets": "[B, Q, G, K, 2]"},
+    elsewhere=ms_deform_attn_fused_reference,
 )

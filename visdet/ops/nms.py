@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _registration, _torchvision
+from . import _library, _registration
 from ._arguments import as_tensor, check_numbers
-from ._classes import check_classes, class_by_class
+from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
 from .box_iou_rotated import box_iou_rotated_reference
@@ -22,6 +22,7 @@ PAIRS_AT_ONCE = 1 << 17  # of boxes that nms_match compares at a time, in the pr
     boxes="array or real [N, 4]",
     scores="array or real [N]",
     iou_threshold="number",
+    offset="one of 0, 1",
     score_threshold="number",
     max_num="integer",
 )
@@ -63,7 +64,7 @@ def nms(
 
     Source: The signature is mmcv's, ``classes`` apart.
     """
-    boxes, scores, is_numpy = as_tensors("nms", boxes, scores, offset)
+    boxes, scores, is_numpy = as_tensors("nms", boxes, scores)
     classes = None if classes is None else check_classes("nms", "classes", classes, boxes)
     is_candidate = scores > score_threshold if score_threshold > 0 else None
     if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
@@ -133,43 +134,32 @@ def kept_indices(
 ) -> Tensor:
     """Return the indices of the boxes that stay, best score first. Boxes that are no candidates do not take part."""
     boxes = boxes.detach().to(widened(boxes))
-    scores = _comparable(scores.detach(), boxes.dtype)
-    if _library.serves(boxes):
-        return torch.ops.visdet.nms.default(boxes, scores, classes, is_candidate, float(iou_threshold))
-    if is_candidate is not None:
-        chosen = is_candidate.nonzero().squeeze(1)
-        classes = None if classes is None else classes[chosen]
-        return chosen[kept_indices(boxes[chosen], scores[chosen], iou_threshold, classes)]
-    if classes is not None:
-
-        def suppress(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-            keep = kept_indices(boxes, scores, iou_threshold)
-            return scores[keep, None], keep
-
-        return class_by_class(suppress, boxes, scores, classes)[1]
-    if boxes.shape[1] == 4 and _torchvision.serves(boxes.device.type):
-        from torchvision.ops import nms as torchvision_nms
-
-        return torchvision_nms(boxes, scores, iou_threshold)
-    return kept_by_plain_torch(boxes, scores, iou_threshold)
+    scores = scores.detach()
+    if not scores.is_floating_point() or torch.promote_types(scores.dtype, boxes.dtype) != boxes.dtype:
+        # Rounding would make ties. Ranks have the same order.
+        scores = -scores.sort(descending=True, stable=True).indices.argsort()
+    scores = scores.to(boxes.dtype)
+    if not _library.serves(boxes) and _library.is_loaded("cpu"):
+        tensors = (None if one is None else one.cpu() for one in (boxes, scores, classes, is_candidate))
+        return _nms(*tensors, float(iou_threshold)).to(boxes.device)
+    return _nms(boxes, scores, classes, is_candidate, float(iou_threshold))
 
 
-def _comparable(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers of ``dtype`` that have the order of ``scores``, which are ranks if rounding would make ties."""
-    if scores.is_floating_point() and torch.promote_types(scores.dtype, dtype) == dtype:
-        return scores.to(dtype)
-    return -scores.sort(descending=True, stable=True).indices.argsort().to(dtype)
-
-
-def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+def kept_by_plain_torch(
+    boxes: Tensor,
+    scores: Tensor,
+    classes: Tensor | None,
+    is_candidate: Tensor | None,
+    iou_threshold: float,
+) -> Tensor:
     """Return the indices that greedy suppression keeps, by plain torch on the CPU. Their order is torchvision's."""
-    order = scores.sort(descending=True, stable=True).indices.cpu()
+    order = scores.sort(descending=True, stable=True).indices
+    order = (order if is_candidate is None else order[is_candidate[order]]).cpu()
     ordered = boxes.cpu()[order]
+    of_class = None if classes is None else classes.cpu()[order]
     is_alive = torch.ones(len(order), dtype=torch.bool)
-    if boxes.shape[1] == 4:  # torchvision compares in float64
-        threshold: Any = torch.tensor(iou_threshold, dtype=torch.float64)
-    else:
-        threshold = torch.tensor(iou_threshold, dtype=boxes.dtype)
+    dtype = torch.float64 if boxes.shape[1] == 4 else boxes.dtype  # torchvision compares in float64
+    threshold = torch.tensor(iou_threshold, dtype=dtype)
     for i in range(len(order)):
         if is_alive[i]:
             rest = ordered[i + 1 :]
@@ -177,16 +167,15 @@ def kept_by_plain_torch(boxes: Tensor, scores: Tensor, iou_threshold: float) -> 
                 overlap = overlaps_with(ordered[i], rest, 0).double()
             else:
                 overlap = box_iou_rotated_reference(ordered[i : i + 1], rest, 0, False)[0]
-            is_alive[i + 1 :] &= ~(overlap > threshold)
+            is_equal = True if of_class is None else of_class[i + 1 :] == of_class[i]
+            is_alive[i + 1 :] &= ~((overlap > threshold) & is_equal)
     return order[is_alive].to(boxes.device)
 
 
-def as_tensors(op: str, boxes: Any, scores: Any, offset: int) -> tuple[Tensor, Tensor, bool]:
+def as_tensors(op: str, boxes: Any, scores: Any) -> tuple[Tensor, Tensor, bool]:
     """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
     is_numpy = not isinstance(boxes, Tensor)
     boxes, scores = as_tensor(boxes), as_tensor(scores)
-    if offset not in (0, 1):
-        raise ValueError(f"{op}: offset must be 0 or 1, got {offset!r}")
     check_numbers(op, "real", boxes=boxes, scores=scores)
     # A score in a tensor with integer boxes would be cut to a whole number.
     return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
@@ -200,7 +189,8 @@ def overlaps_with(box: Tensor, boxes: Tensor, offset: int) -> Tensor:
     return intersection / (area + areas - intersection)
 
 
-_registration.without_gradient(
+_nms = _registration.without_gradient(
     "nms",
     lambda given: given.boxes.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64),
+    kept_by_plain_torch,
 )

@@ -108,8 +108,7 @@ def _in_balls(
 ) -> Tensor:
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
-    run: Any = torch.ops.visdet.ball_query.default if _library.serves(points) else ball_query_reference
-    return run(points, centers, float(low), float(high), count, is_stacked)
+    return _ball_query(points, centers, float(low), float(high), count, is_stacked)
 
 
 def ball_query_reference(
@@ -228,9 +227,8 @@ def knn(
     """
     dtype = computation_dtype(xyz)
     points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
-    has_kernel = _library.serves(points) and xyz.shape[2] == 3 and k <= _library.CONSTANTS["max_neighbours"]
-    run: Any = torch.ops.visdet.knn.default if has_kernel else knn_reference
-    return run(points, centers, k)
+    has_kernel = xyz.shape[2] == 3 and k <= _library.CONSTANTS.get("max_neighbours", 0)
+    return (_knn if has_kernel else knn_reference)(points, centers, k)
 
 
 def knn_reference(xyz: Tensor, center_xyz: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -269,5 +267,9 @@ def _results(given: Any, count: int) -> tuple[Tensor, Tensor]:
 
 
 _LAYOUTS = {"xyz": "[B, N, 3]", "center_xyz": "[B, M, 3]"}
-_registration.without_gradient("ball_query", lambda given: _results(given, given.count)[0], **_LAYOUTS)
-_registration.without_gradient("knn", lambda given: _results(given, given.k), **_LAYOUTS)
+_ball_query = _registration.without_gradient(
+    "ball_query", lambda given: _results(given, given.count)[0], ball_query_reference, **_LAYOUTS
+)
+_knn = _registration.without_gradient(
+    "knn", lambda given: _results(given, given.k), knn_reference, **_LAYOUTS
+)

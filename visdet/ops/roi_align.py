@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _registration, _torchvision
+from . import _library, _registration
 from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
-from ._roi_sampling import MAP, UPRIGHT, bounded_rois, check_samples, pool_regions
+from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
 
@@ -22,6 +22,7 @@ __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
     output_size="1 or 2 integers, at least 1",
     spatial_scale="number, above 0",
     sampling_ratio="integer",
+    pool_mode="one of 'avg', 'max'",
 )
 def roi_align(
     input: Tensor,  # [B, C, H, W]
@@ -59,9 +60,7 @@ def roi_align(
     sums in float32 (float64 for float64). On the CPU the results have the same bits for any number of threads. On CUDA
     the forward is deterministic, and the gradient is under ``torch.use_deterministic_algorithms(True)``: it is then
     added up in whole numbers, multiples of about 2^-40 of the largest element of the output's gradient. The output may
-    have more than 2^31 numbers. Plain torch serves 'max' on CUDA. Where visdet's library is missing, torchvision serves
-    'avg' (bfloat16, which it refuses, and float16 on the CPU in float32), and plain torch where it is missing, too, and
-    for gradients on CUDA that must be deterministic.
+    have more than 2^31 numbers. Plain torch serves 'max' on CUDA, and all where visdet's library is missing.
 
     Raises:
         ValueError: A shape, type, device, number or ``pool_mode`` does not fit. The message names the argument.
@@ -71,14 +70,10 @@ def roi_align(
     """
     size = pair(output_size)
     check_samples("roi_align", size, sampling_ratio)
-    if pool_mode not in ("avg", "max"):
-        raise ValueError(f"roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
     takes_maximum = pool_mode == "max"
-    if input.numel() and _library.serves(input) and not (takes_maximum and input.is_cuda):
-        return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
-    if takes_maximum or input.numel() == 0 or not _torchvision.serves_gradients(input):
+    if input.numel() == 0 or not _library.serves(input) or (takes_maximum and input.is_cuda):
         return roi_align_reference(input, rois, size, spatial_scale, sampling_ratio, pool_mode, aligned)
-    return _by_torchvision(input, rois, size, spatial_scale, sampling_ratio, aligned)
+    return pool_by_kernels(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
 
 
 def pool_by_kernels(
@@ -96,42 +91,6 @@ def pool_by_kernels(
     return pool(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 
 
-def regions_gradient(
-    grad_output: Tensor,
-    rois: Tensor,  # as of ``pool_by_kernels``
-    sizes: tuple[int, int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    aligned: bool,
-) -> Tensor:
-    """Return the gradient of the input [B, C, H, W] of ``pool_by_kernels``, with sizes (B, H, W)."""
-    rois = rois.detach().to(computation_dtype(grad_output))
-    settings = float(spatial_scale), int(sampling_ratio), bool(aligned)
-    flag = torch.are_deterministic_algorithms_enabled()
-    return torch.ops.visdet.roi_align_backward.default(grad_output, rois, *sizes, *settings, flag)
-
-
-def _by_torchvision(
-    input: Tensor,
-    rois: Tensor,
-    size: tuple[int, int],
-    spatial_scale: float,
-    sampling_ratio: int,
-    aligned: bool,
-) -> Tensor:
-    import torchvision  # noqa: F401, which registers the operator
-
-    is_native = input.dtype in (torch.float32, torch.float64) or (
-        input.dtype == torch.float16 and input.device.type == "cuda"
-    )
-    values = input if is_native else input.float()
-    bounded = bounded_rois(rois, values, spatial_scale, sampling_ratio, values.dtype)
-    # Not torchvision's function: on CUDA under deterministic algorithms it calls another implementation, whose samples
-    # beside the map are not 0.
-    pooled = torch.ops.torchvision.roi_align(values, bounded, spatial_scale, *size, sampling_ratio, aligned)
-    return pooled if is_native else pooled.to(input.dtype)
-
-
 def roi_align_reference(
     input: Tensor,
     rois: Tensor,
@@ -146,10 +105,6 @@ def roi_align_reference(
     return pool_regions(input, rois, size, spatial_scale, sampling_ratio, aligned, takes_maximum)
 
 
-def _fake_backward(grad_output: Tensor, rois: Tensor, B: int, H: int, W: int, *settings: Any) -> Tensor:
-    return grad_output.new_empty(B, grad_output.shape[1], H, W)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, rois, _, _, *settings = inputs
     ctx.save_for_backward(rois)
@@ -157,8 +112,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    (rois,) = ctx.saved_tensors
-    grad = regions_gradient(grad_output, rois, ctx.sizes, *ctx.settings)
+    is_ordered = torch.are_deterministic_algorithms_enabled()
+    grad = torch.ops.visdet.roi_align_backward.default(
+        grad_output, *ctx.saved_tensors, *ctx.sizes, *ctx.settings, is_ordered
+    )
     return grad, None, None, None, None, None, None
 
 
@@ -172,7 +129,11 @@ _roi_align_max = _registration.differentiable("roi_align_max", _shape)
 _roi_align = _registration.differentiable(
     "roi_align",
     _shape,
-    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
+    gradient=lambda _: SimpleNamespace(
+        fake=lambda grad_output, rois, B, H, W, *_: grad_output.new_empty(B, grad_output.shape[1], H, W),
+        save=_setup_context,
+        backward=_backward,
+    ),
 )
 
 

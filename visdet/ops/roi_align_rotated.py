@@ -8,7 +8,7 @@ from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
-from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_samples
+from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_bins
 from .roi_align import pool_by_kernels
 
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
@@ -78,22 +78,14 @@ def roi_align_rotated_reference(
     clockwise: bool = False,
 ) -> Tensor:
     """Return what ``roi_align_rotated`` returns, in plain torch: the definition kernels are tested against."""
-    PH, PW = pair(output_size)
-    dtype = computation_dtype(input)
-    rois = bounded_rotated_rois(rois, input, spatial_scale, sampling_ratio, dtype)
+    rois = bounded_rotated_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
     center = rois[:, 1:3] * spatial_scale - (0.5 if aligned else 0.0)
     extent = rois[:, 3:5].flip(1) * spatial_scale  # (h, w)
-    if not aligned:
-        extent = extent.clamp(min=1)
-    bin_size = extent / extent.new_tensor([PH, PW])
-    grid = bin_size.ceil().long() if sampling_ratio <= 0 else torch.full_like(bin_size, sampling_ratio).long()
-    bins_y = -extent[:, :1] / 2 + torch.arange(PH, device=rois.device) * bin_size[:, :1]
-    bins_x = -extent[:, 1:] / 2 + torch.arange(PW, device=rois.device) * bin_size[:, 1:]
-    origin = torch.stack([bins_y[:, :, None].expand(-1, PH, PW), bins_x[:, None, :].expand(-1, PH, PW)], 1)
+    extent = extent if aligned else extent.clamp(min=1)
     angle = -rois[:, 5:] if clockwise else rois[:, 5:]
     turns = torch.cat([angle.cos(), angle.sin(), center], 1)
-    pooled = pool_samples(input.to(dtype), origin, rois[:, 0].long(), bin_size, grid, turns, False)
-    return pooled.to(input.dtype)
+    size = pair(output_size)
+    return pool_bins(input, rois[:, 0], -extent / 2, extent, size, sampling_ratio, turns=turns)
 
 
 class RoIAlignRotated(OperatorModule):

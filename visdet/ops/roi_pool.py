@@ -64,9 +64,7 @@ def roi_pool_with_argmax(
     size = pair(output_size)
     check_samples("roi_pool", size)
     rois = rois.detach().to(computation_dtype(input))
-    is_served = _library.is_loaded("cpu") and input.device.type in ("cpu", "cuda", "meta")
-    run = _roi_pool if is_served else roi_pool_reference
-    return run(input, rois, *size, float(spatial_scale))
+    return _roi_pool(input, rois, *size, float(spatial_scale))
 
 
 def roi_pool_reference(
@@ -115,10 +113,6 @@ def _sizes(given: Any) -> tuple[int, int, int, int]:
     return given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
 
 
-def _fake_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
-    return rois.new_empty(B, grad_output.shape[1], H, W)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, rois = inputs[:2]
     ctx.save_for_backward(rois, output[1])
@@ -139,15 +133,10 @@ def roi_pool_gradient(
     grad_output: Tensor, rois: Tensor, argmax: Tensor, sizes: tuple[int, int, int]
 ) -> Tensor:
     """Return the gradient of the input [B, C, H, W], with sizes (B, H, W), in the type of ``rois``."""
-    needs_order = grad_output.is_cuda and torch.are_deterministic_algorithms_enabled()
-    is_served = _library.is_loaded("cpu") and grad_output.device.type in ("cpu", "cuda", "meta")
-    if needs_order or not is_served:
-        return _ordered_backward(grad_output.to(rois.dtype), rois, argmax, *sizes)
-    return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
-
-
-def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int, H: int, W: int) -> Tensor:
-    """Return the gradient of the input by torch's ordered accumulation, which is slower than atomic additions."""
+    if _library.serves(grad_output) and not _registration.needs_order(grad_output):
+        return torch.ops.visdet.roi_pool_backward.default(grad_output, rois, argmax, *sizes)
+    # torch's ordered accumulation is slower than atomic additions.
+    B, H, W = sizes
     C = grad_output.shape[1]
     grad = rois.new_zeros(B * C * H * W)
     if grad.numel() == 0:
@@ -156,7 +145,9 @@ def _ordered_backward(grad_output: Tensor, rois: Tensor, argmax: Tensor, B: int,
     image = torch.where(is_of_batch, rois[:, 0], 0).long()
     first = image[:, None] * C + torch.arange(C, device=rois.device)  # [N, C]
     index = first[..., None, None] * (H * W) + argmax.clamp(0, H * W - 1)
-    counted = torch.where((argmax >= 0) & (argmax < H * W) & is_of_batch[:, None, None, None], grad_output, 0)
+    counted = torch.where(
+        (argmax >= 0) & (argmax < H * W) & is_of_batch[:, None, None, None], grad_output.to(grad), 0
+    )
     return grad.index_put_((index.flatten(),), counted.flatten(), accumulate=True).view(B, C, H, W)
 
 
@@ -166,7 +157,13 @@ _roi_pool = _registration.differentiable(
         given.input.new_empty(_sizes(given)),
         given.input.new_empty(_sizes(given), dtype=torch.int32),
     ),
-    gradient=lambda _: SimpleNamespace(fake=_fake_backward, save=_setup_context, backward=_backward),
+    gradient=lambda _: SimpleNamespace(
+        fake=lambda grad_output, rois, argmax, B, H, W: rois.new_empty(B, grad_output.shape[1], H, W),
+        save=_setup_context,
+        backward=_backward,
+    ),
+    elsewhere=roi_pool_reference,
+    needs_library=False,
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _registration
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -23,6 +23,8 @@ SOFT_METHODS = ("naive", "linear", "gaussian")
     iou_threshold="number",
     sigma="number",
     min_score="number",
+    method=f"one of {SOFT_METHODS}",
+    offset="one of 0, 1",
 )
 def soft_nms(
     boxes: Any,  # [N, 4] (x1, y1, x2, y2)
@@ -64,9 +66,7 @@ def soft_nms(
 
     Source: Soft-NMS, arXiv 1704.04503; the signature and the order of equal scores are mmcv's.
     """
-    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores, offset)
-    if method not in SOFT_METHODS:
-        raise ValueError(f"soft_nms: method must be one of {SOFT_METHODS}, got {method!r}")
+    boxes, scores, is_numpy = as_tensors("soft_nms", boxes, scores)
     if method == "gaussian" and not sigma > 0:
         raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
     dtype, given = (
@@ -76,18 +76,9 @@ def soft_nms(
     on_host, host_scores = boxes.detach().to("cpu", dtype), scores.detach().to("cpu", dtype)
     classes = None if classes is None else check_classes("soft_nms", "classes", classes, on_host)
     settings = (float(iou_threshold), float(sigma), float(min_score), SOFT_METHODS.index(method), offset)
-
-    def run_reference(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return soft_nms_reference(boxes, scores, *settings)
-
-    if _library.is_loaded("cpu"):
-        detections, keep = torch.ops.visdet.soft_nms.default(on_host, host_scores, classes, *settings)
-        if classes is not None:
-            keep, detections, _ = highest_first(keep, detections, detections[:, -1])
-    elif classes is None:
-        detections, keep = run_reference(on_host, host_scores)
-    else:
-        detections, keep = class_by_class(run_reference, on_host, host_scores, classes)
+    detections, keep = _soft_nms(on_host, host_scores, classes, *settings)
+    if classes is not None:
+        keep, detections, _ = highest_first(keep, detections, detections[:, -1])
     if is_numpy:
         return detections.to(given).numpy(), keep.numpy()
     return detections.to(boxes.device, given), keep.to(boxes.device)
@@ -132,20 +123,18 @@ def soft_nms_reference(
     return torch.cat([boxes[:count], scores[:count, None]], 1), index[:count]
 
 
-def _fake_soft_nms(
-    boxes: Tensor,
-    scores: Tensor,
-    classes: Tensor | None,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
+def _of_each_class(
+    boxes: Tensor, scores: Tensor, classes: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
+    def suppress(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return soft_nms_reference(boxes, scores, *settings)
+
+    return suppress(boxes, scores) if classes is None else class_by_class(suppress, boxes, scores, classes)
+
+
+def _results(given: Any) -> tuple[Tensor, Tensor]:
     count = torch.library.get_ctx().new_dynamic_size()
-    return boxes.new_empty(count, 5), boxes.new_empty(count, dtype=torch.int64)
+    return given.boxes.new_empty(count, 5), given.boxes.new_empty(count, dtype=torch.int64)
 
 
-if _library.declares("soft_nms"):
-    torch.library.register_fake("visdet::soft_nms", _fake_soft_nms)
-    _library.explain_failures("soft_nms")
+_soft_nms = _registration.without_gradient("soft_nms", _results, _of_each_class)

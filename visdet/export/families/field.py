@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .family import Family, Tensors
 
-_MAX_POINTS = 1 << 24
-
 
 class Field(Family):
     """The input is ``points`` [M, 3], and the output is ``field`` [M]."""
@@ -25,7 +23,7 @@ class Field(Family):
         return (self.model.raw_outputs(tensors[0]),)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        return {} if self.batch else {"batch": (1, _MAX_POINTS)}
+        return {} if self.batch else {"batch": (1, 1 << 24)}
 
     def cases(self) -> Iterator[list[Tensors]]:
         generator = torch.Generator().manual_seed(0)

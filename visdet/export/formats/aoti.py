@@ -29,8 +29,7 @@ def write(program: Program, folder: Path) -> None:
             "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text())))
         },
     )
-    devices = {"cpu", *(tensor.device.type for tensor in program.inputs.values())}
-    for device in devices:
+    for device in {"cpu", *(tensor.device.type for tensor in program.inputs.values())}:
         shutil.copy(Path(visdet.ops.__file__).with_name(f"libvisdet_{device}.so"), folder)
 
 

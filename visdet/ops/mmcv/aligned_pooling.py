@@ -9,7 +9,16 @@ from torch import Tensor
 from .. import _library, _registration
 from .._arguments import computation_dtype
 from .._declared import declared
-from .._roi_sampling import MAP, UPRIGHT, _sample, bounds_of, check_samples, is_image, pool_samples
+from .._roi_sampling import (
+    MAP,
+    UPRIGHT,
+    _sample,
+    bounds_of,
+    check_samples,
+    is_image,
+    pool_samples,
+    samples_of,
+)
 
 __all__ = ["bezier_align", "border_align", "border_samples", "prroi_pool"]
 
@@ -134,12 +143,11 @@ def bezier_align(
     )  # [N, PH, PW, 2]
     sides = torch.maximum((upper[:, 0] - upper[:, 3]).abs(), (lower[:, 0] - lower[:, 3]).abs())
     bin_size = (sides if aligned else sides.clamp(min=1)).flip(1) / sides.new_tensor([PH, PW])
-    grid = torch.full_like(bin_size, sampling_ratio) if sampling_ratio > 0 else bin_size.ceil()
     origin = centers.flip(3).permute(0, 3, 1, 2) - bin_size[:, :, None, None] / 2
     index = beziers[:, 0]
     is_known = is_image(index, len(input)) & beziers.isfinite().all(1)
     batch = torch.where(is_known, index, 0).long()
-    grid = torch.where(is_known[:, None], grid, 0).long()
+    grid = torch.where(is_known[:, None], samples_of(bin_size, sampling_ratio), 0)
     turns = bin_size[:, :0]  # none
     return pool_samples(input.to(dtype), origin, batch, bin_size, grid, turns, False).to(input.dtype)
 

@@ -8,7 +8,7 @@ from .._declared import declared
 __all__ = ["bbox_overlaps"]
 
 
-@declared(bboxes1="real", bboxes2="real")
+@declared(bboxes1="real", bboxes2="real", mode="one of 'iou', 'iof'", offset="one of 0, 1")
 def bbox_overlaps(
     bboxes1: Tensor,  # [M, 4] (x1, y1, x2, y2)
     bboxes2: Tensor,  # [N, 4]
@@ -37,10 +37,6 @@ def bbox_overlaps(
 
     Source: The signature is mmcv's.
     """
-    if mode not in ("iou", "iof"):
-        raise ValueError(f"bbox_overlaps: mode must be 'iou' or 'iof', got {mode!r}")
-    if offset not in (0, 1):
-        raise ValueError(f"bbox_overlaps: offset must be 0 or 1, got {offset!r}")
     for name, boxes in (("bboxes1", bboxes1), ("bboxes2", bboxes2)):
         if boxes.dim() == 0 or (boxes.shape[0] and (boxes.dim() != 2 or boxes.shape[1] != 4)):
             raise ValueError(f"bbox_overlaps: {name} must be [N, 4], got {list(boxes.shape)}")

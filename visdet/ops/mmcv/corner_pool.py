@@ -12,12 +12,7 @@ __all__ = ["CornerPool", "corner_pool"]
 _DIRECTIONS = {"bottom": (2, False), "left": (3, True), "right": (3, False), "top": (2, True)}
 
 
-def _check(mode: str) -> None:
-    if mode not in _DIRECTIONS:
-        raise ValueError(f"corner_pool: mode must be one of {sorted(_DIRECTIONS)}, got {mode!r}")
-
-
-@declared(x="real [B, C, H, W]")
+@declared(x="real [B, C, H, W]", mode=f"one of {tuple(_DIRECTIONS)}")
 def corner_pool(x: Tensor, mode: str) -> Tensor:
     """Return the maximum of each pixel and of all pixels before it on the way in a direction, [B, C, H, W].
 
@@ -32,7 +27,6 @@ def corner_pool(x: Tensor, mode: str) -> Tensor:
 
     Source: CornerNet, arXiv 1808.01244; the modes are mmcv's.
     """
-    _check(mode)
     dim, is_reversed = _DIRECTIONS[mode]
     if x.shape[dim] == 0:
         return x.clone()
@@ -47,7 +41,6 @@ class CornerPool(OperatorModule):
     operator = staticmethod(corner_pool)
 
     def __init__(self, mode: str) -> None:
-        _check(mode)
         super().__init__(mode=mode)
 
     def forward(self, x: Tensor) -> Tensor:

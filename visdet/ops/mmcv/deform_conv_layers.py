@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._arguments import pair
-from .._deform_conv_inputs import Pair
 from .._renamed import renamed_arguments
-from ..deform_conv2d import deform_conv2d
+from ..deform_conv2d import Pair, deform_conv2d
 from ..modulated_deform_conv2d import modulated_deform_conv2d
 
 __all__ = [
@@ -165,7 +164,8 @@ class _Pack(_Layer):
     _version = 2
     _fields_of_tap: int  # the number of channels of conv_offset for each tap of each group
 
-    def _add_offset_layer(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.conv_offset = nn.Conv2d(
             self.in_channels,
             self.deform_groups * self._fields_of_tap * self.kernel_size[0] * self.kernel_size[1],
@@ -210,10 +210,6 @@ class DeformConv2dPack(_Pack, DeformConv2d):
 
     _fields_of_tap = 2
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_offset_layer()
-
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return self._convolve(x, self.conv_offset(x))
 
@@ -229,7 +225,6 @@ class ModulatedDeformConv2dPack(_Pack, ModulatedDeformConv2d):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._add_offset_layer()
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -24,7 +24,14 @@ ACTIVATIONS = {
 }
 
 
-@declared(input="floating", bias="None or floating [C]", alpha="number", gain="number", clamp="number")
+@declared(
+    input="floating",
+    bias="None or floating [C]",
+    act=f"one of {tuple(ACTIVATIONS)}",
+    alpha="number",
+    gain="number",
+    clamp="number",
+)
 def bias_act(
     input: Tensor,
     bias: Tensor | None,
@@ -55,8 +62,6 @@ def bias_act(
 
     Source: The signature is mmcv's.
     """
-    if act not in ACTIVATIONS:
-        raise ValueError(f"bias_act: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
     value = input.to(computation_dtype(input))
     if bias is not None:
         check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])

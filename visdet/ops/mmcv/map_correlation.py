@@ -8,10 +8,10 @@ from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
 
-PSA_TYPES = ("collect", "distribute")
 
-
-@declared(input="real [B, M, H, W]", mask_size="2 integers, at least 1")
+@declared(
+    input="real [B, M, H, W]", psa_type="one of 'collect', 'distribute'", mask_size="2 integers, at least 1"
+)
 def psa_mask(
     input: Tensor,  # [B, MH * MW, H, W]
     psa_type: str,
@@ -35,8 +35,6 @@ def psa_mask(
 
     Source: Paper "PSANet" (Zhao et al.). The signature is mmcv's.
     """
-    if psa_type not in PSA_TYPES:
-        raise ValueError(f"psa_mask: psa_type must be 'collect' or 'distribute', got {psa_type!r}")
     MH, MW = mask_size
     check_layout("psa_mask", "input", input, f"[B, {MH * MW}, H, W]", None, MH * MW, None, None)
     B, _, H, W = input.shape

@@ -16,6 +16,7 @@ __all__ = ["MaskedConv2d", "masked_conv2d"]
     weight="floating [C', C, KH, KW]",
     bias="None or floating [C']",
     padding="1 or 2 integers, at least 0",
+    stride="1 or 2 integers, at least 1, at most 1",
 )
 def masked_conv2d(
     features: Tensor,  # [B, C, H, W]
@@ -47,8 +48,6 @@ def masked_conv2d(
 
     Source: Guided anchoring, arXiv 1901.03278; the signature is mmcv's.
     """
-    if pair(stride) != (1, 1):
-        raise ValueError(f"masked_conv2d: stride must be 1, got {stride!r}")
     B, _, H, W = features.shape
     (pad_h, pad_w), (KH, KW) = pair(padding), weight.shape[2:]
     height, width = H + 2 * pad_h - KH + 1, W + 2 * pad_w - KW + 1

@@ -249,7 +249,6 @@ class SimpleRoIAlign(nn.Module):
         super().__init__()
         self.output_size = pair(output_size)
         self.spatial_scale = float(spatial_scale)
-        self.use_torchvision = False
         self.aligned = aligned
 
     @declared("SimpleRoIAlign", features=MAP, rois=UPRIGHT)

@@ -1,16 +1,14 @@
 """Point sets of oriented detectors: their convex hulls, the overlaps of these with polygons, and the smallest boxes."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _library, _registration
+from .. import _registration
 from .._declared import declared
-from ..box_iou_rotated import quadrilateral_area, shared_area
-from .triangle_overlap import overlap_by_triangles
+from ..box_iou_rotated import cross_of, quadrilateral_area, shared_area
 
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
 
@@ -18,11 +16,10 @@ __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons",
 PAIRS_AT_ONCE = 1 << 19
 
 
-def _run(op: str, reference: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Return what an operator returns for the tensors in float64 if one of them is so, or else in float32."""
+def _constants(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors without gradients, in float64 if one of them is so, or else in float32."""
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    given = (tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors)
-    return (getattr(torch.ops.visdet, op).default if _library.serves(tensors[0]) else reference)(*given)
+    return [tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors]
 
 
 def _origin_beside(points: Tensor) -> Tensor:  # [N, 2 * K] -> [N, 1, 2] float64
@@ -39,10 +36,6 @@ def _moved(points: Tensor, by: Tensor) -> Tensor:
     return (points.detach().double().unflatten(1, (-1, 2)) + by).flatten(1)
 
 
-def _cross(a: Tensor, b: Tensor) -> Tensor:
-    return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
-
-
 @torch.no_grad()
 def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
     """Return the convex hull of each set: its points from the one of least y (then x) on, from x towards y.
@@ -52,7 +45,7 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
     K = points.shape[1]
     edges = points[:, None] - points[:, :, None]  # [N, from, to]
     length = edges.square().sum(-1)
-    side = _cross(
+    side = cross_of(
         edges[:, :, :, None], edges[:, :, None]
     )  # [N, from, to, other]: negative if right of the edge
     slack = 1e-14 * length.flatten(1).amax(1)[:, None, None]
@@ -79,14 +72,10 @@ def _hulls(points: Tensor) -> Tensor:
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
-def _signed_area(polygons: Tensor) -> Tensor:
-    """Return the areas of polygons [..., K, 2] by the shoelace formula, negative if they turn from y towards x."""
-    corners = polygons - polygons[..., :1, :].detach()
-    return _cross(corners, corners.roll(-1, -2)).sum(-1) / 2
-
-
 def _area(polygons: Tensor) -> Tensor:
-    return _signed_area(polygons).abs()
+    """Return the areas of polygons [..., K, 2] by the shoelace formula."""
+    corners = polygons - polygons[..., :1, :].detach()
+    return cross_of(corners, corners.roll(-1, -2)).sum(-1).abs() / 2
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
@@ -112,7 +101,7 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    return _run("convex_iou", convex_iou_reference, pointsets, polygons).to(pointsets.dtype)
+    return _convex_iou(*_constants(pointsets, polygons)).to(pointsets.dtype)
 
 
 def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
@@ -155,20 +144,21 @@ def convex_giou(
     Source: The signature is mmcv's.
     """
     origin = _origin_beside(torch.cat([pointsets, polygons], 1))
-    given = _moved(pointsets, -origin), _moved(polygons, -origin)
-    giou, gradient = _run("convex_giou", convex_giou_reference, *given)
+    giou, gradient = _convex_giou(_moved(pointsets, -origin), _moved(polygons, -origin))
     return giou.to(pointsets.dtype), gradient.to(pointsets.dtype)
 
 
 def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the operator ``visdet::convex_giou`` returns, in plain torch."""
+    """Return what the operator ``visdet::convex_giou`` returns, in plain torch.
+
+    Where sides or corners coincide, the derivatives are those of one side.
+    """
     with torch.enable_grad():
         leaf = pointsets.detach().double().requires_grad_()
         points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
         p = _hulls(points)
         areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
-        turned = torch.where((_signed_area(q) < 0)[:, None, None], q.flip(1), q)
-        shared = overlap_by_triangles(p, turned)
+        shared = shared_area(p, q, are_boxes=False)
         union = areas + q_areas - shared
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
         (gradient,) = torch.autograd.grad(giou.sum(), leaf)
@@ -197,8 +187,7 @@ def min_area_polygons(pointsets: Tensor) -> Tensor:  # [N, 18] -> [N, 8]
     Source: The signature is mmcv's.
     """
     origin = _origin_beside(pointsets)
-    boxes = _run("min_area_polygons", min_area_polygons_reference, _moved(pointsets, -origin))
-    return _moved(boxes, origin).to(pointsets.dtype)
+    return _moved(_min_area_polygons(_moved(pointsets, -origin)), origin).to(pointsets.dtype)
 
 
 def min_area_polygons_reference(pointsets: Tensor) -> Tensor:
@@ -242,7 +231,7 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Source: The signature is mmcv's.
     """
-    return _run("points_in_polygons", points_in_polygons_reference, points, polygons)
+    return _points_in_polygons(*_constants(points, polygons))
 
 
 def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
@@ -287,36 +276,23 @@ def chamfer_distance(
 
     Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
     """
-    find = nearest_points_reference
-    points1, points2 = xyz1.detach(), xyz2.detach()
-    if _library.serves(xyz1) and torch.float16 not in (xyz1.dtype, xyz2.dtype):
-        dtype = torch.promote_types(torch.promote_types(xyz1.dtype, xyz2.dtype), torch.float32)
-        find, points1, points2 = torch.ops.visdet.nearest_points.default, points1.to(dtype), points2.to(dtype)
-    nearest1, nearest2 = find(points1, points2), find(points2, points1)
+    points1, points2 = _constants(xyz1, xyz2)
+    nearest1, nearest2 = _nearest_points(points1, points2), _nearest_points(points2, points1)
     return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1, nearest2
 
 
 def nearest_points_reference(
     points: Tensor, others: Tensor
 ) -> Tensor:  # [B, N, 2], [B, M, 2] -> [B, N] int32
-    """Return what the operator ``visdet::nearest_points`` returns, in plain torch, and that for float16, too."""
+    """Return what the operator ``visdet::nearest_points`` returns, in plain torch."""
     index = torch.zeros(points.shape[:2], dtype=torch.int32, device=points.device)
     if others.shape[1]:
         step = max(8 * PAIRS_AT_ONCE // max(points.shape[0] * others.shape[1], 1), 1)
         for begin in range(0, points.shape[1], step):
             rows = slice(begin, begin + step)
-            index[:, rows] = _apart(points[:, rows, None], others[:, None]).argmin(-1)
+            apart = (points[:, rows, None] - others[:, None]).square().sum(-1)
+            index[:, rows] = apart.argmin(-1)
     return index
-
-
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Return squared distances. Those of float16 points are rounded as mmcv rounds them, unless they are too large."""
-    wide = torch.promote_types(one.dtype, torch.float32)
-    apart = (one.to(wide) - other.to(wide)).square().sum(-1)
-    if one.dtype != torch.float16:
-        return apart
-    rounded = (one - other).square().sum(-1)
-    return torch.where(rounded.isfinite(), rounded, apart)
 
 
 def squared_distances(
@@ -341,20 +317,29 @@ def _results(given: Any, *columns: Any) -> Any:
 
 
 _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}
-_registration.without_gradient("min_area_polygons", lambda given: _results(given, (8,)), pointsets="[N, 18]")
-_registration.without_gradient(
-    "convex_iou", lambda given: _results(given, given.polygons.shape[:1]), **_LAYOUTS
+_min_area_polygons = _registration.without_gradient(
+    "min_area_polygons",
+    lambda given: _results(given, (8,)),
+    min_area_polygons_reference,
+    pointsets="[N, 18]",
 )
-_registration.without_gradient("convex_giou", lambda given: _results(given, (), (18,)), **_LAYOUTS)
-_registration.without_gradient(
+_convex_iou = _registration.without_gradient(
+    "convex_iou", lambda given: _results(given, given.polygons.shape[:1]), convex_iou_reference, **_LAYOUTS
+)
+_convex_giou = _registration.without_gradient(
+    "convex_giou", lambda given: _results(given, (), (18,)), convex_giou_reference, **_LAYOUTS
+)
+_points_in_polygons = _registration.without_gradient(
     "points_in_polygons",
     lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
+    points_in_polygons_reference,
     points="[N, 2]",
     polygons="[M, 8]",
 )
-_registration.without_gradient(
+_nearest_points = _registration.without_gradient(
     "nearest_points",
     lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    nearest_points_reference,
     points="[B, N, 2]",
     others="[B, M, 2]",
 )

@@ -1,11 +1,9 @@
 """Points within 3-D boxes, and their features pooled over boxes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .. import _library, _registration
+from .. import _registration
 from .._arguments import computation_dtype
 from .._declared import declared
 from ..gather_points import gathered
@@ -63,10 +61,7 @@ def points_in_boxes_part(
 
     Source: The signature is mmcv's.
     """
-    points, boxes = _constants(points, boxes)
-    is_served = _library.serves(points)
-    run: Any = torch.ops.visdet.points_in_boxes_part.default if is_served else points_in_boxes_part_reference
-    return run(points, boxes)
+    return _points_in_boxes_part(*_constants(points, boxes))
 
 
 def points_in_boxes_part_reference(points: Tensor, boxes: Tensor) -> Tensor:
@@ -101,10 +96,7 @@ def points_in_boxes_all(
 
     Source: The signature is mmcv's.
     """
-    points, boxes = _constants(points, boxes)
-    is_served = _library.serves(points)
-    run: Any = torch.ops.visdet.points_in_boxes_all.default if is_served else points_in_boxes_all_reference
-    return run(points, boxes)
+    return _points_in_boxes_all(*_constants(points, boxes))
 
 
 def points_in_boxes_all_reference(points: Tensor, boxes: Tensor) -> Tensor:
@@ -208,6 +200,7 @@ def pool_collected(
     pts_feature="real [N, C]",
     out_size="1 or 3 integers, at least 1",
     max_pts_per_voxel="integer, at least 1",
+    mode="one of 'max', 'avg'",
 )
 def roiaware_pool3d(
     rois: Tensor,  # [M, 7]
@@ -237,8 +230,6 @@ def roiaware_pool3d(
 
     Source: Paper "Part-A2 Net" (Shi et al.). The signature is mmcv's.
     """
-    if mode not in ("max", "avg"):
-        raise ValueError(f"roiaware_pool3d: mode must be 'max' or 'avg', got {mode!r}")
     size = (out_size,) * 3 if isinstance(out_size, int) else out_size
     return pool_collected(collect_points(rois, pts, size, max_pts_per_voxel), pts_feature, mode)[0]
 
@@ -297,13 +288,15 @@ def roipoint_pool3d(
 
 
 _LAYOUTS = {"points": "[B, N, 3]", "boxes": "[B, M, 7]"}
-_registration.without_gradient(
+_points_in_boxes_part = _registration.without_gradient(
     "points_in_boxes_part",
     lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    points_in_boxes_part_reference,
     **_LAYOUTS,
 )
-_registration.without_gradient(
+_points_in_boxes_all = _registration.without_gradient(
     "points_in_boxes_all",
     lambda given: given.points.new_empty(*given.points.shape[:2], given.boxes.shape[1], dtype=torch.int32),
+    points_in_boxes_all_reference,
     **_LAYOUTS,
 )

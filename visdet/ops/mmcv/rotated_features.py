@@ -10,7 +10,12 @@ from ..sample_sum import sample_sum
 __all__ = ["active_rotated_filter", "rotated_feature_align"]
 
 
-@declared(features="floating [B, C, H, W]", best_rbboxes="floating [B, H, W, 5]", spatial_scale="number")
+@declared(
+    features="floating [B, C, H, W]",
+    best_rbboxes="floating [B, H, W, 5]",
+    spatial_scale="number",
+    points="one of 1, 5",
+)
 def rotated_feature_align(
     features: Tensor,  # [B, C, H, W]
     best_rbboxes: Tensor,  # [B, H, W, 5] (y, x, w, h, angle)
@@ -39,8 +44,6 @@ def rotated_feature_align(
     Source: R3Det, arXiv 1908.05612; the signature is mmcv's.
     """
     H, W = features.shape[2:]
-    if points not in (1, 5):
-        raise ValueError(f"rotated_feature_align: points must be 1 or 5, got {points}")
     if features.numel() == 0:
         return features.clone()
     boxes = best_rbboxes.detach().to(computation_dtype(features)).flatten(1, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._arguments import check_layout, computation_dtype
 from .._declared import check_indices, declared
-from .voxels import rows_of_keys
+from .voxels import keys_of_rows, rows_of_keys
 
 __all__ = [
     "get_indice_pairs",
@@ -96,10 +96,10 @@ def get_indice_pairs(
     if not transpose:
         reaches &= place * step == shifted
     reaches = reaches.all(0) & (image < batch_size)
-    key = _key(image, place, out_shape)
+    key = keys_of_rows(image, place, out_shape)
     if subm:
         outids = indices
-        ranked, order = _key(image, at[:, 0], out_shape).sort(stable=True)
+        ranked, order = keys_of_rows(image, at[:, 0], out_shape).sort(stable=True)
         found = torch.searchsorted(ranked, key.contiguous(), right=True) - 1
         if N:
             reaches = reaches & (found >= 0) & (ranked[found.clamp(min=0)] == key)
@@ -114,14 +114,6 @@ def get_indice_pairs(
     pairs = indices.new_full((K, 2, N), -1, dtype=torch.int32)
     pairs[tap_of, 0, rank], pairs[tap_of, 1, rank] = source.int(), output.int()
     return outids, pairs, counts.int()
-
-
-def _key(image: Tensor, place: Tensor, extents: Sequence[int]) -> Tensor:  # [N], [D, ..., N] -> [..., N]
-    """Return the number of each place of each image in a grid."""
-    key = image
-    for along, extent in zip(place, extents, strict=True):
-        key = key * extent + along
-    return key
 
 
 def _of_each_tap(

@@ -1,12 +1,12 @@
 """Voxels of point clouds, and sums of features over voxels and cells seen from above."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _library, _registration
+from .. import _registration
 from .._arguments import check_layout, check_numbers, computation_dtype
 from .._declared import check_indices, declared
 
@@ -19,8 +19,6 @@ __all__ = [
     "scatter_to_voxels",
     "voxel_pooling",
 ]
-
-REDUCTIONS = ("max", "sum", "mean")
 
 
 @declared(
@@ -60,10 +58,7 @@ def dynamic_voxelize(
         torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)
     )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
-    run: Any = (
-        torch.ops.visdet.dynamic_voxelize.default if _library.serves(points) else dynamic_voxelize_reference
-    )
-    return run(points.detach()[:, :ndim].to(dtype), size, corners)
+    return _dynamic_voxelize(points.detach()[:, :ndim].to(dtype), size, corners)
 
 
 def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: Tensor) -> Tensor:
@@ -76,9 +71,10 @@ def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: 
     return torch.where(is_inside, place, -1).flip(1).int()
 
 
-_registration.without_gradient(
+_dynamic_voxelize = _registration.without_gradient(
     "dynamic_voxelize",
     lambda given: given.points.new_empty(given.points.shape, dtype=torch.int32),
+    dynamic_voxelize_reference,
     points="[N, D]",
     voxel_size="[D]",
     coors_range="[2 * D]",
@@ -138,8 +134,15 @@ def hard_voxelize(
     return voxels, coordinates[inside[first[chosen]]], count[chosen].clamp(max=max_points).int()
 
 
+def keys_of_rows(first: Tensor, others: Tensor, extents: Sequence[int]) -> Tensor:  # [N], [D, N] -> [N]
+    """Return ``((first * extents[0] + others[0]) * extents[1] + others[1]) ...``."""
+    for column, extent in zip(others, extents, strict=True):
+        first = first * extent + column
+    return first
+
+
 def rows_of_keys(keys: Tensor, extents: Sequence[int]) -> Tensor:  # [N] -> [N, 1 + D]
-    """Return the rows whose keys are ``((row[0] * extents[0] + row[1]) * extents[1] + row[2]) ...``."""
+    """Return the rows that ``keys_of_rows`` gave these keys."""
     columns = []
     for extent in reversed(extents):
         columns.append(keys % extent)
@@ -152,26 +155,20 @@ def _unique_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [N, D] -> [M
     if len(rows) == 0:
         return rows, rows.new_zeros(0, dtype=torch.int64), rows.new_zeros(0, dtype=torch.int64)
     extents = [extent + 1 for extent in rows.amax(0).tolist()]
-    volume = 1
-    for extent in extents:
-        volume *= extent
-    if volume >= 1 << 63:
+    if math.prod(extents) >= 1 << 63:
         return torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
-    key = rows[:, 0].long()
-    for column, extent in zip(rows[:, 1:].unbind(1), extents[1:], strict=True):
-        key = key * extent + column
+    key = keys_of_rows(rows[:, 0].long(), rows[:, 1:].T, extents[1:])
     unique, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
     return rows_of_keys(unique, extents[1:]).to(rows.dtype), inverse, counts
 
 
-@declared("dynamic_scatter", feats="real [N, C]", coors="integers [N, D]")
+@declared(
+    "dynamic_scatter", feats="real [N, C]", coors="integers [N, D]", reduce_type="one of 'max', 'sum', 'mean'"
+)
 def scatter_to_voxels(
     feats: Tensor, coors: Tensor, reduce_type: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [M, C], [M, D], [N] int32, [M] int32
     """Return what ``dynamic_scatter`` returns, each point's voxel or -1, and the number of points of each voxel."""
-    if reduce_type not in REDUCTIONS:
-        names = ", ".join(map(repr, REDUCTIONS))
-        raise ValueError(f"dynamic_scatter: reduce_type must be one of {names}, got {reduce_type!r}")
     if not coors.shape[1]:
         raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
     if reduce_type == "mean":

@@ -1,0 +1,64 @@
+"""Write the table of docs/export.md from the reports of ``visdet export --check DATA --bench``.
+
+python -m benchmarks.exports "Deformable DETR=exported/onnx" "Deformable DETR=exported/pt2"
+
+The rows are kept in docs/export.json, where those of the same name, format and precision are replaced.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from visdet.export.precision import LIMITS
+from visdet.export.run import FORMATS
+
+from .report import table
+
+PAGE = Path(__file__).parents[1] / "docs" / "export.md"
+START, END = "<!-- exports -->\n", "<!-- end -->"
+HEADER = ["model", "format", "precision", "largest difference", "metric", "exported", "ms", "eager ms", "MiB"]
+
+
+def cells_of(report: dict[str, Any]) -> list[str]:
+    """Return the cells of a report, from the largest difference on."""
+    largest = max(one["largest"] for one in report["differences"]["outputs"].values())
+    metrics = report.get("data", {}).get("metrics", {"model": {}})
+    kinds = [name for name in metrics["model"] if name.endswith(("bbox_mAP", "NuScenes/mAP"))][:1]
+    compared = [f"{metrics[side][kind]:.4f}" for side in ("model", "exported") for kind in kinds] or ["", ""]
+    latency = report.get("latency", {})
+    times = [f"{latency[side]['p50_ms']:.1f}" if latency else "" for side in ("exported", "model")]
+    size = sum(report["bytes"].values()) / 2**20
+    return [f"{largest:.0e}", " ".join([*kinds, compared[0]]), compared[1], *times, f"{size:.1f}"]
+
+
+def written(rows: dict[str, list[str]]) -> str:
+    """Return the table, and what was not run."""
+    kinds = [
+        f"{format} {precision}"
+        for format in FORMATS
+        for precision in LIMITS
+        if precision != "bfloat16" or format in ("pt2", "aoti")  # ONNX has no convolution in bfloat16.
+    ]
+    absent = [
+        f"{name}: {', '.join(kind for kind in kinds if f'{name}={kind}' not in rows)}"
+        for name in dict.fromkeys(key.partition("=")[0] for key in rows)
+    ]
+    body = [[*key.replace("=", " ").rsplit(" ", 2), *rows[key]] for key in sorted(rows)]
+    return "\n".join([*table(HEADER, body), "", f"Not run: {'; '.join(absent)}.", ""])
+
+
+def main(given: list[str]) -> None:
+    """Add the reports of folders, each as NAME=FOLDER, and rewrite the table."""
+    file = PAGE.with_suffix(".json")
+    rows = json.loads(file.read_text()) if file.is_file() else {}
+    for name, _, folder in (one.partition("=") for one in given):
+        report = json.loads(Path(folder, "report.json").read_text())
+        rows[f"{name}={report['format']} {report['precision']}"] = cells_of(report)
+    file.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + written(rows) + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Image features in 16 bit. They are most of the work, and what follows them needs float32.
+
+Coordinates, softmax over points, boxes, projections and the temporal state come after the neck, so that they are in
+float32 in every exported graph. Conversions stand in the graph before the backbone and after the neck.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visdet.execution.tensor_tree import map_tensors
+
+from .errors import ExportError
+
+# The largest difference of an output from that of the model in the same precision, relative to its largest number, and
+# the largest loss of a metric from float32. Compilers round to 16 bit at other places than torch does.
+LIMITS = {"float32": (1e-3, 0.001), "float16": (1e-2, 0.002), "bfloat16": (5e-2, 0.005)}
+_FEATURES = ("backbone", "neck", "img_backbone", "img_neck")
+
+
+def with_features_in(model: nn.Module, precision: str) -> nn.Module:
+    """Return the model, or for 16 bit a copy of it whose backbone and neck have weights and compute in 16 bit."""
+    if precision == "float32":
+        return model
+    model, dtype = copy.deepcopy(model), getattr(torch, precision)
+    parts = [part for name, part in model.named_children() if name in _FEATURES]
+    if not parts:
+        raise ExportError(
+            f"precision {precision!r} is that of image features, which {type(model).__name__} has not"
+        )
+
+    def rounded(_: nn.Module, given: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(dtype), given)
+
+    for part in parts:
+        part.to(dtype).register_forward_pre_hook(rounded)
+        part.register_forward_hook(lambda _, __, maps: map_tensors(Tensor.float, maps))
+    return model
