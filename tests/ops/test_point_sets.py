@@ -397,9 +397,6 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
-
 def uniform(*shape, seed=0, low=-5.0, high=5.0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).double() * (high - low) + low
 
@@ -485,7 +482,6 @@ def problems(N):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", problems(0))
 def test_the_kernels_are_the_references(kind, device, dtype):
     """They differ by roundings."""
@@ -505,7 +501,6 @@ def test_the_kernels_are_the_references(kind, device, dtype):
             torch.testing.assert_close(got.cpu() * scale, wanted * scale, **close)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_points_in_concave_polygons(device):
     concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]], device=device)
     points = torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]], device=device)
