@@ -82,29 +82,28 @@ def test_parts_without_a_scope_are_ours_under_the_default_scope_of_another_packa
     )
 
 
-def test_unknown_name_answers_with_the_nearest_and_where_they_are():
+def test_unknown_name_answers_with_the_nearest():
     with pytest.raises(KeyError) as caught:
         MODELS.build(dict(type="MultiScaleDeformableAttenton"))
     message = str(caught.value)
     assert "'MultiScaleDeformableAttenton' is not in the visdet::model registry" in message
-    assert "'MultiScaleDeformableAttention', registered by visdet.models" in message and ".py)" in message
-    assert "custom_imports" in message
+    assert "did you mean 'MultiScaleDeformableAttention'" in message and "custom_imports" in message
 
 
 def test_a_class_of_ones_own_that_is_not_imported_is_told_of_no_others():
     with pytest.raises(KeyError) as caught:
         MODELS.build(dict(type="OwnNetOfMine"))
-    assert "Did you mean" not in str(caught.value) and "custom_imports" in str(caught.value)
+    assert "did you mean" not in str(caught.value) and "custom_imports" in str(caught.value)
 
 
 def test_unknown_op_answers_with_the_nearest():
-    with pytest.raises(KeyError, match="Did you mean"):
+    with pytest.raises(KeyError, match="did you mean"):
         OPS.get("ms_deform_atn")
 
 
 def test_unknown_name_reached_through_mmengine_gets_the_same_answer():
     in_our_scope = mmengine.registry.DefaultScope.overwrite_default_scope("visdet")
-    with in_our_scope, pytest.raises(KeyError, match="'DeformableDETR', registered by"):
+    with in_our_scope, pytest.raises(KeyError, match="did you mean 'DeformableDETR'"):
         mmengine.registry.MODELS.build(dict(type="DeformableDTER"))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from visdet import doctor
-from visdet.ops import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,31 +69,6 @@ def test_a_wheel_is_compiled_for_ten_architectures_with_ptx_of_three(build, nvcc
         *(f"-gencode=arch=compute_{name},code=sm_{name}" for name in native),
         *(f"-gencode=arch=compute_{name},code=compute_{name}" for name in ptx),
     ]
-
-
-@pytest.mark.parametrize(
-    "capability, code",
-    [
-        ((7, 0), None),
-        ((7, 5), "native code of 7.5"),
-        ((8, 6), "native code of 8.6"),
-        ((8, 7), "native code of 8.7"),
-        ((8, 8), "PTX of 8.0"),
-        ((8, 9), "native code of 8.9"),
-        ((9, 0), "native code of 9.0"),
-        ((10, 3), "native code of 10.0"),
-        ((11, 0), "native code of 11.0"),
-        ((12, 1), "native code of 12.1"),
-        ((13, 0), "PTX of 12.0"),
-    ],
-)
-def test_the_wheel_serves_a_gpu_and_the_doctor_says_by_what(build, nvcc, capability, code, monkeypatch):
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    text = build.cuda_build_text(nvcc, *build.cuda_architectures(nvcc, for_wheel=True))
-    cuda = _library._parse_cuda_build(text)
-    assert cuda["toolkit"] == "13.0" and cuda["ptx"] == ["8.0", "10.0", "12.0"]
-    found = doctor._code_for(capability, cuda)
-    assert found is None if code is None else found.startswith(code)
 
 
 def test_arch_list_overrides(build, nvcc, monkeypatch):

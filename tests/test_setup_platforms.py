@@ -107,56 +107,24 @@ def test_an_unknown_instruction_set_is_an_error():
 
 
 DRIVER = """
-int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int cuDriverGetVersion(int* version) { *version = 12040; return 0; }
 int cuInit(unsigned flags) { return 0; }
 """
 
 
-@pytest.fixture
-def driver(tmp_path):
-    """Return a function that makes a folder with a stand-in for the NVIDIA driver of a CUDA version."""
-
-    def make(version):
-        source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
-        source.write_text(DRIVER)
-        name = "-Wl,-soname,libcuda.so.1"
-        command = [
-            "g++",
-            "-x",
-            "c",
-            f"-DVERSION={version}",
-            "-shared",
-            "-fPIC",
-            str(source),
-            "-o",
-            str(library),
-            name,
-        ]
-        subprocess.run(command, check=True)
-        return str(tmp_path)
-
-    return make
-
-
-@pytest.mark.parametrize("version, is_too_old", [(12040, True), (13000, False), (13050, False)])
-def test_the_doctor_compares_the_driver_with_what_the_library_needs(driver, version, is_too_old):
-    code = (
-        "from visdet import doctor; advice = []\n"
-        "print('\\n'.join(doctor._driver({'cuda': {'toolkit': '13.0'}}, advice) + advice))"
+def test_with_an_old_driver_everything_on_the_cpu_works(tmp_path):
+    (tmp_path / "driver.c").write_text(DRIVER)
+    command = (
+        f"g++ -x c -shared -fPIC {tmp_path}/driver.c -o {tmp_path}/libcuda.so.1 -Wl,-soname,libcuda.so.1"
     )
-    done = run_python(code, LD_LIBRARY_PATH=driver(version))
-    assert f"supports CUDA up to {version // 1000}.{version % 1000 // 10}" in done.stdout, done.stderr
-    assert ("update the NVIDIA driver" in done.stdout and "580 or newer" in done.stdout) == is_too_old
-
-
-def test_with_an_old_driver_everything_on_the_cpu_works(driver):
+    subprocess.run(command.split(), check=True)
     code = (
         "import torch\n"
         "from visdet.ops import ms_deform_attn\n"
         "value, locations = torch.ones(1, 4, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5)\n"
         "print(ms_deform_attn(value, [(2, 2)], None, locations, torch.ones(1, 1, 1, 1, 1)).item())"
     )
-    done = run_python(code, LD_LIBRARY_PATH=driver(12040))
+    done = run_python(code, LD_LIBRARY_PATH=str(tmp_path))
     assert done.stdout.split() == ["1.0"], done.stderr
 
 

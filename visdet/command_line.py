@@ -68,6 +68,14 @@ class CfgOptions(argparse.Action):
         setattr(namespace, self.dest, options)
 
 
+def positive_int(text: str) -> int:
+    """Return the number that an option of the command line gives. As a ``type`` of argparse it refuses others."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return number
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "config": {"help": "a config file, or the name of a config that `visdet configs` lists"},
     "--cfg-options": {
@@ -85,6 +93,15 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--launcher": {
         "choices": ("none", "pytorch"),
         "help": "launcher of the processes (default: 'pytorch' under torchrun, 'none' otherwise)",
+    },
+    "--batch-size": {"type": positive_int, "default": 1, "help": "images at once (default: 1)"},
+    "--amp": {"action": "store_true", "help": "compute in bfloat16 where torch's autocast does"},
+    "--device": {"help": "device, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"},
+    "--shape": {
+        "nargs": 2,
+        "type": positive_int,
+        "metavar": ("HEIGHT", "WIDTH"),
+        "help": "size of an image (default: the size that the test pipeline resizes to)",
     },
     "--score-thr": {
         "type": float,
@@ -116,14 +133,6 @@ def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> 
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         kind = seed_number if name == "seed" else folder_name if name == "out_dir" else type(default)
         parser.add_argument(flag, type=kind, default=default, help=text)
-
-
-def positive_int(text: str) -> int:
-    """Return the number that an option of the command line gives. As a ``type`` of argparse it refuses others."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
-    return number
 
 
 def folder_name(text: str) -> str:

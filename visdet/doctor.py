@@ -1,11 +1,9 @@
 """Report versions, libraries, who computes the operators, and what should be done."""
 
 import argparse
-import ctypes
 import importlib.metadata
 import platform
 import sys
-from typing import Any
 
 # The distributions and their purposes.
 _PACKAGES = {
@@ -106,104 +104,47 @@ def _operators(info: dict) -> list[str]:
     return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]
 
 
-# The oldest driver that runs programs of a CUDA toolkit, by the toolkit's major version.
-_OLDEST_DRIVER = {12: "525", 13: "580"}
-
-
-def _driver_cuda_version() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the NVIDIA driver supports, such as (13, 0), or None without a driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int(0)
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0 or version.value == 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
-
-
-def _driver(info: dict, advice: list[str]) -> list[str]:
-    found, toolkit = _driver_cuda_version(), info["cuda"].get("toolkit") or "0"
-    if found is None:
-        return ["  no NVIDIA driver"]
-    major = int(toolkit.split(".")[0])
-    if found[0] < major:
-        oldest = _OLDEST_DRIVER.get(major, f"of CUDA {toolkit}")
-        advice.append(
-            f"update the NVIDIA driver, which is too old: visdet's CUDA library needs driver {oldest} or newer. Or "
-            f"build from source with CUDA {found[0]}.x, 12.4 or newer"
-        )
-    return [f"  a driver that supports CUDA up to {found[0]}.{found[1]}"]
-
-
-_EMBEDDED = ((8, 7), (8, 8))  # Native code of other GPUs is not promised to run on these.
-
-
-def _code_for(capability: tuple[int, int], cuda: dict[str, Any]) -> str | None:
-    """Return a text on the code of the CUDA library, native or PTX, that runs on a GPU, or None if none does."""
-
-    def parse(text: str) -> tuple[int, int]:
-        major, minor = text.split(".")
-        return int(major), int(minor)
-
-    least = capability if capability in _EMBEDDED else (capability[0], 0)
-    native = [item for item in map(parse, cuda["native"]) if least <= item <= capability]
-    if native:
-        return "native code of {}.{}".format(*max(native))
-    ptx = [item for item in map(parse, cuda["ptx"]) if item <= capability]
-    if ptx:
-        return "PTX of {}.{}, which the driver compiles when it is first used (seconds to minutes)".format(
-            *max(ptx)
-        )
-    return None
-
-
 def _gpus(info: dict, advice: list[str]) -> list[str]:
     import torch
 
-    lines = _driver(info, advice)
     if not torch.cuda.is_available():
         reason = (
             "torch is a CPU-only build"
             if torch.version.cuda is None
             else "torch finds no usable GPU or driver"
         )
-        return [*lines, f"  none ({reason}); everything runs on the CPU"]
-    lines.append(f"  CUDA {torch.version.cuda} in torch")
+        return [f"  none ({reason}); everything runs on the CPU"]
+    lines = [f"  CUDA {torch.version.cuda} in torch"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         memory = properties.total_memory / 2**30
         lines.append(f"  {index}: {properties.name}, compute capability {capability}, {memory:.0f} GiB")
         if info["cuda"]["loaded"]:
-            lines += _kernels_on_gpu(index, (properties.major, properties.minor), info["cuda"], advice)
+            lines.append(_kernels_on_gpu(index, capability, advice))
     return lines
 
 
-def _kernels_on_gpu(index: int, capability: tuple[int, int], cuda: dict, advice: list[str]) -> list[str]:
+def _kernels_on_gpu(index: int, capability: str, advice: list[str]) -> str:
     import torch
 
-    code = _code_for(capability, cuda) if cuda["toolkit"] else "code the library does not name"
-    lines = [f"     visdet's CUDA library has {code or 'NO CODE'} for it"]
     try:
-        probe = torch.ones(1, 1, 1, 1, device=f"cuda:{index}")
+        probe = torch.ones(1, 1, 1, 1, 1, device=f"cuda:{index}")
         torch.ops.visdet.ms_deform_attn.default(
-            probe,
+            probe[0],
             torch.tensor([[1, 1]]),
             torch.tensor([0]),
             probe.new_full((1, 1, 1, 1, 1, 2), 0.5),
-            probe.new_ones(1, 1, 1, 1, 1),
+            probe,
         )
         torch.cuda.synchronize(index)
-        lines.append("     visdet's kernels run on it")
     except RuntimeError as error:
-        lines.append(f"     visdet's kernels do NOT run on it: {error}")
-        if code is None:
-            wanted = "{}.{}".format(*capability)
-            advice.append(
-                f'rebuild for it: TORCH_CUDA_ARCH_LIST="{wanted}" pip install --no-build-isolation -e .'
-            )
-    return lines
+        advice.append(
+            f'update the NVIDIA driver, or rebuild for GPU {index}: TORCH_CUDA_ARCH_LIST="{capability}" pip install '
+            "--no-build-isolation -e ."
+        )
+        return f"     visdet's kernels do NOT run on it: {error}"
+    return "     visdet's kernels run on it"
 
 
 def report() -> tuple[str, list[str]]:

@@ -3,16 +3,17 @@
 At a look-up, a registry imports the modules in its ``locations`` until one has registered the name. Therefore,
 ``MODELS.build(dict(type='MultiScaleDeformableAttention', ...))``, and ``type='visdet.DeformableDETR'`` in a config of
 another package, work without other imports. An unknown name raises an :class:`UnknownNameError`, which is a
-``KeyError``, with the nearest names and the files that register them.
+``KeyError``, with the nearest names.
 """
 
+import contextlib
 import difflib
 import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from visdet.checks.arguments import check_constructor
+from visdet.checks.arguments import check_constructor, check_texts
 from visdet.errors import UnknownNameError, build_step
 from visdet.train_extra import require_train_extra
 
@@ -52,16 +53,6 @@ __all__ = [
 SCOPE = "visdet"
 
 
-def _origin(registered: Any) -> str:
-    """Return the file and the import path that define a registered object."""
-    module = getattr(registered, "__module__", "?")
-    try:
-        path = inspect.getsourcefile(registered) or "?"
-    except TypeError:
-        path = "?"
-    return f"registered by {module} ({path})"
-
-
 class Registry(_MMEngineRegistry):
     """An mmengine registry that raises a ``KeyError`` with the nearest names for an unknown name.
 
@@ -94,11 +85,14 @@ class Registry(_MMEngineRegistry):
         kind = cfg.get("type") if isinstance(cfg, dict) else None
         name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
         with build_step(str(name)):
+            if isinstance(kind, str) and cfg.get("_scope_") is None:
+                if own := self._own(kind):
+                    cfg = cfg.copy()
+                    cfg["type"] = own
+                kind = own or (self.parent or self).module_dict.get(kind)
             if inspect.isclass(kind):
                 check_constructor(kind)
-            elif isinstance(kind, str) and cfg.get("_scope_") is None and (own := self._own(kind)):
-                cfg = cfg.copy()
-                cfg["type"] = own
+                check_texts(kind, cfg)
             return super().build(cfg, *args, **kwargs)
 
     def _own(self, key: str) -> Any:
@@ -113,13 +107,11 @@ class Registry(_MMEngineRegistry):
         """Return the object of the name ``key`` in this registry or its parents.
 
         Raises:
-            UnknownNameError: the name is unknown. The message lists the nearest names and where they are registered.
+            UnknownNameError: the name is unknown. The message lists the nearest names.
         """
         registered = self._own(key)  # Errors of the imports are not caught below.
-        try:
+        with contextlib.suppress(RuntimeError):  # mmengine raises this if a dotted path cannot be imported.
             registered = registered or super().get(key)
-        except RuntimeError:  # mmengine raises this if a dotted path cannot be imported.
-            registered = None
         if registered is None:
             raise UnknownNameError(self._unknown_name_message(key))
         return registered
@@ -131,25 +123,16 @@ class Registry(_MMEngineRegistry):
             return False
 
     def _unknown_name_message(self, key: str) -> str:
-        known: dict[str, Any] = {}
-        level: _MMEngineRegistry | None = self
-        while level is not None:
-            known = {**level.module_dict, **known}
-            level = level.parent
-        wanted = key.rsplit(".", 1)[-1]
+        known = [*self.module_dict, *(self.parent.module_dict if self.parent else ())]
         by_lower_case = {name.lower(): name for name in known}
-        nearest = difflib.get_close_matches(wanted.lower(), list(by_lower_case), n=2, cutoff=0.75)
-        lines = [f"{key!r} is not in the {self.scope}::{self.name} registry ({len(known)} names)."]
-        if nearest:
-            lines.append("Did you mean:")
-            for lower in nearest:
-                name = by_lower_case[lower]
-                lines.append(f"  {name!r}, {_origin(known[name])}")
-        lines.append(
+        wanted = key.rsplit(".", 1)[-1].lower()
+        near = [by_lower_case[name] for name in difflib.get_close_matches(wanted, by_lower_case, 2, 0.75)]
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        return (
+            f"{key!r} is not in the {self.scope}::{self.name} registry{hint}\n"
             f"A class of your own needs @{self._variable}.register_module() and its file imported, by "
             "custom_imports = dict(imports=['my_package.my_module'], allow_failed_imports=False) in the config."
         )
-        return "\n".join(lines)
 
 
 def _child(parent_name: str, locations: list[str], build_func: Callable | None = None) -> Registry:
@@ -175,7 +158,7 @@ DATASETS = _child(
     "DATASETS",
     [
         "visdet.datasets.coco",
-        "visdet.datasets.synthetic.shapes",
+        "visdet.datasets.synthetic.shapes_dataset",
         "visdet.datasets.synthetic.two_view_pairs",
         "visdet.datasets.volume",
         "visdet.datasets.nuscenes",

@@ -129,9 +129,9 @@ def test_every_cut_of_a_checkpoint_is_noticed(tmp_path):
 
 def test_a_missing_checkpoint_names_what_is_there(tmp_path):
     write_checkpoint({}, tmp_path / "iter_200.pth")
-    with pytest.raises(CheckpointError, match=r"iter_20\.pth does not exist. Did you mean iter_200\.pth\?"):
+    with pytest.raises(CheckpointError, match=r"iter_20\.pth does not exist: did you mean iter_200\.pth\?"):
         read_checkpoint(tmp_path / "iter_20.pth")
-    with pytest.raises(CheckpointError, match="nor does its folder"):
+    with pytest.raises(CheckpointError, match="does not exist: its folder has none"):
         read_checkpoint(tmp_path / "no" / "iter_20.pth")
     with pytest.raises(CheckpointError, match=r"is a folder; give one of its files: iter_200\.pth"):
         read_checkpoint(tmp_path)
@@ -275,7 +275,7 @@ def test_checkpoints_in_a_folder_of_their_own_are_resumed(tmp_path):
     file = tmp_path / "file"
     file.touch()
     options["default_hooks__checkpoint__out_dir"] = str(file)
-    with pytest.raises(UserError, match=r"file cannot be written: .* default_hooks\.checkpoint\.out_dir"):
+    with pytest.raises(UserError, match=r"cannot be written: .* default_hooks\.checkpoint\.out_dir"):
         train(tmp_path / "third", **options)
 
 

@@ -32,9 +32,9 @@ def explained(tmp_path, **options) -> str | None:
     [
         ({"train_dataloader__batchsize": 3}, "train_dataloader 'batchsize'"),
         ({"train_cfg__max_iter": 3}, "train_cfg 'max_iter' max_iters"),
-        ({"train_dataloader__dataset__cuont": 3}, "train_dataloader.dataset 'cuont' count ann_file"),
+        ({"train_dataloader__dataset__cuont": 3}, "train_dataloader.dataset 'cuont'"),
         ({"train_dataloader__dataset__type": "ToyBoxez"}, "'ToyBoxez' @DATASETS.register_module()"),
-        ({"param_scheduler__0__strat_factor": 3}, "param_scheduler.0 'strat_factor' start_factor"),
+        ({"param_scheduler__0__strat_factor": 3}, "param_scheduler.0 'strat_factor'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

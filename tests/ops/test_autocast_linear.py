@@ -50,9 +50,6 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
 def problem(shape, columns, device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(sum(shape) + columns)
     input = torch.randn(shape, generator=generator).to(device, dtype)
@@ -73,7 +70,6 @@ def results(function, input, weight, bias, dtype):
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("given", ["float32", "halves"])
 @pytest.mark.parametrize(
@@ -105,7 +101,6 @@ def test_it_is_no_further_from_float64_than_torch(shape, columns, given, dtype, 
         assert error <= 1.05 * torchs_error + chance, (error, torchs_error)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_output_may_be_changed_in_place(device):
     input, weight, bias = problem((2, 5, 16), 4, device)
 
@@ -131,7 +126,6 @@ def test_the_input_without_a_gradient_gets_none():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_backward_under_autocast_is_the_same(device, dtype):
     """Autocast of another type would round the products of the backward to it."""
     given = [tensor.requires_grad_() for tensor in problem((5, 16), 4, device)]

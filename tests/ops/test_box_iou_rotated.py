@@ -201,9 +201,6 @@ def _launches_of_box_iou_rotated(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
 def _of_sizes(first: str, second: str, columns: int) -> Callable[[int], Problem]:
     return lambda n: Problem({first: rand(n, columns), second: rand(3, columns)})
 
@@ -439,7 +436,6 @@ def test_boxes_in_space_by_hand(backend):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_entries_of_mmcv(device):
     boxes = rotated_boxes(40).float().to(device)
     quads, overlap = corners_of(boxes.cpu()).float().to(device), boxes.new_zeros(40, 40)

@@ -3,15 +3,12 @@
 import math
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, largest, rand
 from visdet.ops import box_key_points, box_key_points_reference
-
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 
 
 def make_case(B, Q, D, F, M, *, dtype=torch.float64, device="cpu"):
@@ -97,7 +94,6 @@ OPERATORS = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_box_by_hand(device):
     # 4 x 2 x 1 m at (10, 20, 3), a quarter turn to the left: its length lies along +y, its width along -x.
     anchor = torch.tensor([10, 20, 3, math.log(4), math.log(2), 0, 1, 0, 99.0], device=device)
@@ -109,7 +105,6 @@ def test_one_box_by_hand(device):
     torch.testing.assert_close(box_key_points(anchor[None, None], fixed), expected[None, None, :3])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
     anchors, fixed, logits = make_case(1, 2, 11, 7, 6, device=device)
     anchors[0, 0, 3] = 300

@@ -509,10 +509,6 @@ REFUSED = [
 ]
 
 
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-
-
-@devices
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(device, name, dtype):
@@ -525,7 +521,6 @@ def test_matches_the_definition(device, name, dtype):
         assert_near(grad, wanted, dtype)
 
 
-@devices
 def test_half_precision_places_are_not_rounded(device):
     """At column 1000 float16 counts in halves of a pixel; a quarter must stay one."""
     x = (torch.arange(1024, device=device) % 2).half().view(1, 1, 1, 1024)
@@ -535,7 +530,6 @@ def test_half_precision_places_are_not_rounded(device):
     assert out.flatten().tolist() == [0.25, 0.75] * 512
 
 
-@devices
 def test_gradients_of_columns_may_pass_the_range_of_float16(device):
     """The product of weight and gradient is 16 * 100 * 100 = 160000; what becomes of it fits into float16."""
     ones = {"dtype": torch.float16, "device": device}
@@ -552,7 +546,6 @@ def test_gradients_of_columns_may_pass_the_range_of_float16(device):
         torch.testing.assert_close(grad, wanted, rtol=5e-3, atol=5e-3 * wanted.abs().max().item())
 
 
-@devices
 @pytest.mark.parametrize(
     ("position", "change", "message"),
     [

@@ -25,9 +25,6 @@ from visdet.ops import (
 )
 from visdet.ops.explain import choose_only
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
-
 # Largest |difference| / largest |value| against the float64 definition on the same (rounded) features.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
@@ -227,7 +224,6 @@ def test_one_pair_by_hand():
     assert out.flatten().tolist() == pytest.approx([2 * sample, -sample])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("outside", [0.0, 1.0, -1e-7, 1 + 1e-6, math.nan, math.inf, -math.inf, 1e30, -1e30])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pair_not_strictly_inside_has_no_part(axis, outside, device):
@@ -262,7 +258,6 @@ SHAPES_groups = [
 ]  # three cameras, the second with a row more
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "channels, dtype", [(6, torch.float64), (12, torch.float32), (24, torch.bfloat16)], ids=str
@@ -336,7 +331,6 @@ def test_so_many_groups_and_levels_are_refused():
         deformable_aggregation(features, [[(2, 2)]], [[0]], zero.expand(1, 1, 1, 1, 2), weights)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", [(0, 2), (3, 0), (0, 0)], ids=lambda sizes: f"V{sizes[0]}-L{sizes[1]}")
 def test_no_cameras_or_no_levels(sizes, device):
     V, L = sizes
@@ -482,7 +476,6 @@ REJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_between_maps_have_zero_gradients(dtype, device):
     case = make_case(*CASES["B2-Q13-P4-G2-C20"], dtype=dtype, device=device)
@@ -554,7 +547,6 @@ def test_feature_maps_format_of_no_cameras():
     assert features.shape == (2, 0, 4) and shapes.shape == (0, 2, 2) and starts.shape == (0, 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_many_pairs_on_few_texels(deterministic, device):
     # Every sample falls into one of four cells: hundreds of records a texel, 1200 pairs a query.
@@ -572,7 +564,6 @@ def test_many_pairs_on_few_texels(deterministic, device):
     torch.testing.assert_close(grads, expected_grads)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_more_maps_than_travel_with_a_launch(device):
     case = make_case(1, 5, 2, 2, 8, [[(3, 4)] * 5] * 20, device=device)
     output, grads = gradients(deformable_aggregation, case, torch.ones(1, 5, 8))

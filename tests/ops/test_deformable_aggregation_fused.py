@@ -180,8 +180,6 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
 # Largest |difference| / largest |value| against the float64 definition on the same (rounded) inputs.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -245,7 +243,6 @@ def gradients(function, case, grad_output):
     return [output, *grads]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_point_by_hand(device):
     # Straight ahead of camera 0, behind camera 1; two levels of one texel each. Logits 0 and log 3 over the two levels
     # of camera 0, and -inf for camera 1: weights 1/4 and 3/4.
@@ -269,7 +266,6 @@ def test_one_point_by_hand(device):
     torch.testing.assert_close(scaled, out / 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("channels", range(1, 41))
 def test_any_number_of_channels_a_group(channels, device):
     for G in (1, 4, 9):
@@ -282,7 +278,6 @@ def test_any_number_of_channels_a_group(channels, device):
             assert error < TOLERANCE[torch.float64], f"G={G}, {what}: {error:.1e}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_point_that_is_not_finite_has_no_part(bad, device):
     case = list(make_case(1, 2, 3, 2, 8, keep=False, dtype=torch.float32, device=device))
@@ -295,7 +290,6 @@ def test_point_that_is_not_finite_has_no_part(bad, device):
     assert grad.isfinite().all() and (grad[0, 0, 1] == 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cameras", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, -3e38])
 def test_logit_that_is_not_finite_acts_as_in_a_softmax(bad, cameras, device):

@@ -10,7 +10,6 @@ from calls import gradients
 from hypothesis import strategies as st
 from test_deformable_aggregation import (
     _SPOILED,
-    DEVICES,
     _bounds,
     _draw,
     _launches_of_deformable_aggregation,
@@ -118,7 +117,6 @@ def by_hand(location, device="cpu"):
     return gradients(deformable_aggregation_with_depth, case, torch.ones(1, 1, 1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_pair_by_hand(device):
     # At x = 0.4 the corners weigh 0.7 and 0.3, and at depth 1.25 the first texel has 0.21875, the second one 0.225.
     output, grads = by_hand((0.4, 0.5, 1.25), device)
@@ -132,7 +130,6 @@ def test_one_pair_by_hand(device):
     assert grads[3].item() == pytest.approx(output.item() / 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("depth", "share"), [(-0.25, 0.75 * 0.5), (0.0, 0.5), (2.0, 0.125), (2.75, 0.25 * 0.125)], ids=str
 )
@@ -140,14 +137,12 @@ def test_depths_outside_count_as_zero(depth, share, device):
     assert by_hand((0.25, 0.5, depth), device)[0].item() == pytest.approx(2 * share)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", [-1.0, 3.0, -1e30, 1e30, math.nan, math.inf, -math.inf])
 def test_a_pair_beyond_the_depths_has_no_part(depth, device):
     output, grads = by_hand((0.4, 0.5, depth), device)
     assert output.item() == 0 and not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_certain_depths_are_no_depths(device):
     features, depth_probs, *tables, locations, weights = make(2, 5, 3, 2, 8, 4, torch.float32, device)
     locations[..., 2] = locations[..., 2].clamp(0, 3)
@@ -157,7 +152,6 @@ def test_certain_depths_are_no_depths(device):
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradcheck_and_parts_of_one_tensor(device):
     features, depth_probs, shapes, starts, locations, weights = make(2, 3, 2, 2, 4, 3, device=device)
     both = torch.cat([features, depth_probs], -1).requires_grad_()

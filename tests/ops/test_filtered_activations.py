@@ -7,13 +7,6 @@ from visdet.compat import mmcv_ext
 from visdet.ops.mmcv.filtered_activations import ACTIVATIONS, bias_act, upfirdn2d
 from visdet.ops.mmcv.label_growth import contour_expand, pixel_group
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("clamp", [-1.0, 0.6])

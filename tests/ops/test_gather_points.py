@@ -198,15 +198,7 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LAYOUTS = {"of each image": (3, 20, 9), "shared": (9, 20)}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if not _library.is_loaded(request.param):
-        pytest.skip("the library is not built")
-    return request.param
 
 
 def inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M=50):

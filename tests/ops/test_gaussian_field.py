@@ -24,9 +24,6 @@ from visdet.ops import (
 )
 from visdet.ops.explain import choose_only
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
-
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
@@ -269,7 +266,6 @@ OPERATORS = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device):
     # L = [[2, 0, 0], [1, 1, 0], [0, 2, 4]], x - mu = (2, 3, 8): v = (1, 2, 1), |v|^2 = 6.
     points = torch.tensor([[3.0, 4, 9]], device=device)
@@ -280,7 +276,6 @@ def test_by_hand(device):
     assert field.item() == pytest.approx(5 * math.exp(-3))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["random", "cov_tril", "ill_conditioned", "one", "points_at_means"])
 def test_golden_vectors(case, device):
     arrays = under(golden("gaussian_field"), case)
@@ -300,7 +295,6 @@ def test_golden_vectors(case, device):
                 assert relative_error(grad, wanted) < rtol
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
 def test_far_away_and_not_a_number(name, device):
     case = arguments_of(name, make_case(4, 3, dtype=torch.float32, device=device))
@@ -311,7 +305,6 @@ def test_far_away_and_not_a_number(name, device):
     assert (output[1] == 0).all() if name == "field" else (output[1] > 1e30).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_tolerance_bounds_the_error(dtype, tolerance, device):
@@ -329,7 +322,6 @@ def test_tolerance_bounds_the_error(dtype, tolerance, device):
         assert relative_error(grad, wanted) < 5 * tolerance + 5 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_tolerance_never_leaves_out_nan_points(device):
     case = make_case(40, 30, dtype=torch.float32, device=device, size=0.05)
     case[0][7] = torch.tensor([math.nan, 100.0, 100.0])
@@ -516,7 +508,6 @@ def test_every_path_of_the_forward_gives_the_same(dtype, path):
     assert relative_error(field, expected) < TOLERANCE[dtype] + 2e-6
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_gaussian_without_thickness_leaves_the_others_alone(axis, dtype, device):
@@ -551,7 +542,6 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tolerance", [0.0, 1e-6])
 @pytest.mark.parametrize("name", EXTREME)
 def test_an_extreme_gaussian_spoils_nothing_but_its_own_term(name, tolerance, device):
@@ -597,7 +587,6 @@ def _with_gradients(function, tensors, device):
     return output, torch.autograd.grad(output, leaves, torch.ones_like(output))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_points_and_gaussians_of_nan_are_nan_and_infinite_points_are_far(device):
     points = torch.tensor(
         [[0.0, 0.1, 0.2], [torch.nan, 0, 0], [0, torch.inf, -torch.inf], [3e38, 3e38, -3e38]], device=device

@@ -70,7 +70,6 @@ def test_linear_operators_have_all_derivatives(name):
         assert torch.autograd.gradgradcheck(lambda x, w: function(x, weight=w), (first, weight))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(
     ("name", "number"), [(n, i) for n in NAMES for i in range(len(OPERATORS[n].of_size))]
 )
@@ -149,7 +148,6 @@ def assert_recomputed_gradients_are_equal(function, leaf, **options):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_under_activation_checkpointing(name, create_graph, device):

@@ -14,9 +14,6 @@ from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, w
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
-
-
 # Largest |difference| / largest |value| against the float64 reference on the same (rounded) numbers. What is 16 bits
 # wide is rounded once, to a relative 2^-11 and 2^-8 of itself.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -241,7 +238,6 @@ OPERATORS = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_two_samples_by_hand(device):
     # One row of texels 1 2 4 8, reference at the centre of texel 1: pixel (1, 0). Offsets of 0.5 and 1 pixel: pixels
     # 1.5 and 2, values 3 and 4. Logits 0 and ln 3: weights 1/4 and 3/4.
@@ -268,7 +264,6 @@ def assert_gradients_match(grads, wanted, case, of=(0, 3, 4, 5)):
         assert relative_error(grad, expected) < tolerance, index
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -284,7 +279,6 @@ def test_matches_reference(name, references, types, device, deterministic):
     assert_gradients_match(grads, expected_grads, case)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize(
@@ -309,7 +303,6 @@ def test_an_encoders_many_rows_match_reference(num_points, columns, references, 
     assert relative_error(ms_deform_attn_fused(*case), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
 def test_position_that_is_no_number_contributes_nothing(bad, references, device, deterministic):
@@ -341,7 +334,6 @@ def test_position_that_is_no_number_contributes_nothing(bad, references, device,
     assert (grads[1][:, 3] == 0).all() and (grads[2][:, 3] == 0).all() and (grads[3][:, 3] == 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_extreme_logits(dtype, device):
     value, shapes, starts, refs, _, _, points = make_case(
@@ -366,7 +358,6 @@ def test_extreme_logits(dtype, device):
     assert out[0, 3:5].isnan().all() and out[0, :3].isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_one_reference_serves_the_batch_and_the_levels(device):
     value, shapes, starts, refs, offsets, logits, points = make_case(
         *CASES["B2-Q13-G3-C20-P4-4"], dtype=torch.float64, device=device
@@ -381,7 +372,6 @@ def test_one_reference_serves_the_batch_and_the_levels(device):
     torch.testing.assert_close(grad, wanted.sum((0, 2), keepdim=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("num_points", [[4, 0, 0], [8, 0, 1], [3, 6, 3], [8, 16, 8]], ids=str)
@@ -395,7 +385,6 @@ def test_references_that_need_no_gradient(num_points, references, types, device,
     assert_gradients_match(grads, wanted, case, of)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("of", [(0, 4, 5), (0, 3, 4, 5)], ids=["offsets", "references-and-offsets"])
 def test_gradients_of_an_encoders_many_rows(of, dtype, device):
@@ -407,7 +396,6 @@ def test_gradients_of_an_encoders_many_rows(of, dtype, device):
     assert_gradients_match(grads, wanted, case, of)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("references", [2, 4])
 def test_twenty_levels(references, device):
     # On CUDA more than travel with a launch: the path of separate operators.
@@ -481,7 +469,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_saved_for_backward_is_the_inputs_and_nothing_else(device):
     value, shapes, starts, *others, points = make_case(
         *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device

@@ -33,7 +33,6 @@ from visdet.ops import (
 from visdet.ops.nms import kept_indices
 from visdet.ops.soft_nms import SOFT_METHODS, soft_nms_reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9, 1 / 3, 1.0, -0.5, math.nan)
 
 
@@ -332,14 +331,6 @@ def test_nms_by_hand(backend):
     assert nms(BOXES, SCORES, 0.5, score_threshold=0.6)[1].tolist() == [0, 1]  # 0.6 is not above 0.6
 
 
-def test_arrays_come_back_as_arrays():
-    for function in (nms, soft_nms):
-        dets, keep = function(BOXES.numpy(), SCORES.numpy(), 0.5)
-        assert isinstance(dets, np.ndarray) and isinstance(keep, np.ndarray) and keep.dtype == np.int64
-    groups = nms_match(torch.cat([BOXES, SCORES[:, None]], 1).numpy(), 0.5)
-    assert [group.tolist() for group in groups] == [[0, 2], [1], [3]]
-
-
 def read_only(array):
     array = array.copy()
     array.flags.writeable = False
@@ -363,6 +354,7 @@ def test_arrays_of_any_layout(view):
         expected = function(boxes, scores, 0.5, classes=classes)
         found = function(view(boxes), view(scores), 0.5, classes=view(classes))
         assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(isinstance(one, np.ndarray) for one in found) and found[1].dtype == np.int64
     table = np.concatenate([boxes, scores[:, None]], 1)
     assert [group.tolist() for group in nms_match(view(table), 0.5)] == [[0, 2], [1], [3]]
 
@@ -426,7 +418,8 @@ def test_nms_match_puts_boxes_into_the_first_group_that_takes_them(threshold, dt
         joins[0] = True
         expected.append(order[joins].tolist())
         order = order[~joins]
-    assert [group.tolist() for group in nms_match(dets, threshold)] == expected
+    with torch.device("meta"):  # what the operator makes is on the boxes' device
+        assert [group.tolist() for group in nms_match(dets, threshold)] == expected
 
 
 def test_batched_nms_keeps_classes_apart(backend):
@@ -586,7 +579,6 @@ def test_the_gpu_keeps_what_the_cpu_keeps(columns, N):
         assert torch.equal(kept_indices(boxes.cuda(), scores.cuda(), threshold, *given).cpu(), expected), seed
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_many_disjoint_boxes_are_kept(device):
     N = 60_000 if device == "cpu" else 400_000
     place = torch.stack([torch.arange(N) % 500, torch.arange(N) // 500], 1).float() * 10
@@ -615,7 +607,6 @@ def test_boxes_of_many_strips_have_torchvisions_result(axis):
             assert torch.equal(keep, kept_by_torchvision(boxes, scores, None, None, threshold))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["nms", *SOFT_METHODS])
 def test_every_class_is_suppressed_as_if_alone(kind, dtype, device):

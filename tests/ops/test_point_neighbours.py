@@ -271,13 +271,7 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def cloud(*shape, seed=0, dtype=torch.float32, device="cpu"):

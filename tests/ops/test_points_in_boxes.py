@@ -203,12 +203,6 @@ OPERATORS = (
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def scene(N=60, M=7, seed=0):

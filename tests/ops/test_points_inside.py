@@ -11,7 +11,6 @@ from visdet.ops.mmcv.point_sets import nearest_points_reference, points_in_polyg
 from visdet.ops.mmcv.points_in_boxes import points_in_boxes_all_reference, points_in_boxes_part_reference
 from visdet.ops.mmcv.voxels import dynamic_voxelize_reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 REFERENCES = {
     "points_in_boxes_part": points_in_boxes_part_reference,
     "points_in_boxes_all": points_in_boxes_all_reference,
@@ -41,7 +40,6 @@ def numbers(generator, kind, dtype, device, *shape):
     return drawn.mT.contiguous().mT if kind % 5 == 4 and drawn.dim() > 1 else drawn
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", list(REFERENCES))
 def test_kernels_are_the_definitions_to_the_bit(name, dtype, device):

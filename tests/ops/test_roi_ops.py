@@ -335,7 +335,6 @@ OPERATORS = (
 
 
 # What a peer's kernels give too: 2 x 2 maps, the whole map as region.
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 MAP = torch.tensor([[[[1.0, 2], [3, 4]]]])
 WHOLE = torch.tensor([[0.0, 0, 0, 1, 1]])
 ROIS = torch.tensor(
@@ -472,7 +471,6 @@ def test_regions_without_samples_have_a_gradient():
         assert not out.any() and not grad.any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
 def test_a_far_region_is_cut_where_it_leaves_the_reach(device):
     """A map of 7 x 9 reaches 128 pixels and two more, whose outer end a region of 10^5 pixels does not pass."""
     x = maps().to(device)
@@ -527,7 +525,6 @@ def test_roi_pool_of_more_images_than_float32_counts():
     assert roi_pool(images, rois, 1, 1.0).flatten().tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(3, 2), (1, 3), (14, 13)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 9, 11), (1, 19, 40, 50), (2, 1, 1, 1)], ids=str)
 def test_roi_pool_finds_the_first_maximum(shape, size, device):
@@ -539,7 +536,6 @@ def test_roi_pool_finds_the_first_maximum(shape, size, device):
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_not_a_number_is_never_the_maximum(device):
     values = torch.tensor(
         [[[[float("nan"), 1.0, -float("inf")], [2.0, float("nan"), float("inf")]]]], device=device

@@ -217,7 +217,6 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SIZES = {  # B C H W Q D G octaves
     "plain": (2, 12, 5, 7, 4, 6, 2, 2),
@@ -258,7 +257,6 @@ def make_case(name, B, C, H, W, Q, D, G, octaves, dtype=torch.float64, device="c
     return [images.to(device), samples.to(wide).to(device), *(x.to(wide).to(device) for x in others)], rest
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_by_hand(device):
     # A 2 x 3 image of two channels; the sample at pixel (1.25, 0.5) weighs its corners .375 .125 .375 .125.
     image = torch.tensor([[1.0, 2, 4], [8, 16, 32]], device=device)
@@ -276,7 +274,6 @@ def test_by_hand(device):
     assert dot.item() == pytest.approx((0.5 + 2 * math.cos(math.pi / 6)) * value, rel=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["random", "num_octaves_0", "border"])
 def test_golden_vectors(case, device):
     arrays = under(golden("fused_sample_ops"), case)
@@ -371,7 +368,6 @@ def test_more_than_two_to_the_31_elements():
     assert not grad[0, :, :-1].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("octaves", [11, 12, 27, 28, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_sample_dot_with_every_number_of_octaves(dtype, octaves, device):
@@ -425,7 +421,6 @@ def test_all_samples_in_one_cell(Q, D):
         assert relative_error(grads[0], expected[0]) < 1e-3
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("C", [3, 20, 31])
 def test_an_infinite_channel_of_queries_leaves_depths_alone(C, dtype, device):
@@ -440,7 +435,6 @@ def test_an_infinite_channel_of_queries_leaves_depths_alone(C, dtype, device):
     assert gradient.all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_depths_that_are_not_read_have_no_gradient(device):
     images = torch.randn(1, 3, 4, 5, device=device)
     samples = torch.zeros(1, 2, 3, 2, device=device)

@@ -161,13 +161,7 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DENSE = {2: functional.conv2d, 3: functional.conv3d}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def places(shape, count=25, batch_size=2, seed=0):

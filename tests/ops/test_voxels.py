@@ -296,13 +296,7 @@ OPERATORS = (
 )
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SIZE, RANGE = (0.5, 0.5, 1.0), (0, -1, -2, 2, 1, 2)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def test_by_hand(device):

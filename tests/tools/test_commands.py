@@ -138,25 +138,10 @@ def test_the_configs_are_listed_and_copied_with_their_bases(program, tmp_path):
     assert program("configs", "copy", f"visdet::{SHAPES}.py", "other")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("redirected", "status", "message"),
-    [
-        ("| true", 1, ""),
-        ("> /dev/full", 1, "error: cannot write: No space left on device"),
-        (">&-", 0, ""),
-    ],
-)
-def test_an_output_that_cannot_be_written(tmp_path, redirected, status, message):
-    command = f'"{sys.executable}" -m visdet configs {redirected}; exit ${{PIPESTATUS[0]}}'
+def test_a_reader_of_the_output_that_ends_before_leaves_no_traceback(tmp_path):
+    command = f'"{sys.executable}" -m visdet configs | true; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip()) == (status, message)
-
-
-def test_a_folder_that_was_deleted(program, tmp_path):
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert program("configs")[0] == "error: the current folder has been deleted: change to another one"
+    assert done.returncode != 0 and not done.stderr
 
 
 @pytest.mark.parametrize("name", packaged_configs())

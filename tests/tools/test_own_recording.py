@@ -92,7 +92,7 @@ def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monke
         "model.head.det_head.refine_layer.num_cls is for 5 classes, but train_dataloader.dataset has 3"
         in message("    refine_layer=dict(num_cls=len(class_names)),\n", "")
     )
-    assert "NuScenesMetric has no class_range for deer, lorry" in message(
+    assert "NuScenesMetric: class_range must name deer" in message(
         "visualizer =", "val_evaluator = [dict(type='NuScenesMetric')]\nvisualizer ="
     )
 

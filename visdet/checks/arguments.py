@@ -24,10 +24,9 @@ __all__ = [
     "Seed",
     "Share",
     "check_constructor",
+    "check_texts",
     "checked",
     "checked_value",
-    "misfits",
-    "parameters_of",
 ]
 
 # Names that people try, and what the argument is called here, by the function or the class.
@@ -157,30 +156,24 @@ def checked_value(name: str, value: Any, hint: Any) -> Any:
         raise InvalidInputError(f"{name} must be {_text(hint)}, got {value!r:.200}") from None
 
 
-def misfits(target: Callable, arguments: Mapping[str, Any]) -> list[str]:
-    """Return what a class or a function refuses of some of its arguments: a message for each.
+def check_texts(target: Callable, arguments: Mapping[str, Any]) -> None:
+    """Refuse texts in place of numbers among the arguments of a class, which may be of another package.
 
-    Where it is of another package, whose annotations may be missing or loose, these are only texts in place of numbers.
+    Annotations of other packages may be missing or loose, so that nothing else is compared.
+
+    Raises:
+        InvalidInputError: there is one. The message names the class and the argument.
     """
-    is_ours = getattr(target, "__module__", "").startswith("visdet.")
-    found = []
-    for key, parameter in parameters_of(target).items():
-        value, hint = arguments.get(key), parameter.annotation
+    for key, parameter in _parameters_of(target).items():
+        hint, values = parameter.annotation, arguments.get(key)
         if hint is parameter.empty and isinstance(parameter.default, bool | int | float):
             hint = bool | float
-        has_text = any(
-            isinstance(one, str) for one in (value if isinstance(value, list | tuple) else [value])
-        )
-        if key in arguments and (is_ours or has_text):
-            try:
-                checked_value(key, value, hint)
-            except InvalidInputError as error:
-                found.append(str(error))
-    return found
+        if any(isinstance(one, str) for one in (values if isinstance(values, list | tuple) else [values])):
+            checked_value(f"{target.__name__}: {key}", values, hint)
 
 
 @functools.cache
-def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+def _parameters_of(target: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or a function, including those that it passes on to its base classes."""
     found: dict[str, inspect.Parameter] = {}
     bases = target.__mro__ if inspect.isclass(target) else ()

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import importlib
-import os
+import signal
 import sys
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ _MODULES = {
     "prepare-nuscenes": "visdet.commands.prepare_nuscenes",
     "doctor": "visdet.doctor",
 }
+_PRINTING = ("configs", "print-config", "doctor")
 _DESCRIPTION = """Train, evaluate and use detectors that config files describe.
 
 First steps, in any folder:
@@ -67,17 +68,9 @@ def main(command: str | None = None) -> None:
         importlib.import_module("argcomplete").autocomplete(parser)
     arguments = parser.parse_args(None if command or sys.argv[1:] else ["--help"])
     name = command or arguments.command
-    try:
-        status = _run(name, modules[name], arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        if not _is_of_the_output(error):
-            raise
-        if not isinstance(error, BrokenPipeError):  # The reader of a pipe, such as head, may end before.
-            sys.exit(f"error: cannot write: {error.strerror}")
-        status = 1
-    if status:
+    if name in _PRINTING:  # The reader of the output, such as head, may end before.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if status := _run(name, modules[name], arguments):
         sys.exit(status)
 
 
@@ -85,22 +78,7 @@ def _described(text: str) -> dict[str, Any]:
     return {"description": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def _is_of_the_output(error: OSError) -> bool:
-    """Return whether standard output cannot be written. It is then replaced, so that Python ends silently."""
-    try:
-        # What did not fit a full disk is still in the buffer, and what a closed pipe refused is not.
-        print(end="\n" if isinstance(error, BrokenPipeError) else "", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
-
-
 def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        sys.exit("error: the current folder has been deleted: change to another one")
     if name == "doctor":  # It tells what is not installed.
         return module.run(arguments)
     check_installation(f"visdet {name}")

@@ -14,14 +14,8 @@ from visdet.command_line import add_config_arguments, positive_int
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, "--batch-size", "--amp", "--shape", "--device")
     parser.add_argument("checkpoint", nargs="?", help="a checkpoint file (default: random weights)")
-    parser.add_argument("--batch-size", type=positive_int, default=1, help="images at once (default: 1)")
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where torch's autocast does")
-    parser.add_argument(
-        "--shape", nargs=2, type=positive_int, metavar=("HEIGHT", "WIDTH"), help="the size of the images"
-    )
-    parser.add_argument("--device", help="the device (default: the GPU if there is one)")
     parser.add_argument("--runs", type=positive_int, default=50, help="measured batches (default: 50)")
 
 

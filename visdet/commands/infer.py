@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from visdet.command_line import add_config_arguments, folder_name, positive_int
+from visdet.command_line import add_config_arguments, folder_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser, "checkpoint", "--score-thr", "--graph")
+    add_config_arguments(parser, "checkpoint", "--score-thr", "--graph", "--batch-size", "--amp", "--device")
     parser.add_argument(
         "images",
         nargs="+",
@@ -32,14 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder to write (default: the first of work_dirs/detections, work_dirs/detections_2 ... that is new)",
     )
     parser.add_argument(
-        "--batch-size", type=positive_int, default=1, help="images that the model takes at once (default: 1)"
-    )
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where torch's autocast does")
-    parser.add_argument(
         "--json-only", action="store_true", help="write predictions.json alone, and no pictures"
-    )
-    parser.add_argument(
-        "--device", help="device to run on, such as 'cpu' or 'cuda:1' (default: the GPU if there is one)"
     )
 
 

@@ -6,21 +6,14 @@ visdet print-config CONFIG --summary
 
 import argparse
 
-from visdet.command_line import add_config_arguments, positive_int
+from visdet.command_line import add_config_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, "--shape")
     parser.add_argument(
         "--summary", action="store_true", help="print the parameters and the FLOPs of the model instead"
-    )
-    parser.add_argument(
-        "--shape",
-        nargs=2,
-        type=positive_int,
-        metavar=("HEIGHT", "WIDTH"),
-        help="for --summary: size of an image (default: the size that the test pipeline resizes to)",
     )
 
 

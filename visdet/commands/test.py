@@ -10,13 +10,12 @@ from visdet.command_line import add_config_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser, "checkpoint", "--work-dir", "--graph", "--launcher")
+    add_config_arguments(parser, "checkpoint", "--work-dir", "--graph", "--launcher", "--amp")
     parser.add_argument(
         "--out",
         metavar="FILE.json",
         help="write the predictions of every sample to this file, in COCO's format of results if it is FILE.bbox.json",
     )
-    parser.add_argument("--amp", action="store_true", help="predict in bfloat16 where torch's autocast does")
     parser.add_argument(
         "--show-dir", metavar="FOLDER", help="write pictures of predictions and ground truth to this folder"
     )

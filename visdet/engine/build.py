@@ -27,7 +27,6 @@ from mmengine.utils.dl_utils import set_multi_processing
 from mmengine.visualization import Visualizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError, MissingFileError, build_step
 from visdet.registry import (
@@ -42,8 +41,7 @@ from visdet.registry import (
 )
 
 from .checkpoints.training_state import wrappers_of
-from .config.build_errors import build_model, building, check_arguments
-from .config.checks import is_iteration_based, schedules_of
+from .config.build_errors import build_model, building
 from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
@@ -215,23 +213,13 @@ def check_before_data(runner: Any, *stages: str) -> None:
     """
     cfg = runner.cfg
     for stage in stages:
-        sections = f"{stage}_cfg", f"{stage}_dataloader", f"{stage}_evaluator"
-        loop: Any = EvaluationLoop
-        if stage == "train":
-            loop = IterBasedTrainLoop if is_iteration_based(cfg.train_cfg or {}) else EpochBasedTrainLoop
-        check_arguments(cfg, *sections, classes={sections[0]: loop, sections[1]: DataLoader})
-        if stage != "train" and cfg.get(sections[2]) is not None:
+        if stage != "train" and cfg.get(f"{stage}_evaluator") is not None:
             with suppress(MissingFileError):  # The data set may be drawn later, or the loop says so.
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
-        check_arguments(cfg, "optim_wrapper", "param_scheduler")
         with building(cfg, "optim_wrapper"):
             runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
-        with building(cfg, "param_scheduler"):
-            for schedule in schedules_of(cfg.get("param_scheduler")):
-                PARAM_SCHEDULERS.get(schedule["type"])
         check_monitored(runner)
-        check_parts_of_the_model(cfg, runner.model)
 
 
 def scale_learning_rate(runner: Any, loop: TrainLoop) -> None:
@@ -250,30 +238,19 @@ def scale_learning_rate(runner: Any, loop: TrainLoop) -> None:
         runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")
 
 
-def check_parts_of_the_model(cfg: Config, model: nn.Module) -> None:
-    """Check that a model has the parts that the config names.
-
-    Raises:
-        InvalidInputError: it has no such part.
-    """
-    for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
-        names = cfg.get(key) or []
-        with building(cfg, key):
-            for name in [names] if isinstance(names, str) else names:
-                model.get_submodule(name)
-
-
 def initialize_weights(cfg: Config, model: Any) -> None:
     """Initialise the weights, alike in all processes, and switch on what the config says of parts of the model."""
     if hasattr(model, "init_weights"):
         model.init_weights()
         for tensor in model.state_dict().values():
             broadcast(tensor)
-    if cfg.get("activation_checkpointing") is not None:
-        turn_on_activation_checkpointing(model, cfg.activation_checkpointing)
-    if cfg.get("efficient_conv_bn_eval") is not None:
-        with building(cfg, "efficient_conv_bn_eval"):
-            turn_on_efficient_conv_bn_eval(model, cfg.efficient_conv_bn_eval)
+    for key, switch_on in (
+        ("activation_checkpointing", turn_on_activation_checkpointing),
+        ("efficient_conv_bn_eval", turn_on_efficient_conv_bn_eval),
+    ):
+        if cfg.get(key) is not None:
+            with building(cfg, key):
+                switch_on(model, cfg[key])
 
 
 def compile_step(cfg: Config, steps: Any) -> None:

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from visdet.errors import ConfigError, UserError, hints_of
 
@@ -70,7 +69,12 @@ def tool_session() -> Iterator[None]:
         except (KeyboardInterrupt, Exception) as error:
             # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
             if received or isinstance(error, KeyboardInterrupt):
-                _report_interrupt(error, received[0] if received else getattr(error, "number", signal.SIGINT))
+                number = received[0] if received else getattr(error, "number", signal.SIGINT)
+                if os.environ.get("RANK", "0") == "0":  # The main process alone says it.
+                    print(
+                        "; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True
+                    )
+                sys.exit(128 + number)
             message = explain(error)
             if message is None or os.environ.get(SHOW_TRACEBACK):
                 if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
@@ -79,13 +83,6 @@ def tool_session() -> Iterator[None]:
             rank = os.environ.get("RANK")
             print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
             sys.exit(1)
-
-
-def _report_interrupt(error: BaseException, number: int) -> NoReturn:
-    """End the program with a message, which the main process alone prints."""
-    if os.environ.get("RANK", "0") == "0":
-        print("; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True)
-    sys.exit(128 + number)
 
 
 def explain(error: BaseException) -> str | None:

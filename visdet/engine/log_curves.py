@@ -73,7 +73,13 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
     labels, file = legible(*runs)
     font = FontProperties(fname=None if all(map(str.isascii, labels)) else file, size=8)
     runs = dict(zip(labels, runs.values(), strict=True))
-    panels = {title: names for title, names in _panels(runs).items() if names}
+    names = sorted({name for curves in runs.values() for name in curves})
+    panels = {
+        "loss": [name for name in names if name == "loss" or name.startswith("loss_")],
+        "learning rate": [name for name in names if name in ("lr", "base_lr")][:1],
+        "AP": [name for name in names if name.endswith(("mAP", "mAP_50", "mAP_75")) and name.count("/") < 2],
+    }
+    panels = {title: names for title, names in panels.items() if names}
     if not panels:
         raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
     figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
@@ -103,13 +109,3 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
             axis.set_yscale("log")
     Path(out_file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_file, dpi=110)
-
-
-def _panels(runs: dict[str, dict[str, Curve]]) -> dict[str, list[str]]:
-    """Return the names of the curves of each panel by the title of the panel."""
-    names = sorted({name for curves in runs.values() for name in curves})
-    return {
-        "loss": [name for name in names if name == "loss" or name.startswith("loss_")],
-        "learning rate": [name for name in names if name in ("lr", "base_lr")][:1],
-        "AP": [name for name in names if name.endswith(("mAP", "mAP_50", "mAP_75")) and name.count("/") < 2],
-    }

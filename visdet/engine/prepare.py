@@ -1,7 +1,6 @@
 """Building a runner from a config and the options of a command line."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,12 @@ def build_runner(cfg: Config) -> Any:
         UserError: the work_dir cannot be written, or the checkpoint to start from does not exist. Both are checked
             before anything is built.
     """
-    for folder, option in _folders(cfg):
-        check_work_dir(folder, option)
+    check_work_dir(cfg.work_dir)
+    for stage in ("val_evaluator", "test_evaluator"):
+        metrics = cfg.get(stage)
+        for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
+            if isinstance(metric, dict) and (prefix := metric.get("outfile_prefix")):
+                check_work_dir(os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=...")
     resume, load_from = cfg.get("resume") or False, cfg.get("load_from")
     if isinstance(resume, str) and resume != AUTO:
         check_checkpoint_exists(resume, folder_is_fine=True)
@@ -37,27 +40,6 @@ def build_runner(cfg: Config) -> Any:
     if not isinstance(kind, str | type):
         raise ConfigError(f"runner_type must be the name of a class, got {kind!r}")
     return RUNNERS.build(cfg)
-
-
-def _folders(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the folders on this machine that a run writes to, and the option that chooses each."""
-    yield cfg.work_dir, "--work-dir"
-    hooks, drawing = cfg.get("default_hooks") or {}, cfg.get("visualizer") or {}
-    keys = ("out_dir", "test_out_dir", "save_dir")
-    parts = {f"default_hooks.{name}": hook for name, hook in hooks.items()} | {"visualizer": drawing}
-    parts |= {
-        f"visualizer.vis_backends.{k}": part for k, part in enumerate(drawing.get("vis_backends") or ())
-    }
-    for stage in ("val_evaluator", "test_evaluator"):
-        metrics = cfg.get(stage)
-        for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
-            if isinstance(metric, dict) and isinstance(prefix := metric.get("outfile_prefix"), str):
-                yield os.path.dirname(prefix) or ".", f"--cfg-options {stage}.outfile_prefix=..."
-    for path, part in parts.items():
-        for key in keys:
-            folder = part.get(key) if isinstance(part, dict) else None
-            if isinstance(folder, str) and "://" not in folder and not folder.startswith("s3:"):
-                yield os.path.expanduser(folder), f"--cfg-options {path}.{key}=..."
 
 
 def set_resume(cfg: Config, resume: str) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
+from .checkpoints.training_state import wrappers_of
+from .optim.optim_wrapper import OptimWrapper
+
 TRAINING = ("training_batch", "predictions_and_costs", "assign", "losses")
 PREDICTION = ("prediction_batch", "detections", "with_detections")
 # The methods by which mmengine calls a model, from the inside to the outside.
@@ -97,16 +100,20 @@ class StagedModel:
         return self.model.module if is_model_wrapper(self.model) else self.model
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Update the weights by a collated batch, and return the losses for the log."""
+        """Update the weights by a collated batch, and return the losses, and the norm of the gradients, for the log."""
         module = self._module
         if not has_stages(module, "loss"):
-            return self.model.train_step(data, optim_wrapper=optim_wrapper)
-        with optim_wrapper.optim_context(self.model):
-            # A wrapper, such as DistributedDataParallel, must see the call.
-            losses = self.model(**module.data_preprocessor(data, True), mode=self.losses)
-        total, log = module.parse_losses(losses)
-        optim_wrapper.update_params(total)
-        return log
+            log = self.model.train_step(data, optim_wrapper=optim_wrapper)
+        else:
+            with optim_wrapper.optim_context(self.model):
+                # A wrapper, such as DistributedDataParallel, must see the call.
+                losses = self.model(**module.data_preprocessor(data, True), mode=self.losses)
+            total, log = module.parse_losses(losses)
+            optim_wrapper.update_params(total)
+        own = [
+            wrapper for wrapper in wrappers_of(optim_wrapper).values() if isinstance(wrapper, OptimWrapper)
+        ]
+        return {**log, **{name: norm for wrapper in own for name, norm in wrapper.take_grad_norm().items()}}
 
     def test_step(self, data: Any, step: str = "test_step") -> list[Any]:
         """Return the predictions for a collated batch. ``step`` is what a model without stages is asked."""

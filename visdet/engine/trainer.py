@@ -29,7 +29,7 @@ from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
 from .checkpoints.training_state import training_state
-from .config.build_errors import building, check_arguments
+from .config.build_errors import building
 from .config.load import complete_config
 from .config.run_config import RunConfig
 from .data.data_workers import worker_failures_explained
@@ -97,7 +97,6 @@ class DetRunner:
     def _build(self, cfg: Config) -> None:
         self.cfg = RunConfig.copy_of(cfg)
         complete_config(self.cfg)
-        check_arguments(self.cfg, "default_hooks", "custom_hooks", "visualizer")
         self.work_dir = os.path.abspath(self.cfg.work_dir)
         self.launcher = self.cfg.get("launcher", "none")
         self.distributed = self.launcher != "none"

@@ -104,7 +104,11 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
 
         @functools.wraps(make)
         def tables_of(*arguments: Any) -> Any:
-            if _is_transformed():
+            if (
+                torch.compiler.is_compiling()
+                or torch._C._are_functorch_transforms_active()
+                or any(torch._C._get_dispatch_mode(kind) is not None for kind in _STAND_INS)
+            ):
                 return make(*arguments)
             tables = kept(*arguments)
             if (capture := _current.get()) is not None:
@@ -114,11 +118,3 @@ def keeps_tables(max_sizes: int) -> Callable[[Callable[..., Any]], Callable[...,
         return tables_of
 
     return decorate
-
-
-def _is_transformed() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or any(torch._C._get_dispatch_mode(kind) is not None for kind in _STAND_INS)
-    )

@@ -106,12 +106,12 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
         raise ValueError(f"nms_match: dets must be [N, 5], got {list(table.shape)}")
     table = table.cpu() if table.dtype == torch.float64 else table.cpu().float()
     boxes, scores = table[:, :4], table[:, 4]
-    threshold = torch.tensor(iou_threshold, dtype=table.dtype)
+    threshold = table.new_tensor(iou_threshold)
     # An overlap is at least the threshold if it is greater than the next smaller number.
     leaders = kept_indices(boxes, scores, threshold.nextafter(torch.full_like(threshold, -torch.inf)).item())
     order = scores.sort(descending=True, stable=True).indices
     group = torch.full_like(order, -1)
-    group[leaders] = torch.arange(len(leaders))
+    group[leaders] = torch.arange(len(leaders), device=group.device)
     for members in order[group[order] < 0].split(PAIRS_AT_ONCE // len(leaders) + 1):
         overlaps = overlaps_with(boxes[members, None], boxes[leaders], 0)
         group[members] = (overlaps >= iou_threshold).byte().argmax(1)
@@ -157,9 +157,9 @@ def kept_by_plain_torch(
     order = (order if is_candidate is None else order[is_candidate[order]]).cpu()
     ordered = boxes.cpu()[order]
     of_class = None if classes is None else classes.cpu()[order]
-    is_alive = torch.ones(len(order), dtype=torch.bool)
+    is_alive = torch.ones_like(order, dtype=torch.bool)
     dtype = torch.float64 if boxes.shape[1] == 4 else boxes.dtype  # torchvision compares in float64
-    threshold = torch.tensor(iou_threshold, dtype=dtype)
+    threshold = ordered.new_tensor(iou_threshold, dtype=dtype)
     for i in range(len(order)):
         if is_alive[i]:
             rest = ordered[i + 1 :]

@@ -99,11 +99,11 @@ def soft_nms_reference(
     ``min_score``: a hole left by a dropped box is filled from the end, which decides the order of equal scores.
     """
     boxes, scores = boxes.clone(), scores.clone()
-    index = torch.arange(len(scores))
+    index = torch.arange(len(scores), device=scores.device)
     count, i = len(scores), 0
     while i < count:
         best = i + int(scores[i:count].nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax())
-        swap = torch.tensor([i, best])
+        swap = index.new_tensor([i, best])
         for column in (boxes, scores, index):
             column[swap] = column[swap.flip(0)]
         rest = slice(i + 1, count)

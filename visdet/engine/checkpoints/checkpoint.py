@@ -167,7 +167,12 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     is_known = path.startswith(_URL_SCHEMES) or path in PUBLISHED
     if is_known or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
-    raise MissingCheckpointError(_missing_message(path))
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
+    files = sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)
+    wrong = "is a folder; give one of its files" if os.path.isdir(path) else "does not exist"
+    near = nearest_names(Path(path).name, [*files, *PUBLISHED])
+    known = f"did you mean {' or '.join(near)}?" if near else ", ".join(files[:8]) or "its folder has none"
+    raise MissingCheckpointError(f"checkpoint {path} {wrong}: {known}")
 
 
 def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = False) -> None:
@@ -243,22 +248,3 @@ def _downloaded(path: str) -> str:
                 f"give the path of the file instead of the address, or put the file at {cached}"
             ) from error
     return str(cached)
-
-
-def _missing_message(path: str) -> str:
-    folder = Path(path).parent
-    if Path(path).is_dir():
-        return f"checkpoint {path} is a folder; give one of its files: {_listed(Path(path))}"
-    if not folder.is_dir():
-        return f"checkpoint {path} does not exist, nor does its folder"
-    near = nearest_names(Path(path).name, [*_checkpoints_in(folder), *PUBLISHED])
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Its folder has: {_listed(folder)}"
-    return f"checkpoint {path} does not exist. {hint}"
-
-
-def _listed(folder: Path) -> str:
-    return ", ".join(_checkpoints_in(folder)[:8]) or f"no file *{', *'.join(_SUFFIXES)}"
-
-
-def _checkpoints_in(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)

@@ -172,7 +172,10 @@ def converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
         key: those[""] if "" in those else torch.cat([those[number] for number in sorted(those)])
         for key, those in parts.items()
     }
-    return _repeated(_of_classes(_of_backbone(result, model), expected, last), expected)
+    adapted = _of_classes(_of_backbone(result, model), expected, last)
+    # Branches of the head that are missing are those of the first layer.
+    firsts = {key: _BRANCH.sub(r"\g<1>0.", key) for key in expected if key not in adapted}
+    return adapted | {key: adapted[first] for key, first in firsts.items() if first in adapted}
 
 
 def _of_backbone(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -195,9 +198,3 @@ def _of_classes(weights: dict[str, Tensor], expected: dict[str, Tensor], last: s
             are_proposals = match[1] == last and "pos_trans_fc.weight" in expected
             result[key] = value[:80] if are_proposals else value[_OF_COCO]
     return result
-
-
-def _repeated(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights in which branches of the head that are missing are those of the first layer."""
-    firsts = {key: _BRANCH.sub(r"\g<1>0.", key) for key in expected if key not in weights}
-    return weights | {key: weights[first] for key, first in firsts.items() if first in weights}

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
@@ -92,7 +91,7 @@ def load_weights(
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     allow_nonfinite: bool = False,
 ) -> None:
-    """Load ``state_dict`` into ``model``. If the weights are refused, the model stays as it was.
+    """Load ``state_dict`` into ``model``.
 
     The buffers ``num_batches_tracked`` of normalisation layers may be missing.
 
@@ -112,7 +111,7 @@ def load_weights(
     weights = converted(revised(state_dict, revise_keys), model)
     expected = model.state_dict()
     differing = {
-        key: _difference(key, value, expected[key])
+        key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
         for key, value in weights.items()
         if isinstance(expected.get(key), Tensor)
         and not (is_dense(value) and value.shape == expected[key].shape)
@@ -125,7 +124,6 @@ def load_weights(
     masks = nonfinite_names(expected)  # such as buffers of minus infinity, which the model itself has made
     used = {key: value for key, value in fitting.items() if key in expected and key not in masks}
     check_finite(used, source, allow_nonfinite)
-    before = {key: value.detach().clone() for key, value in expected.items() if isinstance(value, Tensor)}
     missing, unexpected = model.load_state_dict(fitting, strict=False)
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or differing):
@@ -140,10 +138,6 @@ def load_weights(
     report = f"checkpoint {source} does not fit {type(model).__name__}: {listed(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
-        with torch.no_grad():
-            for key, value in model.state_dict().items():
-                if key in before:
-                    value.copy_(before[key])
         if prefix := common_prefix(weights, expected):
             report = (
                 f"checkpoint {source} does not fit {type(model).__name__}: its keys begin with {prefix!r}. Save a copy "
@@ -162,8 +156,3 @@ def load_weights(
         logger="current",
         level=logging.WARNING,
     )
-
-
-def _difference(key: str, value: Any, expected: Tensor) -> str:
-    kind = list(value.shape) if is_dense(value) else type(value).__name__
-    return f"{key} {kind} for {list(expected.shape)}"

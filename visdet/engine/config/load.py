@@ -14,7 +14,7 @@ from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
 from ..errors import ConfigError, nearest_names
-from .checks import SECTIONS, check_counting, check_sections, is_iteration_based, schedules_of
+from .checks import SECTIONS, check_counting, check_sections, is_iteration_based
 from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
 
@@ -63,7 +63,9 @@ def load_config(
             _set_option(cfg, f"visualizer.{option}", value)
         _set_option(cfg, option, value)
     remarks = _check_options(options or {}, known_before, path)
-    _check_top_level_keys(cfg, path)
+    for key in cfg:  # Any other unknown key may be a helper variable of the config, which is a program.
+        if key not in SECTIONS and (near := nearest_names(key, SECTIONS, cutoff=0.86, count=1)):
+            raise ConfigError(f"config {path}: unknown key {key!r}; did you mean {near[0]!r}?")
     check_sections(cfg)
     _import_custom_modules(cfg, path)
     cfg.work_dir = work_dir or cfg.get("work_dir") or os.path.join("work_dirs", Path(path).stem)
@@ -117,19 +119,6 @@ def _import_custom_modules(cfg: Config, path: str) -> None:
             raise
 
 
-def _check_top_level_keys(cfg: Config, path: str) -> None:
-    """Refuse a top-level key that is probably a misspelt key of the runner.
-
-    Any other unknown key may be a helper variable of the config, which is a program.
-
-    Raises:
-        ConfigError: the message names the key and the most similar known one.
-    """
-    for key in cfg:
-        if key not in SECTIONS and (near := nearest_names(key, SECTIONS, cutoff=0.86, count=1)):
-            raise ConfigError(f"config {path}: unknown key {key!r}; did you mean {near[0]!r}?")
-
-
 def _check_options(options: dict[str, Any], known_before: set[str], path: str) -> list[str]:
     """Refuse options that begin with an unknown key, and return remarks on those that change a helper variable."""
     remarks = []
@@ -156,7 +145,6 @@ def complete_config(cfg: Config) -> None:
     * Hooks and the log count iterations if the training loop does.
     * An iteration-based run saves a checkpoint whenever it validates, and an epoch-based run after every epoch.
     * A loader without workers has ``persistent_workers=False`` and no ``timeout``, which torch requires.
-    * A schedule may begin after the end of training, so that a run can be shortened for a trial.
 
     Except for those of a loader without workers, a value that the config gives stays.
 
@@ -177,7 +165,6 @@ def complete_config(cfg: Config) -> None:
     if not train_cfg:
         return
     by_epoch = not is_iteration_based(train_cfg)
-    length = train_cfg.get("max_epochs" if by_epoch else "max_iters")
     if hooks.get("checkpoint", {}) is not None:
         checkpoint = _section(hooks, "checkpoint")
         checkpoint.setdefault("type", "CheckpointHook")
@@ -191,12 +178,6 @@ def complete_config(cfg: Config) -> None:
         logger.setdefault("log_metric_by_epoch", by_epoch)
     _section(cfg, "log_processor").setdefault("by_epoch", by_epoch)
     check_counting(cfg)
-    for schedule in schedules_of(cfg.get("param_scheduler")):
-        # mmengine ends a schedule without an end when training ends, and refuses one that ends before it begins.
-        if schedule.get("by_epoch", True) == by_epoch:
-            begin = schedule.get("begin", 0)
-            if isinstance(begin, int) and isinstance(length, int) and begin >= length:
-                schedule.setdefault("end", begin + 1)
 
 
 def _section(parent: Any, key: str) -> Any:

@@ -57,7 +57,7 @@ def existing_config(name: str) -> str:
         return found
     if os.path.isdir(name):
         raise ConfigError(f"config {name} is a folder; give one of its files")
-    near = [] if name.startswith(PACKAGE) else named_like(name, folder_near(name))
+    near = [] if name.startswith(PACKAGE) else named_like(name, Path(name).parent)
     wanted = name.removeprefix(PACKAGE).removesuffix(".py")
     known = {part: full for full in packaged_configs() for part in (full.rpartition("/")[2], full)}
     near = near or [known[part] for part in nearest_names(wanted, known)]
@@ -72,13 +72,6 @@ def named_like(path: str, folder: Path) -> list[str]:
     files = {str(file): file.name for file in itertools.islice(found, _MOST_FILES_TO_LOOK_AT)}
     near = nearest_names(Path(path).name, files.values(), cutoff=0.7)
     return [file for name in near for file, its_name in files.items() if its_name == name][:3]
-
-
-def folder_near(path: str) -> Path:
-    """Return the folder of a file, or the one above if it does not exist, unless that is the root of all files."""
-    folder = Path(path).parent
-    above = folder.parent
-    return folder if folder.is_dir() or above == above.parent != Path(".") else above
 
 
 def did_you_mean(candidates: list[str]) -> str:

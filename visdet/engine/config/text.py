@@ -81,36 +81,27 @@ def _code(value: Any, used: int, indent: str) -> str:
         used: the number of characters that stand in its first line already. indent: that of its last line.
     """
     parts = _parts(value)
-    line = _in_one_line(value)
-    if parts is None or used + len(line) <= _WIDTH:
-        return line
-    opening, items, closing = parts
-    inner = indent + _INDENT
-    lines = [f"{inner}{key}{_code(item, len(inner) + len(key) + 1, inner)},\n" for key, item in items]
-    return f"{opening}\n{''.join(lines)}{indent}{closing}"
-
-
-def _in_one_line(value: Any) -> str:
-    parts = _parts(value)
     if parts is None:
         return _code_of_leaf(value) or repr(_ADDRESS.sub("", repr(value)))
     opening, items, closing = parts
+    inner = indent + _INDENT
+    codes = [key + _code(item, len(inner) + len(key) + 1, inner) for key, item in items]
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
-    return f"{opening}{', '.join(key + _in_one_line(item) for key, item in items)}{comma}{closing}"
+    line = f"{opening}{', '.join(codes)}{comma}{closing}"
+    if "\n" not in line and used + len(line) <= _WIDTH:
+        return line
+    lines = "".join(f"{inner}{code},\n" for code in codes)
+    return f"{opening}\n{lines}{indent}{closing}"
 
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
     """Return the opening, the (prefix, item) pairs and the closing of a dict, list or tuple; None for other values."""
     if isinstance(value, dict):
         items = sorted(value.items(), key=lambda item: str(item[0]))
-        if all(_is_keyword_argument(key) for key in value):
+        if all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value):
             return "dict(", [(f"{key}=", item) for key, item in items], ")"
         return "{", [(f"{key!r}: ", item) for key, item in items], "}"
     if isinstance(value, (list, tuple)):
         opening, closing = "[]" if isinstance(value, list) else "()"
         return opening, [("", item) for item in value], closing
     return None
-
-
-def _is_keyword_argument(key: Any) -> bool:
-    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)

@@ -84,7 +84,7 @@ class CheckInvalidLossHook(Hook):
         if self.action == "skip" or self._unchecked[1].is_there:
             self.check(runner)
 
-    def check(self, runner: Any) -> None:
+    def check(self, runner: Any, checkpoint: Any = None) -> None:
         """Look at losses that have not been looked at, and at what their update did.
 
         Raises:
@@ -114,17 +114,8 @@ class CheckInvalidLossHook(Hook):
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
 
-    def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
-        """Keep damaged weights from being saved."""
-        self.check(runner)
-
-    def before_val(self, runner: Any) -> None:
-        """Keep damaged weights from being validated."""
-        self.check(runner)
-
-    def after_train(self, runner: Any) -> None:
-        """Look at the losses of the last iteration."""
-        self.check(runner)
+    # Damaged weights are neither saved nor validated.
+    before_save_checkpoint = before_val = after_train = check
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""

@@ -1,17 +1,15 @@
 """The check that a driving model fits the cameras, classes and keys of a data set of driving frames."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
 
-_NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")  # TrackingMetric needs no range of these.
 
-
-def check_driving_data(model: nn.Module, loader_name: str, dataset: Any, loop: Any) -> None:
-    """Raise an error if the model, or a metric of the loop, does not fit the data set of a loop.
+def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None:
+    """Raise an error if the model does not fit the data set of a loop.
 
     Data sets without cameras are left to others.
 
@@ -32,15 +30,6 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any, loop: A
                 raise ConfigError(
                     f"model.{head} learns from {', '.join(missing)}, but frame {info['token']} of {dataset.ann_file} "
                     f"does not have it. Without it, leave out the head by model.head.task_config"
-                )
-    for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
-        ranges = getattr(metric, "class_range", None)
-        if isinstance(ranges, Mapping) and not hasattr(metric, "class_mapping"):
-            names = set(metric.classes or dataset.CLASSES) - set(ranges) - set(_NOT_TRACKED)
-            if names:
-                raise ConfigError(
-                    f"{type(metric).__name__} has no class_range for {', '.join(sorted(names))}; set "
-                    f"{loader_name.split('_')[0]}_evaluator's class_range to a distance in metres, or to one per class"
                 )
 
 

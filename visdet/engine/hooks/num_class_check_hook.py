@@ -37,7 +37,7 @@ class NumClassCheckHook(Hook):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
                 datasets[loader_name] = loop.dataloader.dataset
-                check_driving_data(model, f"{loader_name}_dataloader", loop.dataloader.dataset, loop)
+                check_driving_data(model, f"{loader_name}_dataloader", loop.dataloader.dataset)
                 for head_name, num_classes in heads.items():
                     _compare(head_name, num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset)
         _compare_lists(datasets)

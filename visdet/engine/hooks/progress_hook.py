@@ -137,7 +137,11 @@ class ProgressHook(Hook):
                 self._progress.stop()
 
     def _say_metrics(self, head: str, metrics: dict | None) -> None:
-        shown = [f"{name} {_number(value)}" for name, value in _main_scalars(metrics or {}).items()]
+        shown = [
+            f"{name} {_number(value)}"
+            for name, value in (metrics or {}).items()  # those of single classes have two slashes
+            if isinstance(value, int | float) and name.count("/") < 2
+        ]
         seconds = time.monotonic() - self._stage_began
         say("  ".join([head, *shown, f"({seconds:.1f} s)"]), style="bold")
 
@@ -190,15 +194,6 @@ def _loss_parts(losses: dict[str, float]) -> str:
             parts[part] = parts.get(part, 0.0) + value
     ordered = sorted(parts, key="other layers".__eq__)
     return "  ".join(f"{name} {_number(parts[name])}" for name in ordered)
-
-
-def _main_scalars(metrics: dict) -> dict[str, int | float]:
-    """Return the metrics that are numbers, but not of single classes (whose names have two slashes)."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and name.count("/") < 2
-    }
 
 
 def _number(value: int | float) -> str:

@@ -48,8 +48,7 @@ class RunReportHook(Hook):
         if runner.val_loop is not None:
             unit = "epoch" if runner.train_loop.by_epoch else "iteration"
             every = f"every {unit}" if runner.val_interval == 1 else f"every {runner.val_interval} {unit}s"
-            begin = f" from {runner.val_begin} on" if runner.val_begin > runner.val_interval else ""
-            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}{begin}"
+            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
@@ -86,10 +85,10 @@ class RunReportHook(Hook):
             ("last checkpoint", hooks[0].last_ckpt if hooks else None),
             ("best checkpoint", runner.message_hub.get_info("best_ckpt")),
             ("log", runner.logger.log_file),
-            ("pictures", _existing(val_pictures_folder(runner))),
-            ("TensorBoard", _existing(os.path.join(runner.log_dir, "vis_data"))),
+            ("pictures", val_pictures_folder(runner)),
+            ("TensorBoard", os.path.join(runner.log_dir, "vis_data")),
         ):
-            if path:
+            if path and os.path.exists(path):
                 say(f"  {label:<16} {short_path(path)}")
         say("look at it:")
         folder = shlex.quote(short_path(runner.work_dir))
@@ -162,23 +161,10 @@ def _optimizer(wrapper: Any) -> str:
 
 def _start(runner: Any) -> str:
     if runner.iter == 0:
-        start = f"weights of {runner.load_from}" if runner.load_from else "from scratch"
-        return (
-            start
-            if runner.max_iters > 0
-            else f"{start}; nothing is trained, because train_cfg has no iterations"
-        )
-    start = f"resumed from {short_path(runner.resumed_from)}"
-    if runner.iter < runner.max_iters:
-        return f"{start} at iteration {runner.iter}"
-    finished = f"the run is finished, after {runner.iter} of {runner.max_iters} iterations"
-    return f"{start}: {finished}; nothing is left to train"
+        return f"weights of {runner.load_from}" if runner.load_from else "from scratch"
+    return f"resumed from {short_path(runner.resumed_from)} at iteration {runner.iter} of {runner.max_iters}"
 
 
 def _number(value: float | None) -> str:
     """Return a number with three decimals, or a dash if there was nothing to measure (which COCO marks by -1)."""
     return "-" if value is None or value < 0 else f"{value:.3f}"
-
-
-def _existing(path: str) -> str | None:
-    return path if os.path.isdir(path) else None

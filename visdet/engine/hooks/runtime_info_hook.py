@@ -8,7 +8,6 @@ from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 from visdet.execution.host_copy import HostCopy
 from visdet.registry import HOOKS
 
-from ..optim.optim_wrapper import OptimWrapper
 from .progress_hook import ProgressHook
 
 
@@ -30,18 +29,13 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         """Write the losses of the previous iteration, and this one's if they have arrived or a log is due."""
-        self._write_losses(runner)
+        self.write(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
             self.write(runner)
 
     def write(self, runner: Any) -> None:
-        """Write the losses that have not been written yet, and the norm of the gradients of the last update."""
-        if isinstance(runner.optim_wrapper, OptimWrapper):
-            runner.optim_wrapper.write_grad_norm()
-        self._write_losses(runner)
-
-    def _write_losses(self, runner: Any) -> None:
+        """Write the losses that have not been written yet."""
         if self._losses is None:
             return
         losses, self._losses = self._losses.read(), None

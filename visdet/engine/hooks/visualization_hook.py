@@ -1,9 +1,8 @@
 """A hook that draws predictions beside the ground truth."""
 
 import os
-from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from mmengine.dist import get_rank
@@ -21,16 +20,6 @@ from ..inference.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds,
 def val_pictures_folder(runner: Any) -> str:
     """Return the folder that a run's validation pictures go to."""
     return os.path.join(runner.work_dir, "val_pictures")
-
-
-@runtime_checkable
-class DrawsSheets(Protocol):
-    """A visualizer that can draw several samples on one sheet, as in ``visdet.visualization``."""
-
-    def add_contact_sheet(
-        self, name: str, images: Sequence[np.ndarray], data_samples: Sequence[BaseDataElement], **options: Any
-    ) -> None:
-        """Draw samples on one sheet. The options are ``pred_score_thr``, ``out_file`` and ``step``."""
 
 
 @HOOKS.register_module()
@@ -86,13 +75,13 @@ class DetVisualizationHook(Hook):
         if self.score_thr is not None:
             return self.score_thr
         # Visualizers of other packages know one number only.
-        is_ours = isinstance(runner.visualizer, DrawsSheets)
+        is_ours = hasattr(runner.visualizer, "add_contact_sheet")
         return self._measured if self._measured and is_ours else DEFAULT_THRESHOLD
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
         self._trains = True
-        if self.num_val_pictures and not isinstance(runner.visualizer, DrawsSheets):
+        if self.num_val_pictures and not hasattr(runner.visualizer, "add_contact_sheet"):
             raise ConfigError(
                 f"DetVisualizationHook draws sheets with the visualizer of the model's family, but visualizer is "
                 f"{type(runner.visualizer).__name__}; change it, or set "

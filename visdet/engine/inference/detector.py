@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, islice
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,7 +23,7 @@ from mmengine.registry import init_default_scope
 from PIL import Image
 from torch import nn
 
-from visdet.checks.arguments import Positive, Share, checked, checked_value
+from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
@@ -139,7 +138,7 @@ class Detector:
         iterator gives an iterator, which reads ``batch_size`` images at a time.
 
         Args:
-            images: a path, a ``file://`` address or a pattern of image files, videos or folders of both; the number of
+            images: a path or a pattern of image files, videos or folders of both; the number of
                 a camera such as "0", or the address of a stream such as "rtsp://…", which are videos; an array
                 [H, W, 3]; a tensor [3, H, W]; an image of Pillow; a batch of arrays or tensors; or a list or an
                 iterator of these. :func:`each_image` describes the values.
@@ -168,7 +167,7 @@ class Detector:
         found = self.detect_items(read, batch_size, thresholds, bool(amp), graph)
         rate = 25.0 if video is None or is_stream(video) else frames_per_second(video)
         if save_video is not None:
-            found = written_as_video(found, save_video, rate, video)
+            found = written_as_video(found, save_video, rate)
         if is_one:
             (result,) = found
             return result
@@ -176,19 +175,14 @@ class Detector:
 
     def _checked_thresholds(self) -> list[float]:
         given: Any = self.score_thresholds
-        classes = self.dataset_meta["classes"]
         given = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
-        if not isinstance(given, list | tuple) or len(given) != len(classes):
+        given = checked_value("score_thresholds", given, list[AtLeast0])  # One above 1 leaves its class out.
+        if len(given) != len(self.dataset_meta["classes"]):
             raise InvalidInputError(
-                f"score_thresholds must be a list of one number for each of the {len(classes)} classes, "
+                f"score_thresholds must have a number for each of the {len(self.dataset_meta['classes'])} classes, "
                 f"got {given!r:.200}"
             )
-        for value in given:  # A class with a threshold above 1 is left out.
-            if not isinstance(value, Real) or not float(value) >= 0:
-                raise InvalidInputError(
-                    f"each of score_thresholds must be a number of 0 or more, got {value!r}"
-                )
-        return [float(value) for value in given]
+        return given
 
     def detect_items(
         self,

@@ -54,7 +54,7 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
     """Return an iterator of what is given.
 
     Args:
-        given: a path, a ``file://`` address or a pattern of image files, videos or folders of both; an array [H, W],
+        given: a path or a pattern of image files, videos or folders of both; an array [H, W],
             [H, W, 1], [H, W, 3] or [H, W, 4]; a tensor with the channels first; an image of Pillow; a batch of arrays
             or tensors; or an iterable of them. Values are uint8, uint16 (whose upper byte counts, as in files), other
             whole numbers from 0 to 255, or floats from 0 to 1. Alpha is dropped, and grey values are repeated.
@@ -65,7 +65,7 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
         UserError: something given is no image. The message says what it is.
     """
     check_choice("channel_order", channel_order, ("bgr", "rgb"))
-    given = as_array(given, name)
+    given = as_array(given)
     if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(
         given, Mapping | bytes | set | frozenset | io.IOBase
     ):
@@ -73,17 +73,13 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
     return _each_image(given, channel_order, name)
 
 
-def as_array(given: Any, name: str = "images") -> Any:
+def as_array(given: Any) -> Any:
     """Return an array of another package, such as jax, as one of numpy, and anything else as it is.
 
     Its rows would be taken for images otherwise.
     """
-    if isinstance(given, np.ndarray | torch.Tensor) or not getattr(given, "ndim", 0) > 1:
-        return given
-    try:
-        return np.asarray(given)
-    except Exception as error:  # Each package has errors of its own.
-        raise InvalidTypeError(f"{name}: cannot read {type(given).__name__}: {error}") from error
+    is_of_others = not isinstance(given, np.ndarray | torch.Tensor) and getattr(given, "ndim", 0) > 1
+    return np.asarray(given) if is_of_others else given
 
 
 def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImage]:
@@ -116,30 +112,33 @@ def _rgb_of_picture(picture: Image.Image, name: str) -> np.ndarray:
         rgb = read.rgb_of(picture)
     except (OSError, SyntaxError, ValueError) as error:
         raise InvalidInputError(f"{name}: cannot read {picture!r}: {error}") from error
-    _check_size(rgb.shape, name)
+    if 0 in rgb.shape:
+        raise InvalidInputError(f"{name}: an image has no pixels, its size is {picture.size}")
     return rgb
 
 
 def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:
     """Return the RGB values of an array, or of a tensor with the channels first, as a new array."""
-    is_tensor = isinstance(image, torch.Tensor)
+    is_tensor, shape = isinstance(image, torch.Tensor), list(image.shape)
     layouts = (
         "[H, W], [1, H, W], [3, H, W] or [4, H, W]"
         if is_tensor
         else "[H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
     )
-    image = image if is_tensor else np.asarray(image)  # A matrix would stay two-dimensional.
-    shape = tuple(image.shape)
-    if len(shape) == 2:
-        image = image[None] if is_tensor else image[..., None]
-    elif len(shape) != 3 or shape[0 if is_tensor else 2] not in (1, 3, 4):
-        raise InvalidInputError(
-            f"{name}: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {list(shape)}"
-        )
     if is_tensor:
-        image = image.movedim(0, -1).detach().cpu()
+        image = image.detach().cpu()
         image = (image.float() if image.dtype.is_floating_point else image).numpy()
-    _check_size(image.shape, name)
+    image = np.asarray(image)  # A matrix would stay two-dimensional.
+    if image.ndim == 2:
+        image = image[..., None]
+    elif is_tensor and image.ndim == 3:
+        image = np.moveaxis(image, 0, -1)
+    if image.ndim != 3 or image.shape[2] not in (1, 3, 4):
+        raise InvalidInputError(
+            f"{name}: {'a tensor' if is_tensor else 'an array'} must be {layouts}, got {shape}"
+        )
+    if 0 in shape:
+        raise InvalidInputError(f"{name}: an image has no pixels, its shape is {shape}")
     values = _bytes_of(image, name)
     colours = values[..., :3] if values.shape[2] > 1 else np.repeat(values, 3, axis=2)
     # The copy is contiguous and belongs to nobody else.
@@ -164,11 +163,6 @@ def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
             "or divide floats by 255"
         )
     return np.round(image * 255).astype(np.uint8) if kind == "f" else image.astype(np.uint8)
-
-
-def _check_size(shape: tuple[int, ...], name: str) -> None:
-    if 0 in shape:
-        raise InvalidInputError(f"{name}: an image has no pixels, its shape is {list(shape)}")
 
 
 def _opened(path: str) -> Any:

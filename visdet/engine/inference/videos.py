@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from visdet.errors import UserError
 
 from ..process.console import say
@@ -13,11 +15,9 @@ from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
 
-_IS_READ = "save_video must not name a video that is read, got {!r}"
-
 
 def written_as_video(
-    found: Iterator[Detections], path: str | os.PathLike, rate: float, source: str | None = None
+    found: Iterator[Detections], path: str | os.PathLike, rate: float
 ) -> Iterator[Detections]:
     """Return an iterator of the detections, which writes their pictures to a video as they pass.
 
@@ -25,24 +25,15 @@ def written_as_video(
         found: the detections in the frames.
         path: the .mp4 file to write.
         rate: the number of frames in a second.
-        source: the video that is read, if it is one.
 
     Raises:
-        UserError: the file cannot be written, or a frame has another size than the first one.
+        UserError: the file cannot be written or is one that is read, or a frame has another size than the first one.
     """
     path = os.path.expanduser(path)
     if not isinstance(path, str) or not path.lower().endswith(".mp4"):
         raise UserError(f"save_video must name an .mp4 file, got {path!r}")
     check_out_file(path, "save_video")
-    if _is_same_file(source, path):
-        raise UserError(_IS_READ.format(path))
     return _written(found, path, rate)
-
-
-def _is_same_file(source: str | None, path: str) -> bool:
-    if source is None or not os.path.exists(source) or not os.path.exists(path):
-        return False
-    return os.path.samefile(source, path)
 
 
 def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
@@ -52,15 +43,17 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     try:
         # Threads predict and draw the next frames while one is written.
         for result, picture in computed_ahead(lambda result: (result, result.draw()), found, 3, 1):
-            if is_read := _is_same_file(result.path, path):
-                raise UserError(_IS_READ.format(path))
+            files = [str(result.path), path]
+            if is_read := all(map(os.path.exists, files)) and os.path.samefile(*files):
+                raise UserError(f"save_video must not name a video that is read, got {path!r}")
             # The codec takes even sizes only.
             size = (picture.width // 2 * 2, picture.height // 2 * 2)
             if writer is None:
                 first, writer = size, _opened(part, rate, size)
             if size != first:
                 raise UserError(f"save_video: the frames must be of one size, got {first} and {size}")
-            writer.write(_bgr(picture.crop((0, 0, *size))))
+            rgb = np.asarray(picture.crop((0, 0, *size)))
+            writer.write(np.ascontiguousarray(rgb[..., ::-1]))
             yield result
     finally:
         if writer is not None:
@@ -92,10 +85,3 @@ def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
             "`ffmpeg -i IN.mp4 -c:v libx264 OUT.mp4` converts it"
         )
     return writer
-
-
-def _bgr(picture: Any) -> Any:
-    import cv2
-    import numpy as np
-
-    return cv2.cvtColor(np.asarray(picture), cv2.COLOR_RGB2BGR)

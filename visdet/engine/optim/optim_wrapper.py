@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from visdet.errors import InvalidInputError
-from visdet.execution.host_copy import HostCopy
 from visdet.registry import OPTIM_WRAPPERS
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,7 +22,7 @@ class OptimWrapper(_OptimWrapper):
     * With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
       kernels once for each group. Here, groups with the same options become one.
     * mmengine reads the norm of the gradients for the log before it launches the update, so that the GPU is idle in
-      between. Here, the norm is written to the log at the next update, or when ``write_grad_norm`` is called.
+      between. Here, the norm is kept for ``take_grad_norm``, and goes to the log with the losses.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
@@ -34,7 +33,6 @@ class OptimWrapper(_OptimWrapper):
 
     spoils_gradients_of_bad_losses: bool = False
     _grad_norm: Tensor | None = None
-    _unwritten: HostCopy | None = None
 
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
@@ -65,11 +63,6 @@ class OptimWrapper(_OptimWrapper):
             loss = loss * torch.where(loss.isfinite(), 1.0, torch.nan)
         super().backward(loss, **backward_args)
 
-    def step(self, **step_args: Any) -> None:
-        """Clip the gradients and update the parameters."""
-        super().step(**step_args)
-        self._log_grad_norm()
-
     def _clip_grad(self) -> None:
         parameters = [
             parameter
@@ -80,21 +73,10 @@ class OptimWrapper(_OptimWrapper):
         # torch's clipping by value returns None instead of a norm.
         self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
-    def write_grad_norm(self) -> None:
-        """Write the gradient norm of the last update to the log, unless that has been done."""
-        if self._unwritten is None:
-            return
-        norms, self._unwritten = self._unwritten.read(), None
-        for name, norm in norms.items():
-            self.message_hub.update_scalar(f"train/{name}", norm)
-
-    def _log_grad_norm(self) -> None:
-        """Write the gradient norm of the previous update, and start to copy this update's norm to the host."""
-        self.write_grad_norm()
-        if self._grad_norm is not None:
-            self._unwritten, self._grad_norm = HostCopy({self.grad_name: self._grad_norm}), None
-            if self._unwritten.is_there:
-                self.write_grad_norm()
+    def take_grad_norm(self) -> dict[str, Tensor]:
+        """Return the norm of the gradients of an update by its name in the log, once after the update."""
+        norm, self._grad_norm = self._grad_norm, None
+        return {} if norm is None else {self.grad_name: norm}
 
 
 def _merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,8 +110,7 @@ class AmpOptimWrapper(OptimWrapper):
             ``type='value'``.
 
     Raises:
-        ValueError: the dtype or loss_scale is not one of the above, float16 is used on a CPU, or bfloat16 on a GPU
-            that lacks it.
+        ValueError: the dtype or loss_scale is not one of the above.
 
     Source: the name and the keywords are those of mmengine's ``AmpOptimWrapper``, which works on accelerators only
     and uses float16 by default.
@@ -155,11 +136,6 @@ class AmpOptimWrapper(OptimWrapper):
         name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
-        if name == "bfloat16" and self.device_type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise InvalidInputError(
-                f"AmpOptimWrapper: {torch.cuda.get_device_name()} has no bfloat16; use "
-                "optim_wrapper.dtype='float16'"
-            )
         return _DTYPES[name]
 
     def _scaler_keywords(self, loss_scale: Any) -> dict[str, Any]:
@@ -189,7 +165,6 @@ class AmpOptimWrapper(OptimWrapper):
             self._clip_grad()
         self.loss_scaler.step(self.optimizer, **step_args)
         self.loss_scaler.update(self._fixed_scale)
-        self._log_grad_norm()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and, for float16, the state of the scaler under 'loss_scaler'."""

@@ -9,7 +9,6 @@ from torch import Tensor
 from .. import _registration
 from .._declared import declared
 from ..box_iou_rotated import cross_of, quadrilateral_area, shared_area
-from .triangle_overlap import overlap_by_triangles
 
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
 
@@ -73,14 +72,10 @@ def _hulls(points: Tensor) -> Tensor:
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
 
-def _signed_area(polygons: Tensor) -> Tensor:
-    """Return the areas of polygons [..., K, 2] by the shoelace formula, negative if they turn from y towards x."""
-    corners = polygons - polygons[..., :1, :].detach()
-    return cross_of(corners, corners.roll(-1, -2)).sum(-1) / 2
-
-
 def _area(polygons: Tensor) -> Tensor:
-    return _signed_area(polygons).abs()
+    """Return the areas of polygons [..., K, 2] by the shoelace formula."""
+    corners = polygons - polygons[..., :1, :].detach()
+    return cross_of(corners, corners.roll(-1, -2)).sum(-1).abs() / 2
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
@@ -154,14 +149,16 @@ def convex_giou(
 
 
 def convex_giou_reference(pointsets: Tensor, polygons: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the operator ``visdet::convex_giou`` returns, in plain torch."""
+    """Return what the operator ``visdet::convex_giou`` returns, in plain torch.
+
+    Where sides or corners coincide, the derivatives are those of one side.
+    """
     with torch.enable_grad():
         leaf = pointsets.detach().double().requires_grad_()
         points, q = leaf.view(-1, 9, 2), polygons.double().view(-1, 4, 2)
         p = _hulls(points)
         areas, q_areas, common = _area(p), quadrilateral_area(q), _area(_hulls(torch.cat([points, q], 1)))
-        turned = torch.where((_signed_area(q) < 0)[:, None, None], q.flip(1), q)
-        shared = overlap_by_triangles(p, turned)
+        shared = shared_area(p, q, are_boxes=False)
         union = areas + q_areas - shared
         giou = _divided(shared, union) - _divided(common - union, common) + 0 * common
         (gradient,) = torch.autograd.grad(giou.sum(), leaf)

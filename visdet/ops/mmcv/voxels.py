@@ -55,7 +55,7 @@ def dynamic_voxelize(
         raise ValueError(f"dynamic_voxelize: points must be [N, {ndim} or more], got {list(points.shape)}")
     dtype, device = computation_dtype(points), points.device
     size, corners = (
-        torch.as_tensor(given, dtype=dtype).detach().to(device) for given in (voxel_size, coors_range)
+        torch.as_tensor(given, dtype=dtype, device=device).detach() for given in (voxel_size, coors_range)
     )
     check_layout("dynamic_voxelize", "voxel_size", size, f"[{ndim}]", ndim)
     return _dynamic_voxelize(points.detach()[:, :ndim].to(dtype), size, corners)
