@@ -8,6 +8,7 @@
 # make check-mmdet3d  stock mmdet3d 1.4 configs on visdet's operators, in an environment of its own (docs/mmdet3d.md)
 # make check-mmcv1  mmcv 1.x as pure Python under visdet.compat, in an environment of its own
 # make wheel  one wheel for every Python and torch, with code for every GPU from compute capability 7.5 on, in dist
+# make wheel-aarch64  a wheel for Linux on aarch64 without CUDA, by Debian's g++-aarch64-linux-gnu, in dist
 # make check-wheel  a wheel in a fresh environment beside WITH_TORCH, and the operators' tests run on it
 # make abi-check  the operators' tests under the oldest supported torch, on libraries built with the newest
 # make check-devkit  nuScenes' metrics and the converter against the devkit
@@ -139,6 +140,17 @@ bench: setup
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+# The libraries of torch for aarch64 are needed to link; the headers are those of the torch of this machine.
+TORCH_AARCH64 ?= torch==2.10.0
+.PHONY: wheel-aarch64
+wheel-aarch64: setup
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_28_aarch64 \
+		--dest build/aarch64 $(TORCH_AARCH64)
+	$(BIN)/python -m zipfile -e build/aarch64/torch-*.whl build/aarch64
+	CXX=aarch64-linux-gnu-g++ LDFLAGS=-L$(CURDIR)/build/aarch64/torch/lib VISDET_CUDA=0 \
+		$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	@ls -l dist/*.whl
 
 # make check-wheel WITH_TORCH="torch==2.10.* torchvision==0.25.*" WHEEL=dist/visdet_ops-….whl checks an existing wheel;

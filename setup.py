@@ -10,12 +10,13 @@ Environment:
     TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX". Unset: those of WHEEL_ARCHITECTURES
                            in a wheel; in an editable install those of the GPUs present, or 9.0 without one.
     CUDA_HOME              the CUDA toolkit, before nvcc on PATH and the nvidia-cuda-nvcc package.
-    CXX, CXXFLAGS          the C++ compiler and further flags.
+    CXX, CXXFLAGS, LDFLAGS the C++ compiler, further flags, and those of the linker. A compiler for another processor
+                           needs VISDET_CUDA=0, and -L with the libraries of torch for it (make wheel-aarch64).
     MAX_JOBS               compilations at a time.
 """
 
+import itertools
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -66,15 +67,12 @@ def notice(*lines):
 
 def find_nvcc():
     """Return the path of nvcc from CUDA_HOME, PATH or site-packages, or None."""
-    candidates = []
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(variable):
-            candidates.append(Path(os.environ[variable]) / "bin" / "nvcc")
-    if shutil.which("nvcc"):
-        candidates.append(Path(shutil.which("nvcc")))
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path}:
-        if site:
-            candidates += sorted(Path(site).glob("nvidia/*/bin/nvcc"), reverse=True)
+    homes = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
+    candidates = [Path(home, "bin", "nvcc") for home in homes if home]
+    candidates += [Path(path) for path in [shutil.which("nvcc")] if path]
+    sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path} - {""}
+    found = (sorted(Path(site).glob("nvidia/*/bin/nvcc"), reverse=True) for site in sites)
+    candidates += itertools.chain.from_iterable(found)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -89,22 +87,19 @@ def nvcc_version(nvcc):
 
 def cuda_architectures(nvcc, for_wheel):
     """Return the architectures to compile native code for and those to add PTX of: (["75", "80"], ["80"])."""
-    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
-    known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if wanted:
         with_ptx = [name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")]
         names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
     elif for_wheel:
+        listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
+        known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
         names = [name for name in WHEEL_ARCHITECTURES if name in known]
         is_served = names[-1][:-1] in [name[:-1] for name in WHEEL_PTX]
         with_ptx = [name for name in names if name in WHEEL_PTX or (name == names[-1] and not is_served)]
     else:
         names = present_gpus() or ["90"]
         with_ptx = [names[-1]]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"visdet: {nvcc} knows no architecture {unknown}; it knows {sorted(known)}")
     return names, with_ptx
 
 
@@ -159,11 +154,6 @@ def cuda_decision(torch):
     return nvcc
 
 
-def host_sources():
-    """Return the sources that are compiled once, without CUDA: those of csrc itself and those of csrc/common."""
-    return [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()]
-
-
 def common_sources():
     """Return the sources whose objects both libraries are linked from."""
     return sorted((ROOT / CSRC / "common").glob("*.cpp"))
@@ -193,10 +183,12 @@ class BuildOps(build_ext):
 
         in_place = self.inplace or getattr(self, "editable_mode", False)
         out_dir = (ROOT if in_place else ROOT / self.build_lib) / "visdet" / "ops"
-        objects = ROOT / "build" / f"ops-{'editable' if in_place else 'wheel'}-torch{torch.__version__}"
+        kind = f"{'editable' if in_place else 'wheel'}-{manylinux.machine_of(CXX)}"
+        objects = ROOT / "build" / f"ops-{kind}-torch{torch.__version__}"
         out_dir.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
-        rpath_free_libraries = [f"-L{path}" for path in library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
+        folders = [*os.environ.get("LDFLAGS", "").split(), *(f"-L{path}" for path in library_paths())]
+        rpath_free_libraries = [*folders, "-lc10", "-ltorch_cpu", "-ltorch"]
 
         rules = NinjaFile()
         nvcc = cuda_decision(torch)
@@ -264,13 +256,13 @@ class NinjaFile:
         # Selects instead of branches need the licence to evaluate both sides.
         flags += ["-fno-math-errno", "-fno-trapping-math"]
         flags += ["-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
-        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        is_x86 = manylinux.machine_of(CXX) == "x86_64"
         flags += ["-DVISDET_HAS_X86_ISAS"] if is_x86 else []
         # Host code takes the compiler twice as long at -O3, and runs no faster. Results at borders are those of plain
         # torch only if operations are rounded one by one (common/rounded.h).
         built = self.compile_all(
             " ".join([CXX, *flags, "-O2", "-ffp-contract=off"]),
-            host_sources(),
+            [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()],
             "common/precompiled.h",
             objects / "host",
             lambda source: objects / f"{object_stem(source)}.o",
@@ -400,7 +392,7 @@ class Wheel(bdist_wheel):
         if self.plat_name_supplied:
             return "py3", "none", super().get_tag()[2]
         libraries = sorted((ROOT / self.bdist_dir / "visdet" / "ops").glob("libvisdet_*.so"))
-        return "py3", "none", manylinux.platform_tag(libraries) or super().get_tag()[2]
+        return "py3", "none", manylinux.platform_tag(libraries, CXX) or super().get_tag()[2]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The device, the versions, the clocks and the commit of a measurement."""
+"""The device, the versions and the commit of a measurement."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -9,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from visdet.ops import build_info
+
 ROOT = Path(__file__).resolve().parents[1]
-_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -20,52 +20,33 @@ def describe(device: torch.device) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         facts["multiprocessors"] = str(properties.multi_processor_count)
         facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-        facts["driver"] = clocks(device).get("driver_version", "unknown")
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver"] = drivers.partition("\n")[0] or "unknown"
     else:
         facts["threads"] = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
         facts["load before"] = f"{os.getloadavg()[0]:.2f}"  # the load by other processes
-        facts["instruction set"] = _instruction_set()
+        facts["instruction set"] = build_info()["cpu"]["isa"] or "not built"
     return {
         **facts,
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none",
-        "triton": _version("triton"),
         "python": platform.python_version(),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def clocks(device: torch.device) -> dict[str, str]:
-    """Return the current driver, clocks, power and temperature by nvidia-smi, or nothing if that is not available."""
-    if device.type != "cuda":
-        return {}
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    which = [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
-    command = ("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    answer = _output(*command, *which) or _output(*command)
-    if not answer:
-        return {}
-    return dict(
-        zip(_QUERY.split(","), (value.strip() for value in answer.splitlines()[0].split(",")), strict=False)
-    )
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _instruction_set() -> str:
-    from visdet.ops import build_info
-
-    return build_info()["cpu"]["isa"] or "not built"
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _commit() -> str:
@@ -74,13 +55,6 @@ def _commit() -> str:
         return "unknown"
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit} with changes" if changed else commit
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _output(*command: str) -> str:

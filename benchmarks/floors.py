@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from .case import Work
+from .environment import synchronize
 
 Curve = tuple[tuple[float, float], ...]  # (footprint in bytes, bytes per second), by footprint
 
@@ -75,15 +76,10 @@ def _measure_copy(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(6):
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         for _ in range(4):
             target.copy_(source)
-        _synchronize(device)
+        synchronize(device)
         best = min(best, (time.perf_counter() - begin) / 4)
     return 2 * size / best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

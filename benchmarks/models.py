@@ -32,8 +32,9 @@ from visdet.engine.process.garbage import living_objects_not_collected
 from visdet.engine.stages import StagedModel
 
 from .case import dtype_name
-from .environment import describe
+from .environment import describe, synchronize
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
+from .report import table
 
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
@@ -181,11 +182,6 @@ def prediction(model: nn.Module, graphs: Any = None) -> Callable[[dict[str, Any]
     return predict
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def profiled(function: Callable[[], Any]) -> dict[str, Any]:
     """Return the busy time and the number of kernels of a call, and the kernels that took the most time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -214,26 +210,17 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return length
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the figures as a Markdown table."""
-    columns = {
-        "wall_ms": "wall ms",
-        "pace_ms": "pace ms",
-        "gpu_ms": "GPU busy ms",
-        "kernels": "kernels",
-        "peak_GiB": "peak GiB",
-    }
-    lines = [f"| case | type | {' | '.join(columns.values())} |", "|---" * (2 + len(columns)) + "|"]
-    for result in results:
-        figures = [_text(result.get(column)) for column in columns]
-        lines.append(f"| {result['case']} | {result['dtype']} | {' | '.join(figures)} |")
-    return "\n".join(lines)
+COLUMNS = {
+    "wall_ms": "wall ms",
+    "pace_ms": "pace ms",
+    "gpu_ms": "GPU busy ms",
+    "kernels": "kernels",
+    "peak_GiB": "peak GiB",
+}
 
 
 def _text(figure: float | None) -> str:
-    if figure is None:
-        return "–"
-    return str(figure) if isinstance(figure, int) else f"{figure:.1f}"
+    return "–" if figure is None else f"{figure:.1f}".removesuffix(".0")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,7 +273,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for (case, name), result in zip(runs, report["results"], strict=True):
                 result |= measure_gpu(case, getattr(torch, name), device, Path(folder), options.graph)
                 (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = table(report["results"])
+    rows = [
+        [one["case"], one["dtype"], *(_text(one.get(column)) for column in COLUMNS)]
+        for one in report["results"]
+    ]
+    text = "\n".join(table(["case", "type", *COLUMNS.values()], rows))
     environment = ", ".join(f"{label} {value}" for label, value in report["environment"].items())
     (options.out / "models.md").write_text(f"{environment}\n\n{text}\n")
     print(f"\n{text}\n\nwrote {options.out / 'models.md'} and {options.out / 'models.json'}")

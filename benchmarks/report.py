@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Report = dict[str, Any]  # "environment", "clocks", "floors", "command", "results"; all of it plain JSON
+Report = dict[str, Any]  # "environment", "floors", "command", "results"; all of it plain JSON
 
 
 def write_tables(report: Report, folder: Path) -> None:
@@ -33,11 +33,6 @@ def short_table(report: Report) -> str:
 def _markdown(report: Report) -> list[str]:
     facts = {**report["environment"], "floors": report["floors"], "command": f"`{report['command']}`"}
     lines = ["# Benchmarks", "", *(f"- {label}: {value}" for label, value in facts.items())]
-    for moment, clocks in report["clocks"].items():
-        if clocks:
-            lines.append(
-                f"- clocks {moment}: " + ", ".join(f"{label} {value}" for label, value in clocks.items())
-            )
     lines += ["", "## Cases", ""]
     lines += [f"- {name}: {sizes}" for name, sizes in _sizes(report).items()]
     lines += ["", "## Times", "", *_times(report), "", *_NOTES, "", "## Gate", "", *_gates(report)]

@@ -18,7 +18,7 @@ import torch
 
 from . import ops
 from .case import Case, dtype_name
-from .environment import clocks, describe
+from .environment import describe
 from .floors import floors_of
 from .measure import measure
 from .report import short_table, write_tables
@@ -63,7 +63,6 @@ def run(
     floors = floors_of(device, environment["device"])
     report = {
         "environment": environment,
-        "clocks": {"before": clocks(device)},
         "floors": floors.source,
         "command": command,
         "results": [],
@@ -80,7 +79,6 @@ def run(
             for kind, problem in result["failures"].items():
                 print(f"  FAILED: {kind}: {problem}", flush=True)
             report["results"].append(result)
-            report["clocks"]["after"] = clocks(device)
             write_tables(report, out)
     print(f"\n{short_table(report)}\n\nwrote {out / 'bench.md'}, {out / 'bench.json'}")
     return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])

@@ -116,34 +116,10 @@ def _time_on_cpu(function: Callable[[], Any], seconds: float) -> Timing:
 
 def _gpu_times(function: Callable[[], Any], seconds: float) -> list[float]:
     """Return the times of single calls in seconds, measured by events. The L2 cache is cleared before each call."""
-    try:
-        from triton.testing import do_bench
-    except ImportError:
-        return _event_times(function, seconds)
+    from triton.testing import do_bench  # torch for GPUs brings triton
+
     milliseconds = do_bench(function, warmup=seconds * 200, rep=seconds * 1000, return_mode="all")
     return [t / 1000 for t in milliseconds]
-
-
-def _event_times(function: Callable[[], Any], seconds: float) -> list[float]:
-    """Return the same times as do_bench, but without triton."""
-    cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    for _ in range(5):
-        function()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(5):
-        cache.zero_()
-        function()
-    torch.cuda.synchronize()
-    runs = max(5, int(seconds * 5 / (time.perf_counter() - begin)))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-    for start, end in events:
-        cache.zero_()
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1000 for start, end in events]
 
 
 def _captured(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from visdet.compat import transformers as bridge
 
 from .case import dtype_name
-from .environment import describe
-from .models import profiled, synchronize
+from .environment import describe, synchronize
+from .models import profiled
 from .report import table
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
@@ -35,7 +35,6 @@ WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet":
 TOLERANCE = (
     1e-3  # of the largest output, in float32 and without TF32, after six layers and more of random weights
 )
-MODES = ("train", "predict")
 CALLS = 5  # timed calls of each turn on a GPU
 PROFILED = 3  # calls
 
@@ -195,15 +194,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="families of models to time (default: all)",
     )
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, help="modes to time (default: both on a GPU, predict on a CPU)"
-    )
-    parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=["bfloat16", "float32"],
         help="dtypes to time (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    parser.add_argument("--batch", type=int, help="number of images (default: 2 on a GPU, 1 on a CPU)")
     parser.add_argument(
         "--turns",
         type=int,
@@ -217,9 +212,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     is_cpu = torch.device(options.device).type == "cpu"
-    options.modes = options.modes or (["predict"] if is_cpu else list(MODES))
+    options.modes, options.batch = (["predict"], 1) if is_cpu else (["train", "predict"], 2)
     options.dtypes = options.dtypes or ["float32" if is_cpu else dtype_name(torch.bfloat16)]
-    options.batch = options.batch or (1 if is_cpu else 2)
     options.turns = options.turns or (3 if is_cpu else 4)
     return options
 

@@ -2,8 +2,7 @@
 
 The command is ``python -m benchmarks.transforms``. The pipeline is that of a config. The images are drawn, and have
 the size and the bytes of photographs of COCO. Each transform gets the result of the one before it, which is copied
-outside the timed call. torchvision's transforms for the same purpose are measured, too, and, if mmdet can be
-imported, mmdet's transforms with the same settings. This needs the extra ``train``.
+outside the timed call. torchvision's transforms for the same purpose are measured, too. This needs the extra ``train``.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from mmengine.registry import DefaultScope
 from torchvision.io import decode_jpeg, read_file
 from torchvision.transforms import v2
 
@@ -102,50 +100,23 @@ def _steps(pipeline: Sequence[Sample]) -> list[Sample]:
     return steps
 
 
-def _build_ours(settings: Sample) -> Callable[[Sample], Any]:
-    return TRANSFORMS.build(dict(settings))
-
-
-def _mmdet_builder() -> Callable[[Sample], Callable[[Sample], Any]] | None:
-    """Return a function that builds mmdet's transforms, or ``None`` if mmdet or the mmcv that it needs is missing."""
-    try:
-        import mmdet.datasets.transforms  # noqa: F401, which registers them
-        from mmdet.registry import TRANSFORMS as registry
-    except ImportError:
-        return None
-
-    def build(settings: Sample) -> Callable[[Sample], Any]:
-        # A transform that builds others looks for them in the default scope.
-        with DefaultScope.overwrite_default_scope("mmdet"):
-            return registry.build(dict(settings))
-
-    return build
-
-
 def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, Any]]:
     """Return the images per second of each transform and of the whole pipeline.
 
     Returns:
-        dicts with "transform", "visdet" and, if they are available, "torchvision" and "mmdet".
+        dicts with "transform", "visdet" and, if it is available, "torchvision".
     """
-    build_theirs = _mmdet_builder()
     rows = []
-    current, current_theirs = samples, samples
+    current = samples
     for settings in _steps(pipeline):
         row: dict[str, Any] = {"transform": settings["type"]}
         other = torchvision_counterparts(settings)
         if other is not None:
             row["torchvision"], _ = measure(other, current)
-        row["visdet"], current = measure(_build_ours(settings), current)
-        if build_theirs is not None:
-            row["mmdet"], current_theirs = measure(build_theirs(settings), current_theirs)
+        row["visdet"], current = measure(TRANSFORMS.build(dict(settings)), current)
         rows.append(row)
-    whole: dict[str, Any] = {"transform": "the whole pipeline"}
-    for name, build in (("visdet", _build_ours), ("mmdet", build_theirs)):
-        if build is not None:
-            every = Compose([build(settings) for settings in pipeline])
-            whole[name], _ = measure(every, samples)
-    return [*rows, whole]
+    every = Compose([TRANSFORMS.build(dict(settings)) for settings in pipeline])
+    return [*rows, {"transform": "the whole pipeline", "visdet": measure(every, samples)[0]}]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {"environment": describe(torch.device("cpu")), "config": options.config, "results": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "transforms.json").write_text(json.dumps(report, indent=1) + "\n")
-    names = ("visdet", "torchvision", "mmdet")
+    names = ("visdet", "torchvision")
     cells = [[row["transform"], *(f"{row[n]:.0f}" if n in row else "–" for n in names)] for row in rows]
     print("\n".join(table(["images a second and core", *names], cells)))
     return 0

@@ -13,21 +13,28 @@ project = "visdet"
 release = visdet.__version__
 html_title = f"visdet {release}"
 html_theme = "furo"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 suppress_warnings = ["ref.python"]  # two packages may offer one name
 
-# Every name of __all__. The docstrings tell the types, so that signatures stay short.
 autodoc_default_options = {
     "members": True,
     "imported-members": True,
     "undoc-members": True,
     "show-inheritance": True,
 }
-autodoc_typehints = "none"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+autosummary_generate = False  # write_reference makes the pages
 autodoc_preserve_defaults = True
 
 
@@ -55,7 +62,7 @@ def public_names() -> dict[str, dict[str, str]]:
 
 
 def write_reference(app: Any) -> None:
-    """Write a page of the API reference for each public package."""
+    """Write a page of the API reference for each public package, and a table of them."""
     for package, entries in public_names().items():
         module = importlib.import_module(package)
         elsewhere = {name: entry for name, entry in entries.items() if entry != f"{package}.{name}"}
@@ -65,7 +72,9 @@ def write_reference(app: Any) -> None:
             if name not in elsewhere
             and not (callable(value := getattr(module, name)) or inspect.ismodule(value))
         ]
-        lines = [package, "=" * len(package), "", f".. automodule:: {package}"]
+        own = [f"   {package}.{name}" for name in entries if name not in elsewhere]
+        lines = [package, "=" * len(package), "", ".. autosummary::", "   :nosignatures:", "", *own, ""]
+        lines += [f".. automodule:: {package}"]
         lines += [f"   :exclude-members: {', '.join([*elsewhere, *values])}", ""]
         for name in values:
             lines += [
@@ -75,10 +84,18 @@ def write_reference(app: Any) -> None:
                 "",
             ]
         lines += [*(f"- :py:obj:`{package}.{name} <{entry}>`" for name, entry in elsewhere.items()), ""]
-        path = Path(app.srcdir, "api", f"{package}.rst")
-        path.parent.mkdir(exist_ok=True)
-        if not path.exists() or path.read_text() != "\n".join(lines):
-            path.write_text("\n".join(lines))
+        write(Path(app.srcdir, "api", f"{package}.rst"), lines)
+    write(
+        Path(app.srcdir, "api", "packages.inc"),
+        [".. autosummary::", "", *(f"   {name}" for name in public_names())],
+    )
+
+
+def write(path: Path, lines: list[str]) -> None:
+    """Write a file that has other lines. Sphinx reads again what is newer than its own files."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text() != "\n".join(lines):
+        path.write_text("\n".join(lines))
 
 
 def check_reference(app: Any, environment: Any) -> None:

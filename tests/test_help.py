@@ -64,7 +64,7 @@ def test_configs_are_completed_and_copy_is_optional(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dino").mkdir()
     assert completer("din")[0] == "dino/"
-    assert "[copy] ..." in explain("-m", "visdet", "configs", "--help")
+    assert "[copy NAME [FOLDER]]" in explain("-m", "visdet", "configs", "--help")
 
 
 def check(explanation, command):

@@ -30,6 +30,7 @@ NOT_INSTALLED = (
     ),
 )
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "visdet.commands" in path.read_text())
+assert {"train", "test", "infer", "browse_dataset", "print_config", "visualize_driving"} <= set(TOOLS)
 
 
 def run_with_torch_alone(code, *arguments):
@@ -89,10 +90,6 @@ def test_tools_end_in_one_message(tool, tmp_path):
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and "visdet-ops[train]" in line and "mmengine" in line
-
-
-def test_there_are_tools_to_test():
-    assert {"train", "test", "infer", "browse_dataset", "print_config", "visualize_driving"} <= set(TOOLS)
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -51,6 +51,7 @@ REASONS = {
     "_utils.ExceptionWrapper": "torch's loader raises an error of a worker only if it comes in this class.",
     "_version": "torch documents it: the version of a module's state dict.",
     # mmengine
+    "_vis_backends": "A visualizer has no public list of its backends, of which one needs another name of a picture.",
     "_ParamScheduler": "mmengine exports it as the base of all schedules.",
     "_accumulative_counts": "The report says how many iterations make a step.",
     "_cfg_dict": "A config's keys are looked at without ``Config``'s own attributes.",

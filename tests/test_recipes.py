@@ -1,8 +1,11 @@
 """The recipes of docs/recipes.md run."""
 
-import importlib.util
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,8 @@ BLOCKS = [
     for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 ]
-NEEDED = {"WandbVisBackend": "wandb", "MLflowVisBackend": "mlflow", "import supervision": "supervision"}
+COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+NEEDED = ("wandb", "mlflow", "trackers")
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +33,27 @@ def shapes(tmp_path_factory):
 
 
 def short_run(shapes, recipe):
-    data = {
-        "dataset": {
-            "type": "CocoDataset",
-            "metainfo": dict(ShapesDataset.METAINFO),
-            "data_root": f"{shapes}/",
-        }
+    data = {"type": "CocoDataset", "metainfo": dict(ShapesDataset.METAINFO), "data_root": f"{shapes}/"}
+    options = {
+        f"{split}_dataloader": {"batch_size": 2, "dataset": data} for split in ("train", "val", "test")
     }
-    options = {f"{split}_dataloader": {"batch_size": 2, **data} for split in ("train", "val", "test")}
-    options |= {
-        f"{split}_evaluator": {"ann_file": f"{shapes}/annotations/instances_val.json"}
-        for split in ("val", "test")
-    }
-    options |= {"train_cfg": {"max_iters": 12, "val_interval": 1, "val_begin": 1}, "graph": False}
+    evaluator = {"ann_file": f"{shapes}/annotations/instances_val.json"}
+    options |= {"val_evaluator": evaluator, "test_evaluator": evaluator, "graph": False}
+    options |= {"train_cfg": {"max_iters": 12, "val_interval": 1, "val_begin": 1}}
     cfg = load_config("deformable_detr/deformable-detr_shapes", options)[0]
     cfg.merge_from_dict(recipe)
-    return cfg, visdet.train(cfg, work_dir="work_dirs/run")
+    return cfg
+
+
+def skip_without_packages(block):
+    for package in NEEDED:
+        if package in block.lower():
+            pytest.importorskip(package)
 
 
 @pytest.mark.parametrize(("heading", "block"), BLOCKS, ids=[heading for heading, _ in BLOCKS])
 def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
-    for text, package in NEEDED.items():
-        if text in block and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without_packages(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     if block.startswith("# in Python"):
@@ -64,7 +66,8 @@ def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
     recipe: dict = {}
     exec(block, recipe)
     del recipe["__builtins__"]
-    cfg, result = short_run(shapes, recipe)
+    cfg = short_run(shapes, recipe)
+    result = visdet.train(cfg, work_dir="work_dirs/run")
     checkpoint = read_checkpoint(result.last_checkpoint)
     if "EMA" in heading:
         assert checkpoint["ema_state_dict"]
@@ -78,3 +81,37 @@ def test_a_recipe_runs(tmp_path, monkeypatch, capsys, shapes, heading, block):
         assert changed and not any(key.startswith("backbone.") for key in changed)
     if "result files" in heading:
         assert isinstance(json.loads(Path("work_dirs/results/coco.bbox.json").read_text()), list)
+
+
+STAND_INS = {"srun": 'exec "$@"', "scontrol": "echo localhost", "visdet": 'exec "$PYTHON" -m visdet "$@"'}
+STAND_INS["torchrun"] = 'exec "$PYTHON" -m torch.distributed.run "$@"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", COMMANDS)
+def test_a_command_runs(tmp_path, shapes, script):
+    skip_without_packages(script)
+    short_run(shapes, {}).dump(tmp_path / "my_config.py")
+    for name, line in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "WANDB_MODE": "offline",
+    }
+    environment |= {
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "node",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    script = script.replace("node 8", "node 2").replace("29500", port)
+    command, environment = ["bash", "-ec", script], {**os.environ, **environment}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("work_dirs/*/iter_12.pth"))
+    if "--logger" in script:
+        assert list(tmp_path.glob("**/*wandb*" if "wandb" in script else "mlflow.db"))

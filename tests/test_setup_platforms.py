@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,22 +52,27 @@ extern "C" double in_a_thread(double x) {
 """
 
 
-@pytest.mark.skipif(not IS_X86_LINUX, reason="jumps to older versions are written for x86-64 only")
-def test_a_library_linked_again_needs_an_older_c_library_and_computes_the_same(manylinux, tmp_path):
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_library_linked_again_needs_an_older_c_library_and_computes_the_same(manylinux, tmp_path, machine):
+    compiler = shutil.which(f"{machine}-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("there is no such compiler")
     source, library, assembly = tmp_path / "library.cpp", tmp_path / "library.so", tmp_path / "old.S"
     source.write_text(LIBRARY)
-    command = ["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
+    command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
-    if manylinux.platform_tag([library]) == "manylinux_2_28_x86_64":
-        assert not manylinux.lower_glibc(library, assembly, "g++")  # a system as old as that
+    if manylinux.platform_tag([library], compiler) == f"manylinux_2_28_{machine}":
+        assert not manylinux.lower_glibc(library, assembly, compiler)  # a system as old as that
         return
-    assert manylinux.lower_glibc(library, assembly, "g++")
+    assert manylinux.lower_glibc(library, assembly, compiler)
     subprocess.run([*command, str(assembly), f"-Wl,{','.join(manylinux.LINKER_FLAGS)}"], check=True)
-    assert manylinux.platform_tag([library]) == "manylinux_2_28_x86_64"
+    assert manylinux.platform_tag([library], compiler) == f"manylinux_2_28_{machine}"
     needed = {
         name: version for name, family, version in manylinux.needed_symbols(library) if family == "GLIBC"
     }
-    assert needed["exp"] == (2, 2, 5) and max(needed.values()) <= (2, 28)
+    assert needed["exp"] < (2, 28) and max(needed.values()) <= (2, 28)
+    if machine != platform.machine():
+        return
     function = ctypes.CDLL(str(library)).in_a_thread
     function.restype, function.argtypes = ctypes.c_double, [ctypes.c_double]
     assert function(1.5) == 2 * (math.exp(1.5) + 1.5**2.5 * 2)

@@ -12,13 +12,12 @@ its own instead of GCC's, which torch uses, and nvcc does not support it as a ho
 symbols and replaces none. In a manylinux_2_28 container, ``lower_glibc`` finds nothing to do.
 """
 
-import platform
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
-__all__ = ["LINKER_FLAGS", "TARGET", "lower_glibc", "needed_symbols", "platform_tag"]
+__all__ = ["LINKER_FLAGS", "TARGET", "lower_glibc", "machine_of", "needed_symbols", "platform_tag"]
 
 TARGET = (2, 28)  # torch's own wheels need this version of glibc.
 # The newest versions of the symbols of each library that all systems of manylinux_2_<minor> have, by <minor>.
@@ -35,17 +34,20 @@ LINKER_FLAGS = ["--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-l:lib
 
 # This replaces a function of the C library by a jump to its older version, which keeps the arguments and the caller's
 # return address.
-_JUMP = """
+_SYMBOL = """
 \t.section .text.{name}, "ax", @progbits
 \t.symver visdet_old_{name}, {name}@{version}
 \t.globl {name}
 \t.hidden {name}
 \t.type {name}, @function
 {name}:
-\tendbr64
-\tjmp *visdet_old_{name}@GOTPCREL(%rip)
+{jump}
 \t.size {name}, .-{name}
 """
+_JUMPS = {
+    "x86_64": "\tendbr64\n\tjmp *visdet_old_{name}@GOTPCREL(%rip)",
+    "aarch64": "\thint 34\n\tadrp x16, :got:visdet_old_{name}\n\tldr x16, [x16, :got_lo12:visdet_old_{name}]\n\tbr x16",
+}
 # libstdc++ reads this variable, and leaves out atomic operations as long as the process has one thread. If the variable
 # is 0, libstdc++ never leaves them out.
 _SINGLE_THREADED = """
@@ -57,6 +59,12 @@ __libc_single_threaded:
 \t.byte 0
 \t.size __libc_single_threaded, 1
 """
+
+
+def machine_of(compiler: str) -> str:
+    """Return the processor that a compiler writes code for, such as "x86_64"."""
+    command = [*compiler.split(), "-dumpmachine"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("-")[0]
 
 
 def _dynamic_symbols(library: Path) -> list[tuple[str, str, tuple[int, ...], bool]]:
@@ -106,17 +114,20 @@ def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
         compiler: the command of the compiler that links the library.
 
     Returns:
-        whether the file replaces any symbol. The result is False without objdump, on processors other than x86-64, if
-        nothing newer than TARGET is needed, and if nothing older exists.
+        whether the file replaces any symbol. The result is False without objdump, for processors other than x86-64 and
+        aarch64, if nothing newer than TARGET is needed, and if nothing older exists.
     """
-    if platform.machine() != "x86_64":
+    jump = _JUMPS.get(machine_of(compiler))
+    if jump is None:
         return False
     too_new = {
         name for name, family, version in needed_symbols(library) if family == "GLIBC" and version > TARGET
     }
     older = _older_versions(too_new, compiler)
     parts = [
-        _JUMP.format(name=name, version="GLIBC_" + ".".join(map(str, older[name])))
+        _SYMBOL.format(
+            name=name, version="GLIBC_" + ".".join(map(str, older[name])), jump=jump.format(name=name)
+        )
         for name in sorted(too_new & set(older))
     ]
     if "__libc_single_threaded" in too_new:
@@ -125,7 +136,7 @@ def lower_glibc(library: Path, assembly: Path, compiler: str) -> bool:
     return bool(parts)
 
 
-def platform_tag(libraries: list[Path]) -> str | None:
+def platform_tag(libraries: list[Path], compiler: str) -> str | None:
     """Return the oldest manylinux tag whose systems have all symbols that the libraries need.
 
     The result is None if there is no such tag, or if there is no objdump to read the symbols.
@@ -138,5 +149,5 @@ def platform_tag(libraries: list[Path]) -> str | None:
         return None
     for minor, newest in _POLICIES.items():
         if all(family in newest and version <= newest[family] for family, version in needed.items()):
-            return f"manylinux_2_{minor}_{platform.machine()}"
+            return f"manylinux_2_{minor}_{machine_of(compiler)}"
     return None

@@ -22,25 +22,27 @@ def main(source: str, out: str) -> None:
         for name in ("train", "val")
     }
     Path(out, "images").mkdir(parents=True, exist_ok=True)
-    tile = box_id = 0
+    tile = 0
     for xml in sorted(Path(source).glob("*.xml")):
         image = Image.open(xml.with_suffix(".png")).convert("RGB")
         boxes = np.array([[int(edge.text) for edge in box] for box in ElementTree.parse(xml).iter("bndbox")])
-        for y in sorted({*range(0, image.height - SIDE + 1, SIDE), image.height - SIDE}):
-            for x in sorted({*range(0, image.width - SIDE + 1, SIDE), image.width - SIDE}):
+        # The last tile of a row or column ends at the edge of the photograph.
+        for y in sorted({*range(0, image.height - SIDE, SIDE), image.height - SIDE}):
+            for x in sorted({*range(0, image.width - SIDE, SIDE), image.width - SIDE}):
                 cut = np.clip(boxes - [x, y, x, y], 0, SIDE)
-                sizes, whole = cut[:, 2:] - cut[:, :2], boxes[:, 2:] - boxes[:, :2]
-                is_inside = sizes.prod(1) > 0.4 * whole.prod(1)
-                if not is_inside.any():
+                areas = (cut[:, 2:] - cut[:, :2]).prod(1)
+                cut = cut[areas > 0.4 * (boxes[:, 2:] - boxes[:, :2]).prod(1)]
+                if not len(cut):
                     continue
                 tile += 1
-                part, name = parts["val" if tile % 4 == 0 else "train"], f"{tile:03}.png"
-                image.crop((x, y, x + SIDE, y + SIDE)).save(Path(out, "images", name))
+                part, name = parts["val" if tile % 4 == 0 else "train"], f"{tile:03}.jpg"
+                image.crop((x, y, x + SIDE, y + SIDE)).save(Path(out, "images", name), quality=95)
                 part["images"].append({"id": tile, "file_name": name, "width": SIDE, "height": SIDE})
-                for corner, size in zip(cut[is_inside, :2].tolist(), sizes[is_inside].tolist(), strict=True):
-                    box_id += 1
-                    annotation = {"id": box_id, "image_id": tile, "category_id": 1, "bbox": [*corner, *size]}
-                    part["annotations"].append({**annotation, "area": size[0] * size[1], "iscrowd": 0})
+                for left, top, right, bottom in cut.tolist():
+                    width, height = right - left, bottom - top
+                    box = {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
+                    box |= {"id": len(part["annotations"]) + 1, "image_id": tile, "category_id": 1}
+                    part["annotations"].append(box)
     for name, part in parts.items():
         Path(out, f"{name}.json").write_text(json.dumps(part))
         print(f"{name}: {len(part['images'])} tiles, {len(part['annotations'])} trees")

@@ -116,10 +116,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     for name in ("config", "--cfg-options", *others):
         argument: Any = parser.add_argument(name, **_SHARED[name])
         if name == "config":
-            argument.completer = _configs  # argcomplete reads it.
+            argument.completer = complete_config  # argcomplete reads it.
 
 
-def _configs(prefix: str, **_: Any) -> list[str]:
+def complete_config(prefix: str, **_: Any) -> list[str]:
     """Return the config files and the names of the package's configs that begin with ``prefix``."""
     from visdet.engine.config.packaged import packaged_configs
 

@@ -158,7 +158,7 @@ DATASETS = _child(
     "DATASETS",
     [
         "visdet.datasets.coco",
-        "visdet.datasets.synthetic.shapes",
+        "visdet.datasets.synthetic.shapes_dataset",
         "visdet.datasets.synthetic.two_view_pairs",
         "visdet.datasets.volume",
         "visdet.datasets.nuscenes",

@@ -32,7 +32,7 @@ VISIBLE = 1 / CAMERAS  # One camera sees each point.
 def make_arguments(
     dtype: torch.dtype, device: torch.device, *, B: int, Q: int, P: int, levels: Levels
 ) -> tuple[Any, ...]:
-    """Return features, level_shapes, level_starts, key_points, projection, image_wh, logits, camera_logits, keep.
+    """Return features, level_shapes, level_starts, key_points, projection, image_wh, logits, camera_logits.
 
     Camera v sees the points with v < x < v + 1 at (x - v, y), which are the locations of deformable_aggregation's case.
     Logits have the dtype of features, as under autocast.
@@ -52,8 +52,7 @@ def make_arguments(
     logits = torch.randn(B, Q, L, P, G, generator=generator).to(dtype)
     camera_logits = torch.randn(B, V, L, P, G, generator=generator).to(dtype)
     wh = torch.ones(B, V, 2)
-    keep = torch.empty(0, dtype=torch.bool)
-    rest = (tensor.to(device) for tensor in (projection, wh, logits, camera_logits, keep))
+    rest = (tensor.to(device) for tensor in (projection, wh, logits, camera_logits))
     return features, shapes, starts, points, *rest
 
 
@@ -66,7 +65,6 @@ def composed(
     image_wh: Tensor,
     logits: Tensor,
     camera_logits: Tensor,
-    keep: Tensor,
     sample: Callable[..., Tensor] = deformable_aggregation,
 ) -> Tensor:
     """Return the same result by separate operators, as in SparseDrive's module."""
@@ -124,7 +122,9 @@ def _case(name: str, B: int = 1, Q: int = 900, P: int = 13, levels: Levels = LEV
         sizes=f"B{B} Q{Q} P{P} V{CAMERAS} L{len(levels)} G{GROUPS} C256, a point seen by one camera",
         make=partial(make_arguments, **numbers),
         function=deformable_aggregation_fused,
-        reference=deformable_aggregation_fused_reference,
+        reference=lambda *given: deformable_aggregation_fused_reference(
+            *given, torch.empty(0, dtype=torch.bool, device=given[0].device)
+        ),
         differentiable={"features": 0, "key_points": 3, "logits": 6, "camera_logits": 7},
         work=partial(work_of, **numbers),
         tolerance=_tolerance,

@@ -1,6 +1,5 @@
-"""Cases of gathers of points' features and of nearest points, with the sizes of VoteNet, PV-RCNN and mmrotate."""
+"""Cases of gathers of points' features and of nearest points, with the sizes of VoteNet and mmrotate."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops.gather_points import gather_points_reference, stacked_indices_reference
+from visdet.ops.gather_points import gather_points_reference
 from visdet.ops.mmcv.point_sets import nearest_points_reference
 
 from ..case import Call, Case, Peer, Work
@@ -32,38 +31,6 @@ def _points(dtype: torch.dtype, device: torch.device, *, B: int, N: int) -> tupl
     return tuple(drawn.to(device, dtype))
 
 
-def _case(
-    op: str,
-    name: str,
-    function: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
-    outputs: int,
-    **sizes: Any,
-) -> Case:
-    tensors = _inputs(torch.float32, torch.device("cpu"), **sizes)
-    given, K = 4 * sum(tensor.numel() for tensor in tensors), len(tensors)
-    differentiable = {"features": 0} | ({"weight": 2} if K == 3 else {})
-    peer = Peer(
-        "torch", lambda: lambda *arguments: Call(reference, arguments, tuple(differentiable.values()))
-    )
-    return Case(
-        op=op,
-        name=name,
-        sizes=" ".join("x".join(map(str, size)) for size in (sizes["features"], sizes["indices"])),
-        make=partial(_inputs, **sizes),
-        function=function,
-        reference=reference,
-        differentiable=differentiable,
-        work=lambda dtype: {
-            "forward": Work(moved=given + 4 * outputs, flops=2 * outputs * K),
-            "backward": Work(moved=2 * given + 4 * outputs, flops=4 * outputs * K),
-        },
-        tolerance=lambda dtype: {"output": 1e-6, "features": 1e-5, "weight": 1e-5},
-        peers=(peer,),
-        dtypes=(torch.float32,),
-    )
-
-
 def _plain(features: Tensor, indices: Tensor, *weight: Tensor) -> Tensor:
     flat = indices if weight else indices.flatten(1)[..., None]
     weights = weight[0] if weight else features.new_empty(0)
@@ -72,24 +39,29 @@ def _plain(features: Tensor, indices: Tensor, *weight: Tensor) -> Tensor:
 
 
 def _gathered(op: str, name: str, B: int, C: int, N: int, *points: int) -> Case:
+    sizes: dict[str, Any] = dict(features=(B, C, N), indices=(B, *points), N=N)
     outputs = B * C * (points[0] if op == "three_interpolate" else torch.Size(points).numel())
-    return _case(op, name, getattr(ops, op), _plain, outputs, features=(B, C, N), indices=(B, *points), N=N)
-
-
-def _stacked(name: str, clouds: int, N: int, C: int, M: int, K: int) -> Case:
-    def counts(like: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.full((clouds,), n, dtype=torch.int32, device=like.device) for n in (N, M))
-
-    def function(features: Tensor, indices: Tensor) -> Tensor:
-        sizes, groups = counts(features)
-        return ops.stack_group_points(features, sizes, indices, groups)
-
-    def reference(features: Tensor, indices: Tensor) -> Tensor:
-        index = stacked_indices_reference(indices, *counts(features))[..., None]
-        return gather_points_reference(features, index, features.new_empty(0), True)
-
-    shapes = dict(features=(clouds * N, C), indices=(clouds * M, K))
-    return _case("stack_group_points", name, function, reference, clouds * M * C * K, N=N, **shapes)
+    tensors = _inputs(torch.float32, torch.device("cpu"), **sizes)
+    given, K = 4 * sum(tensor.numel() for tensor in tensors), len(tensors)
+    differentiable = {"features": 0} | ({"weight": 2} if K == 3 else {})
+    return Case(
+        op=op,
+        name=name,
+        sizes=" ".join("x".join(map(str, size)) for size in (sizes["features"], sizes["indices"])),
+        make=partial(_inputs, **sizes),
+        function=getattr(ops, op),
+        reference=_plain,
+        differentiable=differentiable,
+        work=lambda dtype: {
+            "forward": Work(moved=given + 4 * outputs, flops=2 * outputs * K),
+            "backward": Work(moved=2 * given + 4 * outputs, flops=4 * outputs * K),
+        },
+        tolerance=lambda dtype: {"output": 1e-6, "features": 1e-5, "weight": 1e-5},
+        peers=(
+            Peer("torch", lambda: lambda *arguments: Call(_plain, arguments, tuple(differentiable.values()))),
+        ),
+        dtypes=(torch.float32,),
+    )
 
 
 def _nearest(name: str, B: int, N: int) -> Case:
@@ -116,8 +88,6 @@ CASES = [
     _gathered("gather_points", "votenet", 8, 3, 20000, 2048),
     _gathered("three_interpolate", "tiny", 2, 8, 50, 30, 3),
     _gathered("three_interpolate", "votenet", 8, 256, 512, 1024, 3),
-    _stacked("tiny", 2, 100, 8, 30, 5),
-    _stacked("pv-rcnn", 2, 16384, 32, 4096, 16),
     _nearest("tiny", 3, 20),
     _nearest("reppoints", 512, 64),
 ]

@@ -117,7 +117,7 @@ def test_peers_missing_failing_and_too_large(tmp_path):
     assert result["peers"]["doubled"]["output_error"] == pytest.approx(1)
     assert result["peers"]["failing"]["problem"] == "ValueError: only on Tuesdays"
     assert result["peers"]["large"]["problem"] == "not run: needs about 1073741824 GiB"
-    report = {"environment": {}, "clocks": {}, "floors": "", "command": "", "results": [result]}
+    report = {"environment": {}, "floors": "", "command": "", "results": [result]}
     assert "≥ 1e-09x met" in short_table(report) and "≥ 1e+09x missed" in short_table(report)
     result["peak_bytes"], result["peers"]["doubled"]["peak_bytes"] = 3 << 19, 2 << 20
     write_tables(report, tmp_path)
@@ -161,11 +161,9 @@ def test_selection(capsys):
 
 
 @pytest.mark.cuda
-def test_tiny_case_on_a_gpu_with_and_without_a_graph(tmp_path, monkeypatch):
+def test_tiny_case_on_a_gpu_with_and_without_a_graph(tmp_path):
     graphed = dataclasses.replace(TINY, name="tiny-graph", graph=True)
     assert run([TINY, graphed], [torch.float32, torch.float16], torch.device("cuda"), tmp_path, quick=True)
     results = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert all(len(result["passes"]) == 5 and not result["failures"] for result in results)
     assert results[2]["passes"]["both"]["time"]["method"] == "CUDA graph"
-    monkeypatch.setitem(sys.modules, "triton.testing", None)
-    assert run([TINY], [torch.float32], torch.device("cuda"), tmp_path, quick=True)

@@ -47,11 +47,11 @@ def test_every_family_has_levels_to_attend_to(name):
 
 def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(FAMILIES, "tiny", TINY)
-    options = ["--device", "cpu", "--families", "tiny", "--modes", "train", "predict", "--turns", "2"]
+    options = ["--device", "cpu", "--families", "tiny", "--turns", "2"]
     assert steps.main([*options, "--out", str(tmp_path / "out.json")]) == 0
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert result["output_error"] < 1e-4
-    assert [step["mode"] for step in result["steps"]] == ["train", "predict"]
+    assert [step["mode"] for step in result["steps"]] == ["predict"]
     for step in result["steps"]:
         for way in ("stock", "visdet"):
             assert step[way]["wall_ms"] > 0

@@ -8,14 +8,19 @@ A config of yours can also inherit without a copy: _base_ = "visdet::deformable_
 """
 
 import argparse
+from typing import Any
+
+from visdet.command_line import complete_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    copying = parser.add_subparsers(dest="action", metavar="[copy]").add_parser(
-        "copy", help="copy a config with its bases"
+    commands = parser.add_subparsers(
+        dest="action", metavar="[copy NAME [FOLDER]]", help="without it, the configs are listed"
     )
-    copying.add_argument("name", help="the name of a config of the package")
+    copying = commands.add_parser("copy", help="copy a config with its bases")
+    name: Any = copying.add_argument("name", help="the name of a config of the package")
+    name.completer = complete_config
     copying.add_argument(
         "folder", nargs="?", default="configs", help="folder to copy into (default: %(default)s)"
     )

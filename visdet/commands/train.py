@@ -7,8 +7,17 @@ torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 """
 
 import argparse
+import os
 
 from visdet.command_line import add_config_arguments
+
+_LOGGERS = {
+    "wandb": {"type": "WandbVisBackend"},
+    "mlflow": {
+        "type": "MLflowVisBackend",
+        "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db"),
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="multiply the learning rate by the total batch size divided by auto_scale_lr.base_batch_size",
     )
+    parser.add_argument(
+        "--logger", choices=_LOGGERS, help="write the curves there, too; the package must be installed"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import train
 
+    options = args.cfg_options or {}
+    if args.logger:
+        backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
+        options = {"visualizer.vis_backends": backends, **options}
     train(
         args.config,
-        args.cfg_options,
+        options,
         work_dir=args.work_dir,
         from_=args.from_,
         resume=args.resume,

@@ -210,13 +210,6 @@ class CocoDataset(BaseDataset):
                 f"config, metainfo=dict(classes={tuple(names.values())!r:.500}), and set "
                 "the model's num_classes"
             )
-        if left_out:
-            alike = [hint for name in left_out if (hint := look_alike(name, classes))]
-            self._warn(
-                f"{sum(left_out.values())} of its boxes are left out, because their categories are not in "
-                f"metainfo['classes']: {listed([f'{name} ({count})' for name, count in left_out.items()])}"
-                + (f". Class {listed(alike, 3)}" if alike else "")
-            )
         absent = [name for label, name in enumerate(classes) if label not in set(matched.values())]
         if absent:
             message = f"it has no category for {len(absent)} of the {len(classes)} classes: {listed(absent)}"
@@ -226,6 +219,13 @@ class CocoDataset(BaseDataset):
                     "Correct metainfo['classes'], or set allow_absent_classes=True in the data set's config"
                 )
             self._warn(message)
+        if left_out:
+            alike = [hint for name in left_out if (hint := look_alike(name, classes))]
+            self._warn(
+                f"{sum(left_out.values())} of its boxes are left out, because their categories are not in "
+                f"metainfo['classes']: {listed([f'{name} ({count})' for name, count in left_out.items()])}"
+                + (f". Class {listed(alike, 3)}" if alike else "")
+            )
         return matched
 
     def _parse_image(self, image: dict, annotations: list, label_of_category: dict, tally: Counter) -> dict:

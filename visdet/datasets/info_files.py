@@ -187,10 +187,6 @@ def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:
             loaded = load_numpy_pickle(file)
         except pickle.UnpicklingError as error:
             raise InvalidInputError(f"info file {path} cannot be read: {error}") from error
-    return _infos_and_metadata(loaded, path)
-
-
-def _infos_and_metadata(loaded: Any, path: str | Path) -> tuple[list[dict], dict]:
     given = (
         {name: type(value).__name__ for name, value in loaded.items()} if isinstance(loaded, dict) else loaded
     )

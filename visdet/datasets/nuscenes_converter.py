@@ -96,7 +96,8 @@ class NuScenesConverter:
         samples = self.tables.samples(scene)
         location = self.tables.location(scene)
         messages = self._can_bus(scene["name"])
-        lidar_poses = [self._lidar_pose(sample) for sample in samples]
+        poses = [self._poses(self.tables.data(sample, "LIDAR_TOP")) for sample in samples]
+        lidar_poses = [_matrix(ego) @ _matrix(calibration) for calibration, ego in poses]
         for number, sample in enumerate(samples):
             info = self._sensors(sample) | {"map_location": location}
             info["map_annos"] = self._map(location, lidar_poses[number])
@@ -153,10 +154,6 @@ class NuScenesConverter:
         """Return the calibration of a sensor and the pose of the vehicle, given the record of the sensor's data."""
         calibration = self.tables.get("calibrated_sensor", data["calibrated_sensor_token"])
         return calibration, self.tables.get("ego_pose", data["ego_pose_token"])
-
-    def _lidar_pose(self, sample: dict) -> np.ndarray:
-        calibration, ego = self._poses(self.tables.data(sample, "LIDAR_TOP"))
-        return _matrix(ego) @ _matrix(calibration)
 
     def _annotations(self, sample: dict, lidar_pose: np.ndarray) -> dict:
         """Return boxes, names, velocities, ids and futures in the lidar frame."""

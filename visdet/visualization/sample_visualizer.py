@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from mmengine.dist import master_only
 from mmengine.structures import BaseDataElement
-from mmengine.visualization import Visualizer
+from mmengine.visualization import MLflowVisBackend, Visualizer
 from PIL import Image
 
 from visdet.errors import MissingPackageError
@@ -67,6 +67,13 @@ class SampleVisualizer(Visualizer):
             raise MissingPackageError(
                 f"visualizer.vis_backends has a backend whose package is missing: {error}"
             ) from error
+
+    @master_only
+    def add_image(self, name: str, image: np.ndarray, step: int = 0) -> None:
+        """Give a picture to all backends. MLflow reads its format from the name; others add a suffix of their own."""
+        for backend in self._vis_backends.values():
+            suffix = ".png" if isinstance(backend, MLflowVisBackend) else ""
+            backend.add_image(name + suffix, image, step)
 
     @abstractmethod
     def draw_sample(

@@ -106,7 +106,14 @@ class PlannedBatchSampler(BatchSampler):
             sizes, self._is_known = common
         found = {image.size for image in drawn} if are_all else set()
         filled = frozenset(sizes) if found == set(sizes) else frozenset()
-        self.plan = BatchPlan(None, sizes, filled, _rooms(boxes))
+        # The boxes of an image are padded to one number, or to one of two if few images have many.
+        most, usual = (
+            -(-max(int(np.quantile(boxes or [0], share)), 1) // _BOX_STEP) * _BOX_STEP
+            for share in (1, _USUAL)
+        )
+        usual = max(usual, _FEW_BOXES)
+        rooms = (most,) if most < 2 * usual else (usual, most)
+        self.plan = BatchPlan(None, sizes, filled, rooms)
         count = getattr(sampler, "total_size", len(self._files))
         surplus = (
             0
@@ -217,15 +224,6 @@ class PlannedBatchSampler(BatchSampler):
         shares = [_of_rank(self.sampler, rank) for rank in range(self._world_size)]
         for indices in itertools.zip_longest(*shares):
             yield from (index for index in indices if index is not None)
-
-
-def _rooms(boxes: list[int]) -> tuple[int, ...]:
-    """Return the numbers of boxes to which those of an image are padded: one, or two if few images have many."""
-    most, usual = (
-        -(-max(int(np.quantile(boxes or [0], share)), 1) // _BOX_STEP) * _BOX_STEP for share in (1, _USUAL)
-    )
-    usual = max(usual, _FEW_BOXES)
-    return (most,) if most < 2 * usual else (usual, most)
 
 
 def _of_rank(sampler: Any, rank: int) -> Any:

@@ -6,14 +6,16 @@ from visdet.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .driving_scenes import DrivingScenesDataset, make_driving_scenes
-    from .shapes import ShapesDataset, make_shapes
+    from .shapes import make_shapes
+    from .shapes_dataset import ShapesDataset
     from .two_view_pairs import TwoViewPairs
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "driving_scenes": ["DrivingScenesDataset", "make_driving_scenes"],
-            "shapes": ["ShapesDataset", "make_shapes"],
+            "shapes": ["make_shapes"],
+            "shapes_dataset": ["ShapesDataset"],
             "two_view_pairs": ["TwoViewPairs"],
         },
     )

@@ -16,7 +16,7 @@ from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_m
 from ..info_files import load_infos, save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
 from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
-from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar, dividers_of
+from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
@@ -144,7 +144,20 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[d
             name = f"samples/{camera.name}/{token}.jpg"
             if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
                 raise OSError(f"make_driving_scenes: cannot write {folder / name}")
-            cameras[camera.name] = _camera_info(camera, name, timestamp, ego)
+            to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
+            cameras[camera.name] = {
+                "data_path": name,
+                "type": camera.name,
+                "sample_data_token": token + camera.name,
+                "sensor2ego_translation": to_ego[:3, 3].tolist(),
+                "sensor2ego_rotation": quaternion_from_matrix(to_ego[:3, :3]),
+                "ego2global_translation": ego[:3, 3].tolist(),
+                "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
+                "timestamp": timestamp,
+                "sensor2lidar_rotation": camera.rotation,
+                "sensor2lidar_translation": camera.translation,
+                "cam_intrinsic": camera.intrinsic,
+            }
         yield {
             "token": token,
             "scene_token": scene,
@@ -169,23 +182,6 @@ def _ego_pose(world: World, frame: int) -> np.ndarray:
     yaw = world.ego_yaw[frame]
     rotation = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
     return pose_matrix((*world.ego_xy[frame], 0.0), rotation)
-
-
-def _camera_info(camera: Camera, data_path: str, timestamp: int, ego: np.ndarray) -> dict:
-    to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
-    return {
-        "data_path": data_path,
-        "type": camera.name,
-        "sample_data_token": Path(data_path).stem + camera.name,
-        "sensor2ego_translation": to_ego[:3, 3].tolist(),
-        "sensor2ego_rotation": quaternion_from_matrix(to_ego[:3, :3]),
-        "ego2global_translation": ego[:3, 3].tolist(),
-        "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
-        "timestamp": timestamp,
-        "sensor2lidar_rotation": camera.rotation,
-        "sensor2lidar_translation": camera.translation,
-        "cam_intrinsic": camera.intrinsic,
-    }
 
 
 def _agent_annotations(

@@ -153,11 +153,14 @@ def _drive(
     hold = rng.uniform(2.0, 8.0)
     kind = rng.random()
     factor = 1.0 if kind < 0.5 else change if kind < 0.8 else 0.0
-
-    def wanted(time: float) -> float:
-        return desired * factor if begin <= time < begin + hold else desired
-
-    return _follow(times, road, start, direction, desired, wanted)[0]
+    return _follow(
+        times,
+        road,
+        start,
+        direction,
+        desired,
+        lambda time: desired * factor if begin <= time < begin + hold else desired,
+    )[0]
 
 
 def _follow(

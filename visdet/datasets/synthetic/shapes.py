@@ -1,21 +1,18 @@
-"""The synthetic shapes data set, which is drawn and stored in COCO format."""
+"""Drawing of the synthetic shapes data set, which is stored in COCO format. It needs no torch."""
 
 import colorsys
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
-from visdet.registry import DATASETS
-from visdet.structures.class_names import class_palette
 
-from ..coco import CocoDataset
-from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
+from .drawn_folder import draw_in_processes, draw_once, is_orphan
 
 SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 
@@ -282,29 +279,3 @@ def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
         "images": images,
         "annotations": annotations,
     }
-
-
-@DATASETS.register_module()
-class ShapesDataset(CocoDataset):
-    """A CocoDataset of the shapes images, which are drawn first if ``data_root`` does not hold them.
-
-    The six classes (circle, square, triangle, star, cross, ring) differ in their outlines only. Colours, textures,
-    sizes and occlusion are random, and the background is noise. :func:`make_shapes` describes the files.
-
-    Args:
-        generator: arguments of :func:`make_shapes` other than the folder, such as ``num_train``, ``num_val``,
-            ``image_size`` and ``seed``. All data sets and metrics that share a ``data_root`` must have the same.
-        **coco_arguments: arguments of CocoDataset.
-    """
-
-    METAINFO: dict[str, Any] = {"classes": SHAPE_CLASSES, "palette": class_palette(len(SHAPE_CLASSES))}
-
-    def __init__(self, generator: dict | None = None, **coco_arguments: Any) -> None:
-        self._generator = dict(generator or {})
-        super().__init__(**coco_arguments)
-
-    def full_init(self) -> None:
-        if not self._fully_initialized:
-            make_shapes(self.data_root, **self._generator)
-            claim_folder(self, self.data_root)
-        super().full_init()

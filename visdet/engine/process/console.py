@@ -65,6 +65,8 @@ class WorkerStart:
 class ConsoleHandler(logging.Handler):
     """Shows warnings and errors of the log on the console. Processes other than the main one show errors only."""
 
+    stream = sys.__stdout__  # mmengine's MLflow backend asks each handler whether its stream is closed
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING if is_main_process() else logging.ERROR)
 

@@ -79,7 +79,7 @@ def feed_forward(
 @register_in_root
 @MODELS.register_module()
 class FFN(BaseModule):
-    """``identity + dropout_layer(Linear(... dropout(act(Linear(x)))))``.
+    """``identity + dropout_layer(Linear(… dropout(act(Linear(x)))))``.
 
     Parameter names: ``layers.0.0.*``, ``layers.1.0.*``, ... of the hidden layers, ``layers.{num_fcs-1}.*`` of the last
     layer.

@@ -18,7 +18,7 @@ _RELU = {"type": "ReLU", "inplace": True}
 
 @MODELS.register_module()
 class AsymmetricFFN(BaseModule):
-    """``identity_fc(x') + dropout_layer(Linear(... drop(act(Linear(x')))))`` with ``x' = pre_norm(x)``.
+    """``identity_fc(x') + dropout_layer(Linear(… drop(act(Linear(x')))))`` with ``x' = pre_norm(x)``.
 
     The parameter names are ``pre_norm.*``, ``layers.0.0.*``, ..., ``layers.{num_fcs-1}.*`` and ``identity_fc.*``. As in
     published checkpoints, ``identity_fc`` is a linear layer even between equal widths, unless ``feedforward_channels``
