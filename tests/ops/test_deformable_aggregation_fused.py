@@ -317,7 +317,7 @@ REFUSED = [
         (
             6,
             lambda t: t[:, :, :1],
-            r"logits must be \[B, Q, L, P, G\] = \[1, 2, 2, 3, G\] beside camera_logits",
+            r"logits must be \[1, 2, 2, 3, 2\], got \[1, 2, 1, 3, 2\]",
         ),
         (7, lambda t: t[:, :1], r"camera_logits must be \[1, 2, L, 3, G\], got"),
         (8, lambda t: t[:, :, :1], r"keep must be \[1, 2, 2, 3\], got \[1, 2, 1, 3\]"),
@@ -331,8 +331,9 @@ REFUSED = [
 ]
 
 
+@pytest.mark.cuda
 def test_saves_the_inputs_and_nothing_else():
-    case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32))
+    case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32, device="cuda"))
     case[6].requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -123,7 +123,10 @@ def test_no_gradient_is_differentiated(name, allow_unused):
     for loss in (torch.square,) if is_linear else (torch.square, torch.clone):
         (grad,) = torch.autograd.grad(loss(function(first)).sum(), first, create_graph=True)
         assert grad.abs().sum() > 0
-        with pytest.raises(RuntimeError, match=f"^{name}: it has no second derivative"):
+        # On the CPU, deformable_aggregation_fused is made of deformable_aggregation.
+        with pytest.raises(
+            RuntimeError, match=rf"^{name.split('_fused')[0]}\w*: it has no second derivative"
+        ):
             torch.autograd.grad(grad.square().sum() + first.sum(), first, allow_unused=allow_unused)
 
 

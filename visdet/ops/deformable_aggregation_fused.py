@@ -9,7 +9,8 @@ from torch import Tensor
 from . import _registration
 from ._arguments import computation_dtype
 from ._declared import declared
-from .deformable_aggregation import as_tables, deformable_aggregation_reference
+from ._library import kernel_device
+from .deformable_aggregation import _deformable_aggregation, as_tables, deformable_aggregation_reference
 
 __all__ = ["deformable_aggregation_fused", "deformable_aggregation_fused_reference"]
 
@@ -23,7 +24,7 @@ _MIN_DEPTH = 1e-5  # metres; points nearer or behind a camera land far outside t
     image_wh="None or real [B, V, 2]",
     camera_logits="None or real [B, V, L, P, G]",
     logits="real",
-    keep="None or any [B, Q, V, P]",
+    keep="None or mask [B, Q, V, P]",
     keep_scale="number",
 )
 def deformable_aggregation_fused(
@@ -43,7 +44,8 @@ def deformable_aggregation_fused(
     A point is at ``(x / d, y / d) / image_wh`` in a camera, with ``(x, y, d, _) = projection (point, 1)`` and d at
     least 1e-5. The weights of a query's group are ``keep_scale`` times the softmax of its logits over cameras, levels
     and points together. A pair whose ``keep`` is False contributes nothing, but its logits count in the softmax.
-    Neither locations nor weights are saved for the backward, which works them out again from the inputs.
+    On CUDA neither locations nor weights are saved for the backward, which works them out again from the inputs. On
+    the CPU plain torch computes them.
 
     Args:
         features: [B, S, C]. The maps, as ``deformable_aggregation`` takes them.
@@ -72,8 +74,8 @@ def deformable_aggregation_fused(
     scratch memory a logit more.
 
     Raises:
-        RuntimeError: A shape, size or device does not fit. The message names the argument.
-        ValueError: A type does not fit. The message names the argument.
+        RuntimeError: A size or device does not fit. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
         TypeError: ``level_shapes`` or ``level_starts`` is neither a tensor nor nested sequences of integers.
         NotBuiltError: The CPU library is not built.
 
@@ -95,11 +97,21 @@ def deformable_aggregation_fused(
         camera_logits = None if camera_logits is None else camera_logits.to(dtype)
     if camera_logits is None:
         camera_logits = logits.new_empty(0)
-    if keep is None:
-        keep = torch.empty(0, dtype=torch.bool, device=features.device)
+    keep = torch.empty(0, dtype=torch.bool, device=features.device) if keep is None else keep.bool()
     points, matrices, sizes = (tensor.to(dtype) for tensor in (key_points, projection, image_wh))
-    tensors = (features, shapes, starts, points, matrices, sizes, logits, camera_logits, keep)
-    return _deformable_aggregation_fused(*tensors, float(keep_scale))
+    given = matrices, sizes, logits, camera_logits, keep, float(keep_scale)
+    if kernel_device(features) in ("cuda", "meta"):
+        return _deformable_aggregation_fused(features, shapes, starts, points, *given)
+    B, Q, P, _ = points.shape
+    expected = [B, Q, projection.shape[1], *logits.shape[-3:-2], P, *logits.shape[-1:]]
+    if camera_logits.dim() == 5:
+        expected = [B, Q, *camera_logits.shape[2:]]
+    if list(logits.shape) != expected:
+        raise ValueError(f"deformable_aggregation_fused: logits must be {expected}, got {list(logits.shape)}")
+    is_finite = points.isfinite().all(-1)[..., None]
+    locations, weights = locations_and_weights(torch.where(is_finite, points, 0), *given)
+    locations = torch.where(is_finite[..., None], locations, -1.0)
+    return _deformable_aggregation(features, shapes, starts, locations, weights)
 
 
 def deformable_aggregation_fused_reference(
@@ -151,5 +163,4 @@ _deformable_aggregation_fused = _registration.differentiable(
         given.features.shape[0], given.key_points.shape[1], given.features.shape[2]
     ),
     layouts={"features": "[B, S, C]", "key_points": "[B, Q, P, 3]"},
-    elsewhere=deformable_aggregation_fused_reference,
 )

@@ -133,8 +133,6 @@ std::array<Tensor, 4> gradients(const Tensor& grad_output_in, const Tensor& feat
   return {grad_features, grad_locations, grad_weights, grad_depths};
 }
 
-}  // namespace
-
 Tensor deformable_aggregation_cpu(const Tensor& features, const Tensor& level_shapes, const Tensor& level_starts,
                                   const Tensor& locations, const Tensor& weights) {
   return aggregate(features, nullptr, level_shapes, level_starts, locations, weights);
@@ -160,6 +158,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deformable_aggregation_with_depth_bac
   return {grads[0], grads[3], grads[1], grads[2]};
 }
 
+}  // namespace
 }  // namespace visdet
 
 STABLE_TORCH_LIBRARY_FRAGMENT(visdet, m) {
