@@ -53,7 +53,8 @@ def export_config(
     cfg, _ = load_config(config, dict(options or {}))
     path = os.path.expanduser(checkpoint)
     cfg.load_from, cfg.resume, cfg.launcher, cfg.graph = path, False, "none", False
-    augmentation = dataset_config(cfg, "test").get("data_aug_conf") or {}  # of driving data sets
+    dataset = dataset_config(cfg, "test")  # That of driving has both of these.
+    augmentation = dataset.get("data_aug_conf") or {}
     if not arguments.get("shape") and "final_dim" in augmentation:
         arguments["shape"] = augmentation["final_dim"]
     given = Path(data).glob("*") if data else ()
@@ -65,7 +66,7 @@ def export_config(
         # The report of a test names its files, which are not kept.
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
         runner = build_runner(cfg)
-        arguments["classes"] = _checked_class_names(runner.model, path)
+        arguments["classes"] = _checked_class_names(runner.model, path) or dataset.get("classes")
         runner.load_checkpoint(path)
         limit, max_loss = LIMITS[arguments.get("precision", "float32")]
 
