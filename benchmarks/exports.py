@@ -5,6 +5,7 @@ python -m benchmarks.exports "Deformable DETR=exported/onnx" "Deformable DETR=ex
 The rows are kept in docs/export.json, where those of the same name, format and precision are replaced.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,10 +27,11 @@ def cells_of(report: dict[str, Any]) -> list[str]:
     metrics = report.get("data", {}).get("metrics", {"model": {}})
     kinds = [name for name in metrics["model"] if name.endswith(("bbox_mAP", "NuScenes/mAP"))][:1]
     compared = [f"{metrics[side][kind]:.4f}" for side in ("model", "exported") for kind in kinds] or ["", ""]
-    latency = report.get("latency", {})
-    times = [f"{latency[side]['p50_ms']:.1f}" if latency else "" for side in ("exported", "model")]
-    size = sum(report["bytes"].values()) / 2**20
-    return [f"{largest:.0e}", " ".join([*kinds, compared[0]]), compared[1], *times, f"{size:.1f}"]
+    times = [f"{time['p50_ms']:.1f}" for _, time in sorted(report.get("latency", {}).items())[:2]] or ["", ""]
+    return [
+        *(f"{largest:.0e}", " ".join([*kinds, compared[0]]), compared[1], *times),
+        f"{sum(report['bytes'].values()) / 2**20:.1f}",
+    ]
 
 
 def written(rows: dict[str, list[str]]) -> str:
@@ -48,11 +50,19 @@ def written(rows: dict[str, list[str]]) -> str:
     return "\n".join([*table(HEADER, body), "", f"Not run: {'; '.join(absent)}.", ""])
 
 
-def main(given: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Add the reports of folders, each as NAME=FOLDER, and rewrite the table."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.exports",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "reports", nargs="*", metavar="NAME=FOLDER", help="a model and the folder of its export"
+    )
     file = PAGE.with_suffix(".json")
     rows = json.loads(file.read_text()) if file.is_file() else {}
-    for name, _, folder in (one.partition("=") for one in given):
+    for name, _, folder in (one.partition("=") for one in parser.parse_args(arguments).reports):
         report = json.loads(Path(folder, "report.json").read_text())
         rows[f"{name}={report['format']} {report['precision']}"] = cells_of(report)
     file.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")

@@ -133,7 +133,7 @@ def test_processes_share_the_points_and_reach_the_same_field(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "array, message",
     [
-        (np.full((3, 3, 3), 2.0), "has one value everywhere, 2: there is nothing to fit"),
+        (np.full((3, 3, 3), 2.0), "has one value everywhere: there is nothing to fit"),
         (np.zeros((3, 0, 3)), "is empty"),
         (np.where(np.eye(3)[None], np.nan, 1.0), "3 NaN or infinite numbers"),
         (np.eye(3), r"must be [D0, D1, D2], got [3, 3]"),

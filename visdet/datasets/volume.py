@@ -229,9 +229,7 @@ def _checked_values(array: np.ndarray, name: str, normalize: bool) -> tuple[Tens
         raise InvalidInputError(f"{name} must hold real numbers, got {array.dtype}")
     values = np.asarray(array, np.float64)
     check_finite(name, values=values)
-    if values.min() == values.max():
-        raise InvalidInputError(
-            f"{name} has one value everywhere, {values.flat[0]:g}: there is nothing to fit"
-        )
+    if not values.size or values.min() == values.max():
+        raise InvalidInputError(f"{name} is empty or has one value everywhere: there is nothing to fit")
     scale = float(np.abs(values).max()) if normalize else 1.0
     return torch.from_numpy((values / scale).astype(np.float32)), scale
