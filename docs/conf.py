@@ -63,6 +63,10 @@ def public_names() -> dict[str, dict[str, str]]:
 
 def write_reference(app: Any) -> None:
     """Write a page of the API reference for each public package, and a table of them."""
+    for page in {*Path(app.srcdir, "api").glob("*.rst")} - {
+        Path(app.srcdir, "api", f"{package}.rst") for package in public_names()
+    }:
+        page.unlink()  # of a package that there was before
     for package, entries in public_names().items():
         module = importlib.import_module(package)
         elsewhere = {name: entry for name, entry in entries.items() if entry != f"{package}.{name}"}
@@ -72,10 +76,16 @@ def write_reference(app: Any) -> None:
             if name not in elsewhere
             and not (callable(value := getattr(module, name)) or inspect.ismodule(value))
         ]
-        own = [f"   {package}.{name}" for name in entries if name not in elsewhere]
-        lines = [package, "=" * len(package), "", ".. autosummary::", "   :nosignatures:", "", *own, ""]
-        lines += [f".. automodule:: {package}"]
-        lines += [f"   :exclude-members: {', '.join([*elsewhere, *values])}", ""]
+        lines = [package, "=" * len(package), "", ".. autosummary::", "   :nosignatures:", ""]
+        lines += [
+            *(f"   {package}.{name}" for name in entries if name not in elsewhere),
+            *(
+                "",
+                f".. automodule:: {package}",
+                f"   :exclude-members: {', '.join([*elsewhere, *values])}",
+                "",
+            ),
+        ]
         for name in values:
             lines += [
                 f".. py:data:: {name}",
