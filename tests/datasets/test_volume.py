@@ -55,7 +55,7 @@ def test_voxel_units_and_values_as_they_are(tmp_path):
 
 BAD_VOLUMES = {
     "flat": (np.zeros((3, 4)), r"must be \[D0, D1, D2\], got \[3, 4\]"),
-    "constant": (np.full((2, 2, 2), 3.5), "has one value everywhere, 3.5: there is nothing to fit"),
+    "constant": (np.full((2, 2, 2), 3.5), "has one value everywhere: there is nothing to fit"),
     "complex": (np.ones((2, 2, 2), complex), "must hold real numbers, got complex128"),
     "nan": (
         np.where(np.arange(8).reshape(2, 2, 2) == 6, np.nan, 1.0),
