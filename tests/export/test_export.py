@@ -111,6 +111,33 @@ def test_standard_operators_alone(tmp_path, variant, format, options):
     assert sizes == ([2, 3, 96, 128] if "shape" in options else [0, 3, 0, 0])
 
 
+@pytest.mark.slow
+@needs("onnx", "onnxscript", "onnxruntime")
+def test_convolutions_of_features_alone_are_in_int8(tmp_path):
+    import onnx
+
+    report = visdet.export(
+        built(DEFORMABLE_DETR, **SMALL),
+        tmp_path,
+        "onnx",
+        "int8",
+        calibration=lambda family: (given for case in family.cases() for given in case),
+    )
+    differences = report["differences"]["outputs"]
+    assert 0 < differences["scores"]["mean"] < 0.05
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    made_by = {name: node.op_type for node in graph.node for name in node.output}
+    given = {
+        (node.op_type, made_by.get(node.input[1]))
+        for node in graph.node
+        if node.op_type in ("Conv", "MatMul")
+    }
+    assert ("Conv", "DequantizeLinear") in given and not given & {
+        ("Conv", None),
+        ("MatMul", "DequantizeLinear"),
+    }
+
+
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_features_alone_are_in_16_bit(tmp_path, precision):
     model = built(DEFORMABLE_DETR, **SMALL)
@@ -173,5 +200,7 @@ def test_a_model_without_a_family_is_refused(tmp_path):
 def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path):
     with pytest.raises(ExportError, match="image features"):
         visdet.export(LearnableGaussianField(5), tmp_path, precision="bfloat16")
+    with pytest.raises(ExportError, match="'int8' needs"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "onnx", "int8")
     with pytest.raises(ExportError, match="ONNX"):
         visdet.export(LearnableGaussianField(5), tmp_path, "onnx", precision="bfloat16")

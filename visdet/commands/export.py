@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=folder_name, required=True, metavar="FOLDER", help="folder to write")
     parser.add_argument(
         "--precision",
-        choices=("float32", "float16", "bfloat16"),
+        choices=("float32", "float16", "bfloat16", "int8"),
         default="float32",
         help="of the backbone and the neck; what follows is float32 (default: float32)",
     )
@@ -41,13 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=positive_int, metavar="N", help="accept N images at once (default: any number)"
     )
-    parser.add_argument(
+    checks = parser.add_mutually_exclusive_group()
+    checks.add_argument(
         "--check",
         metavar="DATA",
         help="compare metrics, too: on an annotation file of the kind of the config's test data, or on a folder that "
         "replaces its data_root; on a folder of images, outputs are compared",
     )
-    parser.add_argument(
+    checks.add_argument(
         "--no-check", action="store_true", help="do not run what was written; the report says so"
     )
     parser.add_argument(
@@ -59,11 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.engine import say
-    from visdet.errors import InvalidInputError
     from visdet.export.from_config import export_config
 
-    if args.check and args.no_check:
-        raise InvalidInputError("--check and --no-check exclude each other")
     report = export_config(
         args.config,
         args.checkpoint,

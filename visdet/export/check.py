@@ -67,10 +67,12 @@ class Differences:
 
     def table(self) -> dict[str, Any]:
         """Return what a report says."""
-        outputs = {
-            name: {"largest": largest, "mean": self.mean[name]} for name, largest in self.largest.items()
+        return {
+            "inputs": self.count,
+            "outputs": {
+                name: {"largest": largest, "mean": self.mean[name]} for name, largest in self.largest.items()
+            },
         }
-        return {"inputs": self.count, "outputs": outputs}
 
     def check(self, limit: float) -> None:
         """Raise an ExportError if an output differs by more than ``limit``."""
@@ -99,8 +101,7 @@ def _row_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     if not np.issubdtype(a.dtype, np.floating):
         return (a[:, None] != b[None]).any(-1).astype(np.float64)
-    pairs = np.broadcast_arrays(a[:, None], b[None])
-    return _distance(*pairs).max(-1) if a.shape[1] else np.zeros((len(a), len(b)))
+    return _distance(*np.broadcast_arrays(a[:, None], b[None])).max(-1, initial=0.0)
 
 
 def arrays(tensors: Mapping[str, Tensor]) -> Arrays:

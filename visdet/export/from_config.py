@@ -1,8 +1,10 @@
 """Exports of a config with a checkpoint, and the metrics of an exported model on data."""
 
+import copy
+import itertools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from visdet.structures.class_names import checked_classes
 
 from .check import Differences, Run, arrays
 from .errors import ExportError
-from .families.family import Family
+from .families.family import Family, Tensors
 from .precision import LIMITS
 from .run import export, format_module
+
+_CALIBRATION = 32  # batches
 
 
 def export_config(
@@ -75,11 +79,20 @@ def export_config(
                 return _on_images(init_detector(cfg, path), images, limit, family, run)
             return _metrics(runner, max_loss, family, run)
 
+        def calibration(family: Family) -> Iterator[Tensors]:
+            return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
+
         arguments["preprocessing"] = {
             "pipeline": dataset_config(cfg, "test").get("pipeline"),
             "data_preprocessor": cfg.model.get("data_preprocessor"),
         }
-        return export(runner.model.to(device), out, evaluate=evaluate if data else None, **arguments)
+        return export(
+            runner.model.to(device),
+            out,
+            evaluate=evaluate if data else None,
+            calibration=calibration if data and not images else None,
+            **arguments,
+        )
 
 
 def _use_data(cfg: Config, data: str, batch: int | None) -> None:
@@ -129,15 +142,20 @@ class _Exported(nn.Module):
         return self.family.samples_of(self.run_exported(given), batch["data_samples"])
 
 
+def _inputs(family: Family, batches: Iterable[Any]) -> Iterator[Tensors]:
+    """Yield the inputs for batches of data, those of frames without the state that frames before them left."""
+    for data in batches:
+        batch = family.model.data_preprocessor(data, False)
+        yield family.inputs_of(batch["inputs"], batch["data_samples"])
+
+
 def _on_images(
     detector: Detector, images: Sequence[Path], limit: float, family: Family, run: Run
 ) -> dict[str, Any]:
     """Return the differences of the outputs on images, and raise an ExportError if they are too large."""
     differences = Differences()
-    for image in images:
-        item = detector.item_of(GivenImage(str(image)))
-        batch = family.model.data_preprocessor(pseudo_collate([item]), False)
-        given = family.inputs_of(batch["inputs"], batch["data_samples"])
+    items = (pseudo_collate([detector.item_of(GivenImage(str(image)))]) for image in images)
+    for given in _inputs(family, items):
         differences.add(arrays(family.run(given)), arrays(run(given)), family.rows, limit)
     differences.check(limit)
     return {"differences": differences.table()}

@@ -44,9 +44,11 @@ def build_extension(folder: Path) -> Path:
         next((package / "libs").glob(f"{name}.so*"))
         for name in ("libopenvino", "libopenvino_onnx_frontend", "libtbb")
     ]
-    library = folder / EXTENSION
-    command = [os.environ.get("CXX", "g++"), *_FLAGS, f"-I{_CSRC}", f"-isystem{package / 'include'}"]
-    command += [*(str(_CSRC / source) for source in _SOURCES), "-o", str(library), *map(str, libraries)]
+    command = [
+        *(os.environ.get("CXX", "g++"), *_FLAGS, f"-I{_CSRC}", f"-isystem{package / 'include'}"),
+        *(str(_CSRC / source) for source in _SOURCES),
+        *("-o", str(folder / EXTENSION), *map(str, libraries)),
+    ]
     try:
         built = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -55,4 +57,4 @@ def build_extension(folder: Path) -> Path:
         ) from None
     if built.returncode != 0:
         raise ExportError(f"the custom operators of OpenVINO do not compile:\n{built.stderr[-2000:]}")
-    return library
+    return folder / EXTENSION

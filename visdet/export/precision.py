@@ -5,7 +5,7 @@ float32 in every exported graph. Conversions stand in the graph before the backb
 """
 
 import copy
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,19 @@ from .errors import ExportError
 
 # The largest difference of an output from that of the model in the same precision, relative to its largest number, and
 # the largest loss of a metric from float32. Compilers round to 16 bit at other places than torch does.
-LIMITS = {"float32": (1e-3, 0.001), "float16": (1e-2, 0.002), "bfloat16": (5e-2, 0.005)}
+# In int8 the loss alone counts.
+LIMITS = {
+    "float32": (1e-3, 0.001),
+    "float16": (1e-2, 0.002),
+    "bfloat16": (5e-2, 0.005),
+    "int8": (math.inf, 0.01),
+}
 _FEATURES = ("backbone", "neck", "img_backbone", "img_neck")
 
 
 def with_features_in(model: nn.Module, precision: str) -> nn.Module:
     """Return the model, or for 16 bit a copy of it whose backbone and neck have weights and compute in 16 bit."""
-    if precision == "float32":
+    if precision in ("float32", "int8"):  # A format quantises what it has written.
         return model
     model, dtype = copy.deepcopy(model), getattr(torch, precision)
     parts = [part for name, part in model.named_children() if name in _FEATURES]
@@ -31,10 +37,9 @@ def with_features_in(model: nn.Module, precision: str) -> nn.Module:
             f"precision {precision!r} is that of image features, which {type(model).__name__} has not"
         )
 
-    def rounded(_: nn.Module, given: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(dtype), given)
-
     for part in parts:
-        part.to(dtype).register_forward_pre_hook(rounded)
+        part.to(dtype).register_forward_pre_hook(
+            lambda _, given: map_tensors(lambda tensor: tensor.to(dtype), given)
+        )
         part.register_forward_hook(lambda _, __, maps: map_tensors(Tensor.float, maps))
     return model

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Program:
         outputs: the names of the outputs.
         dynamic: for each input, the names of the axes whose size may change, by axis.
         ranges: the least and the greatest size of each of these names.
+        calibration: inputs from data, by which a format quantises the image features, or None not to do so.
         custom_op: the runtime for which ``standard`` has nodes of visdet's operators, or None.
     """
 
@@ -36,6 +37,7 @@ class Program:
     outputs: tuple[str, ...]
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    calibration: Iterable[dict[str, Tensor]] | None = None
     custom_op: str | None = None
 
     @functools.cached_property

@@ -14,11 +14,14 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     for title, part in (("random inputs", report), ("data", report.get("data", {}))):
         if "differences" in part:
             found = part["differences"]
-            lines += ["", f"Relative differences from the model on {found['inputs']} {title}:", ""]
-            lines += ["| output | largest | mean |", "|---|---|---|"]
             lines += [
-                f"| {name} | {one['largest']:.2g} | {one['mean']:.2g} |"
-                for name, one in found["outputs"].items()
+                f"\nRelative differences from the model on {found['inputs']} {title}:\n",
+                "| output | largest | mean |",
+                "|---|---|---|",
+                *(
+                    f"| {n} | {one['largest']:.2g} | {one['mean']:.2g} |"
+                    for n, one in found["outputs"].items()
+                ),
             ]
     if metrics := report.get("data", {}).get("metrics"):
         columns = list(metrics)
@@ -26,7 +29,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         for name in metrics[columns[0]]:
             lines.append(f"| {name} | {' | '.join(f'{metrics[column][name]:.4f}' for column in columns)} |")
     if times := report.get("latency"):
-        lines += ["", f"On {times['device']} with {times['threads']} threads:", ""]
+        lines += [f"\nOn {times['device']} with {times['threads']} threads:\n"]
         lines += ["| | p50 ms | p99 ms | images per second |", "|---|---|---|---|"]
         lines += [
             f"| {name} | {one['p50_ms']:.1f} | {one['p99_ms']:.1f} | {one['images_per_second']:.1f} |"

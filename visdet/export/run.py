@@ -32,7 +32,7 @@ def export(
     model: nn.Module,
     out: str | Path,
     format: Literal["pt2", "aoti", "onnx", "openvino"] = "pt2",
-    precision: Literal["float32", "float16", "bfloat16"] = "float32",
+    precision: Literal["float32", "float16", "bfloat16", "int8"] = "float32",
     *,
     shape: Sequence[int] | None = None,
     batch: int | None = None,
@@ -41,6 +41,7 @@ def export(
     check: bool = True,
     bench: bool = False,
     evaluate: Any = None,
+    calibration: Any = None,
     custom_op: Literal["openvino", "tensorrt"] | None = None,
 ) -> dict[str, Any]:
     """Write a model into a folder, run it in the runtime of the format, compare it, and return the report.
@@ -53,7 +54,8 @@ def export(
         out: the folder to write.
         format: 'pt2', 'aoti', 'onnx' or 'openvino'.
         precision: the type of image features, that is of the weights and the arithmetic of backbone and neck. What
-            follows is float32. The differences of the report are those from the model in the same precision.
+            follows is float32. The differences of the report are those from the model in the same precision, and with
+            'int8' from the model in float32.
         shape: the (height, width) of the images. By default any size is accepted where the model's can change.
         batch: the number of images at once. By default any number is accepted.
         classes: the names of the classes.
@@ -62,6 +64,7 @@ def export(
         bench: whether latencies are measured, of the exported model and of the model itself.
         evaluate: a function of the family and of what runs the exported model, which returns a part of the report with
             metrics, and raises an error if they differ too much.
+        calibration: a function of the family that yields inputs from data. 'int8' needs it, and ``evaluate``.
         custom_op: 'openvino' puts nodes of visdet's CPU kernels into the graph of format 'openvino', and compiles them.
             'tensorrt' puts nodes of NVIDIA's MultiscaleDeformableAttnPlugin into that of format 'onnx', which is then
             run by onnx's reference implementation, not by TensorRT.
@@ -75,6 +78,11 @@ def export(
     limit, _ = LIMITS[precision]
     if precision == "bfloat16" and format in ("onnx", "openvino"):
         raise ExportError("precision 'bfloat16': ONNX has no convolution in bfloat16. float16 is possible")
+    if precision == "int8" and (format not in ("onnx", "openvino") or custom_op or not calibration):
+        raise ExportError(
+            "precision 'int8' needs format 'onnx' or 'openvino' without custom_op, and data with annotations "
+            "(--check), which give the ranges of numbers and show the loss"
+        )
     module = format_module(format)
     family = family_of(
         with_features_in(model, precision), None if shape is None else (int(shape[0]), int(shape[1])), batch
@@ -84,7 +92,8 @@ def export(
             "custom_op must be 'openvino' with format 'openvino', or 'tensorrt' with format 'onnx', "
             f"got {custom_op!r} with format {format!r}"
         )
-    program = replace(family.program(), custom_op=custom_op)
+    inputs_of_data = calibration(family) if precision == "int8" else None
+    program = replace(family.program(), custom_op=custom_op, calibration=inputs_of_data)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     description = _description(
@@ -100,8 +109,11 @@ def export(
         return report
     run: Run = module.load(folder)
     differences, inputs, outputs = compare(family, run, limit)
-    named = {f"input.{name}": tensor for name, tensor in inputs.items()}
-    named |= {f"output.{name}": tensor for name, tensor in outputs.items()}
+    named = {
+        f"{kind}.{name}": tensor
+        for kind, tensors in (("input", inputs), ("output", outputs))
+        for name, tensor in tensors.items()
+    }
     np.savez(folder / "sample.npz", **arrays(named))  # type: ignore[arg-type]
     report["differences"] = differences.table()
     try:

@@ -30,8 +30,8 @@ def family_of(model: nn.Module, shape: tuple[int, int] | None, batch: int | None
     """
     kind = next((family for kind, family in _FAMILIES.items() if isinstance(model, kind)), None)
     if kind is None:
-        names = ", ".join(sorted(kind.__name__ for kind in _FAMILIES))
         raise ExportError(
-            f"{type(model).__name__} cannot be exported. What can are {names} and their subclasses"
+            f"{type(model).__name__} cannot be exported. What can are "
+            f"{', '.join(sorted(kind.__name__ for kind in _FAMILIES))} and their subclasses"
         )
     return kind(model, shape, batch)

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
 from ..program import Program
+from ..quantization import quantize
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
@@ -20,17 +21,27 @@ def write(program: Program, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and check its structure."""
     import onnx
 
-    with _failures_named(), contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
-        graph = torch.onnx.export(
-            program.standard,
-            input_names=list(program.inputs),
-            output_names=list(program.outputs),
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-        )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
+            graph = torch.onnx.export(
+                program.standard,
+                input_names=list(program.inputs),
+                output_names=list(program.outputs),
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        reason = (
+            error.__cause__ and error.__cause__.__cause__
+        ) or error  # It has the operator that ONNX lacks.
+        raise ExportError(
+            f"ONNX cannot represent the model: {str(reason).splitlines()[0]}. Export it as pt2"
+        ) from error
     assert graph is not None
     graph.save(folder / "model.onnx", external_data=False)
+    if program.calibration is not None:
+        quantize(folder / "model.onnx", program.calibration)
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     known = {"", DOMAINS.get(program.custom_op or "", "")}
@@ -44,20 +55,6 @@ def write(program: Program, folder: Path) -> None:
         raise ExportError(
             f"the ONNX graph has {', '.join(problems)}, which other runtimes do not run. Export the model as pt2"
         )
-
-
-@contextlib.contextmanager
-def _failures_named() -> Iterator[None]:
-    """Raise an ExportError with the operator that ONNX lacks, without the exporter's report."""
-    try:
-        yield
-    except torch.onnx.OnnxExporterError as error:
-        reasons = [
-            str(part).splitlines()[0]
-            for part in (error.__cause__ and error.__cause__.__cause__, error)
-            if part
-        ]
-        raise ExportError(f"ONNX cannot represent the model: {reasons[0]}. Export it as pt2") from error
 
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
