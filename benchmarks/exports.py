@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from visdet.export.precision import LIMITS
-from visdet.export.run import FORMATS
-
 from .report import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "export.md"
@@ -34,22 +31,6 @@ def cells_of(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def written(rows: dict[str, list[str]]) -> str:
-    """Return the table, and what was not run."""
-    kinds = [
-        f"{format} {precision}"
-        for format in FORMATS
-        for precision in LIMITS
-        if precision != "bfloat16" or format in ("pt2", "aoti")  # ONNX has no convolution in bfloat16.
-    ]
-    absent = [
-        f"{name}: {', '.join(kind for kind in kinds if f'{name}={kind}' not in rows)}"
-        for name in dict.fromkeys(key.partition("=")[0] for key in rows)
-    ]
-    body = [[*key.replace("=", " ").rsplit(" ", 2), *rows[key]] for key in sorted(rows)]
-    return "\n".join([*table(HEADER, body), "", f"Not run: {'; '.join(absent)}.", ""])
-
-
 def main(arguments: list[str]) -> None:
     """Add the reports of folders, each as NAME=FOLDER, and rewrite the table."""
     parser = argparse.ArgumentParser(
@@ -67,7 +48,9 @@ def main(arguments: list[str]) -> None:
         rows[f"{name}={report['format']} {report['precision']}"] = cells_of(report)
     file.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
     before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(before + START + written(rows) + END + rest.partition(END)[2])
+    body = [[*key.replace("=", " ").rsplit(" ", 2), *rows[key]] for key in sorted(rows)]
+    lines = "\n".join([*table(HEADER, body), END])
+    PAGE.write_text(before + START + lines + rest.partition(END)[2])
 
 
 if __name__ == "__main__":

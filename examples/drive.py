@@ -1,7 +1,11 @@
 """Drive through frames of several cameras with an exported model, and draw boxes, map, motion and plan.
 
     python examples/drive.py frames sparsedrive/sparsedrive_toy_stage2 20 drive    # writes drive/000.pt, ...
-    python examples/drive.py exported drive/*.pt pictures                          # exported is of `visdet export`
+    python examples/drive.py run exported found drive/*.pt                         # exported is of `visdet export`
+    python examples/drive.py draw exported found drive/*.pt                        # writes found/000.png, ...
+
+The second step writes the outputs of each frame, as the C++ program of examples/aoti/drive.cpp does with the arguments
+exported, found and drive/*.pt.
 
 A frame is a dict of tensors: ``images`` as the model wants them, ``projection_mat``, ``image_wh`` and, for a planner,
 ``gt_ego_fut_cmd``, as model.json describes them; ``pose`` float64 [B, 4, 4], from the vehicle to the world, ``time``
@@ -96,16 +100,21 @@ def picture(outputs: Tensors, frame: Tensors, classes: list[str]) -> Any:
 
 def main() -> None:
     """Run the command line."""
-    if sys.argv[1] == "frames":
+    step, model, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if step == "frames":
         return write_frames(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
-    model, *paths, out = map(Path, sys.argv[1:])
     description = json.loads((model / "model.json").read_text())
-    run = importlib.import_module(f"visdet.export.formats.{description['format']}").load(model)
     out.mkdir(exist_ok=True, parents=True)
-    frames = [torch.load(path, weights_only=True) for path in paths]
-    for path, frame, outputs in zip(paths, frames, drive(run, description, frames), strict=True):
-        drawn = picture(outputs, frame, description["classes"])
-        Image.fromarray(drawn).save(out / f"{path.stem}.png")
+    paths = list(map(Path, sys.argv[4:]))
+    frames = (torch.load(path, weights_only=True) for path in paths)
+    if step == "run":
+        run = importlib.import_module(f"visdet.export.formats.{description['format']}").load(model)
+        for path, outputs in zip(paths, drive(run, description, frames), strict=True):
+            torch.save(outputs, out / path.name)
+    else:
+        for path, frame in zip(paths, frames, strict=True):
+            drawn = picture(torch.load(out / path.name), frame, description["classes"])
+            Image.fromarray(drawn).save(out / f"{path.stem}.png")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,51 @@
-// Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in an image, from SCORE (0.3) on:
+// Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in a JPEG, from SCORE (0.3) on:
 // detect FOLDER IMAGE [SCORE], where FOLDER is the result of `visdet export --format aoti`.
+#include <cstdio>  // before jpeglib.h, which needs it
 #include <iostream>
+#include <jpeglib.h>
 
-#include "image.h"
 #include "model.h"
 
-// Returns the size that the pipeline of the config gives an image.
+// Returns a JPEG as [1, 3, H, W] uint8 in the order red, green, blue. In memory, one pixel stands after the other, as in
+// Python: torch resizes other layouts by other sums.
+at::Tensor read_image(const char* path) {
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), std::fclose);
+  TORCH_CHECK(file, "cannot read ", path);
+  jpeg_decompress_struct jpeg{};
+  jpeg_error_mgr errors;  // An error is printed and ends the program.
+  jpeg.err = jpeg_std_error(&errors);
+  jpeg_create_decompress(&jpeg);
+  jpeg_stdio_src(&jpeg, file.get());
+  jpeg_read_header(&jpeg, TRUE);
+  jpeg.out_color_space = JCS_RGB;
+  jpeg_start_decompress(&jpeg);
+  const at::Tensor pixels = at::empty({jpeg.output_height, jpeg.output_width, 3}, at::kByte);
+  for (JSAMPROW row = pixels.data_ptr<uint8_t>(); jpeg.output_scanline < jpeg.output_height;)
+    row += 3 * jpeg.output_width * jpeg_read_scanlines(&jpeg, &row, 1);
+  jpeg_destroy_decompress(&jpeg);
+  return pixels.permute({2, 0, 1}).unsqueeze(0);
+}
+
+// Returns the (height, width) that the pipeline of the config gives an image.
 std::pair<int64_t, int64_t> resized(Model& model, double height, double width) {
-  const std::string of = "preprocessing.pipeline";
-  for (const std::string& name : model.texts(of))
+  for (const std::string& name : model.texts("preprocessing.pipeline"))
     TORCH_CHECK(name == "LoadImageFromFile" || name == "LoadAnnotations" || name == "Resize" || name == "PackDetInputs",
                 "this program lacks the transform ", name);
-  const auto scale = model.numbers(of + ".Resize.scale");
+  const auto scale = model.numbers("preprocessing.pipeline.Resize.scale");
   if (scale.empty()) return {height, width};
-  if (model.facts[of + ".Resize.keep_ratio"] != "True") return {scale[1], scale[0]};
+  if (model.facts["preprocessing.pipeline.Resize.keep_ratio"] != "True") return {scale[1], scale[0]};
   const double factor = std::min(std::max(scale[0], scale[1]) / std::max(height, width),
                                  std::min(scale[0], scale[1]) / std::min(height, width));
   return {height * factor + 0.5, width * factor + 0.5};
+}
+
+// Returns pixels [1, 3, H, W] as the backbone wants them.
+at::Tensor normalised(Model& model, at::Tensor pixels) {
+  const bool is_rgb = model.facts["preprocessing.pipeline.LoadImageFromFile.channel_order"] == "rgb";
+  if (is_rgb == (model.facts["preprocessing.data_preprocessor.bgr_to_rgb"] == "True")) pixels = pixels.flip(1);
+  const auto mean = at::tensor(model.numbers("preprocessing.data_preprocessor.mean")).view({3, 1, 1});
+  const auto std = at::tensor(model.numbers("preprocessing.data_preprocessor.std")).view({3, 1, 1});
+  return ((pixels - mean) / std).to(at::kFloat);
 }
 
 // Returns how many pixels make a side one that the model takes.
@@ -34,16 +63,15 @@ int main(int argc, char** argv) try {
   at::Tensor image = read_image(argv[2]);
   const double height = image.size(2), width = image.size(3), least = argc > 3 ? std::stod(argv[3]) : 0.3;
   const auto [H, W] = resized(model, height, width);
-  image = model.normalised(at::upsample_bilinear2d(image, {H, W}, false));
+  image = normalised(model, at::upsample_bilinear2d(image, {H, W}, false));
   image = at::constant_pad_nd(image, {0, padding(model, "width", 3, W), 0, padding(model, "height", 2, H)});
   Tensors found = model.run({{"images", image}, {"image_sizes", at::tensor({H, W}).view({1, 2})}});
   const auto scale = at::tensor({width / W, height / H}).repeat({2});
   const auto boxes = found["bboxes"][0].cpu() * scale, scores = found["scores"][0].cpu();
   for (int64_t k = 0; k < scores.size(0) && scores[k].item<double>() >= least; ++k) {
-    const auto name = model.texts("classes").at(found["labels"][0][k].item<int64_t>());
-    const double* box = boxes[k].data_ptr<double>();
-    std::printf("%s %.4f %.2f %.2f %.2f %.2f\n", name.c_str(), scores[k].item<double>(), box[0], box[1], box[2],
-                box[3]);
+    std::cout << model.texts("classes").at(found["labels"][0][k].item<int64_t>()) << " " << scores[k].item<double>();
+    for (int side = 0; side < 4; ++side) std::cout << " " << boxes[k][side].item<double>();
+    std::cout << "\n";
   }
 } catch (const c10::Error& error) {
   std::cerr << "detect: " << error.what_without_backtrace() << "\n";

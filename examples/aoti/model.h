@@ -1,7 +1,7 @@
 // A model exported by `visdet export --format aoti`, as a function of named tensors.
 #pragma once
 #include <ATen/ATen.h>
-#include <dlfcn.h>
+#include <ATen/DynamicLibrary.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <filesystem>
@@ -23,14 +23,6 @@ struct Model {
     std::istringstream lines(facts[name]);
     return {std::istream_iterator<double>(lines), {}};
   }
-  // Pixels [..., 3, H, W] in the order red, green, blue as the backbone wants them.
-  at::Tensor normalised(at::Tensor pixels) {
-    const std::string of = "preprocessing.data_preprocessor.";
-    const bool is_rgb = facts["preprocessing.pipeline.LoadImageFromFile.channel_order"] == "rgb";
-    if (is_rgb == (facts[of + "bgr_to_rgb"] == "True")) pixels = pixels.flip(-3);
-    const auto of_channels = [&](const char* name) { return at::tensor(numbers(of + name)).view({3, 1, 1}); };
-    return ((pixels - of_channels("mean")) / of_channels("std")).to(at::kFloat);
-  }
   Tensors run(const Tensors& inputs) {
     std::vector<at::Tensor> given;
     for (const auto& name : texts("inputs")) given.push_back(inputs.at(name).to(facts["AOTI_DEVICE_KEY"]));
@@ -41,11 +33,9 @@ struct Model {
   }
   // The operators register themselves with torch. The library of CUDA needs that of the CPU, which declares them.
   static std::string with_operators(const std::filesystem::path& folder) {
-    TORCH_CHECK(std::filesystem::exists(folder / "model.pt2"), folder.string(), " lacks model.pt2");
-    for (const char* name : {"libvisdet_cpu.so", "libvisdet_cuda.so"}) {
-      const auto path = std::filesystem::absolute(folder / name);
-      TORCH_CHECK(!std::filesystem::exists(path) || dlopen(path.c_str(), RTLD_NOW), dlerror());
-    }
+    TORCH_CHECK(exists(folder / "model.pt2"), folder.string(), " lacks model.pt2");
+    for (const auto& name : {"libvisdet_cpu.so", "libvisdet_cuda.so"})
+      if (exists(folder / name)) at::DynamicLibrary((folder / name).c_str(), nullptr, /*leak_handle=*/true);
     return folder / "model.pt2";
   }
   torch::inductor::AOTIModelPackageLoader loader;

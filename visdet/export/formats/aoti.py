@@ -26,7 +26,9 @@ def write(program: Program, folder: Path) -> None:
         program.exported,
         package_path=str(folder / "model.pt2"),
         inductor_configs={
-            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text())))
+            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text()))),
+            # A sum in place of an input of torch.cat would lie in memory that other tensors get (torch 2.14).
+            "inplace_buffers": False,
         },
     )
     for device in {"cpu", *(tensor.device.type for tensor in program.inputs.values())}:

@@ -77,7 +77,8 @@ def rows_to_keep(
     if min_distance is not None:
         order = best.score.argsort(dim=1, descending=True, stable=True)
         query, label = best.query.gather(1, order), best.label.gather(1, order)
-        centres = boxes[..., :2].float().gather(1, query[..., None].expand(-1, -1, 2))
+        columns = query[..., None].expand(-1, -1, boxes.shape[-1])  # OpenVINO does not gather from a slice.
+        centres = boxes.float().gather(1, columns)[..., :2]
         is_near = torch.linalg.vector_norm(centres[:, :, None] - centres[:, None], dim=-1) < min_distance
         hides = (is_near & (label[:, :, None] == label[:, None])).triu(1)
         is_free = is_kept.gather(1, order)
