@@ -190,16 +190,12 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
             )
             for file in files:
                 if file.suffix.lower() in _SUFFIXES:
-                    label = _yolo_label(file)
+                    head, found, tail = str(file).rpartition("/images/")
+                    label = Path(f"{head}/labels/{tail}" if found else file).with_suffix(".txt")
                     read.add(label.resolve())
                     yield Picture(file.resolve(), split, None, _yolo_boxes(label, numbered, skipped), True)
     unread = [file for file in root.rglob("labels/**/*.txt") if file.resolve() not in read]
     skipped.update(f"{file} is of no image of a split" for file in sorted(unread))
-
-
-def _yolo_label(image: Path) -> Path:
-    head, found, tail = str(image).rpartition("/images/")
-    return Path(f"{head}/labels/{tail}" if found else image).with_suffix(".txt")
 
 
 def _yolo_boxes(label: Path, names: dict[int, Any], skipped: Counter[str]) -> list:
