@@ -105,8 +105,12 @@ def convert(
 def _kind_of(root: Path) -> str:
     if not root.is_dir():
         raise InvalidInputError(f"{root} is not a folder")
-    patterns = {"yolo": "*.y*ml", "voc": "**/*.xml", "csv": "**/*.csv", "coco": "**/*.json"}
-    for kind, pattern in patterns.items():
+    for kind, pattern in (
+        ("yolo", "*.y*ml"),
+        ("voc", "**/*.xml"),
+        ("csv", "**/*.csv"),
+        ("coco", "**/*.json"),
+    ):
         if next(root.glob(pattern), None):
             return kind
     raise InvalidInputError(
@@ -156,17 +160,14 @@ def _left_out(skipped: Counter[str], what: str) -> Iterator[None]:
 def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
     places = [root / "data.yaml", *sorted(root.glob("*.y*ml"))]
     table = next((place for place in places if place.is_file()), places[0])
-    with reading(str(table)):
-        text = table.read_text("utf-8")
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        with reading(str(table)):
+            data = yaml.safe_load(table.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{table} is not valid YAML: {error}") from error
     given = data.get("names") if isinstance(data, dict) else None
     if not isinstance(given, list | dict):
-        raise InvalidInputError(
-            f"{table} must have names, the list of the classes, got {given!r:.100}"
-        )
+        raise InvalidInputError(f"{table} must have names, the list of the classes, got {given!r:.100}")
     numbered = dict(enumerate(given)) if isinstance(given, list) else {int(k): v for k, v in given.items()}
     names += map(str, numbered.values())
     has_outlines = "kpt_shape" not in data
@@ -192,29 +193,27 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
             )
             for file in files:
                 if file.suffix.lower() in _SUFFIXES:
-                    label = _yolo_label(file)
+                    head, found, tail = str(file).rpartition("/images/")
+                    label = Path(f"{head}/labels/{tail}" if found else file).with_suffix(".txt")
                     read.add(label.resolve())
-                    yield Picture(file.resolve(), split, None, _yolo_boxes(label, numbered, has_outlines, skipped), True)
+                    yield Picture(
+                        file.resolve(), split, None, _yolo_boxes(label, numbered, has_outlines, skipped), True
+                    )
     unread = [file for file in root.rglob("labels/**/*.txt") if file.resolve() not in read]
     skipped.update(f"{file} is of no image of a split" for file in sorted(unread))
-
-
-def _yolo_label(image: Path) -> Path:
-    head, found, tail = str(image).rpartition("/images/")
-    return Path(f"{head}/labels/{tail}" if found else image).with_suffix(".txt")
 
 
 def _yolo_boxes(label: Path, names: dict[int, Any], has_outlines: bool, skipped: Counter[str]) -> list:
     boxes: list[tuple[str, list[float], dict]] = []
     for number, line in enumerate(label.read_text("utf-8").splitlines() if label.exists() else (), start=1):
-        with _left_out(
-            skipped, f"line {number} of {label}, {line[:60]!r}, is no box of a class"
-        ):
+        with _left_out(skipped, f"line {number} of {label}, {line[:60]!r}, is no box of a class"):
             if line.strip():
                 kind, *values = map(float, line.split())
                 x, y, w, h = values[:4]
                 corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
-                if has_outlines and len(values) >= 6:  # a box encloses an outline, and stands before key points
+                if (
+                    has_outlines and len(values) >= 6
+                ):  # a box encloses an outline, and stands before key points
                     corners = [min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2])]
                 boxes.append((str(names[int(kind)]), corners, {}))
     return boxes
@@ -240,8 +239,8 @@ def _voc_picture(file: Path, root: Path, split: str | None, skipped: Counter[str
     for item in tree.iter("object"):
         label = item.findtext("name") or ""
         with _left_out(skipped, f"{file}: an object {label} has no bndbox of four numbers"):
-            sides = ("xmin", "ymin", "xmax", "ymax")
-            corners = [float(item.findtext(f"bndbox/{side}") or "nothing") for side in sides]
+            found = (item.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax"))
+            corners = [float(value or "nothing") for value in found]
             picture.boxes.append((label, corners, {"ignore": 1} if item.findtext("difficult") == "1" else {}))
     return picture
 
@@ -282,13 +281,10 @@ def _coco_files(root: Path, names: list[str], skipped: Counter[str]) -> Iterator
 def _coco_pictures(file: Path, root: Path, names: list[str], skipped: Counter[str]) -> list[Picture]:
     content = load_coco_json(str(file))
     label_of = {category["id"]: category["name"] for category in content["categories"]}
-    used = {annotation["category_id"] for annotation in content["annotations"]}
-    groups = {category.get("supercategory") for category in content["categories"]}
-    for key, name in label_of.items():
-        if name in groups and key not in used:
-            skipped[f"category {name}, which has no box and only groups others"] += 1
-        elif name not in names:
-            names.append(name)
+    used = {label_of.get(annotation["category_id"]) for annotation in content["annotations"]}
+    groups = {category.get("supercategory") for category in content["categories"]} - used
+    skipped.update(f"category {name}, which only groups others" for name in groups & {*label_of.values()})
+    names += dict.fromkeys(name for name in label_of.values() if name not in groups and name not in names)
     pictures = {}
     for image in content["images"]:
         path, size = _existing(file.parent, root, image["file_name"]), (image["width"], image["height"])
