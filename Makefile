@@ -66,37 +66,37 @@ OMP_NUM_THREADS := $(shell test "$(IDLE)" -lt 130 2> /dev/null && echo 1 || echo
 endif
 endif
 demo: setup
-	$(BIN)/python tools/train.py $(CONFIG) --work-dir $(WORK_DIR) $(AMP)
-	@$(BIN)/python tools/analyze_logs.py $(WORK_DIR)
+	$(BIN)/visdet train $(CONFIG) --work-dir $(WORK_DIR) $(AMP)
+	@$(BIN)/visdet curves $(WORK_DIR)
 	@echo
 	@echo "Look at    $(WORK_DIR)/val_pictures/  (truth beside detections)   $(WORK_DIR)/curves.png"
 	@echo "Curves     $(BIN)/tensorboard --logdir $(WORK_DIR)"
-	@echo "Detect     $(BIN)/python tools/infer.py $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
+	@echo "Detect     $(BIN)/visdet infer $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
 
 DRIVE := work_dirs/sparsedrive_toy
 DRIVE_SCENES := data/driving_scenes
 # The validation of the second stage measures the boxes and the map of the first one, too.
 demo-drive: setup $(DRIVE_SCENES)/kmeans_plan_1.npy
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP) \
+	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP) \
 		--cfg-options val_dataloader=None val_cfg=None val_evaluator=None
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
+	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
 		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
-	$(BIN)/python tools/test.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+	$(BIN)/visdet test configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --work-dir $(DRIVE)_test
-	$(BIN)/python tools/visualize_driving.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+	$(BIN)/visdet visualize-driving configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --out-dir $(DRIVE)_pictures
-	@$(BIN)/python tools/analyze_logs.py $(DRIVE)_stage2
+	@$(BIN)/visdet curves $(DRIVE)_stage2
 	@echo
 	@echo "Look at    $(DRIVE)_pictures/scene_000_*.png  (cameras and the view from above, a picture per frame)"
 	@echo "Play       $(DRIVE)_pictures/scene_000.gif    (the whole scene)"
 	@echo "Curves     $(BIN)/tensorboard --logdir work_dirs"
 
 $(DRIVE_SCENES)/kmeans_plan_1.npy: | setup
-	$(BIN)/python tools/make_anchors.py $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --plan 1 \
+	$(BIN)/visdet make-anchors $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --plan 1 \
 		--max-distance 33
 
 train: setup
-	$(BIN)/python tools/train.py $(CONFIG)
+	$(BIN)/visdet train $(CONFIG)
 
 # Two processes: each test uses one thread, and no two share a file or a port.
 TEST_PROCESSES ?= 2

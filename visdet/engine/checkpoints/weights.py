@@ -19,7 +19,8 @@ from .published import converted
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Return the state dict of a checkpoint.
 
-    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key.
+    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key. It may be
+    nested, such as in {'model': {'state_dict': ...}}.
 
     Args:
         checkpoint: the content of the checkpoint.
@@ -28,8 +29,9 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the state dict holds no tensor.
     """
-    parts = (checkpoint.get(key) for key in ("state_dict", "model"))
-    found = next((part for part in parts if isinstance(part, dict)), checkpoint)
+    found = checkpoint
+    while inner := [found[key] for key in ("state_dict", "model") if isinstance(found.get(key), dict)]:
+        found = inner[0]
     if not any(isinstance(value, Tensor) for value in found.values()) or not all(
         isinstance(key, str) for key in found
     ):
@@ -91,7 +93,8 @@ def load_weights(
 ) -> None:
     """Load ``state_dict`` into ``model``.
 
-    The buffers ``num_batches_tracked`` of normalisation layers may be missing.
+    The buffers ``num_batches_tracked`` of normalisation layers may be missing. A prefix that the names of the model's
+    weights have in the file alone, such as ``model.`` of a wrapper, is removed.
 
     Args:
         model: the model.
@@ -108,6 +111,7 @@ def load_weights(
     """
     weights = converted(revised(state_dict, revise_keys), model)
     expected = model.state_dict()
+    weights = revised(weights, [("^" + re.escape(common_prefix(weights, expected)), "")])
     differing = {
         key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
         for key, value in weights.items()
@@ -136,12 +140,7 @@ def load_weights(
     report = f"checkpoint {source} does not fit {type(model).__name__}: {told(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
-        if prefix := common_prefix(weights, expected):
-            report = (
-                f"checkpoint {source} does not fit {type(model).__name__}: its keys begin with {prefix!r}. Save a copy "
-                "of its weights under keys without this prefix"
-            )
-        elif not none_fits:
+        if not none_fits:
             report += (
                 ".\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands load "
                 "them with `--cfg-options strict_load=False`"
