@@ -18,7 +18,8 @@ from .published import converted
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Return the state dict of a checkpoint.
 
-    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key.
+    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key. It may be
+    nested, such as in {'model': {'state_dict': ...}}.
 
     Args:
         checkpoint: the content of the checkpoint.
@@ -28,10 +29,8 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
         CheckpointError: the state dict holds no tensor.
     """
     found = checkpoint
-    for key in ("state_dict", "model"):
-        if isinstance(checkpoint.get(key), dict):
-            found = checkpoint[key]
-            break
+    while inner := [found[key] for key in ("state_dict", "model") if isinstance(found.get(key), dict)]:
+        found = inner[0]
     if not any(isinstance(value, Tensor) for value in found.values()) or not all(
         isinstance(key, str) for key in found
     ):
@@ -93,7 +92,8 @@ def load_weights(
 ) -> None:
     """Load ``state_dict`` into ``model``.
 
-    The buffers ``num_batches_tracked`` of normalisation layers may be missing.
+    The buffers ``num_batches_tracked`` of normalisation layers may be missing. A prefix that the names of the model's
+    weights have in the file alone, such as ``model.`` of a wrapper, is removed.
 
     Args:
         model: the model.
@@ -110,6 +110,7 @@ def load_weights(
     """
     weights = converted(revised(state_dict, revise_keys), model)
     expected = model.state_dict()
+    weights = revised(weights, [("^" + re.escape(common_prefix(weights, expected)), "")])
     differing = {
         key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
         for key, value in weights.items()
@@ -138,12 +139,7 @@ def load_weights(
     report = f"checkpoint {source} does not fit {type(model).__name__}: {listed(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
-        if prefix := common_prefix(weights, expected):
-            report = (
-                f"checkpoint {source} does not fit {type(model).__name__}: its keys begin with {prefix!r}. Save a copy "
-                "of its weights under keys without this prefix"
-            )
-        elif not none_fits:
+        if not none_fits:
             report += (
                 ".\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands load "
                 "them with `--cfg-options strict_load=False`"
