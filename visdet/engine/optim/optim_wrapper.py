@@ -82,10 +82,11 @@ class OptimWrapper(_OptimWrapper):
         return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
     def _average_gradients(self) -> None:
-        gradients = [parameter.grad for parameter in self._learning()]
-        if unused := sum(gradient is None for gradient in gradients):
+        learning = self._learning()
+        gradients = [parameter.grad for parameter in learning if parameter.grad is not None]
+        if len(gradients) < len(learning):
             raise UserError(
-                f"{unused} parameters of the model had no part in a loss, so that the processes cannot average their "
+                f"{len(learning) - len(gradients)} parameters of the model had no part in a loss, so that the processes cannot average their "
                 "gradients. Freeze them, or set find_unused_parameters=True in the config"
             )
         block = torch.cat([gradient.flatten() for gradient in gradients])
