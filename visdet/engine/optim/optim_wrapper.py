@@ -86,7 +86,7 @@ class OptimWrapper(_OptimWrapper):
         gradients = [parameter.grad for parameter in learning if parameter.grad is not None]
         if len(gradients) < len(learning):
             raise UserError(
-                f"{len(learning) - len(gradients)} parameters of the model had no part in a loss, so that the processes "
+                f"{len(learning) - len(gradients)} parameters of the model had no part in a loss, so the processes "
                 "cannot average their gradients. Freeze them, or set find_unused_parameters=True in the config"
             )
         block = torch.cat([gradient.flatten() for gradient in gradients])
