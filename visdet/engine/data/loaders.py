@@ -1,5 +1,6 @@
 """Data loaders by config, and what is wrong with their data before training reads them."""
 
+import functools
 from collections.abc import Sized
 from typing import Any
 
@@ -14,6 +15,7 @@ from visdet.registry import DATASETS
 from ..errors import ConfigError
 from ..process.console import WorkerStart
 from .data_workers import explain_collation, report_lost_batches
+from .one_block import collated_in_one_block
 
 
 def build_dataloader(
@@ -32,6 +34,8 @@ def build_dataloader(
         loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)
     explain_collation(loader)
+    if loader.pin_memory:  # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
+        loader.collate_fn = functools.partial(collated_in_one_block, loader.collate_fn)
     return loader
 
 
