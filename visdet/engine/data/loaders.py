@@ -15,6 +15,7 @@ from visdet.registry import DATASETS
 from ..errors import ConfigError
 from ..process.console import start_worker
 from .data_workers import explain_collation, report_lost_batches
+from .one_block import collated_in_one_block
 
 
 def build_dataloader(
@@ -33,6 +34,8 @@ def build_dataloader(
         loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)
     explain_collation(loader)
+    if loader.pin_memory:  # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
+        loader.collate_fn = functools.partial(collated_in_one_block, loader.collate_fn)
     return loader
 
 
