@@ -10,6 +10,7 @@ from torch import Tensor
 from visdet import ops
 
 from . import _mmcv_functions as own
+from ._counts import counted
 from ._deferred import deferred
 from ._entries import functions_of, gradients_of
 from .mmcv_ext import DEFORM, MODULATED
@@ -90,9 +91,9 @@ for _name, _declared, _operator in (
     (
         "nms_rotated",
         "Tensor dets, Tensor scores, float iou_threshold",
-        lambda dets, scores, threshold: ops.nms_rotated(_radians(dets), scores, threshold, clockwise=False)[
-            1
-        ],
+        lambda dets, scores, iou_threshold: ops.nms_rotated(
+            _radians(dets), scores, iou_threshold, clockwise=False
+        )[1],
     ),
     (
         "box_iou_rotated",
@@ -107,4 +108,6 @@ for _name, _declared, _operator in (
     ),
 ):
     torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
-    torch.library.impl(f"detectron2::{_name}", "default", _operator)
+    torch.library.impl(f"detectron2::{_name}", "default", counted(f"torch.ops.detectron2.{_name}", _operator))
+    globals()[_name] = _operator  # detectron2 0.1 to 0.5 call it in this module.
+    __all__ += [_name]

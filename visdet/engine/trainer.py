@@ -203,6 +203,7 @@ class DetRunner:
         build.initialize_weights(self.cfg, self._module)
         random_state = self._start_from(found)
         self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
+        build.let_updates_average(self.optim_wrapper, self.model)
         build.compile_step(self.cfg, self.steps)
         self.call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.
