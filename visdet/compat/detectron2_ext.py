@@ -10,6 +10,7 @@ from torch import Tensor
 from visdet import ops
 
 from . import _mmcv_functions as own
+from ._counts import counted
 from ._deferred import deferred
 from ._entries import functions_of, gradients_of
 from .mmcv_ext import DEFORM, MODULATED
@@ -104,4 +105,6 @@ for _name, _declared, _operator in (
     ),
 ):
     torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
-    torch.library.impl(f"detectron2::{_name}", "default", _operator)
+    torch.library.impl(f"detectron2::{_name}", "default", counted(f"torch.ops.detectron2.{_name}", _operator))
+    globals()[_name] = _operator  # detectron2 0.1 to 0.5 call it in this module.
+    __all__ += [_name]
