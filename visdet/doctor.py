@@ -1,6 +1,7 @@
 """Report versions, libraries, who computes the operators, and what should be done."""
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -51,20 +52,15 @@ def _packages(advice: list[str]) -> list[str]:
             "the distribution visdet is another project, which overwrites files of visdet-ops: pip uninstall visdet, "
             "and then install visdet-ops again"
         )
-    if "opencv-python" not in missing:
-        try:
-            import cv2  # noqa: F401
-        except ImportError as error:
-            advice.append(
-                f"OpenCV does not import ({error}): pip install --force-reinstall opencv-python-headless"
-            )
-    if "torchvision" not in missing:
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError) as error:
-            advice.append(
-                f"torchvision does not import ({error}): install torch and torchvision as a matching pair"
-            )
+    for name, module, remedy in (
+        ("opencv-python", "cv2", "pip install --force-reinstall opencv-python-headless"),
+        ("torchvision", "torchvision", "install torch and torchvision as a matching pair"),
+    ):
+        if name not in missing:
+            try:
+                importlib.import_module(module)
+            except (ImportError, RuntimeError) as error:
+                advice.append(f"{module} does not import ({error}): {remedy}")
     return lines
 
 
@@ -93,12 +89,8 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 
 
 def _operators(info: dict) -> list[str]:
-    from visdet import ops
-
-    functions = [getattr(ops, name) for name in ops.__all__ if hasattr(ops, f"{name}_reference")]
-    free = [function.__name__ for function in functions if getattr(function, "needs_no_library", False)]
     cpu, cuda = (
-        f"visdet ({language})" if info[device]["loaded"] else f"none, but for {', '.join(free)}"
+        f"visdet ({language})" if info[device]["loaded"] else "none, but for those in plain torch"
         for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
     )
     return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]

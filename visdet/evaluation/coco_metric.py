@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -13,24 +13,25 @@ from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import Positive, Range
 from visdet.checks.finite import DIVERGED, check_finite
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, listed
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
     box_area,
     id_order,
     is_ignored,
-    listed,
     load_coco_json,
     match_categories,
     written_otherwise,
 )
+from visdet.structures.tables import table_text
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
-from .tables import table_text
 
+_Iou = Annotated[float, Range(0, 1, is_open=True)]
 # The arguments of BoxEvaluation.average_precision for each name.
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},
@@ -87,21 +88,19 @@ class CocoMetric(BaseMetric):
     def __init__(
         self,
         ann_file: str | None = None,
-        metric: str | Sequence[str] = "bbox",
+        metric: Literal["bbox"] | Sequence[Literal["bbox"]] = "bbox",
         classwise: bool = False,
         format_only: bool = False,
         outfile_prefix: str | None = None,
-        iou_thrs: float | Sequence[float] | None = None,
-        proposal_nums: Sequence[int] = (100, 300, 1000),
+        iou_thrs: _Iou | Sequence[_Iou] | None = None,
+        proposal_nums: Sequence[Positive] = (100, 300, 1000),
         metric_items: Sequence[str] | None = None,
-        backend: str | None = None,
+        backend: Literal["faster_coco_eval", "pycocotools"] | None = None,
         backend_args: dict | None = None,
         collect_device: str = "cpu",
         prefix: str | None = None,
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        if metric not in ("bbox", ["bbox"], ("bbox",)):
-            raise InvalidInputError(f"CocoMetric: metric must be 'bbox', got {metric!r}")
         if format_only and outfile_prefix is None:
             raise InvalidInputError(
                 "CocoMetric: format_only=True needs an outfile_prefix to write to, got None"
@@ -110,13 +109,7 @@ class CocoMetric(BaseMetric):
         self.format_only = format_only
         self.outfile_prefix = outfile_prefix
         self.iou_thrs = np.linspace(0.5, 0.95, 10) if iou_thrs is None else np.atleast_1d(iou_thrs)
-        if not self.iou_thrs.size or not ((self.iou_thrs > 0) & (self.iou_thrs <= 1)).all():
-            raise InvalidInputError(
-                f"CocoMetric: iou_thrs must be numbers above 0 and up to 1, got {iou_thrs}"
-            )
         self.proposal_nums = sorted(proposal_nums)
-        if not proposal_nums or self.proposal_nums[0] < 1:
-            raise InvalidInputError(f"CocoMetric: proposal_nums must be positive, got {proposal_nums}")
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
         self.metric_items = list(checked_names("CocoMetric: metric_items", metric_items or list(_PRECISIONS)))

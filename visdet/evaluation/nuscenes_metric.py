@@ -7,6 +7,7 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
+from visdet.structures.tables import summary_line, table_text
 
 from .detection_curves import (
     TP_ERRORS,
@@ -24,7 +25,6 @@ from .driving_metric import (
     within,
 )
 from .precision_recall import CurveReport, confusion_matrix, score_curve
-from .tables import summary_line, table_text
 
 # Boxes that are farther away from the vehicle than this, in metres, do not count.
 CLASS_RANGE = {

@@ -8,6 +8,7 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
+from visdet.structures.tables import summary_line, table_text
 
 from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import (
@@ -18,7 +19,6 @@ from .driving_metric import (
     within,
 )
 from .nuscenes_metric import CLASS_RANGE
-from .tables import summary_line, table_text
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0

@@ -144,13 +144,8 @@ def draw_frame(
         reach_m: the distance in metres that the top view shows in every direction.
         view_width: the width of a camera view in the picture, in pixels.
         title: a text in the lower left corner.
-
-    Raises:
-        ValueError: neither prediction nor truth is given.
     """
-    shown = prediction if prediction is not None else truth
-    if shown is None:
-        raise ValueError("draw_frame: give a prediction, the truth, or both")
+    shown: Any = prediction if prediction is not None else truth
     colors = class_palette(len(classes))
     views = {}
     for name, image, projection in zip(cam_names, images, lidar2img, strict=True):
@@ -292,13 +287,7 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
 def write_gif(
     path: str | Path, pictures: Sequence[np.ndarray], frames_per_second: float = 4.0, width: int = 900
 ) -> None:
-    """Write RGB pictures [H, W, 3] as an endless GIF that is ``width`` pixels wide.
-
-    Raises:
-        ValueError: there are no pictures.
-    """
-    if not len(pictures):
-        raise ValueError("write_gif: no pictures")
+    """Write RGB pictures [H, W, 3] as an endless GIF that is ``width`` pixels wide."""
     frames = []
     for picture in pictures:
         image = Image.fromarray(picture)

@@ -9,7 +9,8 @@ from typing import Any
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, is_dense, named, nonfinite_names
+from visdet.checks.state_dicts import common_prefix, is_dense, nonfinite_names
+from visdet.errors import listed
 
 from ..errors import CheckpointError
 from .published import converted
@@ -34,7 +35,7 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     if not any(isinstance(value, Tensor) for value in found.values()) or not all(
         isinstance(key, str) for key in found
     ):
-        held = f"the keys {named([str(key) for key in found], 6)}" if found else "an empty dict"
+        held = f"the keys {listed(found, 6)}" if found else "an empty dict"
         raise CheckpointError(f"checkpoint {source} holds no weights; it holds {held}")
     return found
 
@@ -64,7 +65,7 @@ def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -
     """
     if not (names := nonfinite_names(weights)):
         return
-    report = f"checkpoint {source} has NaN or infinite numbers in {len(names)} tensors ({named(names)})"
+    report = f"checkpoint {source} has NaN or infinite numbers in {len(names)} tensors ({listed(names, 4)})"
     if not allow:
         raise CheckpointError(
             f"{report}. Use another checkpoint, or load this one by `--cfg-options allow_nonfinite_weights=True`."
@@ -131,12 +132,12 @@ def load_weights(
         return
     others = {"missing": missing, "unexpected": unexpected, "of another shape": list(differing.values())}
 
-    def listed(shown: int) -> str:
+    def told(shown: int) -> str:
         return "; ".join(
-            f"{len(keys)} {what} ({named(keys, shown)})" for what, keys in others.items() if keys
+            f"{len(keys)} {what} ({listed(keys, shown)})" for what, keys in others.items() if keys
         )
 
-    report = f"checkpoint {source} does not fit {type(model).__name__}: {listed(4)}"
+    report = f"checkpoint {source} does not fit {type(model).__name__}: {told(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
         if not none_fits:
@@ -148,7 +149,7 @@ def load_weights(
     loaded = len(expected) - len(missing) - len(differing)
     print_log(
         f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}. The others begin "
-        f"anew: {listed(200)}",
+        f"anew: {told(200)}",
         logger="current",
         level=logging.WARNING,
     )

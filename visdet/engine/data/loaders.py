@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from visdet.registry import DATASETS
 
 from ..errors import ConfigError
-from ..process.console import WorkerStart
+from ..process.console import start_worker
 from .data_workers import explain_collation, report_lost_batches
 from .one_block import collated_in_one_block
 
@@ -28,8 +28,8 @@ def build_dataloader(
             dataset.full_init()
         dataloader = {**dataloader, "dataset": dataset}
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-    if not isinstance(loader.worker_init_fn, WorkerStart):
-        loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+    if getattr(loader.worker_init_fn, "func", None) is not start_worker:
+        loader.worker_init_fn = functools.partial(start_worker, loader.worker_init_fn)
     if not torch.cuda.is_available():
         loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)

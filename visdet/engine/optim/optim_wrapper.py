@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
@@ -153,24 +151,17 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
         self.device_type = optimizer.param_groups[0]["params"][0].device.type
-        self.cast_dtype = self._checked_dtype(dtype)
-        self.loss_scaler = None
-        self._fixed_scale: float | None = None
-        if self.cast_dtype is torch.float16:
-            self.loss_scaler = torch.amp.GradScaler(self.device_type, **self._scaler_keywords(loss_scale))
-
-    def _checked_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
-        name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
-        if name not in _DTYPES:
+        name = str(dtype or "bfloat16").removeprefix("torch.")
+        if name not in ("bfloat16", "float16"):
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
-        return _DTYPES[name]
-
-    def _scaler_keywords(self, loss_scale: Any) -> dict[str, Any]:
-        if isinstance(loss_scale, dict):
-            return dict(loss_scale)
-        if loss_scale != "dynamic":
-            self._fixed_scale = float(loss_scale)
-        return {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
+        self.cast_dtype = getattr(torch, name)
+        self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
+        self.loss_scaler = None
+        if self.cast_dtype is torch.float16:
+            options = loss_scale if isinstance(loss_scale, dict) else {}
+            if self._fixed_scale is not None:
+                options = {"init_scale": self._fixed_scale}
+            self.loss_scaler = torch.amp.GradScaler(self.device_type, **options)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
