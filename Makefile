@@ -15,6 +15,7 @@
 # make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
 # make test-pythons  the quick tests on Python 3.10 and 3.13
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
+# make check-trees  docs/real_photographs.md from the wheel with the photographs to detections (20 minutes on a CPU)
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
 # make hf-kernel  the operators as a kernel repository for Hugging Face's package kernels, in dist/hf-kernel
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
@@ -245,6 +246,12 @@ check-packages: setup
 	$(VENV)-packages/bin/python -m pip install --quiet --no-build-isolation $(PACKAGES)
 	VISDET_CHECK=check-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest \
 		tests/compat/test_other_packages.py
+
+# The page on trees. The photographs are in the wheel of deepforest.
+check-trees: setup
+	$(BIN)/python -m pip download --quiet --no-deps --dest work_dirs/deepforest deepforest
+	cd work_dirs/deepforest && $(CURDIR)/$(BIN)/python -m zipfile -e deepforest-*.whl .
+	VISDET_TREES=$(CURDIR)/work_dirs/deepforest/deepforest/data $(BIN)/python -m pytest tests/test_real_photographs.py
 
 # All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
 TRANSFORMERS ?= transformers timm scipy kernels

@@ -89,12 +89,8 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 
 
 def _operators(info: dict) -> list[str]:
-    from visdet import ops
-
-    functions = [getattr(ops, name) for name in ops.__all__ if hasattr(ops, f"{name}_reference")]
-    free = [function.__name__ for function in functions if getattr(function, "needs_no_library", False)]
     cpu, cuda = (
-        f"visdet ({language})" if info[device]["loaded"] else f"none, but for {', '.join(free)}"
+        f"visdet ({language})" if info[device]["loaded"] else "none, but for those in plain torch"
         for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
     )
     return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]

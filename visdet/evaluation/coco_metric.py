@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -188,6 +189,13 @@ class CocoMetric(BaseMetric):
             f"{result['img_id']!r} and differ in their paths or true boxes. Give every image an id of its own. Images "
             "of several data sets may share ids if neither ann_file nor outfile_prefix is set"
         )
+
+    def evaluate(self, size: int) -> dict[str, float]:
+        """Return the metrics over the images of all processes by name. ``size`` is not used.
+
+        mmengine would keep the first ``size`` results, but images that a sampler repeats may be anywhere.
+        """
+        return super().evaluate(sys.maxsize)
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the values of ``metric_items`` by name, without the prefix."""

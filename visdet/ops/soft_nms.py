@@ -8,7 +8,6 @@ from torch import Tensor
 from . import _registration
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
-from ._renamed import renamed_arguments
 from .nms import as_tensors, overlaps_with, widened
 
 __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
@@ -16,7 +15,6 @@ __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
-@renamed_arguments(iou_thr="iou_threshold")
 @declared(
     boxes="array or real [N, 4]",
     scores="array or real [N]",
@@ -126,10 +124,9 @@ def soft_nms_reference(
 def _of_each_class(
     boxes: Tensor, scores: Tensor, classes: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    def suppress(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    if classes is None:
         return soft_nms_reference(boxes, scores, *settings)
-
-    return suppress(boxes, scores) if classes is None else class_by_class(suppress, boxes, scores, classes)
+    return class_by_class(lambda *of_class: soft_nms_reference(*of_class, *settings), boxes, scores, classes)
 
 
 def _results(given: Any) -> tuple[Tensor, Tensor]:

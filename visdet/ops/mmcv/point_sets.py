@@ -303,7 +303,7 @@ def squared_distances(
     distances = []
     for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
         if other.shape[1]:
-            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, 2))
+            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, one.shape[2]))
             distances.append((one - chosen).square().sum(-1))
         else:
             distances.append(one.sum(-1) * 0)
