@@ -15,6 +15,7 @@
 # make test-onedl  the engine's and the tools' tests on onedl-mmengine instead of mmengine
 # make test-pythons  the quick tests on Python 3.10 and 3.13
 # make check-packages  the bridges of ultralytics, rfdetr, groundingdino and libreyolo against those packages
+# make check-trees  docs/real_photographs.md from the wheel with the photographs to detections (20 minutes on a CPU)
 # make check-transformers  all detectors of transformers on visdet's operators (docs/compat_transformers.md)
 # make hf-kernel  the operators as a kernel repository for Hugging Face's package kernels, in dist/hf-kernel
 # make setup  virtual environment in .venv, dependencies, operators; quick when nothing changed
@@ -66,37 +67,37 @@ OMP_NUM_THREADS := $(shell test "$(IDLE)" -lt 130 2> /dev/null && echo 1 || echo
 endif
 endif
 demo: setup
-	$(BIN)/python tools/train.py $(CONFIG) --work-dir $(WORK_DIR) $(AMP)
-	@$(BIN)/python tools/analyze_logs.py $(WORK_DIR)
+	$(BIN)/visdet train $(CONFIG) --work-dir $(WORK_DIR) $(AMP)
+	@$(BIN)/visdet curves $(WORK_DIR)
 	@echo
 	@echo "Look at    $(WORK_DIR)/val_pictures/  (truth beside detections)   $(WORK_DIR)/curves.png"
 	@echo "Curves     $(BIN)/tensorboard --logdir $(WORK_DIR)"
-	@echo "Detect     $(BIN)/python tools/infer.py $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
+	@echo "Detect     $(BIN)/visdet infer $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
 
 DRIVE := work_dirs/sparsedrive_toy
 DRIVE_SCENES := data/driving_scenes
 # The validation of the second stage measures the boxes and the map of the first one, too.
 demo-drive: setup $(DRIVE_SCENES)/kmeans_plan_1.npy
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP) \
+	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP) \
 		--cfg-options val_dataloader=None val_cfg=None val_evaluator=None
-	$(BIN)/python tools/train.py configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
+	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
 		--cfg-options load_from="$$(cat $(DRIVE)_stage1/last_checkpoint)"
-	$(BIN)/python tools/test.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+	$(BIN)/visdet test configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --work-dir $(DRIVE)_test
-	$(BIN)/python tools/visualize_driving.py configs/sparsedrive/sparsedrive_toy_stage2.py \
+	$(BIN)/visdet visualize-driving configs/sparsedrive/sparsedrive_toy_stage2.py \
 		"$$(cat $(DRIVE)_stage2/last_checkpoint)" --out-dir $(DRIVE)_pictures
-	@$(BIN)/python tools/analyze_logs.py $(DRIVE)_stage2
+	@$(BIN)/visdet curves $(DRIVE)_stage2
 	@echo
 	@echo "Look at    $(DRIVE)_pictures/scene_000_*.png  (cameras and the view from above, a picture per frame)"
 	@echo "Play       $(DRIVE)_pictures/scene_000.gif    (the whole scene)"
 	@echo "Curves     $(BIN)/tensorboard --logdir work_dirs"
 
 $(DRIVE_SCENES)/kmeans_plan_1.npy: | setup
-	$(BIN)/python tools/make_anchors.py $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --plan 1 \
+	$(BIN)/visdet make-anchors $(DRIVE_SCENES) --out-dir $(DRIVE_SCENES) --det 128 --map 30 --plan 1 \
 		--max-distance 33
 
 train: setup
-	$(BIN)/python tools/train.py $(CONFIG)
+	$(BIN)/visdet train $(CONFIG)
 
 # Two processes: each test uses one thread, and no two share a file or a port.
 TEST_PROCESSES ?= 2
@@ -245,6 +246,12 @@ check-packages: setup
 	$(VENV)-packages/bin/python -m pip install --quiet --no-build-isolation $(PACKAGES)
 	VISDET_CHECK=check-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest \
 		tests/compat/test_other_packages.py
+
+# The page on trees. The photographs are in the wheel of deepforest.
+check-trees: setup
+	$(BIN)/python -m pip download --quiet --no-deps --dest work_dirs/deepforest deepforest
+	cd work_dirs/deepforest && $(CURDIR)/$(BIN)/python -m zipfile -e deepforest-*.whl .
+	VISDET_TREES=$(CURDIR)/work_dirs/deepforest/deepforest/data $(BIN)/python -m pytest tests/test_real_photographs.py
 
 # All detectors of transformers against visdet.compat, in an environment of their own; nothing is skipped there.
 TRANSFORMERS ?= transformers timm scipy kernels

@@ -48,6 +48,16 @@ class Peer:
     )  # estimate of the peak memory in bytes, or 0 if it is small
 
 
+def peer_of(
+    name: str,
+    function: Callable[..., Tensor],
+    differentiable: tuple[int, ...] = (),
+    memory: Callable[[tuple[Any, ...]], int] = lambda arguments: 0,
+) -> Peer:
+    """Return the peer that is a function of the operator's own arguments."""
+    return Peer(name, lambda: lambda *arguments: Call(function, arguments, differentiable), memory)
+
+
 @dataclass(frozen=True)
 class Case:
     """One named set of sizes and inputs of an operator."""

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,16 +137,9 @@ def _steps_of(
     graphed = GraphedLoss if case.trains else GraphedPrediction
     graphs = {graphed.method: graphed(model)} if graph else {}
     step = training_step(model, MAX_NORM[case.model], graphs) if case.trains else prediction(model, graphs)
-
-    def new_autocast() -> torch.autocast:
-        # An object of its own for each level: it keeps the state to restore.
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-    autocast = new_autocast()
-    with ExitStack() as as_in_the_runner:
-        if case.trains:
-            as_in_the_runner.enter_context(living_objects_not_collected())
-        as_in_the_runner.enter_context(torch.autograd.set_multithreading_enabled(False))
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    collecting = living_objects_not_collected() if case.trains else nullcontext()
+    with collecting, torch.autograd.set_multithreading_enabled(False):  # as in the runner
         yield [partial(step, batch, autocast) for batch in prepared]
 
 

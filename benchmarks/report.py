@@ -34,7 +34,9 @@ def _markdown(report: Report) -> list[str]:
     facts = {**report["environment"], "floors": report["floors"], "command": f"`{report['command']}`"}
     lines = ["# Benchmarks", "", *(f"- {label}: {value}" for label, value in facts.items())]
     lines += ["", "## Cases", ""]
-    lines += [f"- {name}: {sizes}" for name, sizes in _sizes(report).items()]
+    lines += dict.fromkeys(
+        f"- {result['op']}/{result['case']}: {result['sizes']}" for result in report["results"]
+    )
     lines += ["", "## Times", "", *_times(report), "", *_NOTES, "", "## Gate", "", *_gates(report)]
     if any("peak_bytes" in result for result in report["results"]):
         lines += ["", "## Peak memory of forward and backward", "", *_peaks(report)]
@@ -122,7 +124,12 @@ def _gates(report: Report) -> list[str]:
             + ["" if error is None else f"{error:.1e}" for error in outputs]
             + ["; ".join(gate["problems"])]
         )
-    header = ["case", "dtype", "gate", *(_tensor(name) for name in tensors)]
+    header = [
+        "case",
+        "dtype",
+        "gate",
+        *(name if name == "output" else f"gradient of {name}" for name in tensors),
+    ]
     return table([*header, *(f"output of {peer}" for peer in peers), "problem"], rows)
 
 
@@ -130,14 +137,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
     cells = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-
-
-def _tensor(name: str) -> str:
-    return name if name == "output" else f"gradient of {name}"
-
-
-def _sizes(report: Report) -> dict[str, str]:
-    return {f"{result['op']}/{result['case']}": result["sizes"] for result in report["results"]}
 
 
 def _peers(report: Report) -> list[str]:
@@ -148,21 +147,16 @@ def _label(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _median(result: dict[str, Any], name: str, kind: str) -> float | None:
-    if name == "visdet":
-        return result["passes"][kind]["time"]["median_us"]
-    timing = result["peers"].get(name, {}).get("passes", {}).get(kind)
-    return None if timing is None else timing["median_us"]
-
-
 def _ratio(result: dict[str, Any], peer: str, kind: str) -> str:
     ratio = result["peers"].get(peer, {}).get("times_slower", {}).get(kind)
     return "" if ratio is None else f"{peer} {ratio:.3g}x"
 
 
 def _peer(result: dict[str, Any], peer: str, kind: str) -> str:
-    median = _median(result, peer, kind) if peer in result["peers"] else None
-    return "" if median is None else f"{_time(median)} ({result['peers'][peer]['times_slower'][kind]:.3g}×)"
+    entry = result["peers"].get(peer, {"passes": {}})
+    if kind not in entry["passes"]:
+        return ""
+    return f"{_time(entry['passes'][kind]['median_us'])} ({entry['times_slower'][kind]:.3g}×)"
 
 
 def _goal(figures: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     report: dict[str, Any] = {
-        "environment": describe(device) | {"transformers": version_of_transformers()},
+        "environment": describe(device) | {"transformers": version("transformers")},
         "command": shlex.join(["python", "-m", "benchmarks.transformers_steps", *given]),
         "batch": options.batch,
         "results": [],
@@ -241,12 +242,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\n" + "\n".join(lines_of(report["results"])) + f"\n\nwrote {options.out}")
     return 0 if all(result["steps"] for result in report["results"]) else 1
-
-
-def version_of_transformers() -> str:
-    import transformers
-
-    return transformers.__version__
 
 
 if __name__ == "__main__":

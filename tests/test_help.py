@@ -68,9 +68,10 @@ def test_configs_are_completed_and_copy_is_optional(tmp_path, monkeypatch):
 
 
 def check(explanation, command):
-    assert explanation.startswith("usage: ") and command.split("/")[-1] in explanation.split("\n\n")[0], (
-        explanation
-    )
+    assert (
+        explanation.startswith("usage: ")
+        and command.split("/")[-1].removesuffix(".py") in explanation.split("\n\n")[0]
+    ), explanation
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "benchmarks" not in c[-1]], ids=" ".join)

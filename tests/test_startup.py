@@ -28,11 +28,11 @@ def run(code, folder, *arguments):
 @pytest.mark.parametrize(
     ("tool", "arguments"),
     [
-        ("print_config", [ROOT / "configs/deformable_detr/deformable-detr_shapes.py"]),
-        ("analyze_logs", ["scalars.json"]),
-        ("make_shapes", ["shapes", "--num-train", 1, "--num-val", 1, "--num-workers", 1]),
-        ("prepare_nuscenes", ["--convert", "infos.pkl"]),
-        ("make_anchors", ["infos.pkl", "--det", 1, "--map", 0, "--motion", 0, "--plan", 0]),
+        ("print-config", [ROOT / "configs/deformable_detr/deformable-detr_shapes.py"]),
+        ("curves", ["scalars.json"]),
+        ("make-shapes", ["shapes", "--num-train", 1, "--num-val", 1, "--num-workers", 1]),
+        ("prepare-nuscenes", ["--convert", "infos.pkl"]),
+        ("make-anchors", ["infos.pkl", "--det", 1, "--map", 0, "--motion", 0, "--plan", 0]),
     ],
 )
 def test_a_tool_that_needs_no_model_imports_no_torch(tool, arguments, tmp_path):
@@ -45,12 +45,12 @@ def test_a_tool_that_needs_no_model_imports_no_torch(tool, arguments, tmp_path):
     }
     (tmp_path / "infos.pkl").write_bytes(pickle.dumps({"infos": [frame], "metadata": {}}))
     code = (
-        "import runpy, sys\n"
-        "sys.argv[:] = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "import sys\n"
+        "from visdet.commands import main\n"
+        "main()\n"
         "assert not {'torch', 'torchvision', 'mmengine.runner'} & set(sys.modules)\n"
     )
-    done = run(code, tmp_path, ROOT / "tools" / f"{tool}.py", *arguments)
+    done = run(code, tmp_path, tool, *arguments)
     assert done.returncode == 0, done.stderr
 
 

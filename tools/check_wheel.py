@@ -53,26 +53,18 @@ def main() -> None:
     print(f"check-wheel: {wheel.name} installs and runs beside {' '.join(arguments.torch)}")
 
 
-def run(*command: object, cwd: Path = ROOT) -> None:
+def run(*command: object, cwd: Path = ROOT, stdout: int | None = None) -> str:
     """Run a command without the environment variables that could lead Python to the checkout.
+
+    Returns:
+        what the command prints, with ``stdout=subprocess.PIPE``.
 
     Raises:
         CalledProcessError: the command fails.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    subprocess.run([str(part) for part in command], check=True, env=environment, cwd=cwd)
-
-
-def ask(*command: object, cwd: Path = ROOT) -> str:
-    """Return the standard output of a command.
-
-    Raises:
-        CalledProcessError: the command fails.
-    """
-    answer = subprocess.run(
-        [str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, cwd=cwd
-    )
-    return answer.stdout
+    words = [str(part) for part in command]
+    return subprocess.run(words, check=True, text=True, env=environment, cwd=cwd, stdout=stdout).stdout
 
 
 def build_wheel(folder: Path) -> Path:
@@ -87,7 +79,7 @@ def check_platform(python: Path, wheel: Path) -> None:
     Raises:
         SystemExit: the libraries need a newer platform, or libraries that the platform lacks.
     """
-    audit = json.loads(ask(python, "-m", "auditwheel", "show", "--json", wheel))
+    audit = json.loads(run(python, "-m", "auditwheel", "show", "--json", wheel, stdout=subprocess.PIPE))
     print(f"check-wheel: auditwheel: {audit['sym_tag']}, beside {sorted(audit['external_libs'])}", flush=True)
     named, found = (re.search(r"manylinux_(\d+)_(\d+)_", tag) for tag in (wheel.name, audit["sym_tag"]))
     is_told = (
@@ -115,7 +107,7 @@ def check_package(python: Path, outside: Path) -> None:
         "import json, torch, torchvision, visdet, visdet.ops as ops\n"
         "print(json.dumps([visdet.__file__, torch.__version__, ops.build_info()]))"
     )
-    package, torch_version, info = json.loads(ask(python, "-c", code, cwd=outside))
+    package, torch_version, info = json.loads(run(python, "-c", code, cwd=outside, stdout=subprocess.PIPE))
     print(f"check-wheel: {package} with torch {torch_version}: {info}", flush=True)
     if not Path(package).is_relative_to(python.parents[1]):
         raise SystemExit(f"check-wheel: visdet comes from {package}, not from {python.parents[1]}")

@@ -1,6 +1,7 @@
 """Report versions, libraries, who computes the operators, and what should be done."""
 
 import argparse
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -51,20 +52,15 @@ def _packages(advice: list[str]) -> list[str]:
             "the distribution visdet is another project, which overwrites files of visdet-ops: pip uninstall visdet, "
             "and then install visdet-ops again"
         )
-    if "opencv-python" not in missing:
-        try:
-            import cv2  # noqa: F401
-        except ImportError as error:
-            advice.append(
-                f"OpenCV does not import ({error}): pip install --force-reinstall opencv-python-headless"
-            )
-    if "torchvision" not in missing:
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError) as error:
-            advice.append(
-                f"torchvision does not import ({error}): install torch and torchvision as a matching pair"
-            )
+    for name, module, remedy in (
+        ("opencv-python", "cv2", "pip install --force-reinstall opencv-python-headless"),
+        ("torchvision", "torchvision", "install torch and torchvision as a matching pair"),
+    ):
+        if name not in missing:
+            try:
+                importlib.import_module(module)
+            except (ImportError, RuntimeError) as error:
+                advice.append(f"{module} does not import ({error}): {remedy}")
     return lines
 
 
@@ -93,12 +89,8 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
 
 
 def _operators(info: dict) -> list[str]:
-    from visdet import ops
-
-    functions = [getattr(ops, name) for name in ops.__all__ if hasattr(ops, f"{name}_reference")]
-    free = [function.__name__ for function in functions if getattr(function, "needs_no_library", False)]
     cpu, cuda = (
-        f"visdet ({language})" if info[device]["loaded"] else f"none, but for {', '.join(free)}"
+        f"visdet ({language})" if info[device]["loaded"] else "none, but for those in plain torch"
         for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
     )
     return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]
@@ -147,8 +139,12 @@ def _kernels_on_gpu(index: int, capability: str, advice: list[str]) -> str:
     return "     visdet's kernels run on it"
 
 
-def report() -> tuple[str, list[str]]:
-    """Return the text of the report and the list of things to do."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command ``visdet doctor``: there are none."""
+
+
+def run(_: argparse.Namespace | None = None) -> int:
+    """Print the report and the list of things to do; return 1 if the CPU operators are missing, else 0."""
     import visdet
     from visdet.ops import build_info
 
@@ -161,26 +157,9 @@ def report() -> tuple[str, list[str]]:
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }
-    return "\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()), advice
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command ``visdet doctor``: there are none."""
-
-
-def run(_: argparse.Namespace | None = None) -> int:
-    """Print the report; return 1 if the CPU operators are missing, else 0."""
-    from visdet.ops import build_info
-
-    print(report()[0])
-    return 0 if build_info()["cpu"]["loaded"] else 1
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line of ``python -m visdet.doctor`` and run the report."""
-    parser = argparse.ArgumentParser(prog="python -m visdet.doctor", description=__doc__)
-    return run(parser.parse_args(arguments))
+    print("\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()))
+    return 0 if info["cpu"]["loaded"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

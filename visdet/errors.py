@@ -5,9 +5,8 @@ errors that a caller would expect (``ValueError``, ``FileNotFoundError``, ...). 
 package or of the user's own code, and keeps its traceback.
 """
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "build_step",
     "check_choice",
     "hints_of",
+    "listed",
     "reading",
     "where_to_get",
 ]
@@ -75,6 +75,13 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise InvalidInputError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
 
+def listed(names: Iterable[object], limit: int = 10) -> str:
+    """Return the first ``limit`` names joined by commas, and the number of the others."""
+    names = list(names)
+    rest = f", … {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(str, names[:limit])) + rest
+
+
 @contextmanager
 def where_to_get(text: str) -> Iterator[None]:
     """Add a hint to the error that a file of a data set is missing."""
@@ -123,4 +130,4 @@ def build_step(name: str) -> Iterator[None]:
 def built_names(error: BaseException) -> list[str]:
     """Return the names of the :func:`build_step` blocks that an error has passed through, the outermost first."""
     inner = next((note for note in hints_of(error) if note.startswith(_BUILDING)), None)
-    return [] if inner is None else re.split(r" > ", inner.removeprefix(_BUILDING))
+    return [] if inner is None else inner.removeprefix(_BUILDING).split(" > ")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visdet.ops.fused import batch_norm_add_relu
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 SHAPES = [
     (24, 64, 128, 352),
@@ -57,7 +57,7 @@ CASES = [
         tolerance=lambda dtype: dict.fromkeys(
             ("output", "x", "residual", "weight", "bias"), 1e-3 if dtype == torch.float32 else 3e-2
         ),
-        peers=(Peer("torch", lambda: lambda *arguments: Call(composed, arguments, (0, 1, 2, 3))),),
+        peers=(peer_of("torch", composed, (0, 1, 2, 3)),),
         dtypes=(torch.float32, torch.bfloat16),
         graph=True,
         heavy=True,

@@ -7,7 +7,7 @@ import torch
 
 from visdet.ops import box_key_points, box_key_points_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 DIMS, FIXED, LEARNABLE = 11, 7, 6
 
@@ -29,14 +29,6 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int) -> dict[str, Work]:
     }
 
 
-def _load_torch() -> Any:
-    return lambda *arguments: Call(box_key_points_reference, arguments, (0, 2))
-
-
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    return {"output": 1e-6, "anchors": 2e-6, "logits": 2e-6}
-
-
 def _case(name: str, B: int, Q: int = 900) -> Case:
     numbers = dict(B=B, Q=Q)
     return Case(
@@ -48,8 +40,8 @@ def _case(name: str, B: int, Q: int = 900) -> Case:
         reference=box_key_points_reference,
         differentiable={"anchors": 0, "logits": 2},
         work=partial(work_of, **numbers),
-        tolerance=_tolerance,
-        peers=(Peer("torch", _load_torch),),
+        tolerance=lambda dtype: {"output": 1e-6, "anchors": 2e-6, "logits": 2e-6},
+        peers=(peer_of("torch", box_key_points_reference, (0, 2)),),
         dtypes=(torch.float32,),
         batched=(0, 2),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visdet.ops import deformable_aggregation, deformable_aggregation_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Peer, Work, peer_of
 
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
@@ -107,10 +107,6 @@ def _torch_memory(arguments: tuple[Any, ...]) -> int:
     return 4 * weights.numel() // GROUPS * features.shape[-1] * 4
 
 
-def _load_torch() -> Any:
-    return lambda *arguments: Call(grid_sample_path, arguments, (0, 3, 4))
-
-
 def _every_point(
     features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -120,12 +116,8 @@ def _every_point(
     return deformable_aggregation(features, level_shapes, level_starts, *points).unflatten(1, (Q, P)).sum(2)
 
 
-def _load_every_point() -> Any:
-    return lambda *arguments: Call(_every_point, arguments, (0, 3, 4))
-
-
-TORCH = Peer("torch", _load_torch, _torch_memory)
-EVERY_POINT = Peer("every_point", _load_every_point)
+TORCH = peer_of("torch", grid_sample_path, (0, 3, 4), _torch_memory)
+EVERY_POINT = peer_of("every_point", _every_point, (0, 3, 4))
 
 
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:

@@ -13,7 +13,7 @@ from visdet.ops import (
     deformable_aggregation_fused_reference,
 )
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 from .deformable_aggregation import (
     CAMERAS,
     COORDINATE_TOLERANCE,
@@ -99,10 +99,6 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels) -> di
     }
 
 
-def _peer(sample: Callable[..., Tensor]) -> Any:
-    return lambda *arguments: Call(partial(composed, sample=sample), arguments, (0, 3, 6, 7))
-
-
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:
     value = VALUE_TOLERANCE[dtype]
     return {
@@ -129,8 +125,8 @@ def _case(name: str, B: int = 1, Q: int = 900, P: int = 13, levels: Levels = LEV
         work=partial(work_of, **numbers),
         tolerance=_tolerance,
         peers=(
-            Peer("torch", lambda: _peer(grid_sample_path)),
-            Peer("composed", lambda: _peer(deformable_aggregation)),
+            peer_of("torch", partial(composed, sample=grid_sample_path), (0, 3, 6, 7)),
+            peer_of("composed", composed, (0, 3, 6, 7)),
         ),
         batched=(0, 3, 4, 5, 6, 7),
         checked_batches=(0,) if B == 1 else (B - 1,),

@@ -20,7 +20,7 @@ from visdet.ops.roi_pool import roi_pool_reference
 from visdet.ops.soft_nms import soft_nms_reference
 
 from .. import detection_inputs as inputs
-from ..case import Call, Case, Peer, Work
+from ..case import Call, Case, Peer, Work, peer_of
 
 FLOAT32 = (torch.float32,)
 ALL = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,7 +120,7 @@ def _case(
     """Return a case. ``is_contestant`` is False if the reference is a loop over boxes or regions, and not timed."""
     differentiable = differentiable or {}
     positions = tuple(differentiable.values())
-    plain = Peer("torch", lambda: lambda *arguments: Call(reference, arguments, positions))
+    plain = peer_of("torch", reference, positions)
     peers = [plain] if is_contestant else []
     peers += [_torchvision(torchvision, positions)] if torchvision else []
     peers += [_mmcv(mmcv, positions)] if mmcv else []

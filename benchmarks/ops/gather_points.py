@@ -10,7 +10,7 @@ from visdet import ops
 from visdet.ops.gather_points import gather_points_reference
 from visdet.ops.mmcv.point_sets import nearest_points_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 __all__ = ["CASES"]
 
@@ -57,9 +57,7 @@ def _gathered(op: str, name: str, B: int, C: int, N: int, *points: int) -> Case:
             "backward": Work(moved=2 * given + 4 * outputs, flops=4 * outputs * K),
         },
         tolerance=lambda dtype: {"output": 1e-6, "features": 1e-5, "weight": 1e-5},
-        peers=(
-            Peer("torch", lambda: lambda *arguments: Call(_plain, arguments, tuple(differentiable.values()))),
-        ),
+        peers=(peer_of("torch", _plain, tuple(differentiable.values())),),
         dtypes=(torch.float32,),
     )
 
@@ -75,7 +73,7 @@ def _nearest(name: str, B: int, N: int) -> Case:
         differentiable={},
         work=lambda dtype: {"forward": Work(moved=B * N * 32, flops=10 * B * N * N)},
         tolerance=lambda dtype: {"output": 0.0},
-        peers=(Peer("torch", lambda: lambda *arguments: Call(nearest_points_reference, arguments, ())),),
+        peers=(peer_of("torch", nearest_points_reference),),
         dtypes=(torch.float32,),
         batched=(0, 1),
     )

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from visdet.ops import gaussian_field, gaussian_field_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 # Additions and multiplications of one pair, where the exponential counts as one. The forward has 3 for the difference,
 # 9 for the solve, 5 for the square and 2 for the sum. The backward has those twice (once for the points and once for
@@ -64,14 +64,6 @@ def _memory(arguments: tuple[Any, ...]) -> int:
     return 16 * len(points) * len(means) * points.element_size()
 
 
-def _load_torch() -> Any:
-    return lambda *arguments: Call(vectorised_path, arguments, (0, 1, 2, 3))
-
-
-def _tolerance(dtype: torch.dtype) -> dict[str, float]:
-    return dict.fromkeys(("output", "points", "means", "cholesky", "weights"), 5e-5)
-
-
 def _case(name: str, B: int, N: int, size: float = 0.1, **others: Any) -> Case:
     numbers = dict(B=B, N=N, size=size)
     return Case(
@@ -83,8 +75,8 @@ def _case(name: str, B: int, N: int, size: float = 0.1, **others: Any) -> Case:
         reference=chunked_reference,
         differentiable={"points": 0, "means": 1, "cholesky": 2, "weights": 3},
         work=partial(work_of, **numbers),
-        tolerance=_tolerance,
-        peers=(Peer("torch", _load_torch, _memory),),
+        tolerance=lambda dtype: dict.fromkeys(("output", "points", "means", "cholesky", "weights"), 5e-5),
+        peers=(peer_of("torch", vectorised_path, (0, 1, 2, 3), _memory),),
         dtypes=(torch.float32,),
         **others,
     )

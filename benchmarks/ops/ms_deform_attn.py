@@ -11,7 +11,7 @@ from torch import Tensor
 from visdet.ops import ms_deform_attn, ms_deform_attn_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 
-from ..case import Call, Case, Peer, Work
+from ..case import Call, Case, Peer, Work, peer_of
 
 Levels = tuple[tuple[int, int], ...]  # (height, width)
 
@@ -150,10 +150,6 @@ def _torch_memory(arguments: tuple[Any, ...]) -> int:
     return 5 * weights.numel() * value.shape[-1] * weights.element_size()
 
 
-def _load_torch() -> Any:
-    return lambda *arguments: Call(grid_sample_path, arguments, (0, 3, 4))
-
-
 def _load_mmcv() -> Any:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
 
@@ -205,7 +201,7 @@ def _im2col_step(B: int) -> int:
 
 
 PEERS = (
-    Peer("torch", _load_torch, _torch_memory),
+    peer_of("torch", grid_sample_path, (0, 3, 4), _torch_memory),
     Peer("mmcv", _load_mmcv),
     Peer("DCNv4", _load_dcnv4),
     Peer("deformops", partial(_load_deformops, None)),

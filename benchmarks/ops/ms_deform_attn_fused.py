@@ -8,7 +8,7 @@ from torch import Tensor
 
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 
-from ..case import Call, Case, Peer
+from ..case import Case, peer_of
 from .ms_deform_attn import COORDINATE_TOLERANCE, PYRAMID, VALUE_TOLERANCE, grid_sample_path, work_of
 from .ms_deform_attn import make_arguments as make_plain_arguments
 
@@ -62,10 +62,6 @@ def composed(
     return sample(value, level_shapes, level_starts, locations, weights)
 
 
-def _fused_peer(sample: Any) -> Any:
-    return lambda *arguments: Call(partial(composed, sample=sample), arguments, (0, 4, 5))
-
-
 def _torch_memory(arguments: tuple[Any, ...]) -> int:
     """Return an estimate for grid_sample_path, forward and backward, with the sizes of the encoder."""
     return 5 * ENCODER["B"] * ENCODER["Q"] * 8 * 16 * 32 * 4
@@ -88,8 +84,8 @@ def _fused_case(name: str, references: int, **others: Any) -> Case:
             "logits": max(ROUNDING[dtype], COORDINATE_TOLERANCE),
         },
         peers=(
-            Peer("torch", lambda: _fused_peer(grid_sample_path), _torch_memory),
-            Peer("composed", lambda: _fused_peer(ms_deform_attn)),
+            peer_of("torch", partial(composed, sample=grid_sample_path), (0, 4, 5), _torch_memory),
+            peer_of("composed", composed, (0, 4, 5)),
         ),
         batched=(0, 3, 4, 5),
         checked_batches=(1,),

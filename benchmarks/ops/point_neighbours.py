@@ -11,7 +11,7 @@ from visdet import ops
 from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 __all__ = ["CASES"]
 
@@ -47,7 +47,7 @@ def _case(
         differentiable={},
         work=partial(_work, outputs, B * N * M, 3 * B * (N + sizes.get("M", 0))),
         tolerance=lambda dtype: {"output": 0.0},
-        peers=(Peer("torch", lambda: lambda *arguments: Call(reference, arguments, ())),),
+        peers=(peer_of("torch", reference),),
         dtypes=(torch.float32,),
         batched=(0, 1) if "M" in sizes else (0,),
         heavy=heavy,

@@ -14,7 +14,7 @@ from visdet.ops.mmcv.point_sets import (
     min_area_polygons_reference,
 )
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 __all__ = ["CASES"]
 
@@ -55,7 +55,7 @@ def _case(
         differentiable={},
         work=partial(_work, N=N, K=K, outputs=outputs, flops=flops),
         tolerance=lambda dtype: {"output": 1e-5},
-        peers=(Peer("torch", lambda: lambda *arguments: Call(reference, arguments, ())),),
+        peers=(peer_of("torch", reference),),
         dtypes=(torch.float32,),
         batched=(0, 1) if op == "convex_giou" else (0,),
     )

@@ -12,7 +12,7 @@ from visdet.ops.mmcv.point_sets import points_in_polygons_reference
 from visdet.ops.mmcv.points_in_boxes import points_in_boxes_all_reference, points_in_boxes_part_reference
 from visdet.ops.mmcv.voxels import dynamic_voxelize_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 __all__ = ["CASES"]
 
@@ -71,7 +71,7 @@ def _case(
         differentiable={},
         work=lambda dtype: {"forward": Work(moved=numbers * 4, flops=flops)},
         tolerance=lambda dtype: {"output": 0.0},
-        peers=(Peer("torch", lambda: lambda *arguments: Call(reference, arguments, ())),),
+        peers=(peer_of("torch", reference),),
         dtypes=(torch.float32,),
         batched=(0,),
     )

@@ -7,7 +7,7 @@ import torch
 
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 
-from ..case import Call, Case, Peer, Work
+from ..case import Case, Work, peer_of
 
 VALUE_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -92,13 +92,6 @@ def _case(op: str, name: str, goals: tuple[float, float] | None = None, **change
         ("images", "samples", "weights") if op == "sample_sum" else ("images", "samples", "queries", "depths")
     )
     differentiable = {key: position for position, key in enumerate(names)}
-
-    def tolerance(dtype: torch.dtype) -> dict[str, float]:
-        return dict.fromkeys(names, 1e-4) | {
-            "output": VALUE_TOLERANCE[dtype],
-            "images": VALUE_TOLERANCE[dtype],
-        }
-
     return Case(
         op=op,
         name=name,
@@ -112,12 +105,10 @@ def _case(op: str, name: str, goals: tuple[float, float] | None = None, **change
         reference=reference,
         differentiable=differentiable,
         work=partial(work_of, **sizes),
-        tolerance=tolerance,
-        peers=(
-            Peer(
-                "torch", lambda: lambda *arguments: Call(reference, arguments, tuple(differentiable.values()))
-            ),
+        tolerance=lambda dtype: (
+            dict.fromkeys(names, 1e-4) | dict.fromkeys(("output", "images"), VALUE_TOLERANCE[dtype])
         ),
+        peers=(peer_of("torch", reference, tuple(differentiable.values())),),
         batched=tuple(differentiable.values()),
         checked_batches=(sizes["B"] - 1,),
         goals_us={} if goals is None else {torch.float32: {"forward": goals[0], "backward": goals[1]}},

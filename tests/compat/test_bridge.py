@@ -77,10 +77,7 @@ def test_a_later_patch_survives_the_uninstallation(bridge, package):
     module = importlib.import_module(package)
     bridge.install()
     module.speed = lambda: 5
-    with pytest.warns(
-        _bridge.CompatWarning, match=r"car\.speed was replaced after install\(\), and uninstall"
-    ):
-        bridge.uninstall()
+    bridge.uninstall()
     assert module.speed() == 5 and not hasattr(module.Car, "wheels")
 
 
@@ -249,7 +246,10 @@ def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tm
 @pytest.mark.parametrize(
     "lines, told",
     [
-        ("import torch", "the program called no operator of visdet"),
+        (
+            "import torch",
+            "the program called no operator of visdet (calls in compiled functions do not count)",
+        ),
         ("import sys", None),
         (
             "import torch, pointnet2_ops._ext as e\nfor i in range(3): e.gather_points(torch.rand(1, 2, 3), "

@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+from collections import Counter
 
 import pytest
+import torch
 
-from visdet.compat import extensions
+from visdet.compat import _counts, extensions
 
 
 @pytest.fixture
@@ -101,11 +103,19 @@ def test_other_modules_are_still_missing(make_package):
             importlib.import_module(name)
 
 
-def test_detectron2_without_its_compiled_part(make_package):
+def test_detectron2_and_detrex_without_their_compiled_parts(make_package, monkeypatch):
     make_package("detectron2")
+    make_package("detrex")
     from detectron2 import _C
+    from detrex import _C as of_detrex
 
     assert "visdet" in _C.get_compiler_version() and _C.get_cuda_version() and not _C.has_cuda()
+    assert of_detrex.get_cuda_version() == _C.get_cuda_version()
+    monkeypatch.setattr(_counts, "CALLS", Counter())
+    boxes = torch.tensor([[5.0, 5, 4, 2, 30], [5, 5, 4, 2, 30]])
+    for nms in (_C.nms_rotated, torch.ops.detectron2.nms_rotated):
+        assert nms(boxes, torch.tensor([0.5, 0.6]), 0.5).tolist() == [1]
+    assert "detectron2._C.nms_rotated (1), torch.ops.detectron2.nms_rotated (1)" in _counts.summary()
 
 
 def test_errors_of_numba(make_package):

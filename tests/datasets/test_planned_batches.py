@@ -27,7 +27,8 @@ from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 from visdet.engine.data.loaders import build_dataloader
 from visdet.models import DetDataPreprocessor
 from visdet.registry import TRANSFORMS
-from visdet.structures.planned_batch import BatchPlan, PlannedBatch, holds, sample_draws
+from visdet.structures import DetDataSample
+from visdet.structures.planned_batch import BatchPlan, PlannedBatch, holds, sample_draws, say_size
 
 PUBLISHED = Config.fromfile("configs/deformable_detr/deformable-detr_r50_16xb2-50e_coco.py").train_pipeline
 MULTI_SCALE = PUBLISHED[2:4]
@@ -155,7 +156,7 @@ STEPS = [
     dict(type="FilterAnnotations", keep_empty=False),
     dict(type="TorchvisionTransform", transform="ColorJitter", brightness=0.2),
     dict(type="Mosaic", size=(50, 40), pipeline=[Paint(), dict(type="LoadAnnotations")]),
-    dict(type="MixUp", pipeline=[Paint(), dict(type="LoadAnnotations")]),
+    dict(type="MixUp", pipeline=[Paint(), dict(type="LoadAnnotations"), MULTI_SCALE[1]]),
     dict(type="RandomChoice", transforms=[[dict(type="RandomFlip", prob=0.5)], MULTI_SCALE], prob=[0.7, 0.3]),
 ]
 
@@ -330,15 +331,41 @@ def test_a_pipeline_that_says_nothing_is_looked_at():
     keeps = PlannedBatchSampler(sampler_of(data(sizes, lambda results: results)), 4)
     assert keeps.sizes == PlannedBatchSampler(sampler_of(data(sizes)), 4).sizes
     assert all(batch.plan.size in keeps.sizes for batch in keeps)
+    say_size({})  # of the batches that were read above
     state = torch.get_rng_state()
     dataset = data(sizes, halved, *MULTI_SCALE[:1])
     halves = PlannedBatchSampler(sampler_of(dataset), 4)
     assert torch.equal(torch.get_rng_state(), state)
+    later = {"inputs": [torch.zeros(3, 4, 4)], "data_samples": [DetDataSample()]}
+    say_size(later)
+    assert "batch_input_shape" not in later["data_samples"][0], (
+        "the images that were read leave nothing behind"
+    )
     assert max(halves.sizes) == (320, 320) or max(halves.sizes)[0] <= 320
     batches = list(halves)
     assert sorted(index for batch in batches for index in batch) == list(range(40))
     for batch, images in zip(batches, read(dataset, batches), strict=True):
         assert batch.plan.size is None and batch.plan.size_for(images) in halves.sizes
+
+
+def test_batches_of_a_pipeline_that_says_nothing_have_the_sizes_of_the_run():
+    def shrunk(results):
+        """Keeps a random part of the height or of the width."""
+        height, width = results["img_shape"]
+        if torch.rand(()) < 0.5:
+            height = int(torch.randint(20, 40, ()))
+        else:
+            width = int(torch.randint(20, 40, ()))
+        results["img"] = tv_tensors.Image(results["img"][:, :height, :width])
+        results["img_shape"] = height, width
+        return results
+
+    dataset = data([(100, 100)] * 200, shrunk)
+    batches = PlannedBatchSampler(sampler_of(dataset), 4)
+    found = {
+        batch.plan.size_for(images) for batch, images in zip(batches, read(dataset, batches), strict=True)
+    }
+    assert len(batches.sizes) <= 16 and found <= {*batches.sizes}
 
 
 def test_data_sets_in_wrappers():

@@ -34,12 +34,11 @@ def test_drawings():
         pixels, objects = draw_shapes(np.random.default_rng([0, 0, index]), 128)
         assert pixels.shape == (128, 128, 3) and pixels.dtype == np.uint8
         assert len(objects) <= 6
-        for item in objects:
-            x1, y1, x2, y2 = item.bbox
+        for label, (x1, y1, x2, y2), area in objects:
             assert 0 <= x1 < x2 <= 128 and 0 <= y1 < y2 <= 128
-            assert 0 < item.area <= (x2 - x1) * (y2 - y1)
-            labels.append(item.label)
-            visible += item.area > 0.3 * (x2 - x1) * (y2 - y1)
+            assert 0 < area <= (x2 - x1) * (y2 - y1)
+            labels.append(label)
+            visible += area > 0.3 * (x2 - x1) * (y2 - y1)
     counts = np.bincount(labels, minlength=len(SHAPE_CLASSES))
     assert len(labels) > 350 and counts.min() > 0.1 * len(labels)
     assert visible > 0.8 * len(labels)

@@ -20,7 +20,7 @@ from visdet.engine import (
     write_checkpoint,
 )
 from visdet.engine.checkpoints.plain_state import restore_message_hub
-from visdet.engine.checkpoints.weights import load_weights
+from visdet.engine.checkpoints.weights import load_weights, weights_of
 from visdet.engine.errors import DamagedCheckpointError
 from visdet.registry import MODELS
 
@@ -286,7 +286,7 @@ def test_a_wrong_architecture_is_refused_and_counted(tmp_path):
     message = str(caught.value)
     assert "iter_5.pth does not fit ToyDetector" in message
     assert "8 of another shape (conv.weight [12, 3, 3, 3] for [8, 3, 3, 3], " in message
-    assert "and 4 more" in message and "strict_load=False" in message
+    assert "4 more" in message and "strict_load=False" in message
 
 
 def test_strict_load_false_loads_what_fits(tmp_path):
@@ -365,14 +365,12 @@ def test_every_flipped_byte_of_the_content_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["model.", "student.", "ema_model.module.", "module.model."])
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_prefix_of_all_keys_is_named(prefix, strict):
+def test_a_prefix_of_all_keys_is_removed(prefix):
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    state = {prefix + key: value for key, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(model, state, "other.pth", strict)
-    assert f"begin with '{prefix.removeprefix('module.')}'" in str(caught.value)
-    assert "strict_load" not in str(caught.value)
+    weights = {key: torch.full_like(value, 7) for key, value in model.state_dict().items()}
+    nested = {"model": {"state_dict": {prefix + key: value for key, value in weights.items()}}}
+    load_weights(model, weights_of(nested, "other.pth"), "other.pth")
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
 def test_weights_that_are_not_finite_are_named_and_refused(tmp_path):

@@ -1,5 +1,6 @@
 """What data workers need is said before they start, and a worker that fails ends the run with its cause."""
 
+import functools
 import os
 import signal
 
@@ -13,6 +14,7 @@ from toy_run import losses, toy_runner, train
 
 from visdet.engine import UserError
 from visdet.engine.data.data_workers import WorkerError, explain_collation
+from visdet.engine.data.one_block import collated_in_one_block
 from visdet.errors import hints_of
 from visdet.registry import DATASETS
 
@@ -105,3 +107,23 @@ def test_samples_that_are_not_packed_are_one_message(collate, num_workers):
     explain_collation(loader)
     with pytest.raises(UserError, match=r"parts are img, boxes; a pipeline must end with .* PackDetInputs"):
         next(iter(loader))
+
+
+def test_a_batch_arrives_in_one_block_as_it_was():
+    """Tensors of all kinds, twice the same one, and what is no plain tensor."""
+    one = torch.arange(5.0)
+    sample = {
+        "one": one,
+        "same": one,
+        "view": torch.arange(12).view(3, 4).t()[1:],
+        "empty": torch.empty(0, 4),
+    }
+    sample |= {"scalar": torch.tensor(3, dtype=torch.int8), "conj": torch.tensor([1 + 2j]).conj()}
+    sample |= {"half": torch.ones(3, dtype=torch.bfloat16), "parameter": torch.nn.Parameter(torch.ones(2))}
+    collate = functools.partial(collated_in_one_block, lambda samples: samples)
+    (found,) = next(iter(DataLoader([sample], num_workers=1, collate_fn=collate)))
+    torch.testing.assert_close(found, sample, rtol=0, atol=0)
+    assert found["one"] is found["same"] and found["parameter"].requires_grad
+    blocks = {found[name].untyped_storage().data_ptr() for name in ("one", "view", "scalar", "conj", "half")}
+    assert len(blocks) == 1
+    assert next(iter(DataLoader([sample], collate_fn=collate)))[0] is sample

@@ -60,7 +60,7 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
     (images, remarks) = found(folder)
     assert images == ["a.png"]
     text = "\n".join(remarks).replace(f"{folder}/", "")
-    assert "left out 8 (no images or videos): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 3 more" in text
+    assert "left out 8 (no images or videos): 0.txt, 1.txt, 2.txt, 3.txt, 4.txt, … 3 more" in text
     with pytest.raises(UserError, match="neither a file nor a folder"):
         find_images([str(folder / "pipe.jpg")], "out")
 

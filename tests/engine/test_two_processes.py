@@ -26,19 +26,20 @@ class Snapshots(Hook):
         self.before_train(runner)
 
 
-MAX_SKIPS = {"skips": 20, "stops": 1}
+# The times that a bad loss is skipped, and whether DistributedDataParallel averages the gradients.
+TRAININGS = {"skips": (20, False), "stops": (1, False), "by the wrapper": (20, True)}
 
 
 def run_process(rank, port, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    for name, max_skips in MAX_SKIPS.items():
-        train(rank, folder / name, max_skips)
+    for name, options in TRAININGS.items():
+        train(rank, folder / name, *options)
     leave_process_group()
 
 
-def train(rank, folder, max_skips):
+def train(rank, folder, max_skips, by_the_wrapper):
     hook = {"type": "CheckInvalidLossHook", "action": "skip", "max_skips": max_skips}
     runner = toy_runner(
         folder / "run",
@@ -46,6 +47,7 @@ def train(rank, folder, max_skips):
         model__explode_at=3 if rank == 1 else 5,
         model__explodes_gradients=rank == 1,
         train_cfg__max_iters=6,
+        find_unused_parameters=by_the_wrapper,
         default_hooks__invalid_loss=hook,
     )
     snapshots = Snapshots()
@@ -55,14 +57,15 @@ def train(rank, folder, max_skips):
         runner.train()
     except NonFiniteLossError as found:
         error = str(found)
+    assert runner.optim_wrapper.averages_gradients != by_the_wrapper
     torch.save({"weights": snapshots.weights, "error": error}, folder / f"result{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The weights and the errors of both processes in two trainings."""
+    """The weights and the errors of both processes in each training."""
     folder = tmp_path_factory.mktemp("two_processes")
-    for name in MAX_SKIPS:
+    for name in TRAININGS:
         (folder / name).mkdir()
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -70,7 +73,7 @@ def results(tmp_path_factory):
     torch.multiprocessing.start_processes(
         run_process, args=(port, folder), nprocs=2, start_method="forkserver"
     )
-    return {name: [torch.load(folder / name / f"result{rank}.pt") for rank in (0, 1)] for name in MAX_SKIPS}
+    return {name: [torch.load(folder / name / f"result{rank}.pt") for rank in (0, 1)] for name in TRAININGS}
 
 
 @pytest.mark.timeout(120)
@@ -91,3 +94,9 @@ def test_both_processes_stop_at_the_bad_loss_of_one(results):
     good, bad = (result["error"] for result in results["stops"])
     assert good.startswith("iteration 3: a loss of another process")
     assert bad.startswith("iteration 3: loss = nan")
+
+
+@pytest.mark.timeout(120)
+def test_gradients_are_those_that_the_wrapper_would_average(results):
+    for ours, theirs in zip(results["skips"], results["by the wrapper"], strict=True):
+        torch.testing.assert_close(ours["weights"], theirs["weights"])

@@ -365,14 +365,14 @@ def test_images_that_do_not_fit_the_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (dict(metric="segm"), ValueError, "metric must be 'bbox', got 'segm'"),
+        (dict(metric="segm"), ValueError, "metric must be 'bbox' .*got 'segm'"),
         (dict(format_only=True), ValueError, "needs an outfile_prefix"),
         (dict(metric_items=["mAP", "AP90"]), ValueError, r"metric_items must be of .* got \['AP90'\]"),
         (dict(metric_items=["AR@7"]), ValueError, r"got \['AR@7'\]"),
-        (dict(backend="detectron"), ValueError, "backend must be one of .* got 'detectron'"),
+        (dict(backend="detectron"), ValueError, "backend must be .* got 'detectron'"),
         (dict(ann_file="nowhere.json"), FileNotFoundError, "annotation file nowhere.json does not exist"),
-        *((dict(iou_thrs=given), ValueError, "iou_thrs must be") for given in ([], [2], [-1], [0.5, 0])),
-        *((dict(proposal_nums=given), ValueError, "proposal_nums must be") for given in ((), (0,), (-1, 5))),
+        *((dict(iou_thrs=given), ValueError, "iou_thrs must be") for given in ([2], [-1], [0.5, 0])),
+        *((dict(proposal_nums=given), ValueError, "proposal_nums must be") for given in ((0,), (-1, 5))),
     ],
 )
 def test_rejections(arguments, error, message):
@@ -400,7 +400,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
         metrics, metric = evaluate(ann_file, {image: detections[image] for image in images}, size=5)
         return metrics, len(metric.classwise_results)
 
-    # A sampler repeats an image, so that both processes have as many.
-    found = in_two_processes(share, ([0, 2, 4], [1, 3, 0]), tmp_path / "store")
+    # A sampler repeats an image, so that both processes have as many. Planned batches have it anywhere.
+    found = in_two_processes(share, ([0, 2, 4], [0, 1, 3]), tmp_path / "store")
     assert 0 < expected["coco/bbox_mAP"] < 1
     assert found == [(expected, 2), (expected, 0)]

@@ -136,7 +136,8 @@ def _call(
     result = operator.call(**problem.arguments)
     outputs = result if isinstance(result, tuple) else (result,)
     sources = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    if not sources or not needed:
+    assert sources or not needed, f"no result can be differentiated with respect to {needed}"
+    if not needed:
         return outputs, (None,) * len(needed), []
     if grad_outputs is None:
         grad_outputs = [

@@ -99,6 +99,17 @@ BAD = {
     ),
     "shift": ("tin_shift: shift", lambda: map_correlation.tin_shift(ones(1, 2, 2, 1), ones(1, 1) > 0)),
     "steps": ("correlation: dilation_patch", lambda: correlated(dilation_patch=(0, 1))),
+    "displacements": ("correlation: patch_size", lambda: correlated(patch_size=(1 << 12, 1 << 12))),
+    "complex start": (
+        "ms_deform_attn: level_starts",
+        lambda: ops.ms_deform_attn(
+            ones(1, 1, 1, 1), [(1, 1)], [0j], ones(1, 1, 1, 1, 1, 2), ones(1, 1, 1, 1, 1)
+        ),
+    ),
+    "what torch refuses": (
+        "box_iou_rotated: ",
+        lambda: ops.box_iou_rotated(ones(1, 5), ones(1, 5), aligned=torch.ones(2)),
+    ),
     "factor": ("upfirdn2d: up", lambda: filtered_activations.upfirdn2d(ones(1, 1, 2, 2), ones(1, 1), (0, 1))),
     "border": (
         "border_align: pool_size",
@@ -115,7 +126,7 @@ BAD = {
 }
 
 
-REFUSED = [(call, f"^{named} ") for named, call in BAD.values()]
+REFUSED = [(call, f"^{named.strip()} ") for named, call in BAD.values()]
 
 
 def refused():
@@ -146,6 +157,7 @@ TENSORS = {
     "list": lambda value: value.tolist(),
     "complex": lambda value: value.to(torch.complex64),
     "bool": lambda value: value.bool(),
+    "8 bits": lambda value: value.to(torch.float8_e4m3fn),
     "meta": lambda value: value.to("meta"),
     "sparse": lambda value: value.to_sparse(),
     "array": lambda value: value.to(torch.float64).numpy(),
@@ -154,6 +166,7 @@ NUMBERS = (None, "x", {}, [], [1, 1, 1, 1, 1], 1j, float("nan"), 1 << 70, torch.
 # What an operator does take, by its name and that of the argument: values, tables, gathered things, classes, factors.
 TAKES = {
     "complex": ("features of gr", "features of ga", "features of stack_gr", "input of tin_shift"),
+    "8 bits": ("features of g", "features of stack_gr"),
     "bool": (
         "mask of",
         "kernel_contour",
@@ -263,6 +276,13 @@ def test_overlaps_and_boxes_do_not_depend_on_the_origin(size, origin):
         (grad,) = torch.autograd.grad(overlap.sum(), leaf)
         found.append((overlap.detach(), grad[..., :4] * scale))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+def test_a_point_beside_a_side_lies_there_far_from_the_origin_too():
+    quads, points = torch.randint(0, 9, (20, 8)).float(), torch.arange(18.0).div(2)
+    points = torch.cartesian_prod(points, points)
+    expected = ops.points_in_polygons(points.double(), quads.double())
+    assert torch.equal(ops.points_in_polygons(points + 4e6, quads + 4e6), expected)
 
 
 @pytest.mark.parametrize("aligned", [True, False])

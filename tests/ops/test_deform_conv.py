@@ -495,7 +495,7 @@ REFUSED = [
     (lambda: deform_conv2d(X, OFFSET, WEIGHT, 1, (0, -1)), r"padding must be at least 0, got \(0, -1\)"),
     (
         lambda: deform_conv2d(X, OFFSET.long(), WEIGHT, *SETTINGS, 2, 2),
-        "offset must be of a floating-point type, got torch.int64",
+        "offset must be of a floating-point type of 16 bits or more, got torch.int64",
     ),
     (
         lambda: modulated_deform_conv2d(X, OFFSET, MASK, WEIGHT, BIAS[:1], *SETTINGS, 2, 2),

@@ -321,7 +321,11 @@ REFUSED = [
         ),
         (7, lambda t: t[:, :1], r"camera_logits must be \[1, 2, L, 3, G\], got"),
         (8, lambda t: t[:, :, :1], r"keep must be \[1, 2, 2, 3\], got \[1, 2, 1, 3\]"),
-        (0, lambda t: t.long(), "features must be of a floating-point type, got torch.int64"),
+        (
+            0,
+            lambda t: t.long(),
+            "features must be of a floating-point type of 16 bits or more, got torch.int64",
+        ),
         (
             4,
             lambda t: t.clone().requires_grad_(),

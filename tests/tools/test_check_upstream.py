@@ -1,10 +1,11 @@
 """The check of other repositories' sources, on imitations of their checkouts."""
 
+import subprocess
 import sys
 
 import pytest
 import torch
-from toolbox import ROOT, run
+from toolbox import ENVIRONMENT, ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -54,9 +55,14 @@ def checkout(folder, main=MAIN, moved="", factor="1.0"):
     return folder
 
 
+def run(*arguments):
+    command = [sys.executable, "tools/check_upstream.py", "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+
+
 def check(tmp_path, *arguments, status=1):
     """Run the tool on the imitation, and return the cells of its row."""
-    done = run("check_upstream", tmp_path / "it", "--device", "cpu", "--work", tmp_path / "work", *arguments)
+    done = run(tmp_path / "it", "--work", tmp_path / "work", *arguments)
     assert done.returncode == status, done.stdout + done.stderr
     row = next(line for line in done.stdout.splitlines() if line.startswith("| Deformable"))
     return dict(
@@ -112,7 +118,7 @@ def test_a_process_that_hangs_or_dies_is_one_row(tmp_path, main, limit, expected
 
 
 def test_an_unknown_folder_is_named(tmp_path):
-    done = run("check_upstream", tmp_path, "--device", "cpu", "--work", tmp_path / "work")
+    done = run(tmp_path, "--work", tmp_path / "work")
     assert done.returncode == 1
     assert f"{tmp_path} is no checkout that this tool knows" in done.stderr
 

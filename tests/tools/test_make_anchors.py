@@ -60,7 +60,7 @@ def test_anchors_by_hand():
 def test_tool(tmp_path):
     infos = f"{driving_scenes()}/driving_infos_train.npz"
     arguments = ("--det", 12, "--map", 5, "--motion", 2, "--plan", 0, "--classes", *DRIVING_CLASSES)
-    printed = succeed("make_anchors", infos, "--out-dir", tmp_path / "a", *arguments)
+    printed = succeed("make-anchors", infos, "--out-dir", tmp_path / "a", *arguments)
     assert f"[12, 11] from {SMALL['num_train'] * SMALL['num_frames']} frames" in printed
     shapes = {path.name: np.load(path).shape for path in (tmp_path / "a").iterdir()}
     assert shapes == {
@@ -76,4 +76,4 @@ def test_tool(tmp_path):
 
 
 def test_tool_without_a_file(tmp_path):
-    assert "none.npz does not exist" in fail("make_anchors", tmp_path / "none.npz")
+    assert "none.npz does not exist" in fail("make-anchors", tmp_path / "none.npz")

@@ -45,7 +45,7 @@ def test_the_page_leads_to_a_trained_model(recording, monkeypatch, capsys):
     printed = succeed_here(
         monkeypatch,
         capsys,
-        "prepare_nuscenes",
+        "prepare-nuscenes",
         "--check",
         "data/mine/infos_train.npz",
         "--data-root",
@@ -54,7 +54,7 @@ def test_the_page_leads_to_a_trained_model(recording, monkeypatch, capsys):
     # What the check prints for the config is what the page's config says.
     assert f"class_names = {list(NAMES)}" in printed and f"num_cameras = {len(CAMERAS)}" in printed
     assert "image_width, image_height = 256, 96" in printed and "deer 8 (8 used)" in printed
-    printed = succeed_here(monkeypatch, capsys, "make_anchors", config)
+    printed = succeed_here(monkeypatch, capsys, "make-anchors", config)
     assert "[128, 11] from 8 frames" in printed and "[30, 20, 2] from 8 frames" in printed
     succeed_here(monkeypatch, capsys, "train", config, "--cfg-options", *SHORT)
     checkpoint = "work_dirs/my_recording/iter_2.pth"
@@ -64,7 +64,7 @@ def test_the_page_leads_to_a_trained_model(recording, monkeypatch, capsys):
     frames = json.loads((recording.parents[2] / "results.json").read_text())
     assert [frame["token"] for frame in frames] == [f"val-drive-0-000{number}" for number in range(4)]
     drawing = ("--scenes", "0", "--max-frames", "1", "--out-dir", "pictures")
-    succeed_here(monkeypatch, capsys, "visualize_driving", config, checkpoint, *drawing)
+    succeed_here(monkeypatch, capsys, "visualize-driving", config, checkpoint, *drawing)
     with Image.open("pictures/scene_000_000.png") as picture:
         assert picture.width == 3 * 384  # five cameras in two rows
 
@@ -82,7 +82,7 @@ def test_a_model_that_does_not_fit_the_recording_is_one_message(recording, monke
     assert "training needs the anchor file data/mine/anchors_det.npy" in message(
         "num_cameras = 5", "num_cameras = 5"
     )
-    succeed_here(monkeypatch, capsys, "make_anchors", config)
+    succeed_here(monkeypatch, capsys, "make-anchors", config)
     assert "must have 6 cameras (num_cameras), got 5" in message("num_cameras = 5", "num_cameras = 6")
     assert (
         "model.head.det_head.deformable_model.num_cams is for 6 cameras, but train_dataloader.dataset has 5"
@@ -102,16 +102,16 @@ def test_the_check_names_what_is_wrong_in_a_file(recording, monkeypatch, capsys)
     arguments = ("--check", "data/mine/infos_train.npz", "--data-root", "data/mine")
     picture = folder / "pictures/train/1-2-left.png"
     Image.new("RGB", (128, 96)).save(picture)
-    message = fail_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    message = fail_here(monkeypatch, capsys, "prepare-nuscenes", *arguments)
     assert (
         "frame train-drive-1-0002" in message
         and "is 128 x 96 pixels, but other images are 256 x 96" in message
     )
     picture.write_bytes(b"no image")
-    assert "1-2-left.png cannot be read" in fail_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    assert "1-2-left.png cannot be read" in fail_here(monkeypatch, capsys, "prepare-nuscenes", *arguments)
     picture.unlink()
     assert "data_path of left: data/mine/pictures/train/1-2-left.png does not exist" in fail_here(
-        monkeypatch, capsys, "prepare_nuscenes", *arguments
+        monkeypatch, capsys, "prepare-nuscenes", *arguments
     )
 
 
@@ -120,7 +120,7 @@ def test_the_check_counts_map_lines_beyond_the_region(recording, monkeypatch, ca
     lines = {1: [[[2.0, -9], [2, 9]], [[2.0, -90], [2, 90]], [[500.0, 0], [600, 0]], [[40.0, 1], [40, 2]]]}
     save_infos("data/mine/infos_train.npz", [info | {"map_annos": lines} for info in infos], {})
     arguments = ("--check", "data/mine/infos_train.npz", "--data-root", "data/mine")
-    printed = succeed_here(monkeypatch, capsys, "prepare_nuscenes", *arguments)
+    printed = succeed_here(monkeypatch, capsys, "prepare-nuscenes", *arguments)
     assert "map lines: 32, of which 8 are cut and 16 left out" in printed and "30 x 60 m" in printed
 
 
@@ -133,5 +133,5 @@ def test_anchors_of_nothing_are_not_made(recording, monkeypatch, capsys):
         ({"gt_boxes": None, "gt_names": None}, "frame train-drive-0-0000: gt_boxes is missing"),
     ):
         save_infos("data/mine/infos_train.npz", [info | change for info in infos], {})
-        message = fail_here(monkeypatch, capsys, "make_anchors", config)
+        message = fail_here(monkeypatch, capsys, "make-anchors", config)
         assert expected in message and "infos_train.npz" in message

@@ -113,7 +113,7 @@ def test_map(nuscenes):
 def test_tool_writes_what_the_loader_reads(nuscenes, tmp_path):
     root, _ = nuscenes
     printed = succeed(
-        "prepare_nuscenes",
+        "prepare-nuscenes",
         root,
         "--version",
         "v1.0-mini",
@@ -139,7 +139,7 @@ def test_tool_converts_published_files(nuscenes, tmp_path):
     infos, _ = converted(nuscenes[0], with_map=False)
     path = tmp_path / "nuscenes_infos_train.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-mini"}}))
-    assert "wrote 16 frames" in succeed("prepare_nuscenes", "--convert", path)
+    assert "wrote 16 frames" in succeed("prepare-nuscenes", "--convert", path)
     np.testing.assert_equal(list(load_infos(path.with_suffix(".npz"))[0]), infos)
 
 
@@ -153,7 +153,7 @@ def test_splits():
 
 def test_errors(nuscenes, tmp_path):
     root, _ = nuscenes
-    assert "is not in" in fail("prepare_nuscenes", root, "--version", "v1.0-trainval")
+    assert "is not in" in fail("prepare-nuscenes", root, "--version", "v1.0-trainval")
     with pytest.raises(FileNotFoundError, match=r"v1.0-mini/attribute.json does not exist"):
         (tmp_path / "v1.0-mini").mkdir()
         NuScenesTables(tmp_path, "v1.0-mini")

@@ -28,7 +28,8 @@ def test_annotations_are_the_same(tmp_path):
     helper = PredictHelper(nuscenes)
     for sample in nuscenes.sample:
         info = info_of[sample["token"]]
-        row_of = {record["token"]: row for row, record in enumerate(converter.tables.annotations(sample))}
+        records = converter.tables.annotations_of_sample[sample["token"]]
+        row_of = {record["token"]: row for row, record in enumerate(records)}
         to_ego, to_world = (
             Quaternion(info[key]).rotation_matrix for key in ("lidar2ego_rotation", "ego2global_rotation")
         )

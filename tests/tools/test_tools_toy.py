@@ -20,7 +20,7 @@ def test_train_test_and_curves(tmp_path, monkeypatch, capsys):
     )
     assert f"predictions: {out}" in printed
     assert "test  toy/accuracy" in printed
-    printed = tool("analyze_logs", tmp_path, "--out", tmp_path / "figures" / "curves.png")
+    printed = tool("curves", tmp_path, "--out", tmp_path / "figures" / "curves.png")
     assert printed.startswith(f"{tmp_path}: ") and "loss 0." in printed
     assert (tmp_path / "figures" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     scalars = read_scalars(str(tmp_path))
@@ -86,36 +86,36 @@ def test_two_processes_on_the_cpu(tmp_path):
             [TOY_CONFIG, "iter_1.pth", TOY_CONFIG, "--out-dir", "/proc/nowhere"],
             "folder /proc/nowhere cannot be written: No such file or directory; choose another one with --out-dir",
         ),
-        ("analyze_logs", ["."], "there is no log"),
+        ("curves", ["."], "there is no log"),
         *(
             (
                 tool,
                 [TOY_CONFIG, *split, "--cfg-options", "test_dataloader=None"],
                 "has no test_dataloader.dataset",
             )
-            for tool, split in (("browse_dataset", ["--split", "test"]), ("visualize_driving", []))
+            for tool, split in (("browse", ["--split", "test"]), ("visualize-driving", []))
         ),
-        ("print_config", ["none.py"], "none.py does not exist"),
+        ("print-config", ["none.py"], "none.py does not exist"),
         (
             "test",
             [TOY_CONFIG, "iter_1.pth", "--out", "/proc/nowhere/found.json"],
             "folder /proc/nowhere cannot be written: No such file or directory; choose another one with --out",
         ),
         ("test", [TOY_CONFIG, "iter_1.pth", "--show-dir", "/proc/nowhere"], "another one with --show-dir"),
-        ("browse_dataset", [TOY_CONFIG, "--output-dir", "/proc/nowhere"], "another one with --output-dir"),
-        ("visualize_driving", [TOY_CONFIG, "--out-dir", "/proc/nowhere"], "another one with --out-dir"),
+        ("browse", [TOY_CONFIG, "--output-dir", "/proc/nowhere"], "another one with --output-dir"),
+        ("visualize-driving", [TOY_CONFIG, "--out-dir", "/proc/nowhere"], "another one with --out-dir"),
         (
-            "browse_dataset",
+            "browse",
             [TOY_CONFIG, "--cfg-options", "train_dataloader.dataset.count=0"],
             "train_dataloader.dataset (ToyBoxes) has no samples",
         ),
-        ("visualize_driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
-        ("make_shapes", ["shapes", "--num-train", "-1"], "num_train must be int of 1 or more, got -1"),
-        ("make_shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
-        ("make_shapes", [TOY_CONFIG], "toy_config.py is a file. Give a folder to draw into"),
-        ("make_driving_scenes", ["/proc/nowhere"], "folder /proc/nowhere cannot be written"),
+        ("visualize-driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
+        ("make-shapes", ["shapes", "--num-train", "-1"], "num_train must be int of 1 or more, got -1"),
+        ("make-shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
+        ("make-shapes", [TOY_CONFIG], "toy_config.py is a file. Give a folder to draw into"),
+        ("make-driving-scenes", ["/proc/nowhere"], "folder /proc/nowhere cannot be written"),
         (
-            "make_driving_scenes",
+            "make-driving-scenes",
             ["scenes", "--num-frames", "0"],
             "num_frames must be int of 1 or more, got 0",
         ),
@@ -128,13 +128,11 @@ def test_a_mistake_ends_in_one_message(tmp_path, monkeypatch, capsys, tool, argu
 
 @pytest.mark.parametrize("option", ["foo", "=1", "a=[1,(2]"])
 def test_an_option_that_is_no_pair_is_one_message(monkeypatch, capsys, option):
-    status, _, message = run_here(monkeypatch, capsys, "print_config", TOY_CONFIG, "--cfg-options", option)
+    status, _, message = run_here(monkeypatch, capsys, "print-config", TOY_CONFIG, "--cfg-options", option)
     assert status == 2 and "argument --cfg-options: " in message and option in message
 
 
-@pytest.mark.parametrize(
-    ("tool", "option"), [("browse_dataset", "--number"), ("visualize_driving", "--max-frames")]
-)
+@pytest.mark.parametrize(("tool", "option"), [("browse", "--number"), ("visualize-driving", "--max-frames")])
 @pytest.mark.parametrize("number", ["0", "-1", "two"])
 def test_a_number_that_is_not_positive_is_one_message(monkeypatch, capsys, tool, option, number):
     status, _, message = run_here(monkeypatch, capsys, tool, TOY_CONFIG, option, number)
@@ -143,7 +141,7 @@ def test_a_number_that_is_not_positive_is_one_message(monkeypatch, capsys, tool,
 
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
 def test_a_seed_that_is_none_is_one_message(monkeypatch, capsys, seed):
-    status, _, message = run_here(monkeypatch, capsys, "browse_dataset", TOY_CONFIG, "--seed", seed)
+    status, _, message = run_here(monkeypatch, capsys, "browse", TOY_CONFIG, "--seed", seed)
     assert status == 2 and f"from 0 to 4294967295, got {seed!r}" in message
 
 
@@ -153,9 +151,9 @@ def test_a_mistake_sets_the_exit_status():
 
 def test_print_config(tmp_path, monkeypatch, capsys):
     printed = succeed_here(
-        monkeypatch, capsys, "print_config", TOY_CONFIG, "--cfg-options", "train_cfg.max_iters=77"
+        monkeypatch, capsys, "print-config", TOY_CONFIG, "--cfg-options", "train_cfg.max_iters=77"
     )
     (tmp_path / "printed.py").write_text(printed)
-    again = succeed_here(monkeypatch, capsys, "print_config", tmp_path / "printed.py")
+    again = succeed_here(monkeypatch, capsys, "print-config", tmp_path / "printed.py")
     assert "max_iters=77" in printed
     assert again.replace("work_dirs/printed", "work_dirs/toy_config") == printed

@@ -104,7 +104,7 @@ def test_a_fitted_volume_is_tested_drawn_and_browsed(monkeypatch, capsys, tmp_pa
 
     folder = tmp_path / "browsed"
     arguments = (config, "--not-show", "--output-dir", folder, "--cfg-options", *options)
-    succeed_here(monkeypatch, capsys, "browse_dataset", *arguments)
+    succeed_here(monkeypatch, capsys, "browse", *arguments)
     assert sorted(path.name for path in folder.iterdir()) == ["00000_image.png", "sheet.png"]
     with Image.open(folder / "00000_image.png") as drawn:
         assert drawn.size == (300, 900), "the truth alone"

@@ -127,7 +127,7 @@ def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, ca
 
     out = tmp_path / "pictures"
     succeed_here(
-        monkeypatch, capsys, "visualize_driving", second, trained, "--out-dir", out, "--max-frames", 2
+        monkeypatch, capsys, "visualize-driving", second, trained, "--out-dir", out, "--max-frames", 2
     )
     assert sorted(path.name for path in out.iterdir()) == [
         "scene_000.gif",

@@ -48,7 +48,7 @@ def test_trains_draws_and_tests(tmp_path, monkeypatch, capsys):
 
     folder = tmp_path / "browsed"
     arguments = (CONFIG, "--not-show", "--split", "val", "--output-dir", folder, "--cfg-options", *SMALL)
-    succeed_here(monkeypatch, capsys, "browse_dataset", *arguments)
+    succeed_here(monkeypatch, capsys, "browse", *arguments)
     assert sorted(path.name for path in folder.iterdir()) == [
         *(f"0000{i}_image.png" for i in range(4)),
         "sheet.png",

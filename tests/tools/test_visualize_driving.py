@@ -21,7 +21,7 @@ def test_scenes_are_drawn_without_a_model(tmp_path, monkeypatch, capsys):
     config.write_text(f"_base_ = {BASE!r}\ntest_dataloader = {dict(dataset=dataset)!r}\n")
     out = tmp_path / "out"
     options = ("--out-dir", out, "--scenes", 1, "--max-frames", 2)
-    printed = succeed_here(monkeypatch, capsys, "visualize_driving", config, *options)
+    printed = succeed_here(monkeypatch, capsys, "visualize-driving", config, *options)
     assert "wrote 2 pictures" in printed
     assert sorted(path.name for path in out.iterdir()) == [
         "scene_001.gif",
@@ -30,7 +30,7 @@ def test_scenes_are_drawn_without_a_model(tmp_path, monkeypatch, capsys):
     ]
     with Image.open(out / "scene_001_000.png") as picture:
         assert picture.width == 3 * 384
-    message = fail_here(monkeypatch, capsys, "visualize_driving", config, "--scenes", 5)
+    message = fail_here(monkeypatch, capsys, "visualize-driving", config, "--scenes", 5)
     assert "numbers from 0 to 1, as the data set has 2 scenes, got 5" in message
 
 
@@ -43,7 +43,7 @@ def test_the_frames_of_a_data_set_are_browsed(tmp_path, monkeypatch, capsys):
     )
     out = tmp_path / "out"
     options = ("--not-show", "--split", "val", "--number", 3, "--output-dir", out)
-    succeed_here(monkeypatch, capsys, "browse_dataset", config, *options)
+    succeed_here(monkeypatch, capsys, "browse", config, *options)
     names = [f"0000{i}_val-0000-0{i}.png" for i in range(3)]
     assert sorted(path.name for path in out.iterdir()) == [*names, "sheet.png"]
     with Image.open(out / "sheet.png") as sheet, Image.open(out / names[0]) as picture:

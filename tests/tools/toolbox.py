@@ -1,13 +1,14 @@
-"""The tools in processes of their own."""
+"""The commands of ``visdet``, in this process and in processes of their own."""
 
 import itertools
 import os
-import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from visdet.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "engine"
@@ -29,11 +30,11 @@ _names = itertools.count()
 
 
 def start(tool: str, *arguments: object, processes: int = 0, devices: str = "", **popen) -> subprocess.Popen:
-    """Start ``tools/<tool>.py``, under torchrun where ``processes`` says how many; ``devices``: the GPUs it sees."""
+    """Start ``visdet <tool>``, under torchrun where ``processes`` says how many; ``devices``: the GPUs it sees."""
     launch = [sys.executable]
     if processes:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launch, f"tools/{tool}.py", *map(str, arguments)]
+    command = [*launch, "-m", "visdet", tool, *map(str, arguments)]
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": devices}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **popen
@@ -96,13 +97,12 @@ def run_here(monkeypatch, capsys, tool: str, *arguments: object) -> tuple[int, s
     ):  # mmengine keeps one log per name, and names runs by the second they start in
         arguments += [] if "--cfg-options" in arguments else ["--cfg-options"]
         arguments.append(f"experiment_name={tool}{next(_names)}")
-    monkeypatch.setattr(sys, "argv", [f"tools/{tool}.py", *arguments])
     monkeypatch.syspath_prepend(str(TOY))
     for name in ("RANK", "WORLD_SIZE", "VISDET_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
     status = 0
     try:
-        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+        main([tool, *arguments])
     except SystemExit as stop:
         status = stop.code
     return status, *capsys.readouterr()

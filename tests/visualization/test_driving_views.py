@@ -94,8 +94,6 @@ def test_empty_scenes_and_other_cameras():
         images, [AHEAD] * 3, ("left", "middle", "right"), CLASSES, truth=empty, view_width=128
     )
     assert picture.shape[1] == 256
-    with pytest.raises(ValueError, match="give a prediction, the truth, or both"):
-        draw()
 
 
 def predicted(results):
@@ -150,5 +148,3 @@ def test_gif(tmp_path):
     write_gif(tmp_path / "a.gif", pictures, frames_per_second=4, width=80)
     with Image.open(tmp_path / "a.gif") as gif:
         assert gif.n_frames == 3 and gif.size == (80, 40) and gif.info["duration"] == 250
-    with pytest.raises(ValueError, match="no pictures"):
-        write_gif(tmp_path / "b.gif", [])

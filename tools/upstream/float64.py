@@ -12,13 +12,17 @@ __all__ = ["float32_is_float64", "in_float64"]
 
 @contextmanager
 def float32_is_float64() -> Iterator[None]:
-    """Let code that asks torch for float32 get float64, and let new tensors be of that type."""
+    """Let code that asks torch for float32 get float64, and let new tensors be of that type.
+
+    cuDNN's fused kernels, which visdet calls in float32, have no float64.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with (
             patch.multiple(torch, float32=torch.float64, float=torch.float64),
             patch.object(torch.Tensor, "float", torch.Tensor.double),
+            torch.backends.cudnn.flags(enabled=False),
         ):
             yield
     finally:

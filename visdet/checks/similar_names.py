@@ -5,22 +5,18 @@ from collections.abc import Iterable
 
 
 def look_alike(name: str, others: Iterable[str]) -> str | None:
-    """Return a phrase that says which of ``others`` looks like ``name`` and how it differs, or None.
+    """Return a phrase that says which of ``others`` looks like ``name``, or None.
 
     Names look alike if they are equal without regard to case, to the form of Unicode, to spaces at the ends, and to the
     choice between space, ``_`` and ``-``. (An ``é`` is one character in the form NFC, and two in NFD.) An equal name
     does not count.
     """
-    for other in others:
-        if other == name or _folded(other) != _folded(name):
-            continue
-        if unicodedata.normalize("NFC", other) == unicodedata.normalize("NFC", name):
-            return (
-                f"{other!r} differs from {name!r} only in its Unicode form (NFC or NFD): {other!a}, {name!a}"
-            )
-        kind = "case" if other.lower() == name.lower() else "case, spaces, hyphens or Unicode form"
-        return f"{other!r} differs from {name!r} only in {kind}"
-    return None
+    other = next((one for one in others if one != name and _folded(one) == _folded(name)), None)
+    if other is None:
+        return None
+    kind = "case" if other.lower() == name.lower() else "case, spaces, hyphens or Unicode form"
+    code = "" if f"{other}{name}".isascii() else f": {other!a}, {name!a}"
+    return f"{other!r} differs from {name!r} only in {kind}{code}"
 
 
 def _folded(name: str) -> str:

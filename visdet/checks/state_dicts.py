@@ -40,9 +40,3 @@ def _is_finite(value: Tensor) -> bool:
     if stored < value.numel():  # Elements share memory. A result for each of them could need too much of it.
         value = value.as_strided((stored,), (1,), 0)
     return bool(torch.isfinite(value.float() if value.element_size() == 1 else value).all())
-
-
-def named(names: Collection[str], shown: int = 4) -> str:
-    """Return the first names, and the number of the others."""
-    more = f", and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(list(names)[:shown]) + more

@@ -1,10 +1,11 @@
-"""The program ``visdet``. Each module here is a command, and files of ``tools`` run some of them from a clone."""
+"""The program ``visdet``. Each module here is a command."""
 
 import argparse
 import contextlib
 import importlib
 import signal
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -44,33 +45,26 @@ First steps, in any folder:
 A CONFIG is a file of yours, or the name of one of the package's configs. `visdet COMMAND --help` explains a command."""
 
 
-def main(command: str | None = None) -> None:
-    """Run the program ``visdet`` on the arguments of the process.
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program ``visdet``.
 
     Args:
-        command: the only command of the program, as in the files of ``tools``. The default is the first argument.
+        arguments: a command and its arguments. The default is those of the process.
     """
-    modules = {
-        name: importlib.import_module(path) for name, path in _MODULES.items() if command in (None, name)
-    }
-    if command is None:
-        parser = argparse.ArgumentParser(prog="visdet", **_described(_DESCRIPTION))
-        parser.add_argument("--version", action="version", version=f"visdet {visdet.__version__}")
-        commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-        for name, module in modules.items():
-            text = module.__doc__ or ""
-            summary = text.partition("\n")[0].partition(". ")[0].rstrip(".")
-            module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
-    else:
-        parser = argparse.ArgumentParser(**_described(modules[command].__doc__ or ""))
-        modules[command].add_arguments(parser)
+    modules = {name: importlib.import_module(path) for name, path in _MODULES.items()}
+    parser = argparse.ArgumentParser(prog="visdet", **_described(_DESCRIPTION))
+    parser.add_argument("--version", action="version", version=f"visdet {visdet.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, module in modules.items():
+        text = module.__doc__ or ""
+        summary = text.partition("\n")[0].partition(". ")[0].rstrip(".")
+        module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
     with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
         importlib.import_module("argcomplete").autocomplete(parser)
-    arguments = parser.parse_args(None if command or sys.argv[1:] else ["--help"])
-    name = command or arguments.command
-    if name in _PRINTING:  # The reader of the output, such as head, may end before.
+    options = parser.parse_args(arguments or sys.argv[1:] or ["--help"])
+    if options.command in _PRINTING:  # The reader of the output, such as head, may end before.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if status := _run(name, modules[name], arguments):
+    if status := _run(options.command, modules[options.command], options):
         sys.exit(status)
 
 

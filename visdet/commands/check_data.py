@@ -71,9 +71,9 @@ def say_split(config: dict, split: str, heads: dict[str, int], seen: dict[str, s
     """
     from visdet.datasets import CocoDataset
     from visdet.datasets.coco_report import coco_report
-    from visdet.engine import ConfigError, UserError
+    from visdet.errors import ConfigError, UserError, listed
     from visdet.registry import DATASETS
-    from visdet.structures.coco_json import listed, load_coco_json
+    from visdet.structures.coco_json import load_coco_json
 
     kind = DATASETS.get(config["type"])
     is_coco = isinstance(kind, type) and issubclass(kind, CocoDataset)

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,18 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
-    """Yield the results, and show how many there are, and how many come in a second."""
-    from rich.progress import BarColumn, Progress, TextColumn
+    """Yield the results, and show how many there are."""
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
     from visdet.engine.process.console import console
 
-    start, rate = time.perf_counter(), "{task.completed} images, {task.fields[rate]:.1f} a second"
-    with Progress(BarColumn(), TextColumn(rate), console=console, transient=True) as bar:
-        task = bar.add_task("", total=num_files, rate=0.0)
-        for result in results:
-            done = bar.tasks[task].completed + 1
-            bar.update(task, advance=1, rate=done / (time.perf_counter() - start))
-            yield result
+    columns = (BarColumn(), "{task.completed} images", TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield from bar.track(results, num_files)
 
 
 def _new_folder() -> str:
@@ -91,12 +86,6 @@ def run(args: argparse.Namespace) -> None:
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
     pictures = "" if args.json_only else f" and {args.out_dir}/pictures"
     say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json{pictures}")
-    side = (cfg.get("visualizer") or {}).get("min_side", 480)
-    small = sum(max(image["height"], image["width"]) < side for image in found)
-    if small and not args.json_only:
-        left_out.append(
-            f"{small} pictures are enlarged, whose images have less than {side} pixels (visualizer.min_side)"
-        )
     for remark in left_out:
         say(remark)
     for failure in failures:

@@ -90,16 +90,18 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
         path = make_driving_scenes(path) / "driving_infos_train.npz"
         classes = args.classes or DRIVING_CLASSES
     infos = list(load_infos(path)[0])
-    wanted = []
-    for kind, maker in makers(infos, classes, args.points, args.max_distance, args.seed).items():
-        number = getattr(args, kind)
-        if number:
-            wanted.append((number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker))
+    maker_of = makers(infos, classes, args.points, args.max_distance, args.seed)
+    wanted = [
+        (number, Path(args.out_dir, f"kmeans_{kind}_{number}.npy"), maker)
+        for kind, maker in maker_of.items()
+        if (number := getattr(args, kind))
+    ]
     return path, infos, wanted
 
 
 def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[tuple[int, Path, Maker]]]":
     """Return the info file, its frames, and the number, file and maker of each kind of anchors of a config's model."""
+    import numpy as np
     from mmengine.registry import init_default_scope
 
     from visdet.engine import UserError, dataset_config, load_config
@@ -112,20 +114,22 @@ def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[t
     if not hasattr(dataset, "get_info"):
         raise UserError(f"{args.infos}: the data set {settings['type']} has no frames of several cameras")
     infos = [dataset.get_info(index) for index in range(len(dataset))]
-    reach = 55.0
-    for step in settings.get("pipeline", ()):
-        if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step:
-            distances = step["class_dist_thred"]
-            reach = float(distances if isinstance(distances, (int, float)) else max(distances))
-    wanted, num_points = [], 20
-    for kind, number, path, head in anchors_of_head(cfg.model.get("head", {})):
-        if kind == "map":
-            num_points = head["anchor_encoder"]["num_sample"]
-        wanted.append((kind, number, Path(path)))
+    reaches = [
+        np.max(step["class_dist_thred"])
+        for step in settings.get("pipeline", ())
+        if step["type"] == "CircleObjectRangeFilter" and "class_dist_thred" in step
+    ]
+    reach = float(reaches[-1]) if reaches else 55.0
+    wanted = list(anchors_of_head(cfg.model.get("head", {})))
     if not wanted:
         raise UserError(f"{args.infos}: model.head names no files of anchors")
-    maker_of = makers(infos, dataset.CLASSES, num_points, reach, args.seed)
-    return str(dataset.ann_file), infos, [(number, path, maker_of[kind]) for kind, number, path in wanted]
+    points = [head["anchor_encoder"]["num_sample"] for kind, _, _, head in wanted if kind == "map"]
+    maker_of = makers(infos, dataset.CLASSES, points[0] if points else 0, reach, args.seed)
+    return (
+        str(dataset.ann_file),
+        infos,
+        [(number, Path(path), maker_of[kind]) for kind, number, path, _ in wanted],
+    )
 
 
 def anchors_of_head(head: dict) -> "Iterator[tuple[str, int, str, Any]]":

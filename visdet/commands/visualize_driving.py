@@ -78,8 +78,9 @@ def run(args: argparse.Namespace) -> None:
             "cameras. visdet browse draws the samples of any data set"
         )
     model: Any = load_model(cfg, args.checkpoint) if args.checkpoint else None
-    drawing = {"reach_m": args.reach}
-    visualizer = VISUALIZERS.build({"type": "DrivingVisualizer", "name": "visualize_driving", **drawing})
+    visualizer = VISUALIZERS.build(
+        {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
+    )
     visualizer.dataset_meta = dataset.metainfo
     thresholds = measured_thresholds(args.checkpoint)
     for option, names in ((args.score_thr, "classes"), (args.map_score_thr, "map_classes")):
@@ -111,17 +112,13 @@ def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":
     """Return the config's model with the weights of the checkpoint, in evaluation mode."""
     import torch
 
-    from visdet.engine.checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+    from visdet.engine.checkpoints.checkpoint import read_checkpoint
     from visdet.engine.checkpoints.weights import load_weights, weights_of
     from visdet.engine.config.build_errors import build_model
 
-    trust, allow_nonfinite = (
-        bool(cfg.get(key, False)) for key in ("trust_checkpoint", "allow_nonfinite_weights")
-    )
-    register_checkpoint_readers(trust, allow_nonfinite)
     model = build_model(cfg, cfg.model)
-    weights = weights_of(read_checkpoint(checkpoint, trust=trust), checkpoint)
-    load_weights(model, weights, checkpoint, allow_nonfinite=allow_nonfinite)
+    weights = weights_of(read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint"))), checkpoint)
+    load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

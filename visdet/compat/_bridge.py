@@ -69,7 +69,6 @@ class Bridge(Installable):
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
         self._undo: list[Callable[[], Any]] = []
-        self._left: list[str] = []  # what uninstall() did not restore, because somebody else has replaced it
         self._finder = _Finder(self)
 
     @property
@@ -114,20 +113,12 @@ class Bridge(Installable):
             raise
 
     def uninstall(self) -> None:
-        """Undo everything that ``install`` has done. If the bridge is not installed, nothing changes."""
+        """Undo what ``install`` has done, but for what somebody else has replaced since."""
         if self.is_installed:
             sys.meta_path.remove(self._finder)
-        self._left = []
         while self._undo:
             self._undo.pop()()
         self.reached.clear()
-        if self._left:
-            warnings.warn(
-                f"visdet.compat.{self.name}: {', '.join(self._left)} was replaced after install(), and uninstall() "
-                "leaves that as it is",
-                CompatWarning,
-                stacklevel=2,
-            )
 
     def patched(self) -> dict[str, list[str]]:
         """Return a line of text about each replacement so far, by the names of the modules."""
@@ -169,9 +160,9 @@ class Bridge(Installable):
         original = vars(owner).get(attribute, _MISSING)
 
         def undo() -> None:
-            if vars(owner).get(attribute) is not value:  # Somebody else has replaced it since.
-                self._left.append(f"{owner.__name__}.{attribute}")
-            elif original is _MISSING:
+            if vars(owner).get(attribute) is not value:
+                return  # Somebody else has replaced it since.
+            if original is _MISSING:
                 delattr(owner, attribute)
             else:
                 setattr(owner, attribute, original)

@@ -27,5 +27,5 @@ def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def summary() -> str:
     """Return a line on the calls of this process."""
     if not CALLS:
-        return "visdet: the program called no operator of visdet"
+        return "visdet: the program called no operator of visdet (calls in compiled functions do not count)"
     return "visdet: the program called " + ", ".join(f"{name} ({n})" for name, n in CALLS.most_common())

@@ -10,6 +10,7 @@ from torch import Tensor
 from visdet import ops
 
 from . import _mmcv_functions as own
+from ._counts import counted
 from ._deferred import deferred
 from ._entries import functions_of, gradients_of
 from .mmcv_ext import DEFORM, MODULATED
@@ -59,19 +60,12 @@ def _radians(boxes: Tensor) -> Tensor:
     return torch.cat([boxes[:, :-1], boxes[:, -1:].deg2rad()], 1)
 
 
-def _nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    return ops.nms_rotated(_radians(dets), scores, iou_threshold, clockwise=False)[1]
-
-
-def _box_iou_rotated(boxes1: Tensor, boxes2: Tensor) -> Tensor:
-    return ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False)
-
-
 def _roi_align_rotated(
     input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int
 ) -> Tensor:
-    size = height, width
-    return ops.roi_align_rotated(input, _radians(rois), size, spatial_scale, sampling_ratio, True, False)
+    return ops.roi_align_rotated(
+        input, _radians(rois), (height, width), spatial_scale, sampling_ratio, True, False
+    )
 
 
 def _roi_align_rotated_gradient(
@@ -94,8 +88,18 @@ def _roi_align_rotated_gradient(
 
 _SIZES = "Tensor rois, float spatial_scale, int height, int width"
 for _name, _declared, _operator in (
-    ("nms_rotated", "Tensor dets, Tensor scores, float iou_threshold", _nms_rotated),
-    ("box_iou_rotated", "Tensor boxes1, Tensor boxes2", _box_iou_rotated),
+    (
+        "nms_rotated",
+        "Tensor dets, Tensor scores, float iou_threshold",
+        lambda dets, scores, iou_threshold: ops.nms_rotated(
+            _radians(dets), scores, iou_threshold, clockwise=False
+        )[1],
+    ),
+    (
+        "box_iou_rotated",
+        "Tensor boxes1, Tensor boxes2",
+        lambda boxes1, boxes2: ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False),
+    ),
     ("roi_align_rotated_forward", f"Tensor input, {_SIZES}, int sampling_ratio", _roi_align_rotated),
     (
         "roi_align_rotated_backward",
@@ -104,4 +108,6 @@ for _name, _declared, _operator in (
     ),
 ):
     torch.library.define(f"detectron2::{_name}", f"({_declared}) -> Tensor")
-    torch.library.impl(f"detectron2::{_name}", "default", _operator)
+    torch.library.impl(f"detectron2::{_name}", "default", counted(f"torch.ops.detectron2.{_name}", _operator))
+    globals()[_name] = _operator  # detectron2 0.1 to 0.5 call it in this module.
+    __all__ += [_name]

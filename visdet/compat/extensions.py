@@ -108,17 +108,14 @@ def uninstall() -> None:
 
 def provided() -> list[str]:
     """Return the names of the extensions that have been imported from visdet."""
-    return [name for name, module in sys.modules.items() if isinstance(_loader_of(module), _Loader)]
+    specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
+    return [name for name, spec in specs.items() if isinstance(getattr(spec, "loader", None), _Loader)]
 
 
 def missing_extension(error: ImportError) -> str | None:
     """Return the name of the compiled extension that an import has not found, or None if it was another module."""
     found = _COMPILED.search(str(error))
     return found and found[1]
-
-
-def _loader_of(module: ModuleType | None) -> object:
-    return getattr(getattr(module, "__spec__", None), "loader", None)
 
 
 class Extensions(Installable):

@@ -106,8 +106,10 @@ def flash_attn_varlen_func(
         NotImplementedError: an option is not its default.
     """
     _check("flash_attn_varlen_func", options, named)
-    tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, True)
+    return _attend_packed(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)),
+        *(dropout_p, softmax_scale, causal, True),
+    )
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -120,9 +122,10 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
 ) -> Tensor:
     """Return :func:`flash_attn_varlen_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
-    tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, *tables, *arguments, **named)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **named
+    )
 
 
 def flash_attn_unpadded_func(
@@ -141,8 +144,10 @@ def flash_attn_unpadded_func(
 ) -> Tensor:
     """Return the attention of :func:`flash_attn_varlen_func`, with the causal mask of flash_attn 1."""
     _check("flash_attn_unpadded_func", (), {"return_attn_probs": return_attn_probs})
-    tables = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-    return _attend_packed(q, k, v, *tables, dropout_p, softmax_scale, causal, False)
+    return _attend_packed(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)),
+        *(dropout_p, softmax_scale, causal, False),
+    )
 
 
 def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -155,9 +160,10 @@ def flash_attn_unpadded_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *arguments: Any, **named: Any
 ) -> Tensor:
     """Return :func:`flash_attn_unpadded_func` for queries, keys and values [sum of S, 3, H, D] in one tensor."""
-    tables = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     q, k, v = qkv.unbind(1)
-    return flash_attn_unpadded_func(q, k, v, *tables, *arguments, **named)
+    return flash_attn_unpadded_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments, **named
+    )
 
 
 def _check(function: str, options: tuple, named: dict[str, Any]) -> None:

@@ -108,12 +108,6 @@ def _output_size(dim: int, input: Any, size: Any, scale_factor: Any) -> list[int
     return given if size is not None else [int(input.shape[i - dim] * given[i]) for i in range(dim)]
 
 
-def _get_cmap(name: Any = None, lut: int | None = None) -> Any:
-    from matplotlib import pyplot
-
-    return pyplot.get_cmap(name, lut)
-
-
 _ArgSpec = namedtuple("_ArgSpec", "args varargs keywords defaults")
 # Functions for empty batches, which programs import that take torchvision 0.10 and later for 0.1.
 _TORCHVISION = {
@@ -136,7 +130,14 @@ _ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
         "",
         lambda _: {"find_loader": lambda name: getattr(importlib.util.find_spec(name), "loader", None)},
     ),
-    "matplotlib.cm": ("", lambda _: {"get_cmap": _get_cmap}),
+    "matplotlib.cm": (
+        "",
+        lambda _: {
+            "get_cmap": lambda *given, **named: importlib.import_module("matplotlib.pyplot").get_cmap(
+                *given, **named
+            )
+        },
+    ),
     "PIL.Image": (
         "",
         lambda image: {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC},
@@ -281,10 +282,6 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
     return names
 
 
-def _wants(name: str) -> bool:
-    return name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2]))
-
-
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     name = module.__name__
     if name in _ADDED:
@@ -318,6 +315,11 @@ class _OlderVersions(Bridge):
             self.reached[module.__name__] = reached
 
 
-bridge = _OlderVersions("older_versions", "torch", _wants, _patch)
+bridge = _OlderVersions(
+    "older_versions",
+    "torch",
+    lambda name: name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2])),
+    _patch,
+)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visdet import ops
-from visdet.ops.mmcv import point_gathering, sparse_conv
+from visdet.ops.mmcv import point_gathering, point_sets, sparse_conv
 
 from . import _mmcv_functions as own
 from ._entries import functions_of, gradients_of
@@ -147,11 +147,6 @@ def _gradient(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _chamfer(xyz1: Tensor, xyz2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (index1, distance1), (index2, distance2) = ops.knn(1, xyz2, xyz1), ops.knn(1, xyz1, xyz2)
     return distance1[..., 0], distance2[..., 0], index1[..., 0], index2[..., 0]
-
-
-def _squared_distances(xyz1: Tensor, xyz2: Tensor, idx1: Tensor, idx2: Tensor) -> tuple[Tensor, Tensor]:
-    nearest = [x.gather(1, i.long()[..., None].expand(-1, -1, 3)) for x, i in ((xyz2, idx1), (xyz1, idx2))]
-    return (xyz1 - nearest[0]).square().sum(-1), (xyz2 - nearest[1]).square().sum(-1)
 
 
 def _sample_views(
@@ -326,7 +321,10 @@ _ROWS: dict[str, _Rows] = {
     },
     "chamfer": {
         "forward": (_chamfer, "xyz1 xyz2"),
-        "backward": (_squared_distances, "xyz1 xyz2 idx1 idx2 <grad_dist1 <grad_dist2 -> xyz1 xyz2"),
+        "backward": (
+            point_sets.squared_distances,
+            "xyz1 xyz2 idx1:nearest1 idx2:nearest2 <grad_dist1 <grad_dist2 -> xyz1 xyz2",
+        ),
     },
     "_msmv_sampling_cuda": {
         f"_ms_deform_attn_cuda_{maps}_{way}": (

@@ -13,13 +13,12 @@ from mmengine.logging import print_log
 
 from visdet.checks.arguments import checked
 from visdet.checks.similar_names import look_alike
-from visdet.errors import InvalidInputError, MissingFileError, where_to_get
+from visdet.errors import InvalidInputError, MissingFileError, listed, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
     is_ignored,
-    listed,
     load_coco_json,
     match_categories,
 )

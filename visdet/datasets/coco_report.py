@@ -6,7 +6,7 @@ from collections.abc import Collection
 from itertools import combinations
 
 from visdet.checks.similar_names import look_alike
-from visdet.structures.coco_json import listed
+from visdet.errors import listed
 
 from .coco import clip_box
 

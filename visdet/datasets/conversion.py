@@ -6,7 +6,7 @@ import os
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ class Picture:
 
     path: Path
     split: str = ""
-    size: tuple[int, int] | None = None
+    size: tuple[float, float] | None = None
     boxes: list[tuple[str, list[float], dict[str, Any]]] = field(default_factory=list)
     is_relative: bool = False
 
@@ -105,10 +105,13 @@ def convert(
 def _kind_of(root: Path) -> str:
     if not root.is_dir():
         raise InvalidInputError(f"{root} is not a folder")
-    if (root / "data.yaml").exists():
-        return "yolo"
-    for kind, pattern in (("voc", "*.xml"), ("csv", "*.csv"), ("coco", "*.json")):
-        if next(root.rglob(pattern), None):
+    for kind, pattern in (
+        ("yolo", "*.y*ml"),
+        ("voc", "**/*.xml"),
+        ("csv", "**/*.csv"),
+        ("coco", "**/*.json"),
+    ):
+        if next(root.glob(pattern), None):
             return kind
     raise InvalidInputError(
         f"{root} has none of data.yaml (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
@@ -155,19 +158,19 @@ def _left_out(skipped: Counter[str], what: str) -> Iterator[None]:
 
 
 def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
-    with reading(f"{root}/data.yaml"):
-        text = (root / "data.yaml").read_text("utf-8")
+    places = [root / "data.yaml", *sorted(root.glob("*.y*ml"))]
+    table = next((place for place in places if place.is_file()), places[0])
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidInputError(f"{root}/data.yaml is not valid YAML: {error}") from error
+        with reading(str(table)):
+            data = yaml.safe_load(table.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{table} is not valid YAML: {error}") from error
     given = data.get("names") if isinstance(data, dict) else None
     if not isinstance(given, list | dict):
-        raise InvalidInputError(
-            f"{root}/data.yaml must have names, the list of the classes, got {given!r:.100}"
-        )
+        raise InvalidInputError(f"{table} must have names, the list of the classes, got {given!r:.100}")
     numbered = dict(enumerate(given)) if isinstance(given, list) else {int(k): v for k, v in given.items()}
     names += map(str, numbered.values())
+    has_outlines = "kpt_shape" not in data
     read: set[Path] = set()
     for split in ("train", "val", "test"):
         entries = data.get(split) or (data.get("valid") if split == "val" else None) or []
@@ -177,7 +180,7 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
             places = [base / part for base in bases for part in (entry, re.sub(r"^(\.\./)+", "", entry))]
             place = next((one for one in places if one.exists()), None)
             if place is None:
-                skipped[f"{split} of data.yaml: there is no {entry}"] += 1
+                skipped[f"{split} of {table.name}: there is no {entry}"] += 1
                 continue
             files = (
                 sorted(place.rglob("*"))
@@ -190,29 +193,27 @@ def _yolo(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Pictu
             )
             for file in files:
                 if file.suffix.lower() in _SUFFIXES:
-                    label = _yolo_label(file)
+                    head, found, tail = str(file).rpartition("/images/")
+                    label = Path(f"{head}/labels/{tail}" if found else file).with_suffix(".txt")
                     read.add(label.resolve())
-                    yield Picture(file.resolve(), split, None, _yolo_boxes(label, numbered, skipped), True)
+                    yield Picture(
+                        file.resolve(), split, None, _yolo_boxes(label, numbered, has_outlines, skipped), True
+                    )
     unread = [file for file in root.rglob("labels/**/*.txt") if file.resolve() not in read]
     skipped.update(f"{file} is of no image of a split" for file in sorted(unread))
 
 
-def _yolo_label(image: Path) -> Path:
-    head, found, tail = str(image).rpartition("/images/")
-    return Path(f"{head}/labels/{tail}" if found else image).with_suffix(".txt")
-
-
-def _yolo_boxes(label: Path, names: dict[int, Any], skipped: Counter[str]) -> list:
+def _yolo_boxes(label: Path, names: dict[int, Any], has_outlines: bool, skipped: Counter[str]) -> list:
     boxes: list[tuple[str, list[float], dict]] = []
     for number, line in enumerate(label.read_text("utf-8").splitlines() if label.exists() else (), start=1):
-        with _left_out(
-            skipped, f"line {number} of {label}, {line[:60]!r}, is no box of a class of data.yaml"
-        ):
+        with _left_out(skipped, f"line {number} of {label}, {line[:60]!r}, is no box of a class"):
             if line.strip():
                 kind, *values = map(float, line.split())
                 x, y, w, h = values[:4]
                 corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
-                if len(values) >= 6:  # an outline, which a box encloses
+                if (
+                    has_outlines and len(values) >= 6
+                ):  # a box encloses an outline, and stands before key points
                     corners = [min(values[::2]), min(values[1::2]), max(values[::2]), max(values[1::2])]
                 boxes.append((str(names[int(kind)]), corners, {}))
     return boxes
@@ -230,42 +231,44 @@ def _voc_picture(file: Path, root: Path, split: str | None, skipped: Counter[str
     tree = ElementTree.parse(file)
     name = Path(tree.findtext("filename") or "").name or file.stem
     folders = (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
-    beside = [file.with_suffix(suffix) for suffix in sorted(_SUFFIXES)]
-    places = [*(folder / name for folder in folders), *beside]
+    names = (name, *(f"{file.stem}{suffix}" for suffix in sorted(_SUFFIXES)))
+    places = [folder / name for name in names for folder in folders]
     path = next((place for place in places if place.is_file()), places[0])
-    width, height = (int(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
+    width, height = (float(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
     picture = Picture(path, split or _split_of(file, root), (width, height))
     for item in tree.iter("object"):
         label = item.findtext("name") or ""
         with _left_out(skipped, f"{file}: an object {label} has no bndbox of four numbers"):
-            sides = ("xmin", "ymin", "xmax", "ymax")
-            corners = [float(item.findtext(f"bndbox/{side}") or "nothing") for side in sides]
+            found = (item.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax"))
+            corners = [float(value or "nothing") for value in found]
             picture.boxes.append((label, corners, {"ignore": 1} if item.findtext("difficult") == "1" else {}))
     return picture
 
 
 def _csv(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
     for file in sorted(root.rglob("*.csv")):
-        pictures: dict[str, Picture] = {}
-        with file.open(newline="", encoding="utf-8-sig") as opened:
-            rows = csv.DictReader(opened)
-            header = {(column or "").strip().lower(): column for column in rows.fieldnames or ()}
-            columns = {
-                key: next((header[n] for n in known if n in header), None) for key, known in _COLUMNS.items()
-            }
-            lacking = [key for key, column in columns.items() if column is None]
-            if lacking:
-                skipped[f"{file} has no column {', '.join(lacking)}; its header is {', '.join(header)}"] += 1
-                continue
-            for number, row in enumerate(rows, start=2):
-                image, label, *sides = ((row[column] or "").strip() for column in columns.values())
-                picture = pictures.setdefault(
-                    image, Picture(_existing(file.parent, root, image), _split_of(file, root))
-                )
-                with _left_out(skipped, f"line {number} of {file}"):
-                    if any(sides):  # An image without boxes has a row without numbers.
-                        picture.boxes.append((label, list(map(float, sides)), {}))
-        yield from pictures.values()
+        with _left_out(skipped, str(file)):
+            yield from _csv_pictures(file, root, skipped)
+
+
+def _csv_pictures(file: Path, root: Path, skipped: Counter[str]) -> Collection[Picture]:
+    lines = file.read_text("utf-8-sig").splitlines()
+    rows = csv.DictReader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count))
+    header = {(column or "").strip().lower(): column for column in rows.fieldnames or ()}
+    columns = {key: next((header[n] for n in known if n in header), None) for key, known in _COLUMNS.items()}
+    lacking = [key for key, column in columns.items() if column is None]
+    if lacking:
+        raise ValueError(f"there is no column {', '.join(lacking)}; the header is {', '.join(header)}")
+    pictures: dict[str, Picture] = {}
+    for number, row in enumerate(rows, start=2):
+        image, label, *sides = ((row[column] or "").strip() for column in columns.values())
+        picture = pictures.setdefault(
+            image, Picture(_existing(file.parent, root, image), _split_of(file, root))
+        )
+        with _left_out(skipped, f"line {number} of {file}"):
+            if any(sides):  # An image without boxes has a row without numbers.
+                picture.boxes.append((label, [float(side.replace(",", ".")) for side in sides], {}))
+    return pictures.values()
 
 
 def _coco_files(root: Path, names: list[str], skipped: Counter[str]) -> Iterator[Picture]:
@@ -278,7 +281,10 @@ def _coco_files(root: Path, names: list[str], skipped: Counter[str]) -> Iterator
 def _coco_pictures(file: Path, root: Path, names: list[str], skipped: Counter[str]) -> list[Picture]:
     content = load_coco_json(str(file))
     label_of = {category["id"]: category["name"] for category in content["categories"]}
-    names += [name for name in label_of.values() if name not in names]
+    used = {label_of.get(annotation["category_id"]) for annotation in content["annotations"]}
+    groups = {category.get("supercategory") for category in content["categories"]} - used
+    skipped.update(f"category {name}, which only groups others" for name in groups & {*label_of.values()})
+    names += dict.fromkeys(name for name in label_of.values() if name not in groups and name not in names)
     pictures = {}
     for image in content["images"]:
         path, size = _existing(file.parent, root, image["file_name"]), (image["width"], image["height"])

@@ -157,7 +157,7 @@ class NuScenesConverter:
 
     def _annotations(self, sample: dict, lidar_pose: np.ndarray) -> dict:
         """Return boxes, names, velocities, ids and futures in the lidar frame."""
-        tables, records = self.tables, self.tables.annotations(sample)
+        tables, records = self.tables, self.tables.annotations_of_sample[sample["token"]]
         from_world = inverse_pose(lidar_pose)
         boxes, velocities = np.zeros((len(records), 7)), np.zeros((len(records), 2))
         futures = np.zeros((len(records), _AGENT_STEPS, 2), np.float32)
@@ -181,7 +181,9 @@ class NuScenesConverter:
             "num_lidar_pts": lidar_points,
             "num_radar_pts": radar_points,
             "valid_flag": lidar_points + radar_points > 0,
-            "instance_inds": np.array([tables.instance_number(record) for record in records], dtype=np.int64),
+            "instance_inds": np.array(
+                [tables.number_of_instance[record["instance_token"]] for record in records], dtype=np.int64
+            ),
             "gt_agent_fut_trajs": futures,
             "gt_agent_fut_masks": masks,
         }

@@ -64,11 +64,11 @@ class NuScenesTables:
             calibration = self.get("calibrated_sensor", record["calibrated_sensor_token"])
             channel = self.get("sensor", calibration["sensor_token"])["channel"]
             self._data_of_sample[record["sample_token"]][channel] = record
-        self._annotations_of_sample: dict[str, list[dict]] = {token: [] for token in self._records["sample"]}
+        self.annotations_of_sample: dict[str, list[dict]] = {token: [] for token in self._records["sample"]}
         for record in self._records["sample_annotation"].values():
-            self._annotations_of_sample[record["sample_token"]].append(record)
+            self.annotations_of_sample[record["sample_token"]].append(record)
         # nuScenes numbers instances by their place in the table.
-        self._number_of_instance = {token: number for number, token in enumerate(self._records["instance"])}
+        self.number_of_instance = {token: number for number, token in enumerate(self._records["instance"])}
 
     def get(self, table: str, token: str) -> dict[str, Any]:
         """Return a record.
@@ -106,10 +106,6 @@ class NuScenesTables:
         except KeyError:
             raise UnknownNameError(f"nuScenes frame {sample['token']} has no data of {channel}") from None
 
-    def annotations(self, sample: dict) -> list[dict]:
-        """Return the annotations of a key frame."""
-        return self._annotations_of_sample[sample["token"]]
-
     def category(self, annotation: dict) -> str:
         """Return the name of the category of an annotation, such as ``vehicle.car``."""
         instance = self.get("instance", annotation["instance_token"])
@@ -119,9 +115,6 @@ class NuScenesTables:
         """Return the name of the first attribute of an annotation, or '' if there is none."""
         tokens = annotation["attribute_tokens"]
         return self.get("attribute", tokens[0])["name"] if tokens else ""
-
-    def instance_number(self, annotation: dict) -> int:
-        return self._number_of_instance[annotation["instance_token"]]
 
     def location(self, scene: dict) -> str:
         """Return the name of the map on which a scene was recorded."""

@@ -46,6 +46,7 @@ from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
+from .optim.optim_wrapper import OptimWrapper
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment
@@ -220,6 +221,12 @@ def check_before_data(runner: Any, *stages: str) -> None:
         with building(cfg, "optim_wrapper"):
             runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
         check_monitored(runner)
+
+
+def let_updates_average(optim_wrapper: Any, model: nn.Module) -> None:
+    """Let the updates average the gradients of the processes, instead of the model's wrapper."""
+    if isinstance(optim_wrapper, OptimWrapper) and isinstance(model, DistributedDataParallel):
+        optim_wrapper.averages_gradients = not (model.find_unused_parameters or model.static_graph)
 
 
 def scale_learning_rate(runner: Any, loop: TrainLoop) -> None:

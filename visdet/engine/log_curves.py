@@ -4,10 +4,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from visdet.structures.coco_json import listed
+from visdet.errors import UserError, listed
 from visdet.structures.fonts import legible
-
-from .errors import UserError
 
 Curve = dict[int, float]
 

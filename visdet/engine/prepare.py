@@ -106,8 +106,6 @@ def write_detections(cfg: Config, out_file: str) -> None:
 
 def draw_detections(cfg: Config, folder: str) -> None:
     """Make a config draw the predictions of a test beside the ground truth. The pictures go to ``folder``."""
-    if cfg.get("default_hooks") is None:
-        cfg.default_hooks = {}
-    hooks = cfg.default_hooks
+    hooks = cfg.get("default_hooks") or {}
     hook = hooks.get("visualization") or {"type": "DetVisualizationHook"}
-    hooks["visualization"] = {**hook, "test_out_dir": os.path.abspath(folder)}
+    cfg.default_hooks = {**hooks, "visualization": {**hook, "test_out_dir": os.path.abspath(folder)}}

@@ -68,27 +68,20 @@ def train(
     """
     if isinstance(resume, bool):
         resume = "auto" if resume else None
-    cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=True)
-    # These import torch, and a mistake in the config is told before.
+    cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=True)
     from .checkpoints.checkpoint import LAST_CHECKPOINT
     from .hooks import RunReportHook
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
     from .process.default_device import training_defaults
-    from .process.distributed import checked_launcher
 
-    cfg.launcher = checked_launcher(launcher)
     if amp:
         enable_amp(cfg)
-    if graph is not None:
-        cfg.graph = graph
     if auto_scale_lr:
         enable_auto_scale_lr(cfg)
     if from_:
         cfg.load_from, cfg.strict_load = os.path.expanduser(from_), False
     if resume:
         set_resume(cfg, os.fspath(resume))
-    for remark in remarks:
-        say(remark)
     with training_defaults():
         runner = build_runner(cfg)
         runner.train()
@@ -130,15 +123,11 @@ def evaluate(
     Raises:
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
     """
-    cfg, remarks = _loaded(config, options, overrides, work_dir, for_training=False)
+    cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=False)
     from .prepare import build_runner, draw_detections, write_detections
     from .process.default_device import cpu_by_default
-    from .process.distributed import checked_launcher
 
-    cfg.launcher = checked_launcher(launcher)
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
-    if graph is not None:
-        cfg.graph = graph
     if amp:
         cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
     if out:
@@ -146,8 +135,6 @@ def evaluate(
     if show_dir:
         check_work_dir(os.fspath(show_dir), "--show-dir")
         draw_detections(cfg, os.fspath(show_dir))
-    for remark in remarks:
-        say(remark)
     with cpu_by_default():
         metrics = build_runner(cfg).test()
     for path, what in ((out, "predictions"), (show_dir, "pictures")):
@@ -157,9 +144,24 @@ def evaluate(
 
 
 def _loaded(
-    config: Any, options: Any, overrides: dict, work_dir: Any, for_training: bool
-) -> tuple[Any, list[str]]:
+    config: Any,
+    options: Any,
+    overrides: dict,
+    work_dir: Any,
+    graph: bool | None,
+    launcher: str | None,
+    for_training: bool,
+) -> Any:
+    """Return a config with what training and evaluation alike set in it, and print remarks on it."""
     folder = work_dir and os.path.expanduser(work_dir)
     cfg, remarks = load_config(config, {**(options or {}), **overrides}, folder)
     check_required_keys(cfg, for_training)
-    return cfg, remarks
+    # This imports torch, as the caller's imports do, and a mistake in the config is told before.
+    from .process.distributed import checked_launcher
+
+    cfg.launcher = checked_launcher(launcher)
+    if graph is not None:
+        cfg.graph = graph
+    for remark in remarks:
+        say(remark)
+    return cfg

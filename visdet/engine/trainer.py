@@ -203,6 +203,7 @@ class DetRunner:
         build.initialize_weights(self.cfg, self._module)
         random_state = self._start_from(found)
         self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
+        build.let_updates_average(self.optim_wrapper, self.model)
         build.compile_step(self.cfg, self.steps)
         self.call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.
@@ -244,10 +245,10 @@ class DetRunner:
         loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=loop.iter)
         loop.dataloader_iterator = iter(loop.dataloader)
         while not loop.is_finished():
-            self.model.train()
             self._train_step(loop.iter, next(loop.dataloader_iterator))
             if loop.is_validation_due():
                 self._validate()
+                self.model.train()  # Not in each iteration: it takes the host 2 ms.
 
     def _train_step(self, index: int, batch: Any) -> None:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from visdet.errors import InvalidInputError, MissingPackageError
+from visdet.errors import MissingPackageError
 from visdet.structures.coco_json import id_order
 
 # For each library, the module and class of the annotation index and of the evaluator.
@@ -29,11 +29,8 @@ def import_backend(name: str | None = None) -> tuple[type, type]:
         name: the name of the library. The default is the first one that is installed.
 
     Raises:
-        ValueError: no backend has this name.
         ImportError: the library is not installed.
     """
-    if name is not None and name not in _BACKENDS:
-        raise InvalidInputError(f"CocoMetric: backend must be one of {tuple(_BACKENDS)}, got {name!r}")
     for candidate in [name] if name else _BACKENDS:
         with contextlib.suppress(ImportError):
             index, evaluator = (path.rpartition(".") for path in _BACKENDS[candidate])

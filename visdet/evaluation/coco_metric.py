@@ -2,9 +2,10 @@
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -12,24 +13,25 @@ from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import Positive, Range
 from visdet.checks.finite import DIVERGED, check_finite
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, listed
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
     box_area,
     id_order,
     is_ignored,
-    listed,
     load_coco_json,
     match_categories,
     written_otherwise,
 )
+from visdet.structures.tables import table_text
 
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
-from .tables import table_text
 
+_Iou = Annotated[float, Range(0, 1, is_open=True)]
 # The arguments of BoxEvaluation.average_precision for each name.
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},
@@ -86,21 +88,19 @@ class CocoMetric(BaseMetric):
     def __init__(
         self,
         ann_file: str | None = None,
-        metric: str | Sequence[str] = "bbox",
+        metric: Literal["bbox"] | Sequence[Literal["bbox"]] = "bbox",
         classwise: bool = False,
         format_only: bool = False,
         outfile_prefix: str | None = None,
-        iou_thrs: float | Sequence[float] | None = None,
-        proposal_nums: Sequence[int] = (100, 300, 1000),
+        iou_thrs: _Iou | Sequence[_Iou] | None = None,
+        proposal_nums: Sequence[Positive] = (100, 300, 1000),
         metric_items: Sequence[str] | None = None,
-        backend: str | None = None,
+        backend: Literal["faster_coco_eval", "pycocotools"] | None = None,
         backend_args: dict | None = None,
         collect_device: str = "cpu",
         prefix: str | None = None,
     ) -> None:
         super().__init__(collect_device=collect_device, prefix=prefix)
-        if metric not in ("bbox", ["bbox"], ("bbox",)):
-            raise InvalidInputError(f"CocoMetric: metric must be 'bbox', got {metric!r}")
         if format_only and outfile_prefix is None:
             raise InvalidInputError(
                 "CocoMetric: format_only=True needs an outfile_prefix to write to, got None"
@@ -109,13 +109,7 @@ class CocoMetric(BaseMetric):
         self.format_only = format_only
         self.outfile_prefix = outfile_prefix
         self.iou_thrs = np.linspace(0.5, 0.95, 10) if iou_thrs is None else np.atleast_1d(iou_thrs)
-        if not self.iou_thrs.size or not ((self.iou_thrs > 0) & (self.iou_thrs <= 1)).all():
-            raise InvalidInputError(
-                f"CocoMetric: iou_thrs must be numbers above 0 and up to 1, got {iou_thrs}"
-            )
         self.proposal_nums = sorted(proposal_nums)
-        if not proposal_nums or self.proposal_nums[0] < 1:
-            raise InvalidInputError(f"CocoMetric: proposal_nums must be positive, got {proposal_nums}")
         recalls = [f"AR@{n}" for n in self.proposal_nums]
         recalls += [f"AR_{area}@{self.proposal_nums[-1]}" for area in AREAS[1:]]
         self.metric_items = list(checked_names("CocoMetric: metric_items", metric_items or list(_PRECISIONS)))
@@ -196,6 +190,13 @@ class CocoMetric(BaseMetric):
             "of several data sets may share ids if neither ann_file nor outfile_prefix is set"
         )
 
+    def evaluate(self, size: int) -> dict[str, float]:
+        """Return the metrics over the images of all processes by name. ``size`` is not used.
+
+        mmengine would keep the first ``size`` results, but images that a sampler repeats may be anywhere.
+        """
+        return super().evaluate(sys.maxsize)
+
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return the values of ``metric_items`` by name, without the prefix."""
         if self._dataset_meta is None:
@@ -211,7 +212,17 @@ class CocoMetric(BaseMetric):
         results = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
         if self.outfile_prefix is not None:
             self._write(_detections(results))
-        results = _with_ids_of_their_own(results)
+        if self._ann_file is None:  # Several data sets may use the same ids.
+            results = [
+                {
+                    **result,
+                    "img_id": number,
+                    "truth": [{**row, "image_id": number} for row in result["truth"]],
+                }
+                for number, result in enumerate(
+                    sorted(results, key=lambda result: id_order(result["img_id"]))
+                )
+            ]
         detections = _detections(results)
         if self.format_only:
             return {}
@@ -242,15 +253,14 @@ class CocoMetric(BaseMetric):
 
     def _truth_of_file(self) -> list[dict]:
         """Return the annotations of the file, with labels instead of category ids."""
-        annotations = []
-        for annotation in self._content["annotations"]:
-            label = self._label_of_category.get(annotation["category_id"])
-            if label is not None:
-                area, ignored = box_area(annotation), is_ignored(annotation)
-                annotations.append(
-                    _annotation(annotation["image_id"], label, annotation["bbox"], area, ignored)
-                )
-        return annotations
+        label_of = self._label_of_category
+        return [
+            _annotation(
+                one["image_id"], label_of[one["category_id"]], one["bbox"], box_area(one), is_ignored(one)
+            )
+            for one in self._content["annotations"]
+            if one["category_id"] in label_of
+        ]
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file, key=id_order)
@@ -280,16 +290,6 @@ class CocoMetric(BaseMetric):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
-
-
-def _with_ids_of_their_own(results: list[dict]) -> list[dict]:
-    """Return the results with new ids if several data sets use the same ones, which needs no ``ann_file``."""
-    if len({result["img_id"] for result in results}) == len(results):
-        return results
-    return [
-        {**result, "img_id": number, "truth": [{**row, "image_id": number} for row in result["truth"]]}
-        for number, result in enumerate(results)
-    ]
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.tables import table_text
 
 from .detection_curves import Boxes, match_frames, take_nearest, tp_error
 from .driving_metric import (
@@ -18,7 +19,6 @@ from .driving_metric import (
     vehicle_in_world,
     within,
 )
-from .tables import table_text
 
 # The merged class of each class of boxes. Classes that are not listed are not evaluated.
 MOTION_CLASSES = {

@@ -8,9 +8,9 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.tables import table_text
 
 from .driving_metric import DrivingMetric, as_array
-from .tables import table_text
 
 _AHEAD = np.pi / 2  # the y axis of the lidar frame
 _STANDING_M = 0.5

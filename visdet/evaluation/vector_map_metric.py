@@ -9,10 +9,10 @@ from mmengine.logging import print_log
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import resample
+from visdet.structures.tables import summary_line, table_text
 
 from .driving_metric import DrivingMetric, as_array, read_anchors
 from .precision_recall import CurveReport, score_curve
-from .tables import summary_line, table_text
 
 _EPSILON = np.finfo(np.float32).eps
 
@@ -86,22 +86,21 @@ class VectorMapMetric(DrivingMetric):
             for frame in results
         ]
         middle = len(self.thresholds) // 2
-        curves = {}
+        curves, table = {}, {}
         for label, name in enumerate(classes):
             scores, hits, num_truths = self._hits(sampled, label)
             curves[name] = score_curve(scores, hits[middle], num_truths)
+            table[name] = _precisions(scores, hits, num_truths)
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
-        table = {name: self._precisions(sampled, label) for label, name in enumerate(classes)}
         metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
         if self.anchors is not None:
             lines = _resample_all(list(read_anchors(self.anchors)), self.num_points)
             scores, values = np.linspace(1, 0.5, len(lines)), []
             for label in range(len(classes)):
                 constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
-                values.append(self._precisions([frame | constant for frame in sampled], label))
+                values.append(_precisions(*self._hits([frame | constant for frame in sampled], label)))
             metrics["anchors_mAP"] = float(np.mean(values))
-        for name, row in table.items():
-            metrics[f"{name}_AP"] = float(np.mean(row))
+        metrics |= {f"{name}_AP": float(np.mean(row)) for name, row in table.items()}
         counts = {
             name: sum(int((f["gt_labels"] == k).sum()) for f in results) for k, name in enumerate(classes)
         }
@@ -113,12 +112,6 @@ class VectorMapMetric(DrivingMetric):
         print_log(text + summary, logger="current")
         return metrics
 
-    def _precisions(self, frames: list[dict], label: int) -> list[float]:
-        """Return the AP of one class at each threshold."""
-        scores, hits, num_truths = self._hits(frames, label)
-        order = np.argsort(-scores, kind="stable")
-        return [area_under_curve(row[order], num_truths) for row in hits]
-
     def _hits(self, frames: list[dict], label: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the scores [m] of a class, whether each is right at each threshold [T, m], and the number of lines."""
         num_truths, scores, hits = 0, [np.zeros(0)], [np.zeros((len(self.thresholds), 0), dtype=bool)]
@@ -129,6 +122,12 @@ class VectorMapMetric(DrivingMetric):
             scores.append(frame["scores"][mine])
             hits.append(match_lines(frame["lines"][mine], frame["scores"][mine], truth, self.thresholds))
         return np.concatenate(scores), np.concatenate(hits, axis=1), num_truths
+
+
+def _precisions(scores: np.ndarray, hits: np.ndarray, num_truths: int) -> list[float]:
+    """Return the AP of one class at each threshold, given what ``_hits`` returns."""
+    order = np.argsort(-scores, kind="stable")
+    return [area_under_curve(row[order], num_truths) for row in hits]
 
 
 def _longer_than_a_point(lines: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
     """Return tensors of one element and plain numbers as a float64 vector. It is on a GPU if one of them is."""
-    values = [torch.as_tensor(number).detach().reshape(()).double() for number in numbers]
+    values = [torch.as_tensor(number).detach().reshape(()) for number in numbers]
     device = next((value.device for value in values if value.is_cuda), None)
     if device is not None:
         # A copy from memory that is not pinned would wait for the GPU.
         values = [v if v.is_cuda else v.pin_memory().to(device, non_blocking=True) for v in values]
-    return torch.stack(values) if values else torch.empty(0)
+    return torch.stack(values).double() if values else torch.empty(0)
 
 
 class HostCopy:

@@ -38,16 +38,20 @@ def check_tensors(op: str, **tensors: Any) -> None:
 def check_numbers(op: str, kind: str, **tensors: Tensor) -> None:
     """Raise a ValueError unless the tensors hold numbers of this kind: "floating", "real", "integers" or "mask"."""
     for name, tensor in tensors.items():
-        dtype = tensor.dtype
-        fits = dtype.is_floating_point if kind == "floating" else not dtype.is_complex
-        if kind == "integers":
-            fits = fits and not dtype.is_floating_point
-        if not fits or (dtype == torch.bool and kind != "mask"):
-            raise ValueError(f"{op}: {name} must {_EXPECTED[kind]}, got {dtype}")
+        if tensor.dtype not in _TYPES[kind]:
+            raise ValueError(f"{op}: {name} must {_EXPECTED[kind]}, got {tensor.dtype}")
 
 
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = tuple(getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+_TYPES = {
+    "floating": _FLOATING,
+    "real": (*_FLOATING, *_INTEGERS),
+    "integers": _INTEGERS,
+    "mask": (*_FLOATING, *_INTEGERS, torch.bool),
+}
 _EXPECTED = {
-    "floating": "be of a floating-point type",
+    "floating": "be of a floating-point type of 16 bits or more",
     "real": "hold real numbers",
     "integers": "hold integers",
     "mask": "hold real numbers or bool",
@@ -96,9 +100,7 @@ def integer_table(
     if isinstance(table, Tensor):
         check_tensors(operator, **{name: table})
         # A tensor of no numbers is mostly made from an empty list and has float32.
-        if table.numel() > 0 and (
-            table.is_floating_point() or table.is_complex() or table.dtype == torch.bool
-        ):
+        if table.numel() > 0 and table.dtype not in _INTEGERS:
             raise TypeError(
                 f"{operator}: {name} must be an integer tensor or {expected}, got a tensor of {table.dtype}"
             )
@@ -111,7 +113,7 @@ def integer_table(
     try:
         numbers = torch.tensor(table, device="cpu")
         # A list of no numbers makes a tensor of float32.
-        if numbers.numel() == 0 or not (numbers.is_floating_point() or numbers.dtype == torch.bool):
+        if numbers.numel() == 0 or numbers.dtype in _INTEGERS:
             return numbers.to(torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error

@@ -39,7 +39,7 @@ def declared(
     "1 or 2 integers" may be one number, too. A choice is "one of 'avg', 'max'".
 
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
-    type of the values. Errors of an operator that it calls have its own name.
+    type of the values. Errors within it, of other operators and of torch, begin with its name.
 
     Args:
         name: The name in errors. The default is the function's.
@@ -64,10 +64,17 @@ def declared(
                     with torch.autocast(device, enabled=False):
                         return function(*args, **options)
                 return function(*args, **options)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                ArithmeticError,
+                AssertionError,
+                IndexError,
+            ) as error:
                 called, _, problem = str(error).partition(": ")
-                if called.isidentifier() and called != op:
-                    error.args = (f"{op}: {problem}",)
+                if called != op:
+                    error.args = (f"{op}: {problem if called.isidentifier() else error}",)
                 raise
 
         return call  # type: ignore[return-value]

@@ -9,7 +9,12 @@ from ._declared import declared
 __all__ = ["box_key_points", "box_key_points_reference"]
 
 
-@declared(anchors="floating", fixed="real", logits="None or real", max_log_size="number")
+@declared(
+    anchors="floating [B, Q, D]",
+    fixed="real [F, 3]",
+    logits="None or real [B, Q, 3 * M]",
+    max_log_size="number",
+)
 def box_key_points(
     anchors: Tensor,  # [B, Q, D]
     fixed: Tensor,  # [F, 3]
@@ -32,21 +37,27 @@ def box_key_points(
     Returns:
         [B, Q, F + M, 3]. The points in metres, the fixed ones first. NaN and infinity go where the formula takes them.
 
-    It is differentiable once with respect to ``anchors`` and ``logits``, and deterministic, forward and backward, on
-    every device. Where no library is built for the device, plain torch computes the same.
+    It is differentiable with respect to ``anchors`` and ``logits``, on CUDA once, and deterministic, forward and
+    backward, on every device. On the CPU, and where no library is built for CUDA, plain torch computes it.
 
     Raises:
-        RuntimeError: A shape or device does not fit, or ``fixed`` requires a gradient. The message names the argument.
-        ValueError: A type does not fit. The message names the argument.
+        RuntimeError: A device does not fit, or ``fixed`` requires a gradient. The message names the argument.
+        ValueError: A shape or type does not fit. The message names the argument.
 
     Source: The key points of Sparse4D, arXiv 2211.10581, with the anchors of SparseDrive, arXiv 2405.19620.
     """
     if fixed.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("box_key_points: fixed is not differentiable, got one that requires grad")
+    if anchors.shape[2] < 8 or anchors.dtype not in (torch.float64, torch.float32):
+        raise ValueError(
+            "box_key_points: anchors must be float64 or float32 [B, Q, D] with D of at least 8, got "
+            f"{anchors.dtype} {list(anchors.shape)}"
+        )
     if logits is None:
         logits = anchors.new_empty(*anchors.shape[:2], 0)
     fixed, logits = fixed.to(anchors.dtype), logits.to(anchors.dtype)
-    return _box_key_points(anchors, fixed, logits, float(max_log_size))
+    compute = box_key_points_reference if anchors.is_cpu else _box_key_points
+    return compute(anchors, fixed, logits, float(max_log_size))
 
 
 def box_key_points_reference(
@@ -74,4 +85,3 @@ _box_key_points = _registration.differentiable(
     elsewhere=box_key_points_reference,
     needs_library=False,
 )
-box_key_points.needs_no_library = True  # type: ignore[attr-defined]  # visdet.doctor says so

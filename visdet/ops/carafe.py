@@ -43,20 +43,12 @@ def carafe(
     deterministic, for any number of threads. NaN and infinity go where the formula takes them.
 
     Raises:
-        ValueError: A shape or a number does not fit. The message names the argument.
+        ValueError: ``features`` has no four dimensions, or a number is no positive integer.
+        RuntimeError: Another shape or number does not fit. The messages name the argument.
 
     Source: CARAFE, arXiv 1905.02188; the signature and the order of the masks are mmcv's.
     """
-    B, C, H, W = features.shape
-    K, G, s = kernel_size, group_size, scale_factor
-    if K % 2 == 0:
-        raise ValueError(f"carafe: kernel_size must be odd, got {K}")
-    if C % G:
-        raise ValueError(f"carafe: features must have a multiple of {G} channels, got {C}")
-    expected = [B, K * K * G, H * s, W * s]
-    if list(masks.shape) != expected:
-        raise ValueError(f"carafe: masks must be {expected}, got {list(masks.shape)}")
-    return _carafe(features, masks.to(features.dtype), K, G, s)
+    return _carafe(features, masks.to(features.dtype), kernel_size, group_size, scale_factor)
 
 
 def carafe_reference(

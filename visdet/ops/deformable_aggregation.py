@@ -151,12 +151,6 @@ def _flatten(feature_maps: Sequence[Any]) -> list[Any]:
                 f"feature_maps_format: each group must have {len(groups[0])} levels [{first[0]}, V, {first[2]}, H, W] "
                 f"as the first group has, got {len(maps)} like {list(maps[0].shape)}"
             )
-        for level in maps:
-            if level.dim() != 5 or level.shape[:3] != (B, V, C):
-                raise ValueError(
-                    f"feature_maps_format: each level must be [B, V, C, H, W] = [{B}, {V}, {C}, H, W], "
-                    f"got {list(level.shape)}"
-                )
         # Maps that have their channels last in memory are read and written in the order in which they lie there.
         flat.append(torch.cat([level.flatten(-2).transpose(-1, -2) for level in maps], -2).flatten(1, 2))
         shapes += [[list(level.shape[-2:]) for level in maps]] * V

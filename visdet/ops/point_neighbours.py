@@ -24,9 +24,9 @@ _PAIRS = 1 << 24
 
 
 def row_ranges(rows: int, columns: int) -> Iterator[slice]:
-    """Return slices of rows, so that a table of the rows of a slice and all columns is not too large."""
+    """Return slices of rows, at least one, so that a table of a slice's rows and all columns is not too large."""
     step = max(1, _PAIRS // max(1, columns))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    return (slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step))
 
 
 def squared_distances(centers: Tensor, points: Tensor) -> Tensor:  # [M, D], [N, D] -> [M, N]

@@ -3,13 +3,13 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mmengine.fileio import get_text
 
 from visdet.checks.similar_names import look_alike
-from visdet.errors import InvalidInputError, reading
+from visdet.errors import InvalidInputError, listed, reading
 
 _REQUIRED_KEYS = {
     "images": ("id", "file_name", "height", "width"),
@@ -207,10 +207,3 @@ def match_categories(categories: Sequence[dict], classes: Sequence[str], path: s
             "metainfo=dict(classes=(...))."
         )
     return matched
-
-
-def listed(names: Iterable[str], limit: int = 10) -> str:
-    """Return the first ``limit`` names joined by commas, and the number of the others."""
-    names = list(names)
-    rest = f", … {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(str, names[:limit])) + rest

@@ -45,12 +45,14 @@ class DrivingDataSample(BaseDataElement):
             of_map["vectors"] = list(of_map["vectors"])
         of_plan = {name: results[name] for name in _OF_PLAN if name in results}
         of_boxes = {name: results[name] for name in results if name not in _OF_MAP + _OF_PLAN}
-        if of_boxes:
-            self.set_field(InstanceData(**of_boxes), "pred_instances_3d", dtype=InstanceData)
-        if of_map:
-            self.set_field(InstanceData(**of_map), "pred_map", dtype=InstanceData)
-        if of_plan:
-            self.set_field(BaseDataElement(**of_plan), "pred_plan", dtype=BaseDataElement)
+        parts: dict[str, tuple[dict[str, Any], type[BaseDataElement]]] = {
+            "pred_instances_3d": (of_boxes, InstanceData),
+            "pred_map": (of_map, InstanceData),
+            "pred_plan": (of_plan, BaseDataElement),
+        }
+        for name, (found, kind) in parts.items():
+            if found:
+                self.set_field(kind(**found), name, dtype=kind)
 
     def to(self, *args: Any, **kwargs: Any) -> "DrivingDataSample":
         """Return a copy whose tensors, ``gt_depth`` included, are converted by ``Tensor.to``."""

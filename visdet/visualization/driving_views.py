@@ -104,11 +104,12 @@ def scene_of_prediction(
             most = max(weights[best[0]], 1e-6)
             scene.futures.append([(paths[k], float(weights[k] / most)) for k in best[::-1]])
     if "vectors" in result:
-        for line, score, label in zip(
-            result["vectors"], np.asarray(result["scores"]), np.asarray(result["labels"]), strict=True
-        ):
-            if score >= _least(map_score_thr, label):
-                scene.lines.append((int(label), np.asarray(line)))
+        scores, labels = np.asarray(result["scores"]), np.asarray(result["labels"])
+        scene.lines = [
+            (int(label), np.asarray(line))
+            for line, score, label in zip(result["vectors"], scores, labels, strict=True)
+            if score >= _least(map_score_thr, label)
+        ]
     if "final_planning" in result:
         scene.plan = np.asarray(result["final_planning"])
     return scene
@@ -144,13 +145,8 @@ def draw_frame(
         reach_m: the distance in metres that the top view shows in every direction.
         view_width: the width of a camera view in the picture, in pixels.
         title: a text in the lower left corner.
-
-    Raises:
-        ValueError: neither prediction nor truth is given.
     """
-    shown = prediction if prediction is not None else truth
-    if shown is None:
-        raise ValueError("draw_frame: give a prediction, the truth, or both")
+    shown: Any = prediction if prediction is not None else truth
     colors = class_palette(len(classes))
     views = {}
     for name, image, projection in zip(cam_names, images, lidar2img, strict=True):
@@ -292,13 +288,7 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
 def write_gif(
     path: str | Path, pictures: Sequence[np.ndarray], frames_per_second: float = 4.0, width: int = 900
 ) -> None:
-    """Write RGB pictures [H, W, 3] as an endless GIF that is ``width`` pixels wide.
-
-    Raises:
-        ValueError: there are no pictures.
-    """
-    if not len(pictures):
-        raise ValueError("write_gif: no pictures")
+    """Write RGB pictures [H, W, 3] as an endless GIF that is ``width`` pixels wide."""
     frames = []
     for picture in pictures:
         image = Image.fromarray(picture)

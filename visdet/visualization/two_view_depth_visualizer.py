@@ -12,6 +12,7 @@ from visdet.structures import TwoViewDataSample
 from .sample_visualizer import SampleVisualizer
 
 _FULL_ERROR = 0.2
+_CELL_WIDTH = 256  # of a picture, in pixels
 
 
 @VISUALIZERS.register_module()
@@ -48,25 +49,10 @@ class TwoViewDepthVisualizer(SampleVisualizer):
         """
         sample = data_sample.detach().cpu()
         truth = sample.gt_depth.float().numpy()
-        has_prediction = draw_pred and "pred_depth" in sample
-        predicted = sample.pred_depth.float().numpy() if has_prediction else truth
-        pictures = self.draw_pair(image.clip(0, 255).astype(np.uint8), truth, predicted)
-        return pictures if has_prediction else pictures[:3]
-
-    def draw_pair(
-        self, views: np.ndarray, gt_depth: np.ndarray, pred_depth: np.ndarray, cell_width: int = 256
-    ) -> list[np.ndarray]:
-        """Return the five pictures of a pair, RGB uint8, ``cell_width`` pixels wide.
-
-        Args:
-            views: uint8 [2, H, W, 3], RGB.
-            gt_depth: [h, w], positive.
-            pred_depth: [h, w]. It is drawn with the colours for the range of ``gt_depth``.
-            cell_width: the width of a picture in pixels.
-        """
+        views = image.clip(0, 255).astype(np.uint8)
         height, width = views.shape[1:3]
-        size = (cell_width, round(cell_width * height / width))
-        inverse = 1 / gt_depth
+        size = (_CELL_WIDTH, round(_CELL_WIDTH * height / width))
+        inverse = 1 / truth
         low, high = inverse.min(), inverse.max()
         import matplotlib  # slow to import, and not needed before the first picture
 
@@ -76,9 +62,12 @@ class TwoViewDepthVisualizer(SampleVisualizer):
             share = ((1 / depth - low) / max(high - low, 1e-9)).clip(0, 1)
             return (255 * colour(share)[..., :3]).round().astype(np.uint8)
 
-        error = (np.abs(pred_depth - gt_depth) / gt_depth / _FULL_ERROR).clip(0, 1)
-        grey = np.repeat((255 * error).round().astype(np.uint8)[..., None], 3, axis=-1)
-        pictures = [*views, in_colour(gt_depth), in_colour(pred_depth), grey]
+        pictures = [*views, in_colour(truth)]
+        if draw_pred and "pred_depth" in sample:
+            predicted = sample.pred_depth.float().numpy()
+            error = (np.abs(predicted - truth) / truth / _FULL_ERROR).clip(0, 1)
+            grey = np.repeat((255 * error).round().astype(np.uint8)[..., None], 3, axis=-1)
+            pictures += [in_colour(predicted), grey]
         return [
             np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.NEAREST))
             for picture in pictures

@@ -89,7 +89,7 @@ def test_line_target_matches_golden():
     for i in (0, 2):
         preds = {"lines": sampler.normalize_line(given["line_pred"][i]), "scores": given["cls_pred"][i]}
         gts = {"lines": sampler.normalize_line(lines[i].flatten(2)), "labels": labels[i]}
-        cost, ordering = sampler.assigner.pairwise(preds, gts)
+        cost, ordering = sampler.assigner.cost(preds, gts)
         index = solve_padded(for_solver(cost)[None], [cost.shape[1]])
         ((rows, columns),) = matches_of(index, [cost.shape[1]])
         close(rows, expected[f"pred_index/{i}"])

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -97,9 +98,15 @@ class PlannedBatchSampler(BatchSampler):
         self._groups = choose_sizes([i.size for i in drawn], max_sizes, are_all) if drawn else ()
         sizes, self._is_known = self._groups, True
         if self._is_silent:
-            seen = self._seen_sizes(drawn)
+            seen = copy_context().run(self._seen_sizes, drawn)
             if seen != [image.size for image in drawn[:_READ]]:
-                sizes, self._is_known = choose_sizes(seen, max_sizes), False
+                # A batch may hold any two images that are planned to fit into one of the largest sizes.
+                tops = BatchPlan(None, self._groups).largest()
+                joined = [
+                    [s for i, s in zip(drawn, seen, strict=False) if holds(top, i.size)] for top in tops
+                ]
+                sizes = choose_sizes([*seen, *map(union, filter(None, joined))], max_sizes)
+                self._is_known = False
             common: list[Any] = [sizes, self._is_known]
             # What a transform of the user's draws may differ between processes.
             broadcast_object_list(common)

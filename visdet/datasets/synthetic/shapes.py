@@ -3,7 +3,6 @@
 import colorsys
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,21 +19,15 @@ _SUPERSAMPLING = 4
 _MIN_VISIBLE = 0.25
 
 
-@dataclass(frozen=True)
-class ShapeObject:
-    """An annotated shape, with its label, the box (x1, y1, x2, y2) around its visible pixels, and their number."""
-
-    label: int
-    bbox: tuple[int, int, int, int]
-    area: int
-
-
-def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[ShapeObject]]:
+def draw_shapes(
+    rng: np.random.Generator, size: int
+) -> tuple[np.ndarray, list[tuple[int, tuple[int, int, int, int], int]]]:
     """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
 
-    One to six shapes are painted one over another. Their radius is log-uniform between 6 pixels and 0.28 * size, and
-    their proportions, rotation, colour and texture are random. Classes differ in their outlines only. The image depends
-    on ``rng`` and ``size`` alone.
+    A shape is its label, the box (x1, y1, x2, y2) around its visible pixels, and their number. One to six shapes are
+    painted one over another. Their radius is log-uniform between 6 pixels and 0.28 * size, and their proportions,
+    rotation, colour and texture are random. Classes differ in their outlines only. The image depends on ``rng`` and
+    ``size`` alone.
     """
     canvas = _background(rng, size)
     owner = np.full((size, size), -1, dtype=np.int16)
@@ -45,7 +38,7 @@ def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[S
         if len(rows) < _MIN_VISIBLE * full_area or not len(rows):
             continue
         bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
-        objects.append(ShapeObject(label, bbox, len(rows)))
+        objects.append((label, bbox, len(rows)))
     canvas += rng.normal(0.0, 3.0, canvas.shape)
     return canvas.clip(0, 255).round().astype(np.uint8), objects
 
@@ -244,9 +237,8 @@ def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_worke
             if is_orphan(parent):
                 return
             rng = np.random.default_rng([stamp["seed"], split_number, index])
-            pixels, objects = draw_shapes(rng, stamp["image_size"])
+            pixels, objects_of_image[index] = draw_shapes(rng, stamp["image_size"])
             Image.fromarray(pixels).save(partial / split / f"{index:06d}.jpg", quality=92, subsampling=0)
-            objects_of_image[index] = [(item.label, item.bbox, item.area) for item in objects]
         (partial / f"{split}-{worker}.part.json").write_text(json.dumps(objects_of_image))
 
 

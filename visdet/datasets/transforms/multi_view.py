@@ -83,8 +83,6 @@ class LoadMultiViewImageFromFiles(BaseTransform):
             image = cv2.imdecode(np.frombuffer(content, np.uint8), flag) if content else None
         except cv2.error as error:
             image, reason = None, f": {error.err}"
-            if "MAX_IMAGE_" in reason:
-                reason += "; the environment variable OPENCV_IO_MAX_IMAGE_PIXELS is the limit of pixels"
         if image is None:
             raise InvalidInputError(
                 f"LoadMultiViewImageFromFiles: cannot read image {path} ({len(content)} bytes) of camera "

@@ -1,6 +1,7 @@
 """Transforms that choose among others, wrap torchvision's, or join several images."""
 
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from random import Random
 from typing import Any
 
@@ -116,8 +117,11 @@ class MixingTransform(BaseTransform):
         self.prob = prob
 
     def others(self, results: dict, number: int) -> list[dict]:
-        """Return the results of other images, which are drawn at random."""
-        found = [self._read(results["draw_record"]()) for _ in range(number)]
+        """Return the results of other images, which are drawn at random.
+
+        They do not draw from the random numbers of the sample, by which the size of the result is planned.
+        """
+        found = [Context().run(self._read, results["draw_record"]()) for _ in range(number)]
         return [other for other in found if other is not None]
 
     def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:

@@ -131,11 +131,10 @@ class ResumableBatches:
         for epoch in itertools.count():
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
-            is_empty = True
+            batch = None
             for batch in self.batch_sampler:
-                is_empty = False
                 yield batch
-            if is_empty:
+            if batch is None:
                 raise InvalidInputError(
                     f"train_dataloader gives no batch: its data set has no samples from which "
                     f"{type(self.batch_sampler).__name__} could make a batch of {self.batch_size}"

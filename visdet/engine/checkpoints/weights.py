@@ -9,7 +9,8 @@ from typing import Any
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, is_dense, named, nonfinite_names
+from visdet.checks.state_dicts import common_prefix, is_dense, nonfinite_names
+from visdet.errors import listed
 
 from ..errors import CheckpointError
 from .published import converted
@@ -18,7 +19,8 @@ from .published import converted
 def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Return the state dict of a checkpoint.
 
-    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key.
+    The state dict is the value of 'state_dict' or of 'model', or the checkpoint itself if it has neither key. It may be
+    nested, such as in {'model': {'state_dict': ...}}.
 
     Args:
         checkpoint: the content of the checkpoint.
@@ -28,14 +30,12 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
         CheckpointError: the state dict holds no tensor.
     """
     found = checkpoint
-    for key in ("state_dict", "model"):
-        if isinstance(checkpoint.get(key), dict):
-            found = checkpoint[key]
-            break
+    while inner := [found[key] for key in ("state_dict", "model") if isinstance(found.get(key), dict)]:
+        found = inner[0]
     if not any(isinstance(value, Tensor) for value in found.values()) or not all(
         isinstance(key, str) for key in found
     ):
-        held = f"the keys {named([str(key) for key in found], 6)}" if found else "an empty dict"
+        held = f"the keys {listed(found, 6)}" if found else "an empty dict"
         raise CheckpointError(f"checkpoint {source} holds no weights; it holds {held}")
     return found
 
@@ -65,7 +65,7 @@ def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -
     """
     if not (names := nonfinite_names(weights)):
         return
-    report = f"checkpoint {source} has NaN or infinite numbers in {len(names)} tensors ({named(names)})"
+    report = f"checkpoint {source} has NaN or infinite numbers in {len(names)} tensors ({listed(names, 4)})"
     if not allow:
         raise CheckpointError(
             f"{report}. Use another checkpoint, or load this one by `--cfg-options allow_nonfinite_weights=True`."
@@ -93,7 +93,8 @@ def load_weights(
 ) -> None:
     """Load ``state_dict`` into ``model``.
 
-    The buffers ``num_batches_tracked`` of normalisation layers may be missing.
+    The buffers ``num_batches_tracked`` of normalisation layers may be missing. A prefix that the names of the model's
+    weights have in the file alone, such as ``model.`` of a wrapper, is removed.
 
     Args:
         model: the model.
@@ -110,6 +111,7 @@ def load_weights(
     """
     weights = converted(revised(state_dict, revise_keys), model)
     expected = model.state_dict()
+    weights = revised(weights, [("^" + re.escape(common_prefix(weights, expected)), "")])
     differing = {
         key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
         for key, value in weights.items()
@@ -130,20 +132,15 @@ def load_weights(
         return
     others = {"missing": missing, "unexpected": unexpected, "of another shape": list(differing.values())}
 
-    def listed(shown: int) -> str:
+    def told(shown: int) -> str:
         return "; ".join(
-            f"{len(keys)} {what} ({named(keys, shown)})" for what, keys in others.items() if keys
+            f"{len(keys)} {what} ({listed(keys, shown)})" for what, keys in others.items() if keys
         )
 
-    report = f"checkpoint {source} does not fit {type(model).__name__}: {listed(4)}"
+    report = f"checkpoint {source} does not fit {type(model).__name__}: {told(4)}"
     none_fits = len(unexpected) == len(fitting)
     if strict or none_fits:
-        if prefix := common_prefix(weights, expected):
-            report = (
-                f"checkpoint {source} does not fit {type(model).__name__}: its keys begin with {prefix!r}. Save a copy "
-                "of its weights under keys without this prefix"
-            )
-        elif not none_fits:
+        if not none_fits:
             report += (
                 ".\nTo train from the weights that fit, use `visdet train CONFIG --from FILE`. Other commands load "
                 "them with `--cfg-options strict_load=False`"
@@ -152,7 +149,7 @@ def load_weights(
     loaded = len(expected) - len(missing) - len(differing)
     print_log(
         f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}. The others begin "
-        f"anew: {listed(200)}",
+        f"anew: {told(200)}",
         logger="current",
         level=logging.WARNING,
     )

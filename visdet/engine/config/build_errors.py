@@ -50,20 +50,20 @@ def building(cfg: Config, *sections: str) -> Iterator[None]:
         for path, node in _nodes(given) if match and not isinstance(error, UserError) else ():
             if match and match[1] in node:
                 raise InvalidTypeError(f"{path}: {error}") from error
-        place = _place(given, built_names(error)) or " or ".join(given)
-        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
+        # The dict that was being built, or the innermost one around it that is the only one of its type.
+        found = [
+            [path for path, node in _nodes(given) if _type_name(node) == name] for name in built_names(error)
+        ]
+        place = next((paths[0] for paths in reversed(found) if len(paths) == 1), " or ".join(given))
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        is_of_a_library = files[-1].startswith(_LIBRARIES) and all(
+            file.startswith((*_LIBRARIES, _OURS)) for file in files[1:]
+        )
+        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and is_of_a_library:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error
         add_hint(error, f"in the config: {place}")
         raise
-
-
-def _is_of_a_library(error: Exception) -> bool:
-    """Return whether torch or mmengine raised an error without a part in it of code that is not ours."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return files[-1].startswith(_LIBRARIES) and all(
-        file.startswith((*_LIBRARIES, _OURS)) for file in files[1:]
-    )
 
 
 def build_model(cfg: Config, model: dict) -> nn.Module:
@@ -93,20 +93,6 @@ def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
             waiting += [(f"{path}.{key}", value) for key, value in node.items()]
         elif isinstance(node, list | tuple):
             waiting += [(f"{path}.{position}", value) for position, value in enumerate(node)]
-
-
-def _place(sections: dict[str, Any], names: list[str]) -> str | None:
-    """Return the path of the dict that was being built when the error was raised, or None if it is ambiguous.
-
-    Args:
-        sections: the parts of a config by their top-level keys.
-        names: the types that were being built, the outermost first.
-    """
-    for name in reversed(names):
-        paths = [path for path, node in _nodes(sections) if _type_name(node) == name]
-        if len(paths) == 1:
-            return paths[0]
-    return None
 
 
 def _type_name(node: dict) -> str:

@@ -17,7 +17,6 @@ import re
 import sys
 import traceback
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,6 @@ def _read(path: str, environment: dict[str, str]) -> dict[str, Any]:
     if "vis_backends" in values and "visualizer" not in values and isinstance(bases.get("visualizer"), dict):
         values["visualizer"] = {"vis_backends": values["vis_backends"]}
     Config._parse_scope(values)
-    if values.pop("_deprecation_", None):
-        warnings.warn(f"config {_shown(path)} is deprecated", DeprecationWarning, stacklevel=3)
     # The copies make several dicts of one that stands at several places.
     return Config._merge_a_into_b(Config._substitute_base_vars(values, of_base, bases), bases)
 

@@ -57,8 +57,6 @@ def load_config(
     path = cfg.filename or "config"
     known_before = set(cfg)
     for option, value in (options or {}).items():
-        if not isinstance(option, str):
-            raise InvalidTypeError(f"options must have texts as keys, got {option!r}")
         if option.split(".")[0] == "vis_backends" and isinstance(cfg.get("visualizer"), dict):
             _set_option(cfg, f"visualizer.{option}", value)
         _set_option(cfg, option, value)

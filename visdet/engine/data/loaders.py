@@ -1,5 +1,6 @@
 """Data loaders by config, and what is wrong with their data before training reads them."""
 
+import functools
 from collections.abc import Sized
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.utils.data import DataLoader
 from visdet.registry import DATASETS
 
 from ..errors import ConfigError
-from ..process.console import WorkerStart
+from ..process.console import start_worker
 from .data_workers import explain_collation, report_lost_batches
+from .one_block import collated_in_one_block
 
 
 def build_dataloader(
@@ -26,12 +28,14 @@ def build_dataloader(
             dataset.full_init()
         dataloader = {**dataloader, "dataset": dataset}
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-    if not isinstance(loader.worker_init_fn, WorkerStart):
-        loader.worker_init_fn = WorkerStart(loader.worker_init_fn)
+    if getattr(loader.worker_init_fn, "func", None) is not start_worker:
+        loader.worker_init_fn = functools.partial(start_worker, loader.worker_init_fn)
     if not torch.cuda.is_available():
         loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)
     explain_collation(loader)
+    if loader.pin_memory:  # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
+        loader.collate_fn = functools.partial(collated_in_one_block, loader.collate_fn)
     return loader
 
 

@@ -1,14 +1,13 @@
 """A hook that guards training against losses that are NaN or infinite."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
-from visdet.errors import check_choice
 from visdet.execution.host_copy import HostCopy, stack_numbers
 from visdet.registry import HOOKS
 
@@ -45,8 +44,9 @@ class CheckInvalidLossHook(Hook):
 
     priority = "VERY_HIGH"  # before the logger and the checkpoint hook
 
-    def __init__(self, action: str = "stop", max_skips: int = 20, interval: int = 1) -> None:
-        check_choice("CheckInvalidLossHook: action", action, ("stop", "skip"))
+    def __init__(
+        self, action: Literal["stop", "skip"] = "stop", max_skips: int = 20, interval: int = 1
+    ) -> None:
         self.action = action
         self.max_skips = max_skips
         self.interval = interval

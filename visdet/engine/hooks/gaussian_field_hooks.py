@@ -37,15 +37,10 @@ class InitializeFieldHook(Hook):
     def __init__(self, method: str = "kmeans", seed: int = 0) -> None:
         self.method = method
         self.seed = seed
-        self._has_loaded = False
-
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Note that the run starts from a checkpoint."""
-        self._has_loaded = True
 
     def before_train(self, runner: Any) -> None:
         """Place the Gaussians."""
-        if runner.iter == 0 and not self._has_loaded:
+        if runner.iter == 0 and not runner.cfg.get("load_from"):
             points, values = runner.train_dataloader.dataset.samples()
             _field(runner, self).initialize(points, values, self.method, self.seed)
 

@@ -1,20 +1,21 @@
 """A hook that describes a run at its start and reports its results at its end."""
 
+import math
 import os
 import shlex
 from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.model import is_model_wrapper
-from rich.table import Table
 
 import visdet
 from visdet.registry import HOOKS
+from visdet.structures.tables import table_text
 
 from ..inference.score_thresholds import write_curves
-from ..process.console import console, is_main_process, say
+from ..process.console import is_main_process, say
 from ..process.places import short_path
 from .visualization_hook import val_pictures_folder
 
@@ -31,8 +32,6 @@ class RunReportHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
-        if not is_main_process():
-            return
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         total = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -73,12 +72,10 @@ class RunReportHook(Hook):
 
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
-        if not is_main_process():
-            return
         if runner.val_loop is not None:
             self._print_metrics(runner.val_evaluator)
         if getattr(runner.train_loop, "stop_training", False) and runner.iter < runner.max_iters:
-            say(f"stopped after {runner.iter} of {runner.max_iters} iterations: {self._why_stopped(runner)}")
+            say(f"stopped after {runner.iter} of {runner.max_iters} iterations; the log says why")
         say("written:")
         hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
         for label, path in (
@@ -95,22 +92,12 @@ class RunReportHook(Hook):
         say(f"  tensorboard --logdir {folder}")
         say(f"  visdet curves {folder}")
 
-    def _why_stopped(self, runner: Any) -> str:
-        hook = next((hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)), None)
-        if hook is None:
-            return "a hook has set stop_training"
-        if hook.wait_count >= hook.patience:
-            best = f"in {hook.wait_count} validations (best {hook.best_score:.4g})"
-            return f"EarlyStoppingHook: {hook.monitor} has not improved by {hook.min_delta} {best}"
-        return f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}"
-
     def after_test(self, runner: Any) -> None:
         """Print the AP of each class."""
-        if is_main_process():
-            self._print_metrics(runner.test_evaluator)
-            for file in self.files:
-                say(f"curves: {short_path(file)}")
-            say(f"log: {short_path(runner.logger.log_file)}")
+        self._print_metrics(runner.test_evaluator)
+        for file in self.files:
+            say(f"curves: {short_path(file)}")
+        say(f"log: {short_path(runner.logger.log_file)}")
 
     def _print_metrics(self, evaluator: Any) -> None:
         """Print a table with one row per class and one for all classes, for each metric that has results per class."""
@@ -118,17 +105,23 @@ class RunReportHook(Hook):
             rows = getattr(metric, "classwise_results", None)
             if not rows:
                 continue
-            numbers = [name for name in rows[0] if name.startswith("mAP")]
-            table = Table("class", "boxes", *numbers)
-            for column in table.columns[1:]:
-                column.justify = "right"
-            for row in rows:
-                table.add_row(row["name"], str(row["num_boxes"]), *(_number(row[name]) for name in numbers))
-            table.add_section()
+            names = [name for name in rows[0] if name.startswith("mAP")]
             means = {name.rsplit("bbox_", 1)[-1]: value for name, value in self.metrics.items()}
-            total = str(sum(row["num_boxes"] for row in rows))
-            table.add_row("all", total, *(_number(means.get(name)) for name in numbers), style="bold")
-            console.print(table)
+            total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)} | means
+            # COCO marks by -1 that there was nothing to measure.
+            say(
+                table_text(
+                    ("class", "boxes", *names),
+                    [
+                        (
+                            row["name"],
+                            row["num_boxes"],
+                            *(math.nan if row.get(name, -1) < 0 else row[name] for name in names),
+                        )
+                        for row in [*rows, total]
+                    ],
+                )
+            )
 
 
 def _size(dataset: Any) -> str:
@@ -163,8 +156,3 @@ def _start(runner: Any) -> str:
     if runner.iter == 0:
         return f"weights of {runner.load_from}" if runner.load_from else "from scratch"
     return f"resumed from {short_path(runner.resumed_from)} at iteration {runner.iter} of {runner.max_iters}"
-
-
-def _number(value: float | None) -> str:
-    """Return a number with three decimals, or a dash if there was nothing to measure (which COCO marks by -1)."""
-    return "-" if value is None or value < 0 else f"{value:.3f}"

@@ -130,7 +130,6 @@ class DetVisualizationHook(Hook):
                 out_file=out_file,
                 step=step,
             )
-        self._sheet = []
 
     def before_test_epoch(self, runner: Any) -> None:
         """Start counting images, and look for the thresholds of the checkpoint."""

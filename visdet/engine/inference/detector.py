@@ -29,7 +29,7 @@ from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
-from ..checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
+from ..checkpoints.checkpoint import read_checkpoint
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
 from ..config.load import complete_config, dataset_config, load_config
@@ -84,13 +84,10 @@ class Detector:
         cfg = copy.deepcopy(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
-        trust = bool(cfg.get("trust_checkpoint", False))
-        allow_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
-        register_checkpoint_readers(trust, allow_nonfinite)
         self.device = _checked_device(device)
         path = None if checkpoint is None else os.path.expanduser(checkpoint)
         _check_takes_images(cfg)
-        content = {} if path is None else read_checkpoint(path, trust=trust)
+        content = {} if path is None else read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
         self.model: nn.Module = build_model(cfg, cfg.model)
         self.dataset_meta = _dataset_meta(cfg, content, path, self.model)
         _check_number_of_classes(self.model, self.dataset_meta["classes"], path)
@@ -100,7 +97,7 @@ class Detector:
                 weights_of(content, path),
                 path,
                 cfg.get("strict_load", True),
-                allow_nonfinite=allow_nonfinite,
+                allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")),
             )
         self.model.to(self.device).eval()
         measured = measured_thresholds(path)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError, check_choice
+from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError
 
 from .image_files import find_images, is_stream, is_video, local_path
 
@@ -64,7 +64,6 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
     Raises:
         UserError: something given is no image. The message says what it is.
     """
-    check_choice("channel_order", channel_order, ("bgr", "rgb"))
     given = as_array(given)
     if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(
         given, Mapping | bytes | set | frozenset | io.IOBase

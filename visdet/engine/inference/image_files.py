@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from visdet.errors import InvalidInputError, UserError
+from visdet.errors import InvalidInputError, UserError, listed
 
 __all__ = ["find_images", "is_stream", "is_video", "local_path", "one_or_several", "pictures_folder"]
 
@@ -18,7 +18,6 @@ _SUFFIXES = _VIDEO_SUFFIXES | {
     *(".avif", ".ppm", ".pgm", ".pbm"),
 }
 _STREAMS = ("rtsp://", "rtsps://", "rtmp://", "udp://")
-_NAMED = 5
 
 
 def pictures_folder(out_dir: str) -> str:
@@ -121,7 +120,4 @@ def _files_below(folder: str, pictures: Path | None) -> Iterator[str]:
 
 def _remark(files: list[str]) -> list[str]:
     """Return a line with the number of files that are left out and the names of some, or nothing without a file."""
-    more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
-    return (
-        [f"left out {len(files)} (no images or videos): {', '.join(files[:_NAMED])}{more}"] if files else []
-    )
+    return [f"left out {len(files)} (no images or videos): {listed(files, 5)}"] if files else []

@@ -73,10 +73,7 @@ class MuonWithAuxAdam(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients, and return the loss of ``closure``, if it is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         gradients: dict[Tensor, Tensor] = {}
         try:
             for group in self.param_groups:

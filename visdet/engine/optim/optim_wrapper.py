@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from mmengine.dist import all_reduce
 from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -27,10 +26,13 @@ class OptimWrapper(_OptimWrapper):
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
     Attributes:
+        averages_gradients: whether ``step`` averages the gradients over the processes, all at once, so that a wrapper
+            of the model need not. ``DistributedDataParallel`` launches several kernels for each parameter.
         spoils_gradients_of_bad_losses: whether the gradients of a loss that is NaN or infinite become NaN. After the
             gradients have been averaged, every process then sees that the loss of one of them is bad.
     """
 
+    averages_gradients: bool = False
     spoils_gradients_of_bad_losses: bool = False
     _grad_norm: Tensor | None = None
 
@@ -63,13 +65,36 @@ class OptimWrapper(_OptimWrapper):
             loss = loss * torch.where(loss.isfinite(), 1.0, torch.nan)
         super().backward(loss, **backward_args)
 
+    def should_sync(self) -> bool:
+        """Return whether a wrapper of the model averages the gradients of this iteration."""
+        return not self.averages_gradients and super().should_sync()
+
+    def step(self, **step_args: Any) -> None:
+        """Average the gradients over the processes if that is due, clip them and update the parameters."""
+        if self.averages_gradients:
+            self._average_gradients()
+        super().step(**step_args)
+
+    def _learning(self) -> list[Tensor]:
+        groups = self.optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+
+    def _average_gradients(self) -> None:
+        learning = self._learning()
+        gradients = [parameter.grad for parameter in learning if parameter.grad is not None]
+        if len(gradients) < len(learning):
+            raise UserError(
+                f"{len(learning) - len(gradients)} parameters of the model had no part in a loss, so the processes "
+                "cannot average their gradients. Freeze them, or set find_unused_parameters=True in the config"
+            )
+        block = torch.cat([gradient.flatten() for gradient in gradients])
+        all_reduce(block, "mean")
+        parts = block.split([gradient.numel() for gradient in gradients])
+        views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        torch._foreach_copy_(gradients, views)
+
     def _clip_grad(self) -> None:
-        parameters = [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter.grad is not None
-        ]
+        parameters = [parameter for parameter in self._learning() if parameter.grad is not None]
         # torch's clipping by value returns None instead of a norm.
         self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
@@ -126,24 +151,16 @@ class AmpOptimWrapper(OptimWrapper):
     ) -> None:
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
         self.device_type = optimizer.param_groups[0]["params"][0].device.type
-        self.cast_dtype = self._checked_dtype(dtype)
-        self.loss_scaler = None
-        self._fixed_scale: float | None = None
-        if self.cast_dtype is torch.float16:
-            self.loss_scaler = torch.amp.GradScaler(self.device_type, **self._scaler_keywords(loss_scale))
-
-    def _checked_dtype(self, dtype: str | torch.dtype | None) -> torch.dtype:
-        name = "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
-        if name not in _DTYPES:
+        name = str(dtype or "bfloat16").removeprefix("torch.")
+        if name not in ("bfloat16", "float16"):
             raise InvalidInputError(f"AmpOptimWrapper: dtype must be 'bfloat16' or 'float16', got {dtype!r}")
-        return _DTYPES[name]
-
-    def _scaler_keywords(self, loss_scale: Any) -> dict[str, Any]:
-        if isinstance(loss_scale, dict):
-            return dict(loss_scale)
-        if loss_scale != "dynamic":
-            self._fixed_scale = float(loss_scale)
-        return {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
+        self.cast_dtype = getattr(torch, name)
+        self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
+        self.loss_scaler = None
+        if self.cast_dtype is torch.float16:
+            given = {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
+            options = loss_scale if isinstance(loss_scale, dict) else given
+            self.loss_scaler = torch.amp.GradScaler(self.device_type, **options)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -160,6 +177,8 @@ class AmpOptimWrapper(OptimWrapper):
         if self.loss_scaler is None:
             super().step(**step_args)
             return
+        if self.averages_gradients:
+            self._average_gradients()
         if self.clip_grad_kwargs:
             self.loss_scaler.unscale_(self.optimizer)
             self._clip_grad()

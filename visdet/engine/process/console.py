@@ -38,28 +38,19 @@ def say(text: str, style: str | None = None) -> None:
         console.print(Text(text, style=style or ""), soft_wrap=True)
 
 
-class WorkerStart:
-    """A ``worker_init_fn`` that makes a data worker print to the real streams, not above its parent's progress bar.
-
-    Args:
-        init: the ``worker_init_fn`` that the loader had before, or None. It is called last.
-    """
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self.init = init
-
-    def __call__(self, worker: int) -> None:
-        for number in (
-            signal.SIGINT,
-            signal.SIGUSR1,
-        ):  # The training process ends its workers after the iteration.
-            signal.signal(number, signal.SIG_IGN)
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if isinstance(stream, FileProxy):
-                setattr(sys, name, stream.rich_proxied_file)
-        if self.init is not None:
-            self.init(worker)
+def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Make a data worker print to the real streams, not above its parent's progress bar, and then call ``init``."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGUSR1,
+    ):  # The training process ends its workers after the iteration.
+        signal.signal(number, signal.SIG_IGN)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+    if init is not None:
+        init(worker)
 
 
 class ConsoleHandler(logging.Handler):

@@ -10,8 +10,8 @@ from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, named
-from visdet.errors import UserError, check_choice
+from visdet.checks.state_dicts import common_prefix
+from visdet.errors import UserError, check_choice, listed
 
 _TORCHVISION = "torchvision://"
 
@@ -143,7 +143,7 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
     if missing or reshaped or surplus:
         details = "; ".join(
-            f"{label}: {named(keys, 3)}"
+            f"{label}: {listed(keys, 3)}"
             for label, keys in (("missing", missing), ("other shape", reshaped), ("surplus", surplus))
             if keys
         )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -56,7 +55,7 @@ class DenseDepthNet(BaseModule):
         layer: Any
         with torch.autocast(feature_maps[0].device.type, enabled=False):
             for layer, feature in zip(self.depth_layers, feature_maps, strict=False):
-                log_depth = _conv_1x1(layer, feature.flatten(0, 1).to(layer.weight.dtype))
+                log_depth = layer(feature.flatten(0, 1).to(layer.weight.dtype))
                 depth = log_depth.clamp(max=_MAX_LOG_DEPTH).exp()
                 if focal is not None:
                     depth = depth * focal.reshape(-1, 1, 1, 1).to(depth.dtype) / self.equal_focal
@@ -81,15 +80,3 @@ class DenseDepthNet(BaseModule):
             ).abs()
             total = total + error.sum() / (is_known.sum() * len(depth_preds)).clamp(min=1)
         return total * self.loss_weight
-
-
-def _conv_1x1(layer: nn.Conv2d, maps: Tensor) -> Tensor:
-    """Return the 1x1 convolution of maps [B, C, H, W].
-
-    On a CPU, the gradients of a convolution to a single channel take three times as long as those of the same matrix
-    product, which needs the channels of a pixel side by side.
-    """
-    rows = maps.permute(0, 2, 3, 1)
-    if maps.is_cuda or not rows.is_contiguous():
-        return layer(maps)
-    return F.linear(rows, layer.weight.flatten(1), layer.bias).permute(0, 3, 1, 2)

@@ -106,10 +106,6 @@ class HungarianLinesAssigner:
     def __init__(self, cost: dict[str, Any] | MapQueriesCost) -> None:
         self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
 
-    def pairwise(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the cost [..., Q, N] and the best ordering [..., Q, N], which is None if lines have only one."""
-        return self.cost(preds, gts)
-
 
 _EPS_M = 1e-5
 
@@ -180,7 +176,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
     @torch.no_grad()
     def pair_costs(self, cls_pred: Tensor, box_pred: Tensor, truth: PaddedInstances) -> PairCosts:
         """Return the costs of lines and their nearest orderings. See the base class."""
-        cost, ordering = self.assigner.pairwise(
+        cost, ordering = self.assigner.cost(
             {"lines": self.normalize_line(box_pred.float()), "scores": cls_pred},
             {"lines": self.normalize_line(truth.values), "labels": truth.labels},
         )

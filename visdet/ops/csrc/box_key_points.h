@@ -13,13 +13,15 @@
 
 #include <cstdint>
 
+#include "common/checks.h"
+
 namespace visdet {
 
 struct KeyPointsProblem {
   int64_t B, Q, D, F, M;
 };
 
-// The arguments of the kernels, on the CPU and on CUDA. N = B * Q.
+// The arguments of the kernels. N = B * Q.
 template <typename A>
 struct KeyPointsArrays {
   int64_t N, D, F, M;
@@ -29,20 +31,6 @@ struct KeyPointsArrays {
   const A* grad_output;               // [N, F + M, 3], backward
   A *grad_anchors, *grad_logits;
 };
-
-// The CPU kernels take anchors [begin, end). scratch has (F + M) * 3 numbers and those of a vector.
-template <typename A>
-struct KeyPointsKernels {
-  void (*forward)(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch);
-  void (*backward)(const KeyPointsArrays<A>& a, int64_t begin, int64_t end, A* scratch);
-};
-
-}  // namespace visdet
-
-#ifndef VISDET_ISA  // The files of the CPU kernels include nothing of torch.
-#include "common/checks.h"
-
-namespace visdet {
 
 inline KeyPointsProblem check_box_key_points(const Tensor& anchors, const Tensor& fixed, const Tensor& logits) {
   constexpr const char* op = "box_key_points";
@@ -66,4 +54,3 @@ KeyPointsArrays<A> key_points_arrays(const KeyPointsProblem& problem, const Tens
 }
 
 }  // namespace visdet
-#endif

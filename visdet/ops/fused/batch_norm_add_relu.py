@@ -96,7 +96,11 @@ def _serves(input: Tensor, residual: Tensor | None, *channels: Tensor | None) ->
         and input.is_contiguous(memory_format=torch.channels_last)
         and (residual is None or residual.dtype == input.dtype)
         and (channels[2] is None) == (channels[3] is None)
-        and all(_is_vector(vector) for vector in channels if vector is not None)
+        and all(
+            vector.dtype == torch.float32 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
+            for vector in channels
+            if vector is not None
+        )
     )
 
 
@@ -153,10 +157,6 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _is_vector(vector: Tensor) -> bool:
-    return vector.dtype == torch.float32 and vector.is_contiguous() and vector.data_ptr() % 16 == 0
 
 
 def _rows(images: Tensor) -> Tensor:

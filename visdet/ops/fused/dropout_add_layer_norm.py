@@ -89,10 +89,6 @@ def _serves_norm(input: Tensor, residual: Tensor | None, weight: Tensor, bias: T
     )
 
 
-def _seed(p: float, device: torch.device) -> Tensor | None:
-    return torch.empty((), dtype=torch.int64, device=device).random_() if p > 0 else None
-
-
 def _normalise(
     input: Tensor,
     residual: Tensor | None,
@@ -105,7 +101,7 @@ def _normalise(
     """Return the output, and the tensors that the backward pass needs."""
     input, weight, bias = packed(input), packed(weight), packed(bias)
     residual = None if residual is None else packed(residual)
-    seed = _seed(p, input.device)
+    seed = torch.empty((), dtype=torch.int64, device=input.device).random_() if p > 0 else None
     output, statistics = torch.ops.visdet.dropout_add_layer_norm.default(
         input, residual, weight, bias, seed, p, relu, eps
     )

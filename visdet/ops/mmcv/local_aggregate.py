@@ -68,11 +68,12 @@ def local_aggregate(
 
     Source: Paper "GaussianFormer" (Huang et al.).
     """
-    parts = [semantics.new_zeros(0, semantics.shape[1], dtype=computation_dtype(semantics))]
     gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
     pairs = _near_pairs("local_aggregate", pts, points_int, gaussians, (H, W, D))
-    for rows, point, density, opacity, values, _ in pairs:
-        parts.append(_sum_by_point(point, rows, (opacity * density)[:, None] * values))
+    parts = [
+        _sum_by_point(point, rows, (opacity * density)[:, None] * values)
+        for rows, point, density, opacity, values, _ in pairs
+    ]
     return torch.cat(parts).to(semantics.dtype)
 
 
@@ -132,9 +133,7 @@ def local_aggregate_prob(
 
     Source: Paper "GaussianFormer-2" (Huang et al.).
     """
-    dtype, C = computation_dtype(semantics), semantics.shape[1]
-    empty = semantics.new_zeros(0, dtype=dtype)
-    parts = [(empty[:, None].expand(0, C), empty, empty)]
+    C, parts = semantics.shape[1], []
     gaussians = means3D, means3D_int, opacities, semantics, radii, cov3D
     pairs = _near_pairs("local_aggregate_prob", pts, points_int, gaussians, (H, W, D))
     for rows, point, density, opacity, values, (xx, yy, zz, xy, yz, xz) in pairs:

@@ -219,9 +219,9 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
         polygons: [M, 8] (x1, y1, ..., x4, y4). Quadrilaterals that do not cross themselves, either way round.
 
     Returns:
-        [N, M] float32. A point is inside if a ray from it towards greater x crosses the sides an odd number of times.
-        For a point on the boundary the result is either, the same as mmcv's. A point with a NaN or an infinite
-        number is outside.
+        [N, M] float32, computed in float64. A point is inside if a ray from it towards greater x crosses the sides an
+        odd number of times. For a point on the boundary the result is either, the same as mmcv's. A point with a NaN
+        or an infinite number is outside.
 
     It is not differentiable. It is deterministic.
 
@@ -231,7 +231,7 @@ def points_in_polygons(points: Tensor, polygons: Tensor) -> Tensor:  # [N, 2], [
 
     Source: The signature is mmcv's.
     """
-    return _points_in_polygons(*_constants(points, polygons))
+    return _points_in_polygons(points.detach().double(), polygons.detach().double())
 
 
 def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def squared_distances(
     distances = []
     for one, other, index in ((wide1, wide2, nearest1), (wide2, wide1, nearest2)):
         if other.shape[1]:
-            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, 2))
+            chosen = other.gather(1, index.long()[..., None].expand(-1, -1, one.shape[2]))
             distances.append((one - chosen).square().sum(-1))
         else:
             distances.append(one.sum(-1) * 0)

@@ -1,6 +1,0 @@
-"""Run ``visdet infer`` from a clone."""
-
-from visdet.commands import main
-
-if __name__ == "__main__":
-    main("infer")
