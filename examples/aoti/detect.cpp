@@ -1,10 +1,9 @@
 // Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in a JPEG, from SCORE (0.3) on:
 // detect FOLDER IMAGE [SCORE], where FOLDER is the result of `visdet export --format aoti`.
-#include <cstdio>  // before jpeglib.h, which needs it
+#include "model.h"
+
 #include <iostream>
 #include <jpeglib.h>
-
-#include "model.h"
 
 // Returns a JPEG as [1, 3, H, W] uint8 in the order red, green, blue. In memory, one pixel stands after the other, as in
 // Python: torch resizes other layouts by other sums.
