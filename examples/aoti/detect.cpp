@@ -1,7 +1,6 @@
 // Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in a JPEG, from SCORE (0.3) on:
 // detect FOLDER IMAGE [SCORE], where FOLDER is the result of `visdet export --format aoti`.
 #include "model.h"
-
 #include <iostream>
 #include <jpeglib.h>
 

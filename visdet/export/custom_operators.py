@@ -20,19 +20,29 @@ _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 
 def _attention(value: Tensor, *arguments: Tensor) -> Tensor:
-    B, _, G, C = value.shape
-    return _node("visdet::ms_deform_attn", (value, *arguments), (B, arguments[2].shape[1], G * C))
+    return _node(
+        "visdet::ms_deform_attn",
+        (value, *arguments),
+        (value.shape[0], arguments[2].shape[1], value.shape[2] * value.shape[3]),
+    )
 
 
 def _plugin(value: Tensor, level_shapes: Tensor, level_starts: Tensor, *arguments: Tensor) -> Tensor:
     B, _, G, C = value.shape
-    inputs = (value, level_shapes.int(), level_starts.int(), *arguments)
-    return _node(f"TRT::{_PLUGIN}", inputs, (B, arguments[0].shape[1], G, C), plugin_version="2").flatten(2)
+    return _node(
+        f"TRT::{_PLUGIN}",
+        (value, level_shapes.int(), level_starts.int(), *arguments),
+        (B, arguments[0].shape[1], G, C),
+        plugin_version="2",
+    ).flatten(2)
 
 
 def _aggregation(features: Tensor, *arguments: Tensor) -> Tensor:
-    shape = (features.shape[0], arguments[2].shape[1], features.shape[2])
-    return _node("visdet::deformable_aggregation", (features, *arguments), shape)
+    return _node(
+        "visdet::deformable_aggregation",
+        (features, *arguments),
+        (features.shape[0], arguments[2].shape[1], features.shape[2]),
+    )
 
 
 def _node(name: str, inputs: tuple[Tensor, ...], shape: tuple[int, ...], **attributes: Any) -> Tensor:

@@ -61,8 +61,11 @@ def export_config(
     augmentation = dataset.get("data_aug_conf") or {}
     if not arguments.get("shape") and "final_dim" in augmentation:
         arguments["shape"] = augmentation["final_dim"]
-    given = Path(data).glob("*") if data else ()
-    images = sorted(file for file in given if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    images = sorted(
+        file
+        for file in (Path(data).glob("*") if data else ())
+        if file.suffix.lower() in (".jpg", ".jpeg", ".png")
+    )
     if data is not None and not images:
         _use_data(cfg, data, arguments.get("batch"))
     with tempfile.TemporaryDirectory() as logs, cpu_by_default():

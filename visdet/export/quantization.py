@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-_SCOPES = "pkg.torch.onnx.name_scopes"  # the modules that a node comes from
+_OF_FEATURES = re.compile(r"\.(img_)?(backbone|neck)'")  # among the modules that a node comes from
 
 
 def quantize(path: Path, inputs: Iterable[dict[str, Tensor]]) -> None:
@@ -21,17 +21,17 @@ def quantize(path: Path, inputs: Iterable[dict[str, Tensor]]) -> None:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     graph = onnx.load(path).graph
-    names = [
-        node.name
-        for node in graph.node
-        if node.op_type == "Conv"
-        and any(
-            p.key == _SCOPES and re.search(r"\.(img_)?(backbone|neck)'", p.value) for p in node.metadata_props
-        )
-    ]
-    read = [given.name for given in graph.input]
-    arrays = iter([{name: given[name].cpu().numpy() for name in read} for given in inputs])
+    arrays = iter([{one.name: given[one.name].cpu().numpy() for one in graph.input} for given in inputs])
     # Weights that a norm scales become constants, which alone can be quantised.
     quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)
-    reader = SimpleNamespace(get_next=lambda: next(arrays, None))
-    quantize_static(path, path, reader, per_channel=True, nodes_to_quantize=names)
+    quantize_static(
+        path,
+        path,
+        SimpleNamespace(get_next=lambda: next(arrays, None)),
+        per_channel=True,
+        nodes_to_quantize=[
+            node.name
+            for node in graph.node
+            if node.op_type == "Conv" and any(_OF_FEATURES.search(p.value) for p in node.metadata_props)
+        ],
+    )

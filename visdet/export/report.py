@@ -8,9 +8,11 @@ from typing import Any
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write ``report.json`` and ``report.md`` into a folder."""
     (folder / "report.json").write_text(json.dumps(report, indent=1))
-    lines = [f"# Export: {report['format']}, {report['precision']}", ""]
-    lines += [f"**{report[name]}**" for name in ("error", "remark") if name in report]
-    lines += [f"* {name}: {size / 2**20:.1f} MiB" for name, size in report["bytes"].items()]
+    lines = [
+        f"# Export: {report['format']}, {report['precision']}\n",
+        *(f"**{report[name]}**" for name in ("error", "remark") if name in report),
+        *(f"* {name}: {size / 2**20:.1f} MiB" for name, size in report["bytes"].items()),
+    ]
     for title, part in (("random inputs", report), ("data", report.get("data", {}))):
         if "differences" in part:
             found = part["differences"]

@@ -92,8 +92,11 @@ def export(
             "custom_op must be 'openvino' with format 'openvino', or 'tensorrt' with format 'onnx', "
             f"got {custom_op!r} with format {format!r}"
         )
-    inputs_of_data = calibration(family) if precision == "int8" else None
-    program = replace(family.program(), custom_op=custom_op, calibration=inputs_of_data)
+    program = replace(
+        family.program(),
+        custom_op=custom_op,
+        calibration=calibration(family) if precision == "int8" else None,
+    )
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     description = _description(
@@ -148,8 +151,7 @@ def _latencies(family: Family, run: Run) -> dict[str, Any]:
     calls = {"exported": lambda: run(given), "model": lambda: family.run(given)}
     if family.device.type == "cuda":
         calls["model by graphs"] = graphed(family, given)
-    batch = len(next(iter(given.values())))
-    times = {name: latencies(call, batch) for name, call in calls.items()}
+    times = {name: latencies(call, len(next(iter(given.values())))) for name, call in calls.items()}
     return {**times, "threads": torch.get_num_threads(), "device": str(family.device)}
 
 
@@ -162,20 +164,18 @@ def _description(
     classes: Sequence[str] | None,
     preprocessing: Any,
 ) -> dict[str, Any]:
-    case = next(family.cases())[0]
-    inputs = {
-        name: {
-            "type": str(tensor.dtype).removeprefix("torch."),
-            "shape": [dynamic.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)],
-            "meaning": family.about.get(name, ""),
-        }
-        for name, tensor in case.items()
-    }
     return {
         "model": type(family.model).__name__,
         "format": format,
         "precision": precision,
-        "inputs": inputs,
+        "inputs": {
+            name: {
+                "type": str(tensor.dtype).removeprefix("torch."),
+                "shape": [dynamic.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)],
+                "meaning": family.about.get(name, ""),
+            }
+            for name, tensor in next(family.cases())[0].items()
+        },
         "ranges": dict(ranges),
         "outputs": {name: family.about.get(name, "") for name in family.output_names},
         "states": dict(family.states),

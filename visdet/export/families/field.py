@@ -30,8 +30,7 @@ class Field(Family):
         means = self.model.means
         low, high = means.amin(0), means.amax(0)
         for count in (self.batch or 257, self.batch or 1, self.batch or 1000):
-            points = torch.rand(count, 3, generator=generator).to(means)
-            yield [{"points": low + points * (high - low)}]
+            yield [{"points": low + torch.rand(count, 3, generator=generator).to(means) * (high - low)}]
 
     def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
         return {"points": inputs}

@@ -44,11 +44,14 @@ def write(program: Program, folder: Path) -> None:
         quantize(folder / "model.onnx", program.calibration)
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
-    known = {"", DOMAINS.get(program.custom_op or "", "")}
     problems = sorted(
-        {f"{node.domain}::{node.op_type}" for node in model.graph.node if node.domain not in known}
+        {
+            f"{node.domain}::{node.op_type}".removeprefix("::")
+            for node in model.graph.node
+            if node.domain not in ("", DOMAINS.get(program.custom_op or ""))
+            or node.op_type in ("If", "Loop", "Scan")
+        }
     )
-    problems += sorted({node.op_type for node in model.graph.node if node.op_type in ("If", "Loop", "Scan")})
     if any(value.data_type == onnx.TensorProto.DOUBLE for value in model.graph.initializer):
         problems.append("float64 constants")
     if problems:
