@@ -113,7 +113,7 @@ def main() -> None:
             torch.save(outputs, out / path.name)
     else:
         for path, frame in zip(paths, frames, strict=True):
-            drawn = picture(torch.load(out / path.name), frame, description["classes"])
+            drawn = picture(dict(torch.load(out / path.name)), frame, description["classes"])
             Image.fromarray(drawn).save(out / f"{path.stem}.png")
 
 

@@ -20,11 +20,11 @@ Tensors read_frame(const std::string& path) {
   return frame;
 }
 
-// Writes a dict that torch.load reads.
+// Writes pairs of names and tensors, of which torch.load and dict make a dict.
 void write(const Tensors& outputs, const std::string& path) {
-  c10::Dict<std::string, at::Tensor> values;
-  for (const auto& [name, value] : outputs) values.insert(name, value.cpu());
-  const std::vector<char> bytes = torch::jit::pickle_save(values);
+  std::vector<c10::IValue> pairs;
+  for (const auto& [name, value] : outputs) pairs.push_back(c10::ivalue::Tuple::create({name, value.cpu()}));
+  const std::vector<char> bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(std::move(pairs)));
   TORCH_CHECK(std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size()), "cannot write ", path);
 }
 

@@ -73,7 +73,7 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
     assert done.returncode == 0, done.stderr
     family, staged, found_ids = family_of(model, (HEIGHT, WIDTH), None), StagedModel(model), set()
     for (images, samples), path in zip(given, paths, strict=True):
-        outputs = torch.load(found / path.name)
+        outputs = dict(torch.load(found / path.name))
         theirs_of = family.samples_of(outputs, [sample.clone() for sample in samples])
         with torch.no_grad():
             expected = staged.predictions(images, samples)
