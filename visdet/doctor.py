@@ -139,8 +139,12 @@ def _kernels_on_gpu(index: int, capability: str, advice: list[str]) -> str:
     return "     visdet's kernels run on it"
 
 
-def report() -> tuple[str, list[str]]:
-    """Return the text of the report and the list of things to do."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command ``visdet doctor``: there are none."""
+
+
+def run(_: argparse.Namespace | None = None) -> int:
+    """Print the report and the list of things to do; return 1 if the CPU operators are missing, else 0."""
     import visdet
     from visdet.ops import build_info
 
@@ -153,26 +157,9 @@ def report() -> tuple[str, list[str]]:
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }
-    return "\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()), advice
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command ``visdet doctor``: there are none."""
-
-
-def run(_: argparse.Namespace | None = None) -> int:
-    """Print the report; return 1 if the CPU operators are missing, else 0."""
-    from visdet.ops import build_info
-
-    print(report()[0])
-    return 0 if build_info()["cpu"]["loaded"] else 1
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line of ``python -m visdet.doctor`` and run the report."""
-    parser = argparse.ArgumentParser(prog="python -m visdet.doctor", description=__doc__)
-    return run(parser.parse_args(arguments))
+    print("\n".join("\n".join([title, *lines, ""]) for title, lines in sections.items()))
+    return 0 if info["cpu"]["loaded"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

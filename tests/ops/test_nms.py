@@ -378,6 +378,11 @@ def test_the_selection_is_differentiable():
     assert boxes.grad[2].tolist() == [0, 0, 0, 0]
 
 
+def test_old_argument_name():
+    with pytest.warns(DeprecationWarning, match="iou_thr"):
+        assert nms(BOXES, SCORES, iou_thr=0.5)[1].tolist() == [0, 1, 3]
+
+
 @pytest.mark.parametrize("method", SOFT_METHODS)
 def test_soft_nms_of_what_is_no_box(method):
     boxes, scores = random_boxes(20, 0, torch.float64)

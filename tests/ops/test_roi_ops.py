@@ -410,6 +410,8 @@ def test_modules():
     layer = RoIAlign(output_size=2, spatial_scale=0.5, sampling_ratio=2)
     assert layer.aligned and layer.output_size == (2, 2)
     assert torch.equal(layer(x, ROIS), roi_align(x, ROIS, 2, 0.5, 2))
+    with pytest.warns(DeprecationWarning, match="out_size"):
+        assert RoIAlign(out_size=7, sample_num=2).sampling_ratio == 2
     assert torch.equal(RoIPool((2, 3), 0.5)(x, ROIS), roi_pool(x, ROIS, (2, 3), 0.5))
 
 

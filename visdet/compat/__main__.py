@@ -27,6 +27,7 @@ _REPLACED = {
 _OF_NO_PACKAGE = ("extensions", "older_versions")
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
        python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program with them
+       python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]            the same with --only extensions
        python -m visdet.compat startup                                      print the folder for PYTHONPATH"""
 _DISTRIBUTIONS = {"groundingdino": ("groundingdino-py", "rf-groundingdino", "groundingdino")}
 
@@ -110,11 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = [name.strip() for name in names.split(",") if name.strip()]
         if not chosen or {*chosen} - {*BRIDGES, "all"}:
             print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
-        elif program not in ([], ["-m"]):
+        elif program[:1] not in ([], ["-h"], ["--help"]) and program != ["-m"]:
             first = 2 if program[0] == "-m" else 1
             run(chosen, [*program[:first], *rank, *program[first:]])
             return 0
-    is_asked = command in ("-h", "--help")
+    is_asked = {command, *program[:1]} & {"-h", "--help"}
     print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
     return 0 if is_asked else 2
 

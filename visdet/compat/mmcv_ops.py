@@ -1,9 +1,9 @@
 """A replacement of ``mmcv._ext`` by visdet's operators, with which mmdet runs on mmcv-lite without a compiler.
 
 ``python -m visdet.compat run tools/train.py CONFIG`` runs a script with this replacement and all bridges, and
-``python -m visdet.compat.mmcv_ops`` in place of it with this replacement alone. A program calls ``install()`` before it
-imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1`` in the environment, importing visdet or any
-part of it calls ``install()``.
+``python -m visdet.compat.mmcv_ops`` in place of it with the bridge ``extensions`` alone. A program calls ``install()``
+before it imports ``mmcv.ops``. With ``VISDET_MMCV_OPS=1`` in the environment, importing visdet or any part of it calls
+``install()``.
 """
 
 import importlib.machinery
@@ -12,16 +12,9 @@ import sys
 
 from visdet.errors import MissingPackageError
 
-from ._run import run_program
 from .extensions import Extensions, provided
 
-__all__ = ["install", "main"]
-
-_USAGE = "usage: python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]"
-_HELP = f"""{_USAGE}
-
-Run a script, or a module, with mmcv-lite on visdet's operators: mmcv._ext, the compiled part of mmcv, is visdet's.
-If the installed mmcv has a compiled _ext of its own, that one is kept."""
+__all__ = ["install"]
 
 
 def install() -> bool:
@@ -50,29 +43,7 @@ def install() -> bool:
 _finder = Extensions("mmcv._ext")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Call ``install()``, and run a script, or a module after ``-m``, with the arguments that follow it.
-
-    Args:
-        arguments: the arguments of the command. The default is those of this process.
-
-    Returns:
-        the exit status, which is 2 if there is no script and no module.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(_HELP)
-        return 0
-    if not arguments or arguments == ["-m"]:
-        print(_USAGE, file=sys.stderr)
-        return 2
-    try:
-        install()
-    except MissingPackageError as error:
-        sys.exit(str(error))
-    run_program(arguments)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from visdet.compat.__main__ import main
+
+    sys.exit(main(["run", "--only", "extensions", *sys.argv[1:]]))

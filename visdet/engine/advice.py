@@ -21,8 +21,10 @@ def advice_for_training(runner: Any) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, UserError) as error:
-        checkpoint = _newest_checkpoint(runner)
-        resume = f"--resume {shlex.quote(checkpoint)}" if checkpoint else ""
+        # The checkpoint that the run has written last, or else the one that it was resumed from.
+        written = (runner.message_hub.get_info("last_ckpt"), runner.resumed_from)
+        newest = next((path for path in written if path and os.path.isfile(path)), None)
+        resume = f"--resume {shlex.quote(short_path(newest))}" if newest else ""
         if _UNREADABLE.search(str(error)):
             add_hint(
                 error,
@@ -33,11 +35,3 @@ def advice_for_training(runner: Any) -> Iterator[None]:
                 error, f"`{resume}` continues the run" if resume else "no checkpoint has been written yet"
             )
         raise
-
-
-def _newest_checkpoint(runner: Any) -> str | None:
-    """Return the checkpoint that the run has written last, or else the one that it was resumed from."""
-    for path in (runner.message_hub.get_info("last_ckpt"), runner.resumed_from):
-        if path and os.path.isfile(path):
-            return short_path(path)
-    return None

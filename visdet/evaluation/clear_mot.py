@@ -161,10 +161,8 @@ def motar_curve(
     thresholds = recall_thresholds(
         everything.match_scores, max(everything.objects, 1), num_thresholds, min_recall
     )
-    known: dict[float, Counts] = {}
-    for threshold in thresholds:
-        if not np.isnan(threshold) and threshold not in known:
-            known[threshold] = count_events(scenes, max_distance, threshold)
+    reached = set(thresholds[~np.isnan(thresholds)].tolist())
+    known = {threshold: count_events(scenes, max_distance, threshold) for threshold in reached}
     return [None if np.isnan(threshold) else known[threshold] for threshold in thresholds]
 
 

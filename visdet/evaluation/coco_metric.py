@@ -212,7 +212,17 @@ class CocoMetric(BaseMetric):
         results = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
         if self.outfile_prefix is not None:
             self._write(_detections(results))
-        results = _with_ids_of_their_own(results)
+        if self._ann_file is None:  # Several data sets may use the same ids.
+            results = [
+                {
+                    **result,
+                    "img_id": number,
+                    "truth": [{**row, "image_id": number} for row in result["truth"]],
+                }
+                for number, result in enumerate(
+                    sorted(results, key=lambda result: id_order(result["img_id"]))
+                )
+            ]
         detections = _detections(results)
         if self.format_only:
             return {}
@@ -243,15 +253,14 @@ class CocoMetric(BaseMetric):
 
     def _truth_of_file(self) -> list[dict]:
         """Return the annotations of the file, with labels instead of category ids."""
-        annotations = []
-        for annotation in self._content["annotations"]:
-            label = self._label_of_category.get(annotation["category_id"])
-            if label is not None:
-                area, ignored = box_area(annotation), is_ignored(annotation)
-                annotations.append(
-                    _annotation(annotation["image_id"], label, annotation["bbox"], area, ignored)
-                )
-        return annotations
+        label_of = self._label_of_category
+        return [
+            _annotation(
+                one["image_id"], label_of[one["category_id"]], one["bbox"], box_area(one), is_ignored(one)
+            )
+            for one in self._content["annotations"]
+            if one["category_id"] in label_of
+        ]
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file, key=id_order)
@@ -281,16 +290,6 @@ class CocoMetric(BaseMetric):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
-
-
-def _with_ids_of_their_own(results: list[dict]) -> list[dict]:
-    """Return the results with new ids if several data sets use the same ones, which needs no ``ann_file``."""
-    if len({result["img_id"] for result in results}) == len(results):
-        return results
-    return [
-        {**result, "img_id": number, "truth": [{**row, "image_id": number} for row in result["truth"]]}
-        for number, result in enumerate(results)
-    ]
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

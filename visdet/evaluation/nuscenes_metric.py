@@ -121,14 +121,15 @@ class NuScenesMetric(DrivingBoxMetric):
             curves = {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
             row = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
             row["AP"] = float(np.mean(list(row.values())))
-            for error in TP_ERRORS:
-                undefined = error in _UNDEFINED.get(name, ())
-                row[error] = np.nan if undefined else tp_error(curves[_TP_DISTANCE], error)
+            row |= {
+                error: np.nan if error in _UNDEFINED.get(name, ()) else tp_error(curves[_TP_DISTANCE], error)
+                for error in TP_ERRORS
+            }
             rows[name] = row
-        means = {}
-        for key in ("AP", *TP_ERRORS):
-            known = [row[key] for row in rows.values() if not np.isnan(row[key])]
-            means[key] = float(np.mean(known)) if known else float("nan")
+        known = {
+            key: [row[key] for row in rows.values() if not np.isnan(row[key])] for key in ("AP", *TP_ERRORS)
+        }
+        means = {key: float(np.mean(row)) if row else float("nan") for key, row in known.items()}
         summary = _summary(means.pop("AP"), means, with_attributes)
         if self.anchors is not None:
             anchors = read_anchors(self.anchors)

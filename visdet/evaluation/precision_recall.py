@@ -166,9 +166,8 @@ def _by_image(
     of_image: dict[Any, tuple[list, list]] = defaultdict(lambda: ([], []))
     for kind, rows in enumerate((truth, detections)):
         for row in rows:
-            if row["category_id"] >= num_classes:
-                continue  # COCO's code leaves them out, too.
-            of_image[row["image_id"]][kind].append(row)
+            if row["category_id"] < num_classes:  # COCO's code leaves others out, too.
+                of_image[row["image_id"]][kind].append(row)
     images = []
     for image_id in dict.fromkeys(image_ids):
         true, found = of_image[image_id]

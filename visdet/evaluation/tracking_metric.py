@@ -101,13 +101,14 @@ class TrackingMetric(DrivingBoxMetric):
             scenes.setdefault(frame["scene"], []).append(frame)
         labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
         tracks = [self._tracks(scene, labels) for scene in scenes.values()]
-        rows = {}
-        for label, name in labels.items():
-            row = _scores_of_class(
-                [[(true.of_class(label), found.of_class(label)) for true, found in scene] for scene in tracks]
-            )
-            if row is not None:
-                rows[name] = row
+        scenes_of = {
+            name: [
+                [(true.of_class(label), found.of_class(label)) for true, found in scene] for scene in tracks
+            ]
+            for label, name in labels.items()
+        }
+        scores = {name: _scores_of_class(scenes) for name, scenes in scenes_of.items()}
+        rows = {name: row for name, row in scores.items() if row is not None}
         names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
         combine = {name: np.sum if name == "IDS" else np.mean for name in names}
         metrics = {

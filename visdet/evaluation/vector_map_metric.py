@@ -100,8 +100,7 @@ class VectorMapMetric(DrivingMetric):
                 constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
                 values.append(_precisions(*self._hits([frame | constant for frame in sampled], label)))
             metrics["anchors_mAP"] = float(np.mean(values))
-        for name, row in table.items():
-            metrics[f"{name}_AP"] = float(np.mean(row))
+        metrics |= {f"{name}_AP": float(np.mean(row)) for name, row in table.items()}
         counts = {
             name: sum(int((f["gt_labels"] == k).sum()) for f in results) for k, name in enumerate(classes)
         }

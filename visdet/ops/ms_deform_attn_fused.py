@@ -1,7 +1,6 @@
 """Multi-scale deformable attention that takes the predictions of a detector, which are offsets and logits."""
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +82,7 @@ def ms_deform_attn_fused(
             )
         # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
         reference_points = reference_points.expand(B, -1, L, -1).contiguous()
-    points = [num_points] * L if isinstance(num_points, Integral) else list(num_points)
+    points = list(num_points) if isinstance(num_points, Sequence) else [num_points] * L
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
     if value.is_cuda and L > MAX_HOST_LEVELS:

@@ -9,6 +9,7 @@ from . import _library, _registration
 from ._arguments import as_tensor, check_numbers
 from ._classes import check_classes
 from ._declared import declared
+from ._renamed import renamed_arguments
 from .box_iou_rotated import box_iou_rotated_reference
 
 __all__ = ["nms", "nms_match"]
@@ -16,6 +17,7 @@ __all__ = ["nms", "nms_match"]
 PAIRS_AT_ONCE = 1 << 17  # of boxes that nms_match compares at a time, in the processor's cache
 
 
+@renamed_arguments(iou_thr="iou_threshold")
 @declared(
     boxes="array or real [N, 4]",
     scores="array or real [N]",

@@ -10,6 +10,7 @@ from . import _library, _registration
 from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._modules import OperatorModule
+from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, UPRIGHT, check_samples, pool_regions
 
 __all__ = ["RoIAlign", "roi_align", "roi_align_reference"]
@@ -141,6 +142,7 @@ class RoIAlign(OperatorModule):
 
     operator = staticmethod(roi_align)
 
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
         self,
         output_size: int | tuple[int, int],
@@ -157,6 +159,7 @@ class RoIAlign(OperatorModule):
             pool_mode=pool_mode,
             aligned=aligned,
         )
+        self.use_torchvision = use_torchvision
 
     def forward(self, input: Tensor, rois: Tensor) -> Tensor:
         return self._call(input, rois)

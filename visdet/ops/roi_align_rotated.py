@@ -7,6 +7,7 @@ from . import _library
 from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._modules import OperatorModule
+from ._renamed import renamed_arguments
 from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_bins
 from .roi_align import pool_by_kernels
 
@@ -92,6 +93,7 @@ class RoIAlignRotated(OperatorModule):
 
     operator = staticmethod(roi_align_rotated)
 
+    @renamed_arguments(out_size="output_size", sample_num="sampling_ratio")
     def __init__(
         self,
         output_size: int | tuple[int, int],

@@ -8,6 +8,7 @@ from torch import Tensor
 from . import _registration
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
+from ._renamed import renamed_arguments
 from .nms import as_tensors, overlaps_with, widened
 
 __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
@@ -15,6 +16,7 @@ __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
 SOFT_METHODS = ("naive", "linear", "gaussian")
 
 
+@renamed_arguments(iou_thr="iou_threshold")
 @declared(
     boxes="array or real [N, 4]",
     scores="array or real [N]",
@@ -124,9 +126,10 @@ def soft_nms_reference(
 def _of_each_class(
     boxes: Tensor, scores: Tensor, classes: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    if classes is None:
+    def suppress(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         return soft_nms_reference(boxes, scores, *settings)
-    return class_by_class(lambda *of_class: soft_nms_reference(*of_class, *settings), boxes, scores, classes)
+
+    return suppress(boxes, scores) if classes is None else class_by_class(suppress, boxes, scores, classes)
 
 
 def _results(given: Any) -> tuple[Tensor, Tensor]:

@@ -43,10 +43,8 @@ class BatchPlan:
         then gets the smallest of the run's sizes that holds them, or their own size if none does.
         """
         needed = max(height for height, _ in images), max(width for _, width in images)
-        for size in (self.size, *self.sizes):
-            if size is not None and holds(size, needed):
-                return size
-        return needed
+        planned = (size for size in (self.size, *self.sizes) if size is not None)
+        return next((size for size in planned if holds(size, needed)), needed)
 
     def largest(self) -> list[Size]:
         """Return the sizes that fit into no other one."""

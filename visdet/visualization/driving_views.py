@@ -104,11 +104,12 @@ def scene_of_prediction(
             most = max(weights[best[0]], 1e-6)
             scene.futures.append([(paths[k], float(weights[k] / most)) for k in best[::-1]])
     if "vectors" in result:
-        for line, score, label in zip(
-            result["vectors"], np.asarray(result["scores"]), np.asarray(result["labels"]), strict=True
-        ):
-            if score >= _least(map_score_thr, label):
-                scene.lines.append((int(label), np.asarray(line)))
+        scores, labels = np.asarray(result["scores"]), np.asarray(result["labels"])
+        scene.lines = [
+            (int(label), np.asarray(line))
+            for line, score, label in zip(result["vectors"], scores, labels, strict=True)
+            if score >= _least(map_score_thr, label)
+        ]
     if "final_planning" in result:
         scene.plan = np.asarray(result["final_planning"])
     return scene

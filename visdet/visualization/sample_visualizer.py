@@ -144,10 +144,10 @@ class SampleVisualizer(Visualizer):
             pred_score_thr: predictions with a lower score are not drawn.
         """
         columns = self.sheet_columns if columns is None else columns
-        drawn = []
-        for image, sample in zip(images, data_samples, strict=True):
-            pictures = self.draw_sample(image, sample, pred_score_thr=pred_score_thr)
-            drawn.append([_shrunk(picture) for picture in pictures])
+        drawn = [
+            [_shrunk(picture) for picture in self.draw_sample(image, sample, pred_score_thr=pred_score_thr)]
+            for image, sample in zip(images, data_samples, strict=True)
+        ]
         groups = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
         rows = [[picture for pictures in group for picture in pictures] for group in groups]
         has_all = all(len(pictures) == len(self.captions) for pictures in drawn)

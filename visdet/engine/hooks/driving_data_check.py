@@ -24,7 +24,14 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
             raise ConfigError(f"model.{key} is for {found} {things}, but {data} has {expected}")
     if loader_name == "train_dataloader":
         info = dataset.get_info(0)
-        for head, keys in _needed_keys(model):
+        # Each head, and the keys of a frame's record that it learns from.
+        needed: list[tuple[str, tuple[str, ...]]] = [
+            (name, ("map_annos",) if head.gt_cls_key == "gt_map_labels" else ("gt_boxes",))
+            for name, head in _heads(model)
+        ]
+        planners = [name for name, part in model.named_modules() if hasattr(part, "motion_anchor")]
+        needed += [(name, ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")) for name in planners]
+        for head, keys in needed:
             missing = [key for key in keys if key not in info]
             if missing:
                 raise ConfigError(
@@ -52,15 +59,6 @@ def _numbers(model: nn.Module, dataset: Any) -> Iterator[tuple[str, int, int, st
                 if of in info:
                     yield f"{name}.{key}", getattr(module, key), info[of].shape[-2], f"steps of {of}"
             yield f"{name}.motion_anchor", len(module.motion_anchor), len(dataset.CLASSES), "classes"
-
-
-def _needed_keys(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each head and the keys of a frame's record that it learns from."""
-    for name, head in _heads(model):
-        yield name, ("map_annos",) if head.gt_cls_key == "gt_map_labels" else ("gt_boxes",)
-    for name, module in model.named_modules():
-        if hasattr(module, "motion_anchor"):
-            yield name, ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[str, Any]]:

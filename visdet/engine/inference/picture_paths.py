@@ -1,5 +1,6 @@
 """Paths of the pictures that are drawn for images. No two images share a path."""
 
+import itertools
 from pathlib import Path
 
 __all__ = ["PicturePaths"]
@@ -28,11 +29,7 @@ class PicturePaths:
             suffix: the suffix of the picture.
         """
         name = Path(image if name is None else name)
-        candidates = [name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")]
-        number = 1
-        while True:
-            for candidate in candidates:
-                if self._image_of.setdefault(candidate, str(image)) == str(image):
-                    return self.folder / candidate
-            number += 1
-            candidates = [name.with_name(f"{name.name}_{number}{suffix}")]
+        numbered = (name.with_name(f"{name.name}_{number}{suffix}") for number in itertools.count(2))
+        free = itertools.chain([name.with_suffix(suffix), name.with_name(f"{name.name}{suffix}")], numbered)
+        place = next(path for path in free if self._image_of.setdefault(path, str(image)) == str(image))
+        return self.folder / place

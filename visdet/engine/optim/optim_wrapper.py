@@ -158,9 +158,8 @@ class AmpOptimWrapper(OptimWrapper):
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
         self.loss_scaler = None
         if self.cast_dtype is torch.float16:
-            options = loss_scale if isinstance(loss_scale, dict) else {}
-            if self._fixed_scale is not None:
-                options = {"init_scale": self._fixed_scale}
+            given = {} if self._fixed_scale is None else {"init_scale": self._fixed_scale}
+            options = loss_scale if isinstance(loss_scale, dict) else given
             self.loss_scaler = torch.amp.GradScaler(self.device_type, **options)
 
     @contextmanager

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._arguments import pair
+from .._renamed import renamed_arguments
 from ..deform_conv2d import Pair, deform_conv2d
 from ..modulated_deform_conv2d import modulated_deform_conv2d
 
@@ -61,6 +62,7 @@ class _Layer(nn.Module):
 class DeformConv2d(_Layer):
     """A deformable convolution with a weight and no bias, whose offsets are an input. See ``deform_conv2d``."""
 
+    @renamed_arguments(deformable_groups="deform_groups")
     def __init__(
         self,
         in_channels: int,
@@ -112,6 +114,7 @@ class DeformConv2d(_Layer):
 class ModulatedDeformConv2d(_Layer):
     """A modulated deformable convolution with a weight and a bias, whose offsets and mask are inputs."""
 
+    @renamed_arguments(deformable_groups="deform_groups")
     def __init__(
         self,
         in_channels: int,
