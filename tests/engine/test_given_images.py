@@ -323,7 +323,7 @@ def test_thresholds_of_another_number_of_classes(detector, monkeypatch):
 
 def test_what_init_detector_refuses():
     with pytest.raises(UserError, match="device 'meta' is not available"):
-        visdet.init_detector("deformable_detr/deformable-detr_shapes", device="meta")
+        visdet.Detector("deformable_detr/deformable-detr_shapes", device="meta")
     with pytest.raises(UserError, match="config must be"):
         visdet.init_detector(3)
     with pytest.raises(UserError, match="checkpoint must be"):

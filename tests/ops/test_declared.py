@@ -73,6 +73,14 @@ BAD = {
     "bool indices": ("get_indice_pairs: indices", lambda: pairs([[True, True, True]])),
     "kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(0, 3))),
     "huge kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(1 << 31, 1))),
+    "huge grid": (
+        "get_indice_pairs: out_shape",
+        lambda: ops.get_indice_pairs(whole(0, 1, 1, 1)[None], 1, (2**31 - 1,) * 3, *[(1, 1, 1)] * 5),
+    ),
+    "kernels": (
+        "pixel_group: kernel_region_num",
+        lambda: label_growth.pixel_group(*[ones(1, 1)] * 2, ones(1, 1, 1), *[whole(0)[None]] * 2, 10**6, 1.0),
+    ),
     "large kernel": ("get_indice_pairs: ksize", lambda: pairs(ksize=(1 << 20, 1 << 20))),
     "stride": ("get_indice_pairs: stride", lambda: pairs(stride=(1, 0))),
     "dilation": ("get_indice_pairs: dilation", lambda: pairs(dilation=(0, 1))),
@@ -296,4 +304,7 @@ def test_regions_of_any_size_take_bounded_time_and_memory(aligned):
     rotated = torch.tensor([[0, 20.0, 20, far, far, 0.3]])
     assert ops.roi_align_rotated(x, rotated, 7, 1.0, 0, aligned).sum() > 0
     assert ops.riroi_align_rotated(x, rotated, 7, 1.0, 0, 4).isfinite().all()
+    for step in (10**5, 10**6, 2**31 - 1):
+        assert filtered_activations.upfirdn2d(x, ones(2, 2), down=(step, step)).shape == (1, 4, 1, 1)
+    assert label_growth.contour_expand(ones(1, 1, 2), torch.tensor([[2**62, 0]]), 1, 1) == [[2**62, 0]]
     assert time.monotonic() - begin < 20

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from calls import gradients, relative_error
@@ -503,3 +504,12 @@ def _composed(case):
     size = shapes.flip(1).to(offsets)
     locations = references[:, :, None, :, None] + offsets.unflatten(3, (level, P)) / size[:, None]
     return locations, logits.softmax(-1).unflatten(3, (level, P))
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.array([2, 2]), torch.tensor([2, 2]), (2, 2)], ids=str)
+def test_numbers_of_points_may_be_of_numpy(number):
+    arguments = [torch.ones(1, 16, 2, 4), [(3, 4), (2, 2)], None, torch.rand(1, 3, 1, 2)]
+    arguments += [torch.zeros(1, 3, 2, 4, 2), torch.zeros(1, 3, 2, 4)]
+    torch.testing.assert_close(
+        ms_deform_attn_fused(*arguments, number), ms_deform_attn_fused(*arguments, 2), equal_nan=True
+    )

@@ -1,6 +1,8 @@
 """Multi-scale deformable attention that takes the predictions of a detector, which are offsets and logits."""
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +84,8 @@ def ms_deform_attn_fused(
             )
         # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
         reference_points = reference_points.expand(B, -1, L, -1).contiguous()
-    points = list(num_points) if isinstance(num_points, Sequence) else [num_points] * L
+    given: Any = num_points  # an array, too
+    points = [int(given)] * L if isinstance(given, Integral) else list(given)
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
     if value.is_cuda and L > MAX_HOST_LEVELS:

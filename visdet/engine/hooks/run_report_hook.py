@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
-from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
 from mmengine.model import is_model_wrapper
 
 import visdet
@@ -75,7 +75,16 @@ class RunReportHook(Hook):
         if runner.val_loop is not None:
             self._print_metrics(runner.val_evaluator)
         if getattr(runner.train_loop, "stop_training", False) and runner.iter < runner.max_iters:
-            say(f"stopped after {runner.iter} of {runner.max_iters} iterations; the log says why")
+            reasons = [
+                f"EarlyStoppingHook: {hook.monitor} is {self.metrics.get(hook.monitor)}, the best was "
+                f"{hook.best_score:.4g}, and {hook.wait_count} validations brought no more"
+                for hook in runner.hooks
+                if isinstance(hook, EarlyStoppingHook)
+            ]
+            say(
+                f"stopped after {runner.iter} of {runner.max_iters} iterations: "
+                + ("; ".join(reasons) or "a hook has set stop_training")
+            )
         say("written:")
         hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
         for label, path in (

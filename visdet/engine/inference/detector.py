@@ -1,7 +1,6 @@
 """Running a trained model on images."""
 
 import contextlib
-import copy
 import functools
 import json
 import logging
@@ -57,7 +56,7 @@ class Detector:
     """Detects objects in images by the model and the test pipeline of a config, with a checkpoint's weights.
 
     Args:
-        cfg: the config that the checkpoint was trained with.
+        cfg: the config that the checkpoint was trained with, as for :func:`init_detector`.
         checkpoint: a file, an http(s) address, or a name of docs/model_zoo.md. Without one, the weights are random.
         device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
@@ -77,11 +76,11 @@ class Detector:
     @cpu_by_default()
     def __init__(
         self,
-        cfg: Config,
+        cfg: str | os.PathLike | Config,
         checkpoint: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        cfg = copy.deepcopy(cfg)
+        cfg, _ = load_config(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
         self.device = _checked_device(device)
@@ -261,7 +260,7 @@ def init_detector(
     Raises:
         UserError: see :class:`Detector`.
     """
-    return Detector(load_config(config)[0], checkpoint, device)
+    return Detector(config, checkpoint, device)
 
 
 def _model_class(cfg: Config) -> Any:

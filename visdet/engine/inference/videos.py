@@ -15,6 +15,9 @@ from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
 
+# OpenCV and FFmpeg would print many lines about a codec that is not there. FFmpeg's level is read at its first use.
+os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+
 
 def written_as_video(
     found: Iterator[Detections], path: str | os.PathLike, rate: float
@@ -66,8 +69,6 @@ def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
     """Return a writer with the codec H.264, which browsers play, or with MPEG-4 if OpenCV has none of it."""
     import cv2
 
-    # OpenCV and FFmpeg would print many lines about a codec that is not there.
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
     level = cv2.utils.logging.getLogLevel()
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     try:

@@ -73,7 +73,7 @@ def bias_act(
 @declared(
     input="floating [B, C, H, W]",
     filter="floating",
-    up="2 integers, at least 1",
+    up="2 integers, at least 1, at most 1024",
     down="2 integers, at least 1",
     padding="4 integers",
     gain="number",
@@ -92,7 +92,7 @@ def upfirdn2d(
     Args:
         input: [B, C, H, W]. The maps. 16-bit types are computed in float32.
         filter: [FH, FW]. The filter, or [F] for one that acts along x and along y.
-        up: The factors (x, y) of the first step.
+        up: The factors (x, y) of the first step, at most 1024.
         down: The factors (x, y) of the last step.
         padding: The columns on the left and the right and the rows above and below. Negative numbers cut.
         flip_filter: Whether the filter is correlated. Otherwise it is convolved.
@@ -126,7 +126,9 @@ def upfirdn2d(
         )
     taps = filter.to(dtype) * gain
     taps = taps if flip_filter else taps.flip(0, 1)
-    filtered = functional.conv2d(padded, taps[None, None], stride=(down[1], down[0]))
+    # Steps beyond the map are one, and torch 2.14 crashes or hangs on some of them.
+    stride = [min(step, size) for step, size in zip(reversed(down), padded.shape[2:], strict=True)]
+    filtered = functional.conv2d(padded, taps[None, None], stride=stride)
     return filtered.view(B, C, *filtered.shape[2:]).to(input.dtype)
 
 

@@ -33,7 +33,7 @@ def _claims(
     embedding="floating [H, W, C]",
     kernel_label="integers [H, W]",
     kernel_contour="mask [H, W]",
-    kernel_region_num="integer, at least 0",
+    kernel_region_num="integer, at least 0, at most 32768",
     distance_threshold="number",
 )
 def pixel_group(
@@ -53,7 +53,7 @@ def pixel_group(
         embedding: [H, W, C]. The embedding of each pixel.
         kernel_label: [H, W]. The kernel 1..kernel_region_num - 1 of each pixel, or 0.
         kernel_contour: [H, W]. Not 0 for the pixels on the contours of kernels, from which texts grow.
-        kernel_region_num: The number of kernels, with 0.
+        kernel_region_num: The number of kernels, with 0. At most 32768.
         distance_threshold: The distance of embeddings that is too large.
 
     Returns:
@@ -124,8 +124,8 @@ def contour_expand(
     """
     shape = kernel_mask.shape[1:]
     given = internal_kernel_label.flatten().long()
-    area = given.clamp(min=0).bincount(minlength=kernel_num + 1)
-    labels = torch.where((given > 0) & (area[given.clamp(min=0)] >= min_kernel_area), given, 0)
+    _, place, area = given.unique(return_inverse=True, return_counts=True)
+    labels = torch.where((given > 0) & (area[place] >= min_kernel_area), given, 0)
     frontier = labels.nonzero()[:, 0]
     for kernel in reversed(kernel_mask[:-1].flatten(1)):
         edges = []
@@ -137,4 +137,4 @@ def contour_expand(
             edges.append(frontier[is_edge])
             frontier = pixels
         frontier = torch.cat([frontier, *edges])
-    return labels.view(shape).int().tolist()
+    return labels.view(shape).tolist()

@@ -110,6 +110,7 @@ def correlation(
     if window[0] > H or window[1] > W:
         raise ValueError(f"correlation: input1 must hold a window of {window} with its padding, got {[H, W]}")
     ones = one.new_ones(1, 1, *kernel_size)
+    stride = min(stride[0], H), min(stride[1], W)  # as in upfirdn2d
     rows = []
     for i in range(patch_size[0]):
         y = i * dilation_patch[0]

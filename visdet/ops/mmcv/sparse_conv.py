@@ -82,6 +82,8 @@ def get_indice_pairs(
     N, K = len(indices), math.prod(ksize)
     if K > MOST_TAPS:
         raise ValueError(f"get_indice_pairs: ksize must have at most {MOST_TAPS} taps, got {ksize}")
+    if batch_size * math.prod(out_shape) >= 1 << 63:
+        raise ValueError(f"get_indice_pairs: out_shape must be below 2^63 places, got {list(out_shape)}")
     if N and int(indices.amin()) < 0:
         raise ValueError(f"get_indice_pairs: indices must be 0 or more, got {int(indices.amin())}")
     image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
