@@ -287,8 +287,7 @@ def test_overlaps_and_boxes_do_not_depend_on_the_origin(size, origin):
 
 
 def test_a_point_beside_a_side_lies_there_far_from_the_origin_too():
-    quads, points = torch.randint(0, 9, (20, 8)).float(), torch.arange(18.0).div(2)
-    points = torch.cartesian_prod(points, points)
+    quads, points = torch.randint(0, 9, (20, 8)).float(), torch.cartesian_prod(*[torch.arange(18.0) / 2] * 2)
     expected = ops.points_in_polygons(points.double(), quads.double())
     assert torch.equal(ops.points_in_polygons(points + 4e6, quads + 4e6), expected)
 

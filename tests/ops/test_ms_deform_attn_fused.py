@@ -508,8 +508,8 @@ def _composed(case):
 
 @pytest.mark.parametrize("number", [np.int64(2), np.array([2, 2]), torch.tensor([2, 2]), (2, 2)], ids=str)
 def test_numbers_of_points_may_be_of_numpy(number):
-    arguments = [torch.ones(1, 16, 2, 4), [(3, 4), (2, 2)], None, torch.rand(1, 3, 1, 2)]
-    arguments += [torch.zeros(1, 3, 2, 4, 2), torch.zeros(1, 3, 2, 4)]
+    shapes, references, zeros = [(3, 4), (2, 2)], torch.rand(1, 3, 1, 2), torch.zeros(1, 3, 2, 4, 2)
+    arguments = torch.ones(1, 16, 2, 4), shapes, None, references, zeros, zeros[..., 0]
     torch.testing.assert_close(
         ms_deform_attn_fused(*arguments, number), ms_deform_attn_fused(*arguments, 2), equal_nan=True
     )

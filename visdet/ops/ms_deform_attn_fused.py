@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +83,7 @@ def ms_deform_attn_fused(
             )
         # One copy of expanded points serves the forward and the backward. The kernels would make one for each.
         reference_points = reference_points.expand(B, -1, L, -1).contiguous()
-    given: Any = num_points  # an array, too
-    points = [int(given)] * L if isinstance(given, Integral) else list(given)
+    points = [int(num_points)] * L if isinstance(num_points, Integral) else list(num_points)  # type: ignore[arg-type]
     if not offsets.dtype == logits.dtype == value.dtype:
         offsets, logits = offsets.to(reference_points.dtype), logits.to(reference_points.dtype)
     if value.is_cuda and L > MAX_HOST_LEVELS:

@@ -8,8 +8,6 @@ from .._declared import declared
 
 __all__ = ["correlation", "psa_mask", "tin_shift"]
 
-MOST_DISPLACEMENTS = 1 << 14  # of a patch, each of which is a convolution
-
 
 @declared(
     input="real [B, M, H, W]", psa_type="one of 'collect', 'distribute'", mask_size="2 integers, at least 1"
@@ -55,7 +53,7 @@ def psa_mask(
     input1="floating [B, C, H, W]",
     input2="floating [B, C, H, W]",
     kernel_size="2 integers, at least 1",
-    patch_size="2 integers, at least 1",
+    patch_size="2 integers, at least 1, at most 320",
     stride="2 integers, at least 1",
     padding="2 integers, at least 0",
     dilation="2 integers, at least 1",
@@ -77,7 +75,7 @@ def correlation(
         input1: [B, C, H, W]. The first map.
         input2: [B, C, H, W]. The second map, which is displaced.
         kernel_size: The size of a window (height, width).
-        patch_size: The number of displacements (height, width), at most 2^14 in all.
+        patch_size: The number of displacements (height, width), each at most 320.
         stride: The distance of windows.
         padding: The rows and columns of zeros around both maps.
         dilation: The distance of the pixels of a window.
@@ -95,10 +93,6 @@ def correlation(
     and this one does not.
     """
     dtype = computation_dtype(input1)
-    if patch_size[0] * patch_size[1] > MOST_DISPLACEMENTS:
-        raise ValueError(
-            f"correlation: patch_size must be at most {MOST_DISPLACEMENTS} displacements, got {tuple(patch_size)}"
-        )
     extra = [distance * (count - 1) for count, distance in zip(patch_size, dilation_patch, strict=True)]
     (top, left), (down, across) = (length // 2 for length in extra), padding
     # Displaced pixels outside the map are 0.

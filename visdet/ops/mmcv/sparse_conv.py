@@ -26,8 +26,8 @@ MOST_TAPS = 4096  # of a kernel, as in mmcv
 @declared(
     indices="integers",
     batch_size="integer, at least 0",
-    out_shape="D integers, at least 0",
-    spatial_shape="D integers, at least 0",
+    out_shape="D integers, at least 0, at most 1048576",
+    spatial_shape="D integers, at least 0, at most 1048576",
     ksize="D integers, at least 1",
     stride="D integers, at least 1",
     padding="D integers, at least 0",
@@ -50,8 +50,8 @@ def get_indice_pairs(
     Args:
         indices: [N, 1 + D]. The image of the batch and the place of each input. None is negative.
         batch_size: The size of the batch.
-        out_shape: The size of the output in D dimensions.
-        spatial_shape: The size of the input.
+        out_shape: The size of the output in D dimensions, each at most 2^20.
+        spatial_shape: The size of the input, likewise.
         ksize: The size of the kernel. K is its product, at most 4096.
         stride: The stride.
         padding: The padding. A submanifold convolution pads by half of its dilated kernel instead.
@@ -82,8 +82,6 @@ def get_indice_pairs(
     N, K = len(indices), math.prod(ksize)
     if K > MOST_TAPS:
         raise ValueError(f"get_indice_pairs: ksize must have at most {MOST_TAPS} taps, got {ksize}")
-    if batch_size * math.prod(out_shape) >= 1 << 63:
-        raise ValueError(f"get_indice_pairs: out_shape must be below 2^63 places, got {list(out_shape)}")
     if N and int(indices.amin()) < 0:
         raise ValueError(f"get_indice_pairs: indices must be 0 or more, got {int(indices.amin())}")
     image, at = indices[:, 0].long(), indices[:, 1:].long().T[:, None]  # [N], [D, 1, N]
