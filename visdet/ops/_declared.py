@@ -39,7 +39,8 @@ def declared(
     "1 or 2 integers" may be one number, too. A choice is "one of 'avg', 'max'".
 
     Autocast is off within the operator, which computes coordinates and weights in float32 at least, and returns the
-    type of the values. Errors within it, of other operators and of torch, begin with its name.
+    type of the values. Errors within it, of other operators and of torch, begin with its name, except
+    ``torch.OutOfMemoryError``.
 
     Args:
         name: The name in errors. The default is the function's.
@@ -73,7 +74,7 @@ def declared(
                 IndexError,
             ) as error:
                 called, _, problem = str(error).partition(": ")
-                if called != op:
+                if called != op and not isinstance(error, torch.OutOfMemoryError):
                     error.args = (f"{op}: {problem if called.isidentifier() else error}",)
                 raise
 

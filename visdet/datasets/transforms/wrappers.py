@@ -41,16 +41,15 @@ class RandomChoice(DrawnTransform):
                 f"RandomChoice: prob must be {len(transforms)} numbers that sum to 1, got {list(prob)}"
             )
         self.prob = prob
-        self.transforms = [_compose(steps) for steps in transforms]
+        listed = [steps if isinstance(steps, (list, tuple)) else [steps] for steps in transforms]
+        self.transforms = [
+            Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
+            for steps in listed
+        ]
 
     def _drawn(self, rng: Random | None) -> Compose:
         probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
         return self.transforms[choose(probabilities, rng=rng)]
-
-
-def _compose(steps: dict | Callable | Sequence[dict | Callable]) -> Compose:
-    listed: Any = steps if isinstance(steps, (list, tuple)) else [steps]
-    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in listed])
 
 
 @TRANSFORMS.register_module()

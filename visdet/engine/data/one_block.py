@@ -3,6 +3,7 @@
 import io
 import pickle
 from collections.abc import Sequence
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -32,13 +33,11 @@ class InOneBlock:
         file = io.BytesIO()
         pickler = _WithoutTensors(file)
         pickler.dump(self.batch)
-        places: list[Place] = []
-        size = 0
-        for _, tensor in pickler.found.values():
-            places.append((size, tensor.dtype, tensor.shape))
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        block = torch.empty(0, dtype=torch.uint8).set_(UntypedStorage._new_shared(max(size, 1)))
-        for (_, tensor), view in zip(pickler.found.values(), _views(block, places), strict=True):
+        tensors = [tensor for _, tensor in pickler.found.values()]
+        starts = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
+        block = torch.empty(0, dtype=torch.uint8).set_(UntypedStorage._new_shared(max(starts[-1], 1)))
+        places = [(start, tensor.dtype, tensor.shape) for start, tensor in zip(starts, tensors, strict=False)]
+        for view, tensor in zip(_views(block, places), tensors, strict=True):
             view.copy_(tensor)
         return _received, (file.getvalue(), block, places)
 

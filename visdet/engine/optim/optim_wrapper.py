@@ -89,9 +89,8 @@ class OptimWrapper(_OptimWrapper):
             )
         block = torch.cat([gradient.flatten() for gradient in gradients])
         all_reduce(block, "mean")
-        parts = block.split([gradient.numel() for gradient in gradients])
-        views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-        torch._foreach_copy_(gradients, views)
+        parts = zip(block.split([gradient.numel() for gradient in gradients]), gradients, strict=True)
+        torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in parts])
 
     def _clip_grad(self) -> None:
         parameters = [parameter for parameter in self._learning() if parameter.grad is not None]

@@ -152,12 +152,6 @@ def bezier_align(
     return pool_samples(input.to(dtype), origin, batch, bin_size, grid, turns, False).to(input.dtype)
 
 
-def _integral(position: Tensor) -> Tensor:
-    """Return the integral up to ``position`` of the weight that a pixel at 0 has in linear interpolation."""
-    position = position.clamp(-1, 1)
-    return 0.5 + position - position * position.abs() / 2
-
-
 @declared(
     features=MAP,
     rois=UPRIGHT,
@@ -211,7 +205,9 @@ def prroi_pool_reference(
     for low, high, bins, size in ((y1, y2, output_size[0], H), (x1, x2, output_size[1], W)):
         step = (high - low).clamp(min=0)[:, None] / bins
         edges = low[:, None] + step * torch.arange(bins + 1, device=rois.device)
-        integral = _integral(edges[:, :, None] - torch.arange(size, device=rois.device))
+        # The integral up to an edge of the weight that a pixel has in linear interpolation.
+        position = (edges[:, :, None] - torch.arange(size, device=rois.device)).clamp(-1, 1)
+        integral = 0.5 + position - position * position.abs() / 2
         is_wide = (step > 0)[..., None]
         # [N, bins, size]
         weights.append(
