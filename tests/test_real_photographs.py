@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
     )

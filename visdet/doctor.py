@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command ``visdet doctor``: there are none."""
 
 
-def run(_: argparse.Namespace | None = None) -> int:
+def run(_: argparse.Namespace) -> int:
     """Print the report and the list of things to do; return 1 if the CPU operators are missing, else 0."""
     import visdet
     from visdet.ops import build_info
@@ -162,4 +162,4 @@ def run(_: argparse.Namespace | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(argparse.ArgumentParser(prog="python -m visdet.doctor", description=__doc__).parse_args()))
