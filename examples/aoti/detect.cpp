@@ -1,11 +1,11 @@
 // Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in a JPEG, from SCORE (0.3) on:
 // detect FOLDER IMAGE [SCORE], where FOLDER is the result of `visdet export --format aoti`.
-#include "model.h"
 #include <iostream>
-#include <jpeglib.h>
 
-// Returns a JPEG as [1, 3, H, W] uint8 in the order red, green, blue. In memory, one pixel stands after the other, as in
-// Python: torch resizes other layouts by other sums.
+#include "jpeglib.h"
+#include "model.h"
+
+// Returns a JPEG as [1, 3, H, W] uint8, RGB, with one pixel after the other in memory, as in Python.
 at::Tensor read_image(const char* path) {
   const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), std::fclose);
   TORCH_CHECK(file, "cannot read ", path);
