@@ -24,7 +24,8 @@ def cells_of(report: dict[str, Any]) -> list[str]:
     metrics = report.get("data", {}).get("metrics", {"model": {}})
     kinds = [name for name in metrics["model"] if name.endswith(("bbox_mAP", "NuScenes/mAP"))][:1]
     compared = [f"{metrics[side][kind]:.4f}" for side in ("model", "exported") for kind in kinds] or ["", ""]
-    times = [f"{time['p50_ms']:.1f}" for _, time in sorted(report.get("latency", {}).items())[:2]] or ["", ""]
+    latency = report.get("latency", {})
+    times = [f"{latency[side]['p50_ms']:.1f}" if side in latency else "" for side in ("exported", "model")]
     return [
         *(f"{largest:.0e}", " ".join([*kinds, compared[0]]), compared[1], *times),
         f"{sum(report['bytes'].values()) / 2**20:.1f}",
