@@ -128,13 +128,16 @@ def test_a_config_without_a_part_is_one_message(tmp_path, image, options, messag
         )
 
 
-def test_each_run_of_infer_gets_a_folder(tmp_path, monkeypatch, capsys, trained, image):
+def test_each_run_of_infer_gets_a_folder_and_says_what_is_enlarged(
+    tmp_path, monkeypatch, capsys, trained, image
+):
     monkeypatch.chdir(tmp_path)
     toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE).dump("toy.py")
     for folder in ("detections", "detections_2"):
         main(["infer", "toy.py", trained, image, "--device", "cpu"])
         assert (tmp_path / "work_dirs" / folder / "pictures" / "image.png").is_file()
-        assert f"work_dirs/{folder}/predictions.json" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"work_dirs/{folder}/predictions.json" in shown and "1 pictures of less than 480" in shown
     with pytest.raises(SystemExit):
         main(["infer", "toy.py", "no.pth", "nowhere.jpg"])
     assert "nowhere.jpg does not exist" in capsys.readouterr().err  # before the checkpoint is looked for

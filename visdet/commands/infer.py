@@ -10,6 +10,7 @@ import argparse
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
-    """Yield the results, and show how many there are."""
-    from rich.progress import BarColumn, Progress, TimeElapsedColumn
+    """Yield the results, and show how many there are, and how many come in a second."""
+    from rich.progress import BarColumn, Progress, TextColumn
 
     from visdet.engine.process.console import console
 
-    columns = (BarColumn(), "{task.completed} images", TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield from bar.track(results, num_files)
+    start, text = time.perf_counter(), "{task.completed} images, {task.fields[rate]:.1f} a second"
+    with Progress(BarColumn(), TextColumn(text), console=console, transient=True) as bar:
+        task = bar.add_task("", total=num_files, rate=0.0)
+        for done, result in enumerate(results, 1):
+            bar.update(task, completed=done, rate=done / (time.perf_counter() - start))
+            yield result
 
 
 def _new_folder() -> str:
@@ -86,6 +90,9 @@ def run(args: argparse.Namespace) -> None:
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
     pictures = "" if args.json_only else f" and {args.out_dir}/pictures"
     say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json{pictures}")
+    side = (cfg.get("visualizer") or {}).get("min_side", 480)
+    if not args.json_only and (small := sum(max(one["height"], one["width"]) < side for one in found)):
+        left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")
     for remark in left_out:
         say(remark)
     for failure in failures:

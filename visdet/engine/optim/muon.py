@@ -80,7 +80,12 @@ class MuonWithAuxAdam(AdamW):
                 of_shape: dict[Any, list[Tensor]] = defaultdict(list)
                 for parameter in group["params"]:
                     gradient = parameter.grad
-                    if gradient is not None and _is_matrix(gradient, group["min_size"]):
+                    if (
+                        gradient is not None
+                        and (gradient.layout, gradient.ndim) == (torch.strided, 2)
+                        and gradient.is_floating_point()
+                        and min(gradient.shape) >= group["min_size"]
+                    ):
                         gradients[parameter] = gradient
                         of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
                         parameter.grad = None  # so that AdamW passes it by
@@ -112,11 +117,6 @@ class MuonWithAuxAdam(AdamW):
             parameters, orthogonalized(torch.stack(directions), group["ns_steps"]), strict=True
         ):
             parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-scale)
-
-
-def _is_matrix(gradient: Tensor, min_size: int) -> bool:
-    is_plain = gradient.layout == torch.strided and gradient.is_floating_point()
-    return is_plain and gradient.ndim == 2 and min(gradient.shape) >= min_size
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:
