@@ -110,6 +110,8 @@ def test_two_processes_on_the_cpu(tmp_path):
             "train_dataloader.dataset (ToyBoxes) has no samples",
         ),
         ("visualize-driving", [TOY_CONFIG], "is a ToyBoxes, which has no scenes of several cameras"),
+        ("make-anchors", [TOY_CONFIG], "the data set ToyBoxes has no frames of several cameras"),
+        ("train", [TOY_CONFIG, "--cfg-options", "train_cfg=None"], "train_cfg"),
         ("make-shapes", ["shapes", "--num-train", "-1"], "num_train must be int of 1 or more, got -1"),
         ("make-shapes", ["/proc/nowhere"], "make_shapes: folder /proc/nowhere cannot be written"),
         ("make-shapes", [TOY_CONFIG], "toy_config.py is a file. Give a folder to draw into"),
