@@ -1,13 +1,17 @@
 """setup.py's decisions, and the doctor's report. The build itself is what `make setup` and `make cuda-check` run."""
 
+import importlib.metadata
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from visdet import doctor, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,10 +86,10 @@ def test_one_header_includes_torch_for_all_sources(build):
     assert allowed and all(name.startswith(stable) for name in allowed)
 
 
-def test_doctor_reports_versions_libraries_and_operators():
-    done = subprocess.run([sys.executable, "-m", "visdet.doctor"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    for part in (
+def test_the_doctor_reports_versions_libraries_and_operators(capsys):
+    assert doctor.run(Namespace()) == 0
+    printed = capsys.readouterr().out
+    parts = (
         "torch ",
         "system",
         "torchvision",
@@ -94,8 +98,47 @@ def test_doctor_reports_versions_libraries_and_operators():
         "loaded",
         "CPU: visdet (C++)",
         "To do",
-    ):
-        assert part in done.stdout
+    )
+    assert all(part in printed for part in parts) and "ANOTHER PROJECT" not in printed
+
+
+LOADED = {"loaded": True, "path": "a library", "isa": "AVX2", "toolkit": "12.8", "native": ["9.0"], "ptx": []}
+MISSING = {"loaded": False, "path": "a library", "problem": "it does not exist"}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cuda", "parts"),
+    [
+        (MISSING, MISSING, ["NOT LOADED: it does not exist", "CPU: none", "build the operators, in a clone"]),
+        (LOADED, MISSING, ["loaded, AVX2 kernels", "CUDA: none", "for CUDA operators: install a wheel"]),
+        (
+            LOADED,
+            LOADED,
+            ["CUDA 12.8 for GPUs of compute capability 9.0; PTX of none", "CUDA: visdet (CUDA)"],
+        ),
+    ],
+    ids=["none", "cpu", "both"],
+)
+def test_the_doctor_says_what_is_missing_and_what_is_in_the_way(cpu, cuda, parts, monkeypatch, capsys):
+    """The report of a machine without OpenCV, where another project named visdet is installed."""
+    found = {"torch": "2.14.1", "visdet": "1.2"}
+
+    def version(name):
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(ops, "build_info", lambda: {"cpu": cpu, "cuda": cuda})
+    assert doctor.run(Namespace()) == int(cpu is MISSING)
+    printed = capsys.readouterr().out
+    parts = [
+        *parts,
+        "opencv-python      MISSING",
+        "pip install 'visdet-ops[train]' (missing: torchvision, mmengine",
+    ]
+    parts += ["1.2  (ANOTHER PROJECT", "pip uninstall visdet"]
+    assert [part for part in parts if part not in printed] == []
 
 
 def test_missing_libraries_raise_one_clear_error(tmp_path):

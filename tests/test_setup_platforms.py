@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from visdet import doctor
 from visdet.ops import build_info
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,18 +131,6 @@ def test_with_an_old_driver_everything_on_the_cpu_works(tmp_path):
     )
     done = run_python(code, LD_LIBRARY_PATH=str(tmp_path))
     assert done.stdout.split() == ["1.0"], done.stderr
-
-
-def test_the_doctor_notices_the_other_project_with_the_name(tmp_path, monkeypatch):
-    assert "ANOTHER PROJECT" not in "\n".join(doctor._packages([]))
-    (tmp_path / "visdet-1.2.dist-info").mkdir()
-    (tmp_path / "visdet-1.2.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: visdet\nVersion: 1.2\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    advice = []
-    assert "1.2  (ANOTHER PROJECT" in "\n".join(doctor._packages(advice))
-    assert any("pip uninstall visdet" in line for line in advice)
 
 
 def test_build_info_has_what_the_cuda_library_says_of_itself():

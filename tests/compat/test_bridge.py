@@ -13,6 +13,7 @@ import torch
 
 from visdet import compat, ops
 from visdet.compat import _bridge, extensions, msda_ext
+from visdet.compat.__main__ import main
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda])
 
@@ -219,8 +220,28 @@ def test_visdet_compat_imports_nothing():
     assert code == 0, error
 
 
-def test_the_list_of_bridges():
-    code, out, error = run_python("-m", "visdet.compat")
+@pytest.fixture
+def program(tmp_path, monkeypatch, capsys, no_extensions):
+    """A function that runs ``python -m visdet.compat`` in a folder, and returns its status and both outputs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("PYTHONPATH", "VISDET_COMPAT"):
+        monkeypatch.setenv(name, "")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        try:
+            status = main(list(map(str, arguments)))
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_list_of_bridges(program):
+    code, out, error = program()
     assert code == 0, error
     assert all(f"\n{name}" in out for name in compat.BRIDGES) and "run SCRIPT" in out
     assert all(name in out for name in ("DCNv3", "deformable_aggregation_with_depth_ext", "bev_pool_v2_ext"))
@@ -234,13 +255,13 @@ def test_the_list_of_bridges():
         ("import no_such_module", False),
     ],
 )
-def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tmp_path):
+def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tmp_path, program):
     (tmp_path / "neighbour.py").touch()
     (tmp_path / "script.py").write_text(line)
-    code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "script.py")
     name = line.rpartition(" ")[2]
-    assert code == 1 and name in error.splitlines()[-1]
-    assert (f"visdet does not provide the compiled extension {name}: " in error.splitlines()[-1]) == advice
+    with pytest.raises(ImportError, match=name) as raised:
+        program("run", "--only", "extensions", tmp_path / "script.py")
+    assert (f"visdet does not provide the compiled extension {name}: " in str(raised.value)) == advice
 
 
 @pytest.mark.parametrize(
@@ -330,12 +351,13 @@ def test_a_script_is_the_main_program_until_its_process_ends(tmp_path):
         assert (code, out) == (0, "in a thread\nat exit\n"), error
 
 
-def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
-    code, _, error = run_python("-m", "visdet.compat", "run", tmp_path / "absent.py")
+def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path, program):
+    code, _, error = program("run", "--only", "extensions", tmp_path / "absent.py")
     assert code == 2 and len(error.splitlines()) == 1 and "absent.py': there is no such file" in error
 
 
-def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
+def test_a_package_and_a_module_run_as_python_runs_them(tmp_path, program):
+    run = ("run", "--only", "extensions", "-m")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     for name in ("__main__", "module"):
@@ -345,13 +367,13 @@ def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
     for name in ("package", "package.module"):
         expected = run_python("-m", name, "x", cwd=tmp_path)
         assert expected[0] == 0
-        assert run_python("-m", "visdet.compat", "run", "-m", name, "x", cwd=tmp_path) == expected
-    code, _, error = run_python("-m", "visdet.compat", "run", "-m", "package.absent", cwd=tmp_path)
+        assert program(*run, name, "x")[:2] == (0, expected[1])
+    code, _, error = program(*run, "package.absent")
     assert code == 1 and error.startswith("can't run -m package.absent: there is no such module")
 
 
-def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path):
-    folder = run_python("-m", "visdet.compat", "startup")[1].strip()
+def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path, program):
+    folder = program("startup")[1].strip()
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('the other sitecustomize')\n")
@@ -372,8 +394,6 @@ def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path)
     ],
     ids=" ".join,
 )
-def test_wrong_command_lines(arguments, words, capsys):
-    from visdet.compat.__main__ import main
-
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
+def test_wrong_command_lines(arguments, words, program):
+    status, _, error = program(*arguments)
+    assert status == 2 and words in error

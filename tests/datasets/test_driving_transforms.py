@@ -189,6 +189,7 @@ def test_filters():
     assert kept["instance_inds"].tolist() == kept["gt_agent_fut_trajs"].tolist() == [0]
     kept = T.CircleObjectRangeFilter([50.0])(dict(record))
     assert kept["instance_inds"].tolist() == [0, 1]
+    assert T.CircleObjectRangeFilter(4.0)(dict(record))["instance_inds"].tolist() == [2]
     assert T.InstanceNameFilter(["a", "b"])(dict(record))["instance_inds"].tolist() == [0, 1, 2]
     assert T.InstanceNameFilter(["a"])(T.CircleObjectRangeFilter([5.0])({"token": "t"})) == {"token": "t"}
     empty = {"gt_bboxes_3d": np.zeros((0, 9)), "gt_labels_3d": np.zeros(0, np.int64)}

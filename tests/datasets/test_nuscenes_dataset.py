@@ -157,6 +157,40 @@ def test_a_frame_without_boxes_may_have_arrays_of_any_shape(dataset_of, infos):
     assert record["gt_agent_fut_masks"].shape == (0, 12)
 
 
+@pytest.mark.parametrize(
+    ("leave_out", "fields"),
+    [
+        (
+            ("map_annos", "instance_inds", "gt_agent_fut", "gt_ego_fut", "ego_status", "lidar_path"),
+            {"gt_bboxes_3d", "gt_labels_3d"},
+        ),
+        (("map_annos", "instance_inds", "gt_", "ego_status", "lidar_path"), set()),
+    ],
+    ids=["boxes", "images"],
+)
+def test_frames_of_little_pass_every_step(dataset_of, infos, leave_out, fields):
+    """A recording of one's own may have boxes alone, and those of a test split have images alone."""
+    few = [{key: value for key, value in info.items() if not key.startswith(leave_out)} for info in infos]
+    steps = [
+        dict(type="LoadMultiViewImageFromFiles"),
+        dict(type="ResizeCropFlipImage"),
+        dict(type="BBoxRotation"),
+        dict(type="CircleObjectRangeFilter", class_dist_thred=55.0),
+        dict(type="InstanceNameFilter", classes=DRIVING_CLASSES),
+        dict(type="VectorizeMap", roi_size=(30, 60), normalize=False, simplify=True),
+        dict(type="NuScenesSparse4DAdaptor"),
+        dict(type="PackDrivingInputs"),
+    ]
+    options = dict(pipeline=steps, data_aug_conf=AUGMENTATION | dict(H=48, W=128, final_dim=(40, 120)))
+    frame = dataset_of(few, **options)[2]
+    assert frame["inputs"].shape == (6, 3, 40, 120)
+    sample = frame["data_samples"]
+    assert {*sample.keys()} == {"projection_mat", "image_wh", "focal", *fields}
+    if fields:
+        near = infos[2]["valid_flag"] & (np.hypot(*infos[2]["gt_boxes"][:, :2].T) < 55)
+        assert sample.gt_bboxes_3d.shape == (near.sum(), 9) and near.sum() > 10
+
+
 def test_recordings_without_sweeps_keep_their_scenes(dataset_of, infos):
     expected = dataset_of(infos, with_seq_flag=True)
     without = copy.deepcopy(infos)

@@ -135,7 +135,7 @@ def test_a_failing_worker_leaves_nothing(tmp_path, monkeypatch):
 def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(capfd):
     has_started = FORK.Event()
 
-    def share(worker, num_workers, parent):
+    def share(worker, num_workers):
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in a terminal reaches every process.
         if worker == 1:
             has_started.set()
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_the_drawing_processes_without_a_traceback_of_theirs(c
             time.sleep(
                 1
             )  # The parent waits by then. Python loses an interrupt that comes while a process is forked.
-            os.kill(parent, signal.SIGINT)
+            os.kill(os.getppid(), signal.SIGINT)
         time.sleep(100)
 
     begin = time.monotonic()

@@ -2,7 +2,7 @@
 
 import numpy as np
 from datasets.driving_files import SMALL, driving_scenes
-from toolbox import fail, succeed
+from toolbox import fail_here, succeed_here
 
 from visdet.datasets import load_infos
 from visdet.datasets.anchors import cluster, detection_anchors, map_anchors, motion_anchors, planning_anchors
@@ -57,10 +57,12 @@ def test_anchors_by_hand():
     assert plan.shape == (3, 2, 6, 2) and not plan[1:].any()
 
 
-def test_tool(tmp_path):
+def test_tool(tmp_path, monkeypatch, capsys):
     infos = f"{driving_scenes()}/driving_infos_train.npz"
     arguments = ("--det", 12, "--map", 5, "--motion", 2, "--plan", 0, "--classes", *DRIVING_CLASSES)
-    printed = succeed("make-anchors", infos, "--out-dir", tmp_path / "a", *arguments)
+    printed = succeed_here(
+        monkeypatch, capsys, "make-anchors", infos, "--out-dir", tmp_path / "a", *arguments
+    )
     assert f"[12, 11] from {SMALL['num_train'] * SMALL['num_frames']} frames" in printed
     shapes = {path.name: np.load(path).shape for path in (tmp_path / "a").iterdir()}
     assert shapes == {
@@ -75,5 +77,5 @@ def test_tool(tmp_path):
     assert (np.hypot(*det[:, :2].T) < 55).all() and boxes[:, 2].min() <= det[:, 2].min()
 
 
-def test_tool_without_a_file(tmp_path):
-    assert "none.npz does not exist" in fail("make-anchors", tmp_path / "none.npz")
+def test_tool_without_a_file(tmp_path, monkeypatch, capsys):
+    assert "none.npz does not exist" in fail_here(monkeypatch, capsys, "make-anchors", tmp_path / "none.npz")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nuscenes_layout import NAMES, converted, write_nuscenes
-from toolbox import fail, succeed
+from toolbox import fail_here, succeed_here
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos
 from visdet.datasets.nuscenes_converter import NuScenesConverter, split_of_scene
@@ -110,9 +110,11 @@ def test_map(nuscenes):
     assert checked > 20
 
 
-def test_tool_writes_what_the_loader_reads(nuscenes, tmp_path):
+def test_tool_writes_what_the_loader_reads(nuscenes, tmp_path, monkeypatch, capsys):
     root, _ = nuscenes
-    printed = succeed(
+    printed = succeed_here(
+        monkeypatch,
+        capsys,
         "prepare-nuscenes",
         root,
         "--version",
@@ -135,11 +137,11 @@ def test_tool_writes_what_the_loader_reads(nuscenes, tmp_path):
         assert dataset.metainfo["version"] == "v1.0-mini" and len(dataset[0]["gt_attributes"])
 
 
-def test_tool_converts_published_files(nuscenes, tmp_path):
+def test_tool_converts_published_files(nuscenes, tmp_path, monkeypatch, capsys):
     infos, _ = converted(nuscenes[0], with_map=False)
     path = tmp_path / "nuscenes_infos_train.pkl"
     path.write_bytes(pickle.dumps({"infos": infos, "metadata": {"version": "v1.0-mini"}}))
-    assert "wrote 16 frames" in succeed("prepare-nuscenes", "--convert", path)
+    assert "wrote 16 frames" in succeed_here(monkeypatch, capsys, "prepare-nuscenes", "--convert", path)
     np.testing.assert_equal(list(load_infos(path.with_suffix(".npz"))[0]), infos)
 
 
@@ -151,9 +153,10 @@ def test_splits():
     assert sum(split_of_scene("v1.0-trainval", name) == "val" for name in names) == 150
 
 
-def test_errors(nuscenes, tmp_path):
+def test_errors(nuscenes, tmp_path, monkeypatch, capsys):
     root, _ = nuscenes
-    assert "is not in" in fail("prepare-nuscenes", root, "--version", "v1.0-trainval")
+    message = fail_here(monkeypatch, capsys, "prepare-nuscenes", root, "--version", "v1.0-trainval")
+    assert "is not in" in message
     with pytest.raises(FileNotFoundError, match=r"v1.0-mini/attribute.json does not exist"):
         (tmp_path / "v1.0-mini").mkdir()
         NuScenesTables(tmp_path, "v1.0-mini")

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,8 @@ class Program:
     @functools.cached_property
     def standard(self) -> ExportedProgram:
         """The graph with torch's operators alone, for all other runtimes."""
-        return self._traced(_Standard(self.module, self.custom_op))
+        with standard_operators(self.module, self.custom_op):
+            return self._traced(self.module)
 
     def _traced(self, module: nn.Module) -> ExportedProgram:
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
@@ -59,16 +59,6 @@ class Program:
             return torch.export.export(
                 module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False
             )
-
-
-class _Standard(nn.Module):
-    def __init__(self, module: nn.Module, custom_op: str | None) -> None:
-        super().__init__()
-        self.module, self.custom_op = module, custom_op
-
-    def forward(self, *tensors: Tensor) -> Any:
-        with standard_operators(self.module, self.custom_op):
-            return self.module(*tensors)
 
 
 def outputs_of(folder: Path) -> list[str]:

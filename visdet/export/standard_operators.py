@@ -55,10 +55,13 @@ class _Standard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.argsort:
             return _argsort(*args, **(kwargs or {}))
+        if func is F.layer_norm:
+            # onnxruntime's kernel of a sum with its normalisation is slower than the two. It needs three axes.
+            return func(args[0].unsqueeze(0), *args[1:], **(kwargs or {})).squeeze(0)
         if getattr(func, "namespace", "") != "visdet":
             return func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
-        if name == "ms_deform_attn_fused":
+        if name == "ms_deform_attn_fused" and "ms_deform_attn" in self.nodes:
             name, args = "ms_deform_attn", (*args[:3], *attention_samples(args[1], *args[3:]))
         elif name == "deformable_aggregation_fused":
             name, args = "deformable_aggregation", (*args[:3], *aggregation_samples(*args[3:]))
@@ -77,31 +80,49 @@ def _argsort(tensor: Tensor, dim: int = -1, descending: bool = False, stable: bo
     return tensor.topk(tensor.shape[dim], dim, largest=descending).indices
 
 
-def _summed(sizes: Sizes, maps: Tensor, locations: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Return weighted sums [N, C, Q] of the samples of maps [N, C, S] at locations [N, Q, P, 2] of each level.
+def _summed(sizes: Sizes, maps: Tensor, grids: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return weighted sums [N, C, Q] of the samples of maps [N, C, S] at the grids [N, P, Q, 2] of each level.
 
-    The weights are [N, L, G, Q, P]. Coordinates beyond half a map outside are limited, because runtimes convert them to
-    integers.
+    The weights of a level are [N, G, P, Q]. Queries come last, because runtimes are slow in short rows. Coordinates
+    beyond half a map outside are limited, because runtimes convert them to integers.
     """
-    start, sums = 0, []
-    for level, ((height, width), location) in enumerate(zip(sizes, locations, strict=True)):
-        level_maps = maps[:, :, start : start + height * width].unflatten(2, (height, width))
-        start = start + height * width
-        samples = F.grid_sample(level_maps, (2 * location - 1).clamp(-2.0, 2.0), align_corners=False)
-        samples = samples.unflatten(1, (weights.shape[2], -1))
-        sums.append((samples * weights[:, level].unsqueeze(2)).sum(-1))  # [N, G, C / G, Q]
+    levels = maps.split([height * width for height, width in sizes], 2)
+    sums = []
+    for size, level_maps, grid, weight in zip(sizes, levels, grids, weights, strict=True):
+        samples = F.grid_sample(level_maps.unflatten(2, size), grid.clamp(-2.0, 2.0), align_corners=False)
+        samples = samples.unflatten(1, (weight.shape[1], -1))
+        sums.append((samples * weight.unsqueeze(2)).sum(3))  # [N, G, C / G, Q]
     return functools.reduce(torch.add, sums).flatten(1, 2)
 
 
-def _ms_deform_attn(
-    sizes: Sizes, value: Tensor, _: Tensor, __: Tensor, locations: Tensor, weights: Tensor
+def _ms_deform_attn_fused(
+    sizes: Sizes,
+    value: Tensor,
+    level_shapes: Tensor,
+    _: Tensor,
+    references: Tensor,
+    offsets: Tensor,
+    logits: Tensor,
+    num_points: Sequence[int],
 ) -> Tensor:
-    B, _S, G, C = value.shape
-    maps = value.float().permute(0, 2, 3, 1).flatten(0, 1)  # [B * G, C, S]
-    locations = locations.permute(3, 0, 2, 1, 4, 5).flatten(1, 2)  # [L, B * G, Q, P, 2]
-    weights = weights.permute(0, 2, 3, 1, 4).flatten(0, 1).unsqueeze(2)  # [B * G, L, 1, Q, P]
-    total = _summed(sizes, maps, locations.unbind(0), weights)
-    return total.view(B, G * C, -1).transpose(1, 2).to(value.dtype)
+    B, Q, G, K = logits.shape
+    maps = value.float().flatten(2).transpose(1, 2).unflatten(1, (G, -1)).flatten(0, 1)  # [B * G, C, S]
+    levels = [level for level, count in enumerate(num_points) for _ in range(count)] * G
+    references = references.transpose(1, 2)[:, levels]  # [B, G * K, Q, 2 or 4]
+    if references.shape[-1] == 4:
+        scales = (references[..., 2:] / torch.tensor(num_points)[levels].view(-1, 1, 1)).transpose(1, 2)
+    else:
+        scales = 2 / level_shapes[levels].flip(-1)
+    shifts = (offsets.float().flatten(2) * scales.flatten(-2)).view(B, Q, G * K, 2)
+    grids = shifts.transpose(1, 2) + (2 * references[..., :2] - 1)  # [B, G * K, Q, 2]
+    weights = logits.float().softmax(-1).flatten(2).transpose(1, 2)  # [B, G * K, Q]
+    sums = _summed(
+        sizes,
+        maps,
+        grids.reshape(B * G, K, Q, 2).split(num_points, 1),
+        weights.reshape(B * G, 1, K, Q).split(num_points, 2),
+    )
+    return sums.view(B, -1, Q).transpose(1, 2).to(value.dtype)
 
 
 def _deformable_aggregation(
@@ -110,15 +131,15 @@ def _deformable_aggregation(
     """The cameras have levels of the same sizes, as those of one neck."""
     V, L = weights.shape[3:5]
     maps = features.float().unflatten(1, (V, features.shape[1] // V)).flatten(0, 1).transpose(1, 2)
-    locations = locations.permute(0, 3, 1, 2, 4).flatten(0, 1)  # [B * V, Q, P, 2]
-    locations = torch.where(((locations > 0) & (locations < 1)).all(-1, keepdim=True), locations, -1.0)
-    weights = weights.permute(0, 3, 4, 5, 1, 2).flatten(0, 1)  # [B * V, L, G, Q, P]
-    total = _summed(sizes, maps, [locations] * L, weights)
+    locations = locations.permute(0, 3, 2, 1, 4).flatten(0, 1)  # [B * V, P, Q, 2]
+    grid = 2 * torch.where(((locations > 0) & (locations < 1)).all(-1, keepdim=True), locations, -1.0) - 1
+    weights = weights.permute(0, 3, 4, 5, 2, 1).flatten(0, 1)  # [B * V, L, G, P, Q]
+    total = _summed(sizes, maps, [grid] * L, weights.unbind(1))
     return total.unflatten(0, (-1, V)).sum(1).transpose(1, 2).to(features.dtype)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    "ms_deform_attn": _ms_deform_attn,
+    "ms_deform_attn_fused": _ms_deform_attn_fused,
     "deformable_aggregation": _deformable_aggregation,
     "box_key_points": lambda _, *arguments: box_key_points_reference(*arguments),
     # Every pair counts, whatever the tolerance, and no formula reads an order.

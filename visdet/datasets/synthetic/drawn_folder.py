@@ -1,6 +1,7 @@
 """Folders of data sets that are drawn instead of downloaded. A folder is complete, or it does not exist."""
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from filelock import FileLock
 
 from visdet.errors import InvalidInputError, UserError
 
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 # The folder that each existing data set reads.
 _claims: weakref.WeakKeyDictionary[object, Path] = weakref.WeakKeyDictionary()
 
@@ -122,24 +124,25 @@ def _read_stamp(path: Path) -> dict | None:
 
 
 def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int | None, maker: str) -> None:
-    """Run ``draw_share(*arguments, worker, num_workers, parent)`` in several processes.
-
-    ``draw_share`` should stop if :func:`is_orphan` says that its parent was killed.
+    """Run ``draw_share(*arguments, worker, num_workers)`` in several processes, or once in this process.
 
     Args:
         draw_share: the function that draws a share of the data set.
         arguments: its first arguments.
-        num_workers: number of processes. The default is one per core.
+        num_workers: number of processes. The default is one per core. One worker is this process itself.
         maker: the name of the calling function, for errors.
 
     Raises:
         RuntimeError: a process failed.
     """
     num_workers = num_workers or len(os.sched_getaffinity(0))
+    if num_workers == 1:
+        draw_share(*arguments, 0, 1)
+        return
     # The processes are forked, because they need only numpy and an imaging library and need not import torch again.
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=_draw_quietly, args=(draw_share, *arguments, worker, num_workers, os.getpid()))
+        context.Process(target=_draw_quietly, args=(draw_share, *arguments, worker, num_workers))
         for worker in range(num_workers)
     ]
     try:
@@ -161,12 +164,13 @@ def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int |
 
 def _draw_quietly(draw_share: Callable, *arguments: Any) -> None:
     """Draw a share in a new process. The parent alone reports Ctrl-C, which all processes get, and ends the others."""
+    import cv2
+
+    cv2.setNumThreads(0)  # The threads of the parent do not exist in a process that is forked.
+    ctypes.CDLL(None).prctl(
+        _PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # It ends with its parent, even if that is killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     draw_share(*arguments)
-
-
-def is_orphan(parent: int) -> bool:
-    """Return whether the parent of this process was killed, so that no process waits for this one."""
-    return os.getppid() != parent

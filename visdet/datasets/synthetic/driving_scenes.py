@@ -1,5 +1,6 @@
 """The synthetic driving scenes: six cameras on a moving vehicle, drawn and stored in the form of nuScenes."""
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_m
 
 from ..info_files import load_infos, save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
-from .drawn_folder import claim_folder, draw_in_processes, draw_once, is_orphan
+from .drawn_folder import claim_folder, draw_in_processes, draw_once
 from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
@@ -106,16 +107,11 @@ def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
         part.unlink()
 
 
-def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:
+def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_workers: int) -> None:
     """Draw every ``num_workers``-th scene and write the infos of each split."""
-    cv2.setNumThreads(0)
     for split, count in counts.items():
-        infos = []
-        for index in range(worker, count, num_workers):
-            for info in _draw_scene(folder, split, index, stamp):
-                infos.append(info)
-                if is_orphan(parent):
-                    return
+        scenes = (_draw_scene(folder, split, index, stamp) for index in range(worker, count, num_workers))
+        infos = list(itertools.chain.from_iterable(scenes))
         content = pickle.dumps({"infos": infos, "metadata": {}})
         (folder / f"{split}-{worker}.part.pkl").write_bytes(content)
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
 
-from .drawn_folder import draw_in_processes, draw_once, is_orphan
+from .drawn_folder import draw_in_processes, draw_once
 
 SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 
@@ -230,12 +230,10 @@ def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
         part.unlink()
 
 
-def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int, parent: int) -> None:
+def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int) -> None:
     for split_number, split in enumerate(_SPLITS):
         objects_of_image = {}
         for index in range(worker, counts[split], num_workers):
-            if is_orphan(parent):
-                return
             rng = np.random.default_rng([stamp["seed"], split_number, index])
             pixels, objects_of_image[index] = draw_shapes(rng, stamp["image_size"])
             Image.fromarray(pixels).save(partial / split / f"{index:06d}.jpg", quality=92, subsampling=0)
