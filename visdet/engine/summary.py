@@ -26,21 +26,6 @@ from .stages import StagedModel
 __all__ = ["model_summary"]
 
 _PER_SAMPLE = 10  # Four taps and a weight are multiplied and added for each channel of a sampling point.
-# The formulas of visdet's sampling operators. They get the shapes of the arguments.
-_FORMULAS: dict[Any, Any] = {
-    torch.ops.visdet.ms_deform_attn: lambda value, shapes, starts, locations, weights, **_: (
-        _PER_SAMPLE * prod(weights) * value[-1]
-    ),
-    torch.ops.visdet.ms_deform_attn_fused: lambda value, shapes, starts, points, offsets, logits, *_, **__: (
-        _PER_SAMPLE * prod(logits) * value[-1]
-    ),
-    torch.ops.visdet.deformable_aggregation: lambda features, shapes, starts, locations, weights, **_: (
-        _PER_SAMPLE * prod(weights[:-1]) * features[-1]
-    ),
-    torch.ops.visdet.deformable_aggregation_fused: lambda features, a, b, points, cameras, c, logits, *_, **__: (
-        _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
-    ),
-}
 
 
 def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
@@ -77,7 +62,7 @@ def model_summary(cfg: Config, shape: tuple[int, int] | None = None) -> str:
         frames = StagedModel(model)
         with torch.no_grad():
             frames.test_step(pseudo_collate([earlier]))
-    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # The counter fails on a parameter that a part gets as an argument.
     with torch.no_grad(), counter:
@@ -124,6 +109,25 @@ def resized_to(cfg: Config) -> tuple[int, int]:
     raise ConfigError(
         "the test pipeline does not resize images to one size: give the size by --shape HEIGHT WIDTH"
     )
+
+
+def _formulas() -> dict[Any, Any]:
+    """Return the formulas of visdet's sampling operators. They get the shapes of the arguments."""
+    operators = torch.ops.visdet
+    return {
+        operators.ms_deform_attn: lambda value, shapes, starts, locations, weights, **_: (
+            _PER_SAMPLE * prod(weights) * value[-1]
+        ),
+        operators.ms_deform_attn_fused: lambda value, shapes, starts, points, offsets, logits, *_, **__: (
+            _PER_SAMPLE * prod(logits) * value[-1]
+        ),
+        operators.deformable_aggregation: lambda features, shapes, starts, locations, weights, **_: (
+            _PER_SAMPLE * prod(weights[:-1]) * features[-1]
+        ),
+        operators.deformable_aggregation_fused: lambda features, a, b, points, cameras, c, logits, *_, **__: (
+            _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
+        ),
+    }
 
 
 def _flops_of(part: str, counts: dict[str, int]) -> int:
