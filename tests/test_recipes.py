@@ -24,6 +24,8 @@ BLOCKS = [
 ]
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 NEEDED = ("wandb", "mlflow", "trackers")
+SMALL = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}, "backbone": {"base_channels": 8}}
+SMALL |= {"neck": {"in_channels": [16, 32, 64]}}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def short_run(shapes, recipe):
     }
     evaluator = {"ann_file": f"{shapes}/annotations/instances_val.json"}
     options |= {"val_evaluator": evaluator, "test_evaluator": evaluator, "graph": False}
-    options |= {"train_cfg": {"max_iters": 12, "val_interval": 1, "val_begin": 1}}
+    options |= {"train_cfg": {"max_iters": 12, "val_interval": 1, "val_begin": 1}, "model": SMALL}
     cfg = load_config("deformable_detr/deformable-detr_shapes", options)[0]
     cfg.merge_from_dict(recipe)
     return cfg

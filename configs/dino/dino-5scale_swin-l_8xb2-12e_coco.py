@@ -19,3 +19,6 @@ model = dict(
     ),
     neck=dict(in_channels=[192, 384, 768, 1536]),
 )
+# Swin's windows see the padding, so that each image is evaluated in its own size.
+val_dataloader = dict(batch_sampler=None)
+test_dataloader = val_dataloader

@@ -25,7 +25,7 @@ struct Model {
   }
   Tensors run(const Tensors& inputs) {
     std::vector<at::Tensor> given;
-    for (const auto& name : texts("inputs")) given.push_back(inputs.at(name).to(facts["AOTI_DEVICE_KEY"]));
+    for (const auto& name : texts("inputs")) given.push_back(inputs.at(name).to(facts["AOTI_DEVICE_KEY"]).contiguous());
     const std::vector<at::Tensor> results = loader.run(given);
     Tensors outputs;
     for (size_t i = 0; const auto& name : texts("outputs")) outputs[name] = results[i++];

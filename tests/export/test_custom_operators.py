@@ -3,7 +3,7 @@
 import pytest
 
 import visdet
-from tests.export.test_export import DEFORMABLE_DETR, SMALL, built
+from tests.export.test_export import DEFORMABLE_DETR, FIXED, SMALL, built
 from visdet.export import ExportError
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed")
@@ -16,7 +16,7 @@ TYPES = ("FLOAT", "INT32", "INT32", "FLOAT", "FLOAT", "FLOAT")
 
 def test_nodes_of_the_tensorrt_plugin_have_its_inputs(tmp_path):
     model = built(DEFORMABLE_DETR, **SMALL)
-    report = visdet.export(model, tmp_path, "onnx", custom_op="tensorrt")
+    report = visdet.export(model, tmp_path, "onnx", custom_op="tensorrt", **FIXED)
     assert report["differences"]["outputs"]["bboxes"]["largest"] < 1e-5
     graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "model.onnx")).graph
     known = {value.name: value.type.tensor_type for value in graph.value_info}
@@ -35,7 +35,7 @@ def test_nodes_of_the_tensorrt_plugin_have_its_inputs(tmp_path):
 def test_openvino_runs_a_detector_with_nodes_of_visdet(tmp_path):
     pytest.importorskip("openvino", reason="the package openvino is not installed")
     model = built(DEFORMABLE_DETR, **SMALL)
-    report = visdet.export(model, tmp_path, "openvino", custom_op="openvino")
+    report = visdet.export(model, tmp_path, "openvino", custom_op="openvino", **FIXED)
     assert report["differences"]["outputs"]["bboxes"]["largest"] < 1e-5
     assert 'type="ms_deform_attn"' in (tmp_path / "model.xml").read_text()
     assert 'type="GridSample"' not in (tmp_path / "model.xml").read_text()

@@ -47,6 +47,13 @@ def with_random_weights(model):
     return model
 
 
+def shallow(head):
+    """Take a layer of each decoder away, and two of motion's three, so that the compilation takes less time."""
+    for part in (head.det_head, head.map_head):
+        part.update(operation_order=part.operation_order[:-7], num_decoder=2)
+    head.motion_plan_head.operation_order = head.motion_plan_head.operation_order[-8:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # The compilation for C++ takes five minutes on a busy machine.
 @pytest.mark.parametrize("language", ["Python", "C++"])
@@ -57,12 +64,13 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
     """
     if language == "C++":
         program, format = [request.getfixturevalue("programs") / "drive"], "aoti"
-        model = with_random_weights(tiny_model())  # Inductor compiles the second stage wrongly.
     else:
         program, format = [sys.executable, drive.__file__, "run"], "pt2"
-        model = with_random_weights(tiny_stage2())
+    model = with_random_weights(tiny_stage2(shallow))
     exported, found = tmp_path / "exported", tmp_path / "found"
-    report = visdet.export(model, exported, format, shape=(HEIGHT, WIDTH))
+    # A batch of any number takes Inductor twice as long.
+    batch = 2 if format == "aoti" else None
+    report = visdet.export(model, exported, format, shape=(HEIGHT, WIDTH), batch=batch)
     assert "next_state.det.bank.cached_anchor" in report["differences"]["outputs"]
     given, scenes, paths = list(frames()), [], []
     for index, frame in enumerate(given):
@@ -84,8 +92,6 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
             for name in ("boxes_3d", "scores_3d"):
                 torch.testing.assert_close(boxes[name], others[name], rtol=1e-4, atol=1e-2)
             np.testing.assert_allclose(ours.pred_map.vectors, theirs.pred_map.vectors, rtol=1e-4, atol=1e-2)
-            if language == "C++":
-                continue
             assert torch.equal(boxes.period, others.period)
             # Errors of the steps of a trajectory, which is up to 40 m long, add up.
             torch.testing.assert_close(boxes.trajs_3d, others.trajs_3d, rtol=1e-4, atol=3e-2)
@@ -103,7 +109,7 @@ def test_sparse4d_in_standard_operators(tmp_path):
     torch.manual_seed(0)
     model = MODELS.build(config)
     model.init_weights()
-    report = visdet.export(model, tmp_path, "onnx", shape=(HEIGHT, WIDTH))
+    report = visdet.export(model, tmp_path, "onnx", shape=(HEIGHT, WIDTH), batch=1)
     differences = report["differences"]["outputs"]
     assert max(one["largest"] for one in differences.values()) < 1e-4
     assert {"results.instance_ids", "next_state.bank.cached_anchor"} <= set(differences)

@@ -11,6 +11,7 @@ from visdet.engine import load_config
 from visdet.errors import UserError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
+from visdet.structures.planned_batch import BatchPlan
 
 VARIANTS = {
     "base": {},
@@ -164,6 +165,28 @@ def test_padding_changes_nothing(variant):
     (small,) = model(torch.zeros(1, 3, *size), [sample.clone()], mode="predict")
     (large,) = model(torch.zeros(1, 3, *BATCH), [sample.clone()], mode="predict")
     torch.testing.assert_close(large.pred_instances.bboxes, small.pred_instances.bboxes, rtol=1e-3, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [(64, 83), (49, 96), (45, 77)])  # height, width
+def test_planned_batches_are_predicted_as_if_unpadded(variant, size):
+    model = build(variant).double().eval()
+    for norm in model.backbone.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):  # The padding does not stay 0.
+            torch.nn.init.normal_(norm.bias)
+    images, samples = batch(sizes=(size, BATCH))
+    (alone,) = model(images[:1, :, : size[0], : size[1]].double(), [samples[0].clone()], mode="predict")
+    images = torch.nn.functional.pad(images, (0, 5, 0, 6)).double()
+    padded = model(images, copy.deepcopy(samples), mode="predict")[0].pred_instances
+    BatchPlan(None, ()).write(samples, tuple(images.shape[-2:]))
+    planned = model(images, samples, mode="predict")[0].pred_instances
+    for name, expected in alone.pred_instances.items():
+        torch.testing.assert_close(planned[name], expected, rtol=1e-5, atol=1e-5)
+    assert (padded.scores - planned.scores).abs().max() > 1e-3
+    model.neck = torch.nn.Sequential(model.neck)
+    with pytest.raises(UserError, match="ChannelMapper"):
+        model(images, samples, mode="predict")
 
 
 @torch.no_grad()

@@ -154,8 +154,8 @@ class DinoTransformerDecoder(DeformableDetrTransformerDecoder):
         self.ref_point_head = BoxPositions(self.embed_dims)
         self.norm = LayerNorm(self.embed_dims)
 
-    def positions(self, on_levels: Tensor) -> Tensor:
-        return self.ref_point_head(on_levels[:, :, 0])
+    def positions(self, references: Tensor) -> Tensor:
+        return self.ref_point_head(references)
 
     def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
         return (in_full_precision(branch, query) + inverse_sigmoid(references, eps=1e-3)).sigmoid()
@@ -210,7 +210,7 @@ class DINO(DeformableDetectionTransformer):
         origin, usable = pixel_proposals(pyramid)
         with without_gradients(memory.device):
             scores = in_full_precision(classify, self.proposal_features(memory, usable)).amax(-1)
-        best = scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
+        best = self.best_pixels(scores, pyramid)
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
         boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()

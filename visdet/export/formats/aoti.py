@@ -26,9 +26,7 @@ def write(program: Program, folder: Path) -> None:
         program.exported,
         package_path=str(folder / "model.pt2"),
         inductor_configs={
-            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text()))),
-            # A sum in place of an input of torch.cat would lie in memory that other tensors get (torch 2.14).
-            "inplace_buffers": False,
+            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text())))
         },
     )
     for device in {"cpu", *(tensor.device.type for tensor in program.inputs.values())}:
@@ -55,4 +53,6 @@ def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
     names = outputs_of(folder)
 
-    return lambda inputs: dict(zip(names, model(*inputs.values()), strict=True))
+    # A package reads its inputs by the strides of the examples, which are contiguous, and does not say if others come.
+    # Some of the states that it returns are slices of larger tensors.
+    return lambda inputs: dict(zip(names, model(*map(Tensor.contiguous, inputs.values())), strict=True))

@@ -1,7 +1,9 @@
 """The base of the detectors with deformable attention and a decoder of queries."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,12 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
+from ..backbones.resnet import ResNet
 from ..base_detector import BaseDetector, image_sizes
+from ..layers.as_if_unpadded import AsIfUnpadded
 from ..layers.normalization import LayerNorm
 from ..matching.padded_targets import PaddedTargets, room_for
+from ..necks import ChannelMapper
 from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid, flatten_pyramid
@@ -50,12 +55,14 @@ class PredictionBatch:
         images, image_sizes: as in ``TrainingBatch``.
         limit: [B, 1, 4], the (width, height, width, height) of the images without padding, in pixels.
         scale: [B, 1, 4], the size of these images divided by that of the original images, in the same order.
+        as_if_unpadded: whether each image is predicted as if it were a batch of its own.
     """
 
     images: Tensor
     image_sizes: Tensor | None
     limit: Tensor
     scale: Tensor
+    as_if_unpadded: bool = False
 
 
 def padded_sizes(
@@ -225,11 +232,15 @@ class DeformableDetectionTransformer(BaseDetector):
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
         limit, scale = torch.cat([extents, extents], dim=-1)
-        return PredictionBatch(inputs, padded_sizes(inputs, sizes), limit, scale)
+        may_be_padded = data_samples[0].metainfo.get("batch_is_padded")  # None if the batch was not planned
+        given = padded_sizes(inputs, sizes, bool(may_be_padded))
+        return PredictionBatch(inputs, given, limit, scale, may_be_padded is not None)
 
     def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
         """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
-        hidden_states, references, _ = self.forward_transformer(batch.images, batch.image_sizes)
+        hidden_states, references, _ = self.forward_transformer(
+            batch.images, batch.image_sizes, as_if_unpadded=batch.as_if_unpadded
+        )
         return self.bbox_head.detections(hidden_states, references, batch.limit, batch.scale)
 
     def with_detections(
@@ -251,7 +262,11 @@ class DeformableDetectionTransformer(BaseDetector):
         return self.bbox_head(hidden_states, references)
 
     def forward_transformer(
-        self, inputs: Tensor, sizes: Tensor | None, batch: TrainingBatch | None = None
+        self,
+        inputs: Tensor,
+        sizes: Tensor | None,
+        batch: TrainingBatch | None = None,
+        as_if_unpadded: bool = False,
     ) -> tuple[Tensor, list[Tensor], DecoderStart]:
         """Return the decoder's hidden states [D, B, Q, C], its D + 1 references, and its inputs.
 
@@ -259,10 +274,20 @@ class DeformableDetectionTransformer(BaseDetector):
             inputs: [B, 3, H, W].
             sizes: [B, 2], the (height, width) of the images without padding, or None if no image is padded.
             batch: the batch of a training step, whose ground truth the start of the decoder may use.
+            as_if_unpadded: whether each image is computed as if it were a batch of its own.
         """
         height, width = inputs.shape[-2:]
+        alone = AsIfUnpadded(sizes, (height, width)) if as_if_unpadded and sizes is not None else None
+        for part in (self.backbone, self.neck):
+            if alone is not None and not isinstance(part, (ResNet, ChannelMapper)):
+                raise InvalidInputError(
+                    "a PlannedBatchSampler in val_dataloader or test_dataloader needs a ResNet and a ChannelMapper, "
+                    f"whose maps then do not depend on the padding, got {type(part).__name__}: set batch_sampler=None"
+                )
+        with alone or nullcontext():
+            maps = self.extract_feat(inputs)
         pyramid = flatten_pyramid(
-            self.extract_feat(inputs), sizes, (height, width), self.positional_encoding, self.level_embed
+            maps, sizes, (height, width), self.positional_encoding, self.level_embed, alone
         )
         memory = self.encoder(pyramid)
         start = self.decoder_start(memory, pyramid, batch)
@@ -299,6 +324,15 @@ class DeformableDetectionTransformer(BaseDetector):
             memory: [B, K, C], pixels of the encoder's output. usable: [B, K, 1] bool, see ``pixel_proposals``.
         """
         return self.memory_trans_norm(self.memory_trans_fc(memory.masked_fill(~usable, 0.0)))
+
+    def best_pixels(self, scores: Tensor, pyramid: FlatPyramid) -> Tensor:
+        """Return the pixels [B, K] that become queries, given the scores [B, S] of all.
+
+        Padding takes part, as in mmdet, unless images are computed as if they were not padded.
+        """
+        if pyramid.is_as_if_unpadded:
+            scores = scores.masked_fill(pyramid.padding_mask, -math.inf)
+        return scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
 
     def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W]."""

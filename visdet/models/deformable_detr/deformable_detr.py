@@ -73,7 +73,7 @@ class DeformableDETR(DeformableDetectionTransformer):
         features = self.proposal_features(memory, usable)
         logits = in_full_precision(classify, features)
         box_logits = in_full_precision(regress, features) + origin
-        best = logits[..., 0].topk(min(self.num_queries, logits.shape[1]), dim=1).indices
+        best = self.best_pixels(logits[..., 0], pyramid)
         best_boxes = rows_at(best, box_logits).detach().sigmoid()
         embedding = box_embedding(best_boxes, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
         query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)

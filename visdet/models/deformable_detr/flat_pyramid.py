@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visdet.execution.capture import keeps_tables
 
+from ..layers.as_if_unpadded import AsIfUnpadded
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
 
@@ -27,6 +28,7 @@ class FlatPyramid:
         level_shapes: [L, 2] int64 (height, width). level_starts: [L] int64, the first row of each level.
         centers: [B or 1, S, 2], pixel centres (x, y) in 0..1 of the image. In the padding they exceed 1.
         valid_ratios: [B or 1, L, 2], the fraction of each level's (width, height) that is not padding.
+        is_as_if_unpadded: whether the maps are those of the images alone, and padding must not become a query.
     """
 
     features: Tensor
@@ -36,6 +38,7 @@ class FlatPyramid:
     level_starts: Tensor
     centers: Tensor
     valid_ratios: Tensor
+    is_as_if_unpadded: bool = False
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def flatten_pyramid(
     batch_size_px: tuple[int, int],
     positional_encoding: SinePositionalEncoding,
     level_embed: Tensor,
+    alone: AsIfUnpadded | None = None,
 ) -> FlatPyramid:
     """Return the flattened pyramid of a batch.
 
@@ -66,6 +70,7 @@ def flatten_pyramid(
         image_sizes: [B, 2], the (height, width) of each image without padding, or None if no image is padded.
         batch_size_px: the (height, width) of the padded images.
         positional_encoding: the encoding of pixels. level_embed: [L, C], the embeddings of the levels.
+        alone: knows the sizes of the images on each level if they were computed as if they were not padded.
     """
     level_sizes = tuple(tuple(feature_map.shape[-2:]) for feature_map in feature_maps)
     pixels = _pixels(level_sizes, tuple(batch_size_px), level_embed.device)
@@ -76,6 +81,8 @@ def flatten_pyramid(
     else:
         # The sizes [B, L, 2] (height, width) are those of the images' masks after nearest-neighbour downsampling.
         valid = (pixels.sources < image_sizes[:, None, :, None]).sum(-1)
+        if alone is not None:
+            valid = torch.stack([alone.sizes_on(size) for size in level_sizes], dim=1)
         last = valid[:, pixels.level]  # [B, S, 2]
         is_valid = pixels.rows_columns < last
         padding_mask = ~is_valid.all(-1)
@@ -99,6 +106,7 @@ def flatten_pyramid(
         level_starts=pixels.level_starts,
         centers=((pixels.rows_columns + 0.5) / last).flip(-1),
         valid_ratios=(valid / pixels.level_shapes).flip(-1),
+        is_as_if_unpadded=alone is not None,
     )
 
 

@@ -240,7 +240,8 @@ class DeformableDetrTransformerDecoder(LayerStack):
         hidden_states, all_references = [], [references]
         for index, layer in enumerate(self.layers):
             on_levels = pyramid.on_levels(references)
-            position = self.positions(on_levels) if query_pos is None else query_pos
+            seen = references if pyramid.is_as_if_unpadded else on_levels[:, :, 0]
+            position = self.positions(seen) if query_pos is None else query_pos
             query = layer(query, position, memory, on_levels, pyramid, self_attn_mask)
             hidden_states.append(query)
             if reg_branches is None:
@@ -250,8 +251,8 @@ class DeformableDetrTransformerDecoder(LayerStack):
                 references = all_references[-1].detach()
         return self.outputs(torch.stack(hidden_states)), all_references
 
-    def positions(self, on_levels: Tensor) -> Tensor:
-        """Return the positions [B, Q, C] of queries with references [B, Q, L, 4], if they are not learned."""
+    def positions(self, references: Tensor) -> Tensor:
+        """Return the positions [B, Q, C] of queries with references [B, Q, 4], if they are not learned."""
         raise InvalidInputError(f"{type(self).__name__}: query_pos must be given")
 
     def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
