@@ -33,7 +33,7 @@ ALLOWED = {
     },
     "visualization": {"structures", "registry", "errors"},
     "export": {"ops", "models", "engine", "structures", "execution", "errors", "lazy_names", "__version__"},
-    "compat": {"ops", "errors", "restricted_load"},
+    "compat": {"ops", "checks", "errors", "restricted_load"},
 }
 # They say which extra to install before they import its packages.
 NEED_TRAIN_EXTRA = {

@@ -2,9 +2,10 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import platform
 import sys
+
+from visdet.checks.installed import installed_version
 
 # The distributions and their purposes.
 _PACKAGES = {
@@ -24,13 +25,6 @@ _MACHINES = {
 }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _packages(advice: list[str]) -> list[str]:
     missing = []
     lines = [f"  {'Python':18} {platform.python_version()}  ({sys.executable})"]
@@ -38,7 +32,9 @@ def _packages(advice: list[str]) -> list[str]:
     supported = _MACHINES.get(machine, "not supported: operators that need no library run in plain torch")
     lines.append(f"  {'system':18} {machine}  ({supported})")
     for name, purpose in _PACKAGES.items():
-        version = _version(name) or (_version("opencv-python-headless") if name == "opencv-python" else None)
+        version = installed_version(name) or (
+            installed_version("opencv-python-headless") if name == "opencv-python" else None
+        )
         lines.append(f"  {name:18} {version or 'MISSING'}  ({purpose})")
         if version is None:
             missing.append(name)
@@ -46,7 +42,7 @@ def _packages(advice: list[str]) -> list[str]:
         advice.append(
             f"for models, data sets and training: pip install 'visdet-ops[train]' (missing: {', '.join(missing)})"
         )
-    if other := _version("visdet"):
+    if other := installed_version("visdet"):
         lines.append(f"  {'visdet':18} {other}  (ANOTHER PROJECT with the same import name)")
         advice.append(
             "the distribution visdet is another project, which overwrites files of visdet-ops: pip uninstall visdet, "
@@ -86,14 +82,6 @@ def _libraries(info: dict, advice: list[str]) -> list[str]:
             "(pip install nvidia-cuda-nvcc), then in a clone VISDET_CUDA=1 pip install --no-build-isolation -e ."
         )
     return lines
-
-
-def _operators(info: dict) -> list[str]:
-    cpu, cuda = (
-        f"visdet ({language})" if info[device]["loaded"] else "none, but for those in plain torch"
-        for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
-    )
-    return [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"]
 
 
 def _gpus(info: dict, advice: list[str]) -> list[str]:
@@ -150,10 +138,14 @@ def run(_: argparse.Namespace) -> int:
 
     advice: list[str] = []
     info = build_info()
+    cpu, cuda = (
+        f"visdet ({language})" if info[device]["loaded"] else "none, but for those in plain torch"
+        for device, language in (("cpu", "C++"), ("cuda", "CUDA"))
+    )
     sections = {
         f"visdet {visdet.__version__}": _packages(advice),
         "Operator libraries": _libraries(info, advice),
-        "Operators": _operators(info),
+        "Operators": [f"  CPU: {cpu}. CUDA: {cuda}. Other devices: plain torch"],
         "GPUs": _gpus(info, advice),
         "To do": [f"  {line}" for line in advice] or ["  nothing: all is well"],
     }

@@ -5,7 +5,6 @@ errors that a caller would expect (``ValueError``, ``FileNotFoundError``, ...). 
 package or of the user's own code, and keeps its traceback.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -62,10 +61,7 @@ class UnknownNameError(UserError, KeyError):
 
 def add_hint(error: BaseException, hint: str) -> None:
     """Add a line that is printed below the message of an error. Python 3.10 has no ``add_note``."""
-    if sys.version_info >= (3, 11):
-        error.add_note(hint)
-    else:
-        error.__notes__ = [*hints_of(error), hint]  # type: ignore[attr-defined]
+    error.__notes__ = [*hints_of(error), hint]  # type: ignore[attr-defined]
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
 """The command ``python -m visdet.compat``, which lists the bridges or runs a program with them."""
 
-import importlib.metadata
 import os
 import re
 import sys
@@ -8,6 +7,7 @@ import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
+from visdet.checks.installed import installed_version
 from visdet.compat import BRIDGES, watch
 from visdet.compat._run import run_program, share_with_children
 from visdet.compat.extensions import NAMES, missing_extension
@@ -44,12 +44,8 @@ def families() -> list[str]:
 
 def version_of(name: str) -> str | None:
     """Return the installed version of a bridge's package, or None if the package is not installed."""
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    versions = map(installed_version, _DISTRIBUTIONS.get(name, (name,)))
+    return next((version for version in versions if version is not None), None)
 
 
 def print_bridges() -> None:

@@ -1,6 +1,5 @@
 """The class of bridges. A bridge replaces attributes of a package's modules and can restore them."""
 
-import importlib.metadata
 import importlib.util
 import sys
 import warnings
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from visdet.checks.installed import installed_version
 
 __all__ = ["Bridge", "CompatWarning", "Installable", "replace_function"]
 
@@ -50,7 +51,7 @@ class Bridge(Installable):
         distribution: the name of the distribution that installs the package. The default is the name of the package.
 
     ``install`` patches modules that are already imported. Modules that are imported later are patched at their import.
-    For that purpose, a finder stays at the first place of ``sys.meta_path`` until ``uninstall``. The specs of the
+    For that purpose, the bridge stays at the first place of ``sys.meta_path`` until ``uninstall``. The specs of the
     modules do not show it.
     """
 
@@ -69,11 +70,10 @@ class Bridge(Installable):
         self.reached: dict[str, list[str]] = {}
         self._patch = patch
         self._undo: list[Callable[[], Any]] = []
-        self._finder = _Finder(self)
 
     @property
     def is_installed(self) -> bool:
-        return self._finder in sys.meta_path
+        return self in sys.meta_path
 
     @property
     def is_present(self) -> bool:
@@ -103,7 +103,7 @@ class Bridge(Installable):
         """Do the same as ``install``, but without its checks. torch is imported only when a module is patched."""
         if self.is_installed:
             return
-        sys.meta_path.insert(0, self._finder)
+        sys.meta_path.insert(0, self)
         try:
             for name, module in list(sys.modules.items()):
                 if module is not None and self.wants(name):
@@ -115,7 +115,7 @@ class Bridge(Installable):
     def uninstall(self) -> None:
         """Undo what ``install`` has done, but for what somebody else has replaced since."""
         if self.is_installed:
-            sys.meta_path.remove(self._finder)
+            sys.meta_path.remove(self)
         while self._undo:
             self._undo.pop()()
         self.reached.clear()
@@ -131,11 +131,8 @@ class Bridge(Installable):
             module: the module.
             change: the difference, as a text that begins with the name of the attribute.
         """
-        try:
-            version = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            # A package that is imported from its repository has no metadata.
-            version = "(unknown version)"
+        # A package that is imported from its repository has no metadata.
+        version = installed_version(self.distribution) or "(unknown version)"
         warnings.warn(
             f"visdet.compat.{self.name}: in {self.distribution} {version}, {module.__name__}.{change}. The package "
             "keeps its own implementation there. Update visdet-ops, or report this message to visdet's developers.",
@@ -170,6 +167,23 @@ class Bridge(Installable):
         self.at_uninstall(undo)
         setattr(owner, attribute, value)
 
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module by the other finders, and give it a loader that patches it after it has run."""
+        if not self.wants(name):
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec = find(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
         """Let ``uninstall`` call a function. The functions are called in the reverse order."""
         self._undo.append(undo)
@@ -195,29 +209,6 @@ def replace_function(
         yield name
 
 
-class _Finder:
-    """Finds modules by the other finders, and gives each module a loader that patches it after it has run."""
-
-    def __init__(self, bridge: Bridge) -> None:
-        self.bridge = bridge
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not self.bridge.wants(name):
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec = find(name, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self.bridge)
-                return spec
-        return None
-
-
 class _Loader:
     """Loads a module by another loader and then patches it."""
 
@@ -232,9 +223,8 @@ class _Loader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+        spec: Any = module.__spec__
+        module.__loader__ = spec.loader = self._loader
         self._loader.exec_module(module)
         if self._bridge.is_installed:
             self._bridge.patch_module(module)

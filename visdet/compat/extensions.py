@@ -159,9 +159,6 @@ class _Loader(Loader):
     def __init__(self, provider: str | None) -> None:
         self.provider = provider
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         if self.provider is None:
             module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
@@ -180,8 +177,7 @@ class _Loader(Loader):
             }
         vars(module).update(found)
         if extension or "__getattr__" in vars(source):
-            look_up = deferred(module.__name__) if extension else source.__getattr__
-            module.__getattr__ = look_up  # type: ignore[method-assign]
+            module.__getattr__ = deferred(module.__name__) if extension else source.__getattr__  # type: ignore[method-assign]
 
 
 bridge = Extensions()

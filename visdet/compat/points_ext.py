@@ -98,8 +98,7 @@ def _points_in(of: Callable[[Tensor], Tensor]) -> _Rows:
 
 
 # Points
-def _ball_query(max_radius: float, sample_num: int, xyz: Tensor, center_xyz: Tensor) -> Tensor:
-    return ops.ball_query(0, max_radius, sample_num, xyz, center_xyz)
+_ball_query = functools.partial(ops.ball_query, 0)  # from the radius 0
 
 
 def _sample_stacked(points: Tensor, counts: Tensor, sampled: Tensor) -> Tensor:

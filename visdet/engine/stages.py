@@ -4,10 +4,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from .checkpoints.training_state import wrappers_of
+from .checkpoints.training_state import unwrapped, wrappers_of
 from .optim.optim_wrapper import OptimWrapper
 
 TRAINING = ("training_batch", "predictions_and_costs", "assign", "losses")
@@ -95,13 +94,9 @@ class StagedModel:
         self.graphs = dict(graphs or {})
         self.state: Any = None
 
-    @property
-    def _module(self) -> Any:
-        return self.model.module if is_model_wrapper(self.model) else self.model
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Update the weights by a collated batch, and return the losses, and the norm of the gradients, for the log."""
-        module = self._module
+        module = unwrapped(self.model)
         if not has_stages(module, "loss"):
             log = self.model.train_step(data, optim_wrapper=optim_wrapper)
         else:
@@ -117,19 +112,19 @@ class StagedModel:
 
     def test_step(self, data: Any, step: str = "test_step") -> list[Any]:
         """Return the predictions for a collated batch. ``step`` is what a model without stages is asked."""
-        module = self._module
+        module = unwrapped(self.model)
         if not has_stages(module, "predict"):
             return getattr(self.model, step)(data)
         return module(**module.data_preprocessor(data, False), mode=self.predictions)
 
     def losses(self, inputs: Tensor, data_samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return the losses of a prepared batch by name."""
-        run = self.graphs.get("loss") or functools.partial(losses_by_stages, self._module)
+        run = self.graphs.get("loss") or functools.partial(losses_by_stages, unwrapped(self.model))
         losses, self.state = run(inputs, data_samples, self.state)
         return losses
 
     def predictions(self, inputs: Tensor, data_samples: Sequence[Any]) -> list[Any]:
         """Return the samples of a prepared batch with predictions filled in."""
-        run = self.graphs.get("predict") or functools.partial(predictions_by_stages, self._module)
+        run = self.graphs.get("predict") or functools.partial(predictions_by_stages, unwrapped(self.model))
         samples, self.state = run(inputs, data_samples, self.state)
         return samples

@@ -114,7 +114,7 @@ def resized_to(cfg: Config) -> tuple[int, int]:
 def _formulas() -> dict[Any, Any]:
     """Return the formulas of visdet's sampling operators. They get the shapes of the arguments."""
     operators = torch.ops.visdet
-    formulas: dict[Any, Any] = {
+    return {
         operators.ms_deform_attn: lambda value, shapes, starts, locations, weights, **_: (
             _PER_SAMPLE * prod(weights) * value[-1]
         ),
@@ -128,7 +128,6 @@ def _formulas() -> dict[Any, Any]:
             _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
         ),
     }
-    return formulas
 
 
 def _flops_of(part: str, counts: dict[str, int]) -> int:

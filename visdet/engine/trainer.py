@@ -12,7 +12,6 @@ from mmengine.dist import get_dist_info, master_only
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from mmengine.model import is_model_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner, get_priority, set_random_seed
 from mmengine.runner import save_checkpoint as save_elsewhere
@@ -28,7 +27,7 @@ from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
-from .checkpoints.training_state import training_state
+from .checkpoints.training_state import training_state, unwrapped
 from .config.build_errors import building
 from .config.load import complete_config
 from .config.run_config import RunConfig
@@ -126,7 +125,7 @@ class DetRunner:
         self.visualizer = build.build_visualizer(self.cfg, self.log_dir)
         self.visualizer.add_config(self.cfg)
         self.model: Any = build.wrap_model(self.cfg, build.model_of(self.cfg), self.distributed)
-        self.model_name = type(self._module).__name__
+        self.model_name = type(unwrapped(self.model)).__name__
         self.optim_wrapper: Any = None
         self.param_schedulers: Any = None
         self.evaluators: dict[str, Any] = {}
@@ -200,7 +199,7 @@ class DetRunner:
         self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, self.train_loop)
         loop, _ = self.train_loop, self.val_loop
         self.call_hook("before_run")
-        build.initialize_weights(self.cfg, self._module)
+        build.initialize_weights(self.cfg, unwrapped(self.model))
         random_state = self._start_from(found)
         self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
         build.let_updates_average(self.optim_wrapper, self.model)
@@ -216,7 +215,7 @@ class DetRunner:
             with living_objects_not_collected(), signals_noted() as self._signal:
                 self.model.train()
                 graphs = self.graphs.values()
-                prepare_sizes(self._module, self.optim_wrapper, loop.dataloader, graphs, self.logger)
+                prepare_sizes(unwrapped(self.model), self.optim_wrapper, loop.dataloader, graphs, self.logger)
                 (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
         finally:
             loop.stop_workers()
@@ -476,11 +475,6 @@ class DetRunner:
             raise
 
     # ------------------------------------------------------------------ what hooks read besides
-
-    @property
-    def _module(self) -> Any:
-        """The model without its wrapper."""
-        return self.model.module if is_model_wrapper(self.model) else self.model
 
     # mmengine's hooks ask whether a loop has been built, and whether training continues from a checkpoint.
     _train_loop = property(lambda self: vars(self).get("train_loop"))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +22,13 @@ class Frame:
 
     ids: np.ndarray
     places: np.ndarray
-    scores: np.ndarray | None = None
-    labels: np.ndarray | None = None
+    scores: Any = None
+    labels: Any = None
 
     def above(self, threshold: float) -> "Frame":
-        assert self.scores is not None
         return self._rows(self.scores >= threshold)
 
     def of_class(self, label: int) -> "Frame":
-        assert self.labels is not None
         return self._rows(self.labels == label)
 
     def _rows(self, keep: np.ndarray) -> "Frame":
@@ -67,9 +66,8 @@ class Counts:
         """MOTA scaled by the recall, in 0..1, or NaN if nothing is matched."""
         if not self.matches:
             return float("nan")
-        missing = self.objects - self.matches
-        errors = self.misses + self.switches + self.false_alarms - missing
-        return max(0.0, 1 - errors / self.matches)
+        # Of the errors, the misses and switches are those that the recall has already.
+        return max(0.0, 1 - self.false_alarms / self.matches)
 
     @property
     def motp(self) -> float:
@@ -106,7 +104,6 @@ def count_events(
 
 
 def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame, between: np.ndarray) -> None:
-    assert predicted.scores is not None
     column_of = {track: column for column, track in enumerate(predicted.ids.tolist())}
     cost = np.where(np.isfinite(between), between, _FAR)
     kept = set()

@@ -230,7 +230,18 @@ class CocoMetric(BaseMetric):
         if self._ann_file is None:
             truth = [annotation for result in results for annotation in result["truth"]]
         else:
-            truth = self._truth_of_file()
+            label_of = self._label_of_category
+            truth = [
+                _annotation(
+                    one["image_id"],
+                    label_of[one["category_id"]],
+                    one["bbox"],
+                    box_area(one),
+                    is_ignored(one),
+                )
+                for one in self._content["annotations"]
+                if one["category_id"] in label_of
+            ]
             self._check_images(image_ids, {image["id"] for image in self._content["images"]})
         evaluation = evaluate_boxes(
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
@@ -250,17 +261,6 @@ class CocoMetric(BaseMetric):
             ]
             print_log("\n" + table_text(("class", "boxes", *_PRECISIONS), rows), logger="current")
         return metrics
-
-    def _truth_of_file(self) -> list[dict]:
-        """Return the annotations of the file, with labels instead of category ids."""
-        label_of = self._label_of_category
-        return [
-            _annotation(
-                one["image_id"], label_of[one["category_id"]], one["bbox"], box_area(one), is_ignored(one)
-            )
-            for one in self._content["annotations"]
-            if one["category_id"] in label_of
-        ]
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file, key=id_order)

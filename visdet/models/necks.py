@@ -97,7 +97,6 @@ def check_feature_maps(neck: str, inputs: Sequence[Tensor], in_channels: Sequenc
         )
 
 
-_XAVIER = {"type": "Xavier", "layer": "Conv2d", "distribution": "uniform"}
 _NEAREST = {"mode": "nearest"}
 
 

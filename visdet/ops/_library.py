@@ -197,12 +197,8 @@ def build_info() -> dict[str, Any]:
         ).visdet_cuda_build  # of the library that has been loaded already
         function.restype = ctypes.c_char_p
         text = function()
-    info["cuda"].update(_parse_cuda_build(text.decode()))
-    return info
-
-
-def _parse_cuda_build(text: str) -> dict[str, Any]:
-    """Return the parts of the text of csrc/cuda/build_info.cpp, such as "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
-    said = dict(part.split("=", 1) for part in text.split())
+    # The text of csrc/cuda/build_info.cpp, such as "toolkit=13.0 native=7.5,8.0 ptx=8.0".
+    said = dict(part.split("=", 1) for part in text.decode().split())
     lists = {name: [item for item in said.get(name, "").split(",") if item] for name in ("native", "ptx")}
-    return {"toolkit": said.get("toolkit"), **lists}
+    info["cuda"].update(toolkit=said.get("toolkit"), **lists)
+    return info

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import computation_dtype
 from ._classes import check_classes, class_by_class
 from ._declared import declared
-from .nms import nms, widened
+from .nms import nms
 from .nms_rotated import nms_quadri, nms_rotated
 from .soft_nms import soft_nms
 from .tracing import is_traced
@@ -86,20 +87,20 @@ def batched_nms(
     split_threshold, max_num = arguments.pop("split_thr", 10000), arguments.pop("max_num", -1)
     # In an exported program, len() would fix the number of boxes.
     is_joint = class_agnostic and boxes.shape[0] < max(split_threshold, 1)
-    wide = boxes.to(widened(boxes))
+    wide = boxes.to(computation_dtype(boxes))
     classes = None if is_joint else check_classes("batched_nms", "idxs", idxs, boxes)
     if classes is None:
         detections, kept = suppress(wide, scores, **arguments)
     elif suppress in _CLASSES_OF:
         detections, kept = suppress(wide, scores, **arguments, **{_CLASSES_OF[suppress]: classes})
-        if boxes.dtype == widened(boxes):  # The detections hold the boxes as they were given.
+        if boxes.dtype == computation_dtype(boxes):  # The detections hold the boxes as they were given.
             return (detections[:max_num], kept[:max_num]) if max_num > 0 else (detections, kept)
     else:
         detections, kept = class_by_class(suppress, wide, scores, classes, **arguments)
     kept_scores = detections[:, -1]
     if max_num > 0:
         kept, kept_scores = kept[:max_num], kept_scores[:max_num]
-    if boxes.dtype != widened(boxes):
+    if boxes.dtype != computation_dtype(boxes):
         kept_scores = kept_scores.to(boxes)
     return torch.cat([boxes[kept], kept_scores[:, None]], -1), kept
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from . import _registration
+from ._arguments import computation_dtype
 from ._classes import check_classes, class_by_class, highest_first
 from ._declared import declared
 from ._renamed import renamed_arguments
-from .nms import as_tensors, overlaps_with, widened
+from .nms import as_tensors, overlaps_with
 
 __all__ = ["SOFT_METHODS", "soft_nms", "soft_nms_reference"]
 
@@ -70,7 +71,7 @@ def soft_nms(
     if method == "gaussian" and not sigma > 0:
         raise ValueError(f"soft_nms: sigma must be positive, got {sigma!r}")
     dtype, given = (
-        torch.promote_types(widened(boxes), scores.dtype),
+        torch.promote_types(computation_dtype(boxes), scores.dtype),
         torch.promote_types(boxes.dtype, scores.dtype),
     )
     on_host, host_scores = boxes.detach().to("cpu", dtype), scores.detach().to("cpu", dtype)

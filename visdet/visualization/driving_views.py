@@ -250,8 +250,7 @@ def _draw_from_above(
     for index, box in enumerate(scene.boxes):
         color = np.array(colors[int(scene.labels[index]) % len(colors)])
         for future, weight in scene.futures[index] if index < len(scene.futures) else ():
-            strength = 0.25 + 0.6 * weight
-            path(np.vstack([box[:2], future]), (color * strength).astype(int).tolist())
+            path(np.vstack([box[:2], future]), (color * (0.25 + 0.6 * weight)).astype(int).tolist())
         corners = box_corners(box[None, :7])[0, :4]
         path(
             corners,

@@ -182,12 +182,12 @@ class PlannedBatchSampler(BatchSampler):
 
     def _seen_sizes(self, images: list[_Image]) -> list[Size]:
         """Return the sizes of the first images, which are read for this."""
-        seen = []
         with _random_state_of_its_own():
-            for image in images[:_READ]:
-                for index in PlannedBatch([image.item], [image.seed], BatchPlan(None, ())):
-                    seen.append(tuple(self._dataset[index]["inputs"].shape[-2:]))
-        return seen
+            return [
+                tuple(self._dataset[index]["inputs"].shape[-2:])
+                for image in images[:_READ]
+                for index in PlannedBatch([image.item], [image.seed], BatchPlan(None, ()))
+            ]
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         number = self.batch_size * self._world_size

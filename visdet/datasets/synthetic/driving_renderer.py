@@ -93,11 +93,11 @@ class Renderer:
         self._noise = noise.normal(0, 5, (height + 64, width + 64, 3)).astype(np.int16)
         coarse = noise.normal(0, 1, (64, 64)).astype(np.float32)
         fine = noise.normal(0, 1, (512, 512)).astype(np.float32)
-        texture = (
+        # It is repeated every 512 x 0.2 m.
+        self._texture = (
             cv2.resize(coarse, (512, 512), interpolation=cv2.INTER_CUBIC) * 9
             + cv2.GaussianBlur(fine, (0, 0), 1) * 12
         )
-        self._texture = texture  # It is repeated every 512 x 0.2 m.
 
     def _ground_lookup(self, camera: Camera, rays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the map pixels (x and y, float32 [H, W]) that camera pixels show, and the depth of the ground."""

@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from mmengine.dist import get_rank, get_world_size
-from mmengine.model import is_model_wrapper
 from torch import nn
 
-from .training_state import wrappers_of
+from .training_state import unwrapped, wrappers_of
 
 
 def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
@@ -20,7 +19,7 @@ def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | N
     if all(wrapper.should_update() for wrapper in wrappers):
         return None
     gradients = {}
-    for name, parameter in _named_parameters(model):
+    for name, parameter in unwrapped(model).named_parameters():
         gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
         by_rank = [gradient]
         if get_world_size() > 1:
@@ -39,7 +38,7 @@ def restore_gradients(model: nn.Module, optim_wrapper: Any, saved: dict[str, Any
         return False
     if any(len(by_rank) != get_world_size() for by_rank in saved["by_rank"].values()):
         return False
-    for name, parameter in _named_parameters(model):
+    for name, parameter in unwrapped(model).named_parameters():
         gradient = saved["by_rank"][name][get_rank()]
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     return True
@@ -47,8 +46,3 @@ def restore_gradients(model: nn.Module, optim_wrapper: Any, saved: dict[str, Any
 
 def _counts(wrappers: list[Any]) -> list[int]:
     return [wrapper._accumulative_counts for wrapper in wrappers]
-
-
-def _named_parameters(model: nn.Module) -> Any:
-    inner: Any = model.module if is_model_wrapper(model) else model
-    return inner.named_parameters()

@@ -41,9 +41,7 @@ def to_plain(value: Any, name: str = "") -> Any:
             torch.from_numpy(np.array(part[-_HISTORY_LENGTH:], dtype=np.float64)) for part in value.data
         )
         return {"history_values": values, "history_counts": counts}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         return to_plain(value.tolist(), name)
     if isinstance(value, Mapping):
         plain = {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}

@@ -51,8 +51,7 @@ def gather_random_states() -> list[dict[str, Any]]:
     Every process of the group must call this. Inside a block of :func:`preserved_random_state`, the result is the
     state from before the block, with which training continues.
     """
-    state = _preserved[-1] if _preserved else get_random_state()
-    return all_gather_object(state)
+    return all_gather_object(_preserved[-1] if _preserved else get_random_state())
 
 
 @contextmanager

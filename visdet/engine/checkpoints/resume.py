@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
-from mmengine.model import is_model_wrapper
 
 from visdet.checks.state_dicts import nonfinite_names
 
@@ -18,7 +17,7 @@ from .plain_state import restore_message_hub, to_plain
 from .published import converted
 from .random_state import preserved_random_state, set_random_state
 from .temporal_states import restored_temporal_state
-from .training_state import optimizers_of, wrappers_of
+from .training_state import optimizers_of, unwrapped, wrappers_of
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 AUTO = "auto"
@@ -150,7 +149,7 @@ def load_into(
         CheckpointError: the weights do not fit or are not finite (see :func:`load_weights`), or the averaged weights or
             the optimizer of a run that is resumed are not finite.
     """
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = unwrapped(runner.model)
     if runner.resumed_from is not None:
         masks = tuple(nonfinite_names(model.state_dict()))
         parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}

@@ -3,8 +3,9 @@
 from typing import Any
 
 from mmengine.dist import all_gather_object
-from mmengine.model import is_model_wrapper
 from torch import nn
+
+from .training_state import unwrapped
 
 
 def gather_temporal_states(runner: Any) -> list[Any] | None:
@@ -13,7 +14,7 @@ def gather_temporal_states(runner: Any) -> list[Any] | None:
     Every process of the group must call this. A temporal model has ``plain_state`` and ``state_of_plain``. The result
     is None for any other model, and for mmengine's own runner, which keeps no state.
     """
-    inner = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    inner = unwrapped(runner.model)
     if not hasattr(inner, "plain_state") or not hasattr(runner, "steps"):
         return None
     return all_gather_object(inner.plain_state(runner.steps.state))
@@ -28,7 +29,7 @@ def restored_temporal_state(model: nn.Module, states: list[Any], rank: int, worl
         rank: the rank of this process.
         world_size: the number of processes of this run.
     """
-    inner: Any = model.module if is_model_wrapper(model) else model
+    inner = unwrapped(model)
     if not hasattr(inner, "state_of_plain") or len(states) != world_size:
         return None
     return inner.state_of_plain(states[rank])

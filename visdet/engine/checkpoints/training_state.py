@@ -20,7 +20,7 @@ def training_state(
         meta: what 'meta' holds besides.
         save_optimizer, save_param_scheduler: whether the state of the optimizers and of the schedules is in it.
     """
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = unwrapped(runner.model)
     optimizers = optimizers_of(runner.optim_wrapper)
     state = {
         "meta": {
@@ -42,6 +42,11 @@ def training_state(
     if save_param_scheduler and runner.param_schedulers is not None:
         state["param_schedulers"] = _states(runner.param_schedulers)
     return state
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model itself, without the wrapper that several processes train it in."""
+    return model.module if is_model_wrapper(model) else model
 
 
 def wrappers_of(optim_wrapper: Any) -> dict[str, Any]:

@@ -61,7 +61,11 @@ class CheckpointHook(_CheckpointHook):
         super().before_train(runner)
         if isinstance(self.file_backend, LocalBackend) and is_main_process():
             check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
-            check_free_space(self.out_dir, _size_of_checkpoint(runner), "a checkpoint")
+            weights = [*runner.model.parameters(), *runner.model.buffers()]
+            trained = [weight for weight in weights if weight.requires_grad]
+            # An optimizer keeps two numbers for each weight that it trains.
+            size = sum(weight.nbytes for weight in [*weights, *trained, *trained])
+            check_free_space(self.out_dir, size, "a checkpoint")
         if self.save_best is not None:
             # Only the name counts, because the folder may have been moved or copied since.
             found = {key: path and self._existing(path) for key, path in self._best_paths().items()}
@@ -159,13 +163,6 @@ class CheckpointHook(_CheckpointHook):
             self.best_ckpt_path = paths[""]
         else:
             self.best_ckpt_path_dict = paths
-
-
-def _size_of_checkpoint(runner: Any) -> int:
-    """Return the bytes of the weights, and of an optimizer that keeps two numbers for each weight that it trains."""
-    weights = [*runner.model.parameters(), *runner.model.buffers()]
-    trained = [weight for weight in weights if weight.requires_grad]
-    return sum(weight.nbytes for weight in [*weights, *trained, *trained])
 
 
 def _remove(path: str) -> None:

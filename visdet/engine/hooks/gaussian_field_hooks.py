@@ -4,17 +4,17 @@ from typing import Annotated, Any
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from torch import Tensor
 
 from visdet.checks.arguments import AtLeast0, Positive, Range
 from visdet.registry import HOOKS, MODELS
 
+from ..checkpoints.training_state import unwrapped
 from ..errors import ConfigError
 
 
 def _field(runner: Any, hook: Hook) -> Any:
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = unwrapped(runner.model)
     if not isinstance(model, MODELS.get("LearnableGaussianField")):
         raise ConfigError(
             f"{type(hook).__name__} is for LearnableGaussianField, but model is {type(model).__name__}"

@@ -4,12 +4,12 @@ from itertools import zip_longest
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from torch import nn
 from torch.utils.data import Dataset
 
 from visdet.registry import HOOKS
 
+from ..checkpoints.training_state import unwrapped
 from ..errors import ConfigError
 from .driving_data_check import check_driving_data
 
@@ -30,7 +30,7 @@ class NumClassCheckHook(Hook):
 
     def before_run(self, runner: Any) -> None:
         """Check the data sets of the loops that have been built."""
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        model = unwrapped(runner.model)
         heads = classes_of_heads(model)
         datasets = {}
         for loader_name in ("train", "val", "test"):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from mmengine.dist import get_world_size
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
-from mmengine.model import is_model_wrapper
 
 import visdet
 from visdet.registry import HOOKS
 from visdet.structures.tables import table_text
 
+from ..checkpoints.training_state import unwrapped
 from ..inference.score_thresholds import write_curves
 from ..process.console import is_main_process, say
 from ..process.places import short_path
@@ -32,7 +32,7 @@ class RunReportHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Print the model, the data sets, the length of the run and the folder that it writes to."""
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        model = unwrapped(runner.model)
         total = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         loader, processes = runner.train_dataloader, get_world_size()
@@ -53,7 +53,10 @@ class RunReportHook(Hook):
             if isinstance(hook, EMAHook):
                 options = "".join(f", {key} {value}" for key, value in hook.ema_cfg.items() if key != "type")
                 rows["EMA"] = f"{hook.ema_cfg['type']}{options}"
-        rows["start"] = _start(runner)
+        rows["start"] = f"weights of {runner.load_from}" if runner.load_from else "from scratch"
+        if runner.iter > 0:
+            resumed = short_path(runner.resumed_from)
+            rows["start"] = f"resumed from {resumed} at iteration {runner.iter} of {runner.max_iters}"
         rows["writes to"] = f"{short_path(runner.work_dir)} (log: {short_path(runner.logger.log_file)})"
         for name, row in rows.items():
             say(f"{name:<10} {row}")
@@ -159,9 +162,3 @@ def _optimizer(wrapper: Any) -> str:
     return f"{type(wrapper.optimizer).__name__}, learning rate {shown}, {precision}" + (
         f", gradients of {counts} iterations" if counts > 1 else ""
     )
-
-
-def _start(runner: Any) -> str:
-    if runner.iter == 0:
-        return f"weights of {runner.load_from}" if runner.load_from else "from scratch"
-    return f"resumed from {short_path(runner.resumed_from)} at iteration {runner.iter} of {runner.max_iters}"

@@ -85,11 +85,24 @@ class Detector:
         init_default_scope(cfg.default_scope)
         self.device = _checked_device(device)
         path = None if checkpoint is None else os.path.expanduser(checkpoint)
-        _check_takes_images(cfg)
+        if not takes_images(cfg):
+            model = _model_class(cfg)
+            raise ConfigError(
+                f"{model.__name__} does not take image files. Its samples are {model.sample_type.__name__}s, which "
+                "only a data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or "
+                "visdet.evaluate, to write and draw the predictions for the data set of the config"
+            )
         content = {} if path is None else read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
         self.model: nn.Module = build_model(cfg, cfg.model)
         self.dataset_meta = _dataset_meta(cfg, content, path, self.model)
-        _check_number_of_classes(self.model, self.dataset_meta["classes"], path)
+        classes = self.dataset_meta["classes"]
+        for name, count in classes_of_heads(self.model).items():
+            # Without a checkpoint, there may be names that are not used.
+            if count > len(classes) or (path is not None and count != len(classes)):
+                raise ConfigError(
+                    f"model.{name}.num_classes is {count}, but the checkpoint, or else "
+                    f"test_dataloader.dataset.metainfo, names {len(classes)} classes"
+                )
         if path is not None:
             load_weights(
                 self.model,
@@ -275,21 +288,6 @@ def takes_images(cfg: Config) -> bool:
     return issubclass(getattr(_model_class(cfg), "sample_type", DetDataSample), DetDataSample)
 
 
-def _check_takes_images(cfg: Config) -> None:
-    """Raise a ConfigError if the samples of a config's model are not single images.
-
-    docs/contract.md describes the tools for other samples.
-    """
-    if not takes_images(cfg):
-        model = _model_class(cfg)
-        sample_type = model.sample_type
-        raise ConfigError(
-            f"{model.__name__} does not take image files. Its samples are {sample_type.__name__}s, which only a "
-            "data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or visdet.evaluate, to "
-            "write and draw the predictions for the data set of the config"
-        )
-
-
 def detect_files(
     detector: Detector,
     files: str | os.PathLike | Iterable[str | os.PathLike],
@@ -410,16 +408,6 @@ def _test_pipeline(cfg: Config) -> list[dict]:
     if not steps:
         raise ConfigError(f"config {cfg.filename}: test_dataloader.dataset has no pipeline")
     return [step for step in steps if "LoadAnnotations" not in str(step.get("type"))]
-
-
-def _check_number_of_classes(model: nn.Module, classes: Sequence[str], path: str | None) -> None:
-    """Raise a ConfigError if a head has other classes. Without a checkpoint, there may be names that are not used."""
-    for name, count in classes_of_heads(model).items():
-        if count > len(classes) or (path is not None and count != len(classes)):
-            raise ConfigError(
-                f"model.{name}.num_classes is {count}, but the checkpoint, or else test_dataloader.dataset.metainfo, "
-                f"names {len(classes)} classes"
-            )
 
 
 def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:

@@ -181,11 +181,7 @@ def frames_per_second(path: str) -> float:
     """Return how many frames a video shows in a second, or 25 if it does not say."""
     import cv2
 
-    video = _opened(path)
-    try:
-        rate = video.get(cv2.CAP_PROP_FPS)
-    finally:
-        video.release()
+    rate = _opened(path).get(cv2.CAP_PROP_FPS)
     return rate if 0 < rate < 1000 else 25.0
 
 
@@ -193,15 +189,10 @@ def _frames(path: str) -> Iterator[np.ndarray]:
     """Yield the frames of a video as RGB arrays, one at a time."""
     import cv2
 
-    video, number = _opened(path), 0
-    try:
-        while True:
-            is_read, frame = video.read()
-            if not is_read:
-                break
-            number += 1
-            yield cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
-    finally:
-        video.release()
-    if not number:
+    video = _opened(path)
+    is_read, frame = video.read()
+    if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
+    while is_read:
+        yield cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
+        is_read, frame = video.read()

@@ -46,12 +46,13 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
         field = sample["pred_field"]
         return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
     if found:
-        return _driving_record(sample, dataset_meta)
+        return _driving_record(sample, found, dataset_meta)
     raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
 
 
-def _driving_record(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
-    found = predictions_of(sample)
+def _driving_record(
+    sample: dict[str, Any], found: dict[str, Any], dataset_meta: dict[str, Any]
+) -> dict[str, Any]:
     record: dict[str, Any] = {"token": sample.get("token")}
     if "boxes_3d" in found:
         record["boxes"] = []

@@ -90,8 +90,7 @@ class MuonWithAuxAdam(AdamW):
                         of_shape[parameter.shape, parameter.device, parameter.dtype].append(parameter)
                         parameter.grad = None  # so that AdamW passes it by
                 for parameters in of_shape.values():
-                    same = [gradients[parameter] for parameter in parameters]
-                    self._update(parameters, same, group)
+                    self._update(parameters, [gradients[parameter] for parameter in parameters], group)
             super().step()
         finally:
             for parameter, gradient in gradients.items():

@@ -2,9 +2,10 @@
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from visdet.checks.installed import installed_version
 
 _PACKAGES = (
     "torch",
@@ -25,10 +26,9 @@ def environment() -> dict[str, str]:
     """
     facts = {"platform": platform.platform(), "Python": sys.version.replace("\n", "")}
     for package in _PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
+        version = installed_version(package)
+        if version is not None:
+            facts[package] = version
     facts["GPU"] = "none"
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -1,6 +1,7 @@
 """Loading of pretrained backbone weights from torchvision or from a file."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
@@ -41,9 +42,9 @@ class Backbone(BaseModule):
         if self.pretrained is not None:
             load_pretrained(self, convert=convert, **self.pretrained)
 
+    @abstractmethod
     def frozen_parts(self) -> list[nn.Module]:
         """Return the parts that are not trained and do not update their statistics."""
-        raise NotImplementedError
 
     def freeze(self) -> None:
         """Freeze these parts."""

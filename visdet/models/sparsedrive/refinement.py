@@ -21,9 +21,15 @@ def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
 
 
 class _Refinement(BaseModule):
-    """The base class of both refinements. ``cls_layers`` is the class branch."""
+    """The base class of both refinements, with a branch for offsets and one for classes."""
 
-    cls_layers: Any
+    def __init__(self, embed_dims: int, output_dim: int, num_cls: int) -> None:
+        super().__init__()
+        self.num_cls = num_cls
+        self.layers = nn.Sequential(
+            *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
+        )
+        self.cls_layers: Any = _class_branch(embed_dims, num_cls)
 
     def init_weights(self) -> None:
         """Set the bias of the class logits so that probabilities start at 1 %."""
@@ -58,14 +64,9 @@ class SparseBox3DRefinementModule(_Refinement):
         with_cls_branch: Literal[True] = True,
         with_quality_estimation: bool = False,
     ) -> None:
-        super().__init__()
-        self.num_cls = num_cls
+        super().__init__(embed_dims, output_dim, num_cls)
         self.normalize_yaw = normalize_yaw
         self.refine_yaw = refine_yaw
-        self.layers = nn.Sequential(
-            *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
-        )
-        self.cls_layers = _class_branch(embed_dims, num_cls)
         self.quality_layers = _class_branch(embed_dims, 2) if with_quality_estimation else None
         self.register_buffer("_is_velocity", torch.arange(output_dim) >= VX, persistent=False)
 
@@ -118,15 +119,7 @@ class SparsePoint3DRefinementModule(_Refinement):
         num_cls: int = 3,
         with_cls_branch: Literal[True] = True,
     ) -> None:
-        super().__init__()
-        output_dim = num_sample * coords_dim
-        self.num_cls = num_cls
-        self.layers = nn.Sequential(
-            *linear_relu_ln(embed_dims, 2, 2),
-            nn.Linear(embed_dims, output_dim),
-            Scale([1.0] * output_dim),
-        )
-        self.cls_layers = _class_branch(embed_dims, num_cls)
+        super().__init__(embed_dims, num_sample * coords_dim, num_cls)
 
     def forward(
         self,
@@ -173,9 +166,6 @@ class MotionPlanningRefinementModule(BaseModule):
         super().__init__()
         self.fut_ts, self.ego_fut_ts = fut_ts, ego_fut_ts
 
-        def scores() -> nn.Sequential:
-            return nn.Sequential(*linear_relu_ln(embed_dims, 1, 2), nn.Linear(embed_dims, 1))
-
         def numbers(count: int) -> nn.Sequential:
             hidden = [
                 nn.Linear(embed_dims, embed_dims),
@@ -185,17 +175,16 @@ class MotionPlanningRefinementModule(BaseModule):
             ]
             return nn.Sequential(*hidden, nn.Linear(embed_dims, count))
 
-        self.motion_cls_branch = scores()
+        self.motion_cls_branch: Any = _class_branch(embed_dims, 1)
         self.motion_reg_branch = numbers(fut_ts * 2)
-        self.plan_cls_branch = scores()
+        self.plan_cls_branch: Any = _class_branch(embed_dims, 1)
         self.plan_reg_branch = numbers(ego_fut_ts * 2)
         self.plan_status_branch = numbers(_STATUS)
 
     def init_weights(self) -> None:
         """Set the bias of the scores so that probabilities start at 1 %."""
-        branch: Any
         for branch in (self.motion_cls_branch, self.plan_cls_branch):
-            nn.init.constant_(branch[-1].bias, bias_init_with_prob(0.01))
+            nn.init.constant_(branch[-1].bias, bias_init_with_prob(_PRIOR))
 
     def forward(
         self, motion_query: Tensor, plan_query: Tensor, ego_feature: Tensor, ego_anchor_embed: Tensor

@@ -168,16 +168,6 @@ def _images(rows: Tensor) -> Tensor:
     return rows.permute(0, 3, 1, 2)
 
 
-def _own_images(rows: Tensor) -> Tensor:
-    """Return the images that packed rows hold, as a tensor of its own.
-
-    A view that an ``autograd.Function`` returns may not be changed in place, as a ReLU after the normalisation does.
-    """
-    images = _images(rows)
-    own = torch.empty(0, dtype=rows.dtype, device=rows.device)
-    return own.set_(rows.untyped_storage(), rows.storage_offset(), images.shape, images.stride())
-
-
 class _BatchNormAddReLU(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -206,7 +196,10 @@ class _BatchNormAddReLU(torch.autograd.Function):
             eps,
             relu,
         )
-        output = _own_images(output_rows)
+        # A view that an autograd.Function returns may not be changed in place, as a ReLU behind it does.
+        images = _images(output_rows)
+        own = torch.empty(0, dtype=images.dtype, device=images.device)
+        output = own.set_(images.untyped_storage(), images.storage_offset(), images.shape, images.stride())
         # Without a residual, the sign of the output follows from the input.
         mask = output if relu and residual is not None else None
         ctx.save_for_backward(rows, mask, weight, bias, statistics)

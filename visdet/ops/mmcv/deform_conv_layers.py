@@ -177,9 +177,8 @@ class _Pack(_Layer):
         self.init_offset()
 
     def init_offset(self) -> None:
-        nn.init.zeros_(self.conv_offset.weight)
-        if self.conv_offset.bias is not None:
-            nn.init.zeros_(self.conv_offset.bias)
+        for parameter in self.conv_offset.parameters():
+            nn.init.zeros_(parameter)
 
     def _load_from_state_dict(
         self,

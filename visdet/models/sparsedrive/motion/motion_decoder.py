@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from visdet.models.transfer import constants_on
 from visdet.registry import TASK_UTILS
 
-from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box
+from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box, turned
 from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
 from ..sample_batch import field_of
 
@@ -195,13 +195,6 @@ def _corner_inside(boxes: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Ten
     """
     (centre, yaw, size), (other_centre, other_yaw, other_size) = boxes, others
     signs = constants_on(centre.device, ((1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (-1.0, 1.0)))
-    corners = centre[..., None, :] + _turned(0.5 * size[..., None, :] * signs, yaw[..., None])
-    inside = _turned(corners - other_centre[..., None, :], -other_yaw[..., None])
+    corners = centre[..., None, :] + turned(0.5 * size[..., None, :] * signs, yaw[..., None])
+    inside = turned(corners - other_centre[..., None, :], -other_yaw[..., None])
     return (inside.abs() < 0.5 * other_size[..., None, :]).all(-1).any(-1)
-
-
-def _turned(points: Tensor, yaw: Tensor) -> Tensor:
-    """Return points [..., 2] that are rotated by yaw [...] about the origin."""
-    cos, sin = yaw.cos(), yaw.sin()
-    x, y = points.unbind(-1)
-    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1)

@@ -13,7 +13,7 @@ from visdet.registry import MODELS, TASK_UTILS
 from ...layers.positional_encoding import sine_embedding
 from ...layers.precision import in_full_precision
 from ..anchor_files import ModuleWithAnchors
-from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY
+from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY, turned
 from ..instance_operations import InstanceOperations
 from ..mlp import linear_relu_ln
 from ..sample_batch import field_of
@@ -251,9 +251,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         modes = self.motion_anchor[probability.argmax(-1)][..., -1, :]  # [B, N, M, 2]
         anchors = anchors.detach().float()
         yaw = torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW])[..., None]
-        cos, sin = yaw.cos(), yaw.sin()
-        x, y = modes.unbind(-1)
-        ends = torch.stack([cos * x - sin * y, sin * x + cos * y], -1)
+        ends = turned(modes, yaw)
         C = self.embed_dims
         motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
         plan = gen_sineembed_for_position(self.plan_anchor[..., -1, :], C).flatten(0, 1)
