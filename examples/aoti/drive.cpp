@@ -28,6 +28,14 @@ void write(const Tensors& outputs, const std::string& path) {
   TORCH_CHECK(std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size()), "cannot write ", path);
 }
 
+// Returns whether a tensor has the sizes of model.json, of which names may be any number.
+bool fits(const at::Tensor& tensor, const std::vector<std::string>& sizes) {
+  const auto fit = [](const auto& size, int64_t found) {
+    return std::isalpha(size[0]) || std::to_string(found) == size;
+  };
+  return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(), fit);
+}
+
 // Returns the state before the first frame, which is zeros.
 Tensors empty_state(Model& model, int64_t batch) {
   Tensors state;
@@ -56,6 +64,11 @@ int main(int argc, char** argv) try {
     inputs["previous_to_current"] = at::linalg_inv(frame.at("pose")).matmul(previous["pose"]).to(at::kFloat);
     inputs["seconds"] = (frame.at("time") - previous["time"]).to(at::kFloat);
     inputs["same_scene"] = frame.at("scene") == previous["scene"];
+    for (const std::string& name : model.texts("inputs")) {  // A package would read others without saying so.
+      TORCH_CHECK(inputs.count(name), path.string(), " lacks ", name);
+      TORCH_CHECK(fits(inputs[name], model.texts("inputs." + name + ".shape")), path.string(), ": ", name,
+                  " has the sizes ", inputs[name].sizes(), ", which model.json does not allow");
+    }
     const Tensors outputs = model.run(inputs);
     for (auto& [name, value] : state) value = outputs.at("next_" + name);
     write(outputs, argv[2] / path.filename());

@@ -79,6 +79,13 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
     found.mkdir()
     done = subprocess.run([*program, exported, found, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    if language == "C++":
+        images = torch.load(paths[0])["images"]
+        torch.save({**torch.load(paths[0]), "images": images[..., ::2]}, tmp_path / "small.pt")
+        small = subprocess.run(
+            [*program, exported, found, tmp_path / "small.pt"], capture_output=True, text=True
+        )
+        assert small.returncode == 1 and "images has the sizes" in small.stderr
     family, staged, found_ids = family_of(model, (HEIGHT, WIDTH), None), StagedModel(model), set()
     for (images, samples), path in zip(given, paths, strict=True):
         outputs = dict(torch.load(found / path.name))
