@@ -9,6 +9,8 @@ from PIL import Image
 
 from visdet import init_detector
 from visdet.engine.config.load import load_config
+from visdet.export import ExportError
+from visdet.export.formats import aoti
 
 CLASSES = ["circle", "square", "triangle", "star", "ring", "cross"]
 # Of two maps and in one stage, because the compilation of sizes that may change takes long.
@@ -77,6 +79,9 @@ def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained,
     for index in np.flatnonzero(apart):
         assert lines[index][0] == CLASSES[expected.labels[index]]
         np.testing.assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.05)
+    two = {"images": torch.zeros(2, 3, 128, 160), "image_sizes": torch.tensor([[128, 160]] * 2)}
+    with pytest.raises(ExportError, match="images"):
+        aoti.load(package)(two)
 
 
 def test_errors_name_what_is_wrong(programs, tmp_path):

@@ -59,8 +59,7 @@ def export_config(
     cfg.load_from, cfg.resume, cfg.launcher, cfg.graph = path, False, "none", False
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
-    if not arguments.get("shape") and "final_dim" in augmentation:
-        arguments["shape"] = augmentation["final_dim"]
+    arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
     images = sorted(
         file
         for file in (Path(data).glob("*") if data else ())
@@ -111,7 +110,8 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
     for metric in metrics:
         if "ann_file" in metric:
             metric.ann_file = os.path.join(data, dataset.ann_file) if folder else os.path.abspath(data)
-    if batch is not None and "batch_sampler" not in cfg.test_dataloader:
+    cfg.test_dataloader.pop("batch_sampler", None)  # An exported model sees the padding of planned batches.
+    if batch is not None:
         cfg.test_dataloader.batch_size = batch
 
 

@@ -104,8 +104,12 @@ def export(
     )
     (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": False}, indent=1))
     module.write(program, folder)
-    report: dict[str, Any] = {"format": format, "precision": precision, "checked": check}
-    report["bytes"] = {p.name: p.stat().st_size for p in sorted(folder.glob("model*")) if p.is_file()}
+    report: dict[str, Any] = {
+        "format": format,
+        "precision": precision,
+        "checked": check,
+        "bytes": {p.name: p.stat().st_size for p in sorted(folder.glob("model*")) if p.is_file()},
+    }
     if not check:
         report["remark"] = "the exported model was not run and not compared (--no-check)"
         write_report(report, folder)

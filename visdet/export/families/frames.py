@@ -46,8 +46,7 @@ def _kept(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _kept(part) for name, part in state.items()}
     if isinstance(state, Sparse4DState):
-        bank = replace(state.bank, temp_confidence=None, mask=None, history=(), step=None)
-        return Sparse4DState(bank)
+        return Sparse4DState(replace(state.bank, temp_confidence=None, mask=None, history=(), step=None))
     return replace(state, step=None)
 
 
@@ -73,8 +72,9 @@ class Frames(Family):
             raise ExportError(
                 f"{type(model).__name__} needs the size of its images: give shape, or --shape H W"
             )
-        layers = [part for part in model.modules() if isinstance(part, DeformableFeatureAggregation)]
-        self.cameras = layers[0].num_cams
+        self.cameras = next(
+            part.num_cams for part in model.modules() if isinstance(part, DeformableFeatureAggregation)
+        )
         motion = getattr(model.head, "motion_plan_head", None)
         self.is_temporal = model.head.is_temporal
         self.template, outputs = self._example_of_state(
@@ -104,8 +104,7 @@ class Frames(Family):
         state = None
         for _ in range(num_frames + 1):
             entered = self.model.head.enter(state, 2, step)
-            batch = DrivingBatch.of(given["images"], given, entered)
-            results, state = self.model.detections(batch)
+            results, state = self.model.detections(DrivingBatch.of(given["images"], given, entered))
         maps = self.model.image_features(given["images"])
         # In the graph, the sizes of the levels are numbers, which cannot be read from a tensor there.
         self.tables = [table.cpu().numpy() for table in maps[1:]] if self.model.use_deformable_func else None
@@ -134,7 +133,6 @@ class Frames(Family):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self.input_names, tensors, strict=True))
-        state = None
         if self.is_temporal:
             values = iter([given[name] for name in self.states])
             state = self._entered(map_tensors(lambda _: next(values), self.template), self.model.head, given)

@@ -54,8 +54,9 @@ class Images(Family):
         for batch, (height, width) in zip((2, 1, 3), shapes, strict=True):
             batch = self.batch or batch
             images = torch.randn(batch, 3, height, width, generator=generator)
-            sizes = torch.tensor([[height, width], [height - 17, width], [height, width - 30]])
-            sizes = sizes[torch.arange(batch) % 3]
+            sizes = torch.tensor([[height, width], [height - 17, width], [height, width - 30]])[
+                torch.arange(batch) % 3
+            ]
             for image, (bottom, right) in zip(images, sizes.tolist(), strict=True):
                 image[:, bottom:], image[:, :, right:] = 0, 0
             yield [{"images": images.to(self.device), "image_sizes": sizes.to(self.device)}]

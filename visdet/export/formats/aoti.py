@@ -15,6 +15,7 @@ from torch import Tensor
 
 import visdet.ops
 
+from ..errors import ExportError
 from ..program import DESCRIPTION, Program, outputs_of
 
 PACKAGES = ("torch",)
@@ -51,8 +52,15 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors that ``model.pt2`` of a folder is."""
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-    names = outputs_of(folder)
+    names, facts = outputs_of(folder), json.loads((folder / DESCRIPTION).read_text())["inputs"]
 
-    # A package reads its inputs by the strides of the examples, which are contiguous, and does not say if others come.
-    # Some of the states that it returns are slices of larger tensors.
-    return lambda inputs: dict(zip(names, model(*map(Tensor.contiguous, inputs.values())), strict=True))
+    # A package reads its inputs by the sizes and strides of the examples, which are contiguous, and does not say if
+    # others come. Some of the states that it returns are slices of larger tensors.
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, tensor in inputs.items():
+            sizes = facts[name]["shape"]  # Those that may change have names.
+            if any(isinstance(n, int) and n != m for n, m in zip(sizes, tensor.shape, strict=True)):
+                raise ExportError(f"{name} must have the exported shape {sizes}, got {list(tensor.shape)}")
+        return dict(zip(names, model(*map(Tensor.contiguous, inputs.values())), strict=True))
+
+    return run

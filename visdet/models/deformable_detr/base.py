@@ -330,7 +330,7 @@ class DeformableDetectionTransformer(BaseDetector):
 
         Padding takes part, as in mmdet, unless images are computed as if they were not padded.
         """
-        if pyramid.is_as_if_unpadded:
+        if pyramid.is_as_if_unpadded and pyramid.padding_mask is not None:
             scores = scores.masked_fill(pyramid.padding_mask, -math.inf)
         return scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
 

@@ -1,5 +1,6 @@
 """Features of padded images that are those of the images alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class AsIfUnpadded(TorchFunctionMode):
         self._image_sizes, self._batch_size_px = image_sizes, batch_size_px
         self._inside: dict[tuple[int, int], Tensor] = {}
 
-    def sizes_on(self, map_size: tuple[int, int]) -> Tensor:
+    def sizes_on(self, map_size: Sequence[int]) -> Tensor:
         """Return the (height, width) [B, 2] of the images on a map that strides of 2 have made of the batch."""
         sizes = []
         for images, side, length in zip(
