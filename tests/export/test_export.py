@@ -156,10 +156,16 @@ def test_features_alone_are_in_16_bit(tmp_path, precision):
     assert next(model.parameters()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "pt2",
+        "aoti",
+        pytest.param("onnx", marks=IN_ONNX),
+        pytest.param("openvino", marks=needs("onnx", "onnxscript", "openvino")),
+    ],
+)
 def test_the_field(tmp_path, format):
-    if format == "onnx":
-        pytest.importorskip("onnxruntime", reason="extra export")
     model = LearnableGaussianField(50, tolerance=1e-6)
     report = visdet.export(model, tmp_path, format)
     assert report["differences"]["outputs"]["field"]["largest"] < 1e-5
