@@ -167,9 +167,8 @@ def _draw_quietly(draw_share: Callable, *arguments: Any) -> None:
     import cv2
 
     cv2.setNumThreads(0)  # The threads of the parent do not exist in a process that is forked.
-    ctypes.CDLL(None).prctl(
-        _PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # It ends with its parent, even if that is killed.
+    # The process ends with its parent, even if that is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

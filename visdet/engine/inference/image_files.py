@@ -72,11 +72,7 @@ def find_images(
     pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(os.fspath(out_dir))))
     images: dict[str, None] = {}
     others: list[str] = []
-    for path in (
-        match
-        for given in map(local_path, paths)  # One that does not exist may be a pattern.
-        for match in ([] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))) or [given]
-    ):
+    for path in (match for given in paths for match in _matches(local_path(given))):
         real = Path(os.path.realpath(path))
         if real == pictures or pictures in real.parents:
             raise UserError(
@@ -97,6 +93,12 @@ def find_images(
             wrong = "is neither a file nor a folder" if os.path.exists(path) else "does not exist"
             raise UserError(f"{path} {wrong}")
     return sorted(images), _remark(others)
+
+
+def _matches(path: str) -> list[str]:
+    """Return the paths that a pattern matches, or the path itself."""
+    matches = [] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    return matches or [path]
 
 
 def _files_below(folder: str, pictures: Path | None) -> Iterator[str]:
