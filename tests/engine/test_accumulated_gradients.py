@@ -1,15 +1,11 @@
 """Updates of several iterations: where a run is interrupted between them, and what the learning rate counts."""
 
-import os
-import socket
-
 import pytest
 import torch
 from test_resume import EPOCHS
-from toy_run import losses, toy_runner, train, weights
+from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
 
 from visdet.engine import enable_auto_scale_lr
-from visdet.engine.process.process_group import leave_process_group
 
 AT = 8  # Updates follow iterations 5, 10, 15 and so on, and an epoch has six iterations.
 OPTIONS = {
@@ -74,27 +70,14 @@ def test_the_learning_rate_counts_the_images_of_an_update(tmp_path):
     assert runner.optim_wrapper.get_lr()["lr"] == [pytest.approx(1e-2 / 2)]
 
 
-def run_process(rank, port, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def run_process(rank, folder):
     options = {**OPTIONS, "train_cfg__max_iters": 12, "launcher": "pytorch"}
     whole = train(folder / "whole", **options)
     rest = train(folder / "rest", resume=str(folder / "whole" / f"iter_{AT}.pth"), **options)
     torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
-    leave_process_group()
 
 
 @pytest.mark.timeout(120)
 def test_two_processes_go_on_with_the_gradients_of_each(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        run_process, args=(port, tmp_path), nprocs=2, start_method="forkserver"
-    )
-    for rank in (0, 1):
-        whole, rest = torch.load(tmp_path / f"result{rank}.pt")
-        for name, value in whole.items():
-            if "running" not in name:  # Checkpoints hold the batch statistics of the main process alone.
-                assert torch.equal(value, rest[name]), name
+    in_two_processes(run_process, tmp_path)
+    check_equal_weights(tmp_path)

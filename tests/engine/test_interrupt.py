@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +11,9 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from test_resume import EPOCHS
-from toy_run import losses, toy_runner, train, weights
+from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
 
 from visdet.engine import read_checkpoint, tool_session
-from visdet.engine.process.process_group import leave_process_group
 
 ITERATIONS = {"train_cfg__max_iters": 16}
 ACCUMULATED = {"optim_wrapper__accumulative_counts": 5, "custom_hooks": [{"type": "EMAHook"}]}
@@ -49,7 +47,7 @@ def interrupted(folder, number, at, options, stage="train") -> str:
     arguments = f"pathlib.Path({str(folder)!r}), {int(number)}, {at}, {stage!r}, {options!r}"
     code = f"import pathlib, test_interrupt\ntest_interrupt.run({arguments})"
     here = Path(__file__).resolve().parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{here.parents[1]}:{here}"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, start_new_session=True, timeout=100
@@ -99,10 +97,7 @@ class Kill(Hook):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_process(rank, port, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def run_process(rank, folder):
     options = {"train_cfg__max_iters": 12, "launcher": "pytorch"}
     whole = train(folder / "whole", **options)
     runner = toy_runner(folder / "rest", **options)
@@ -114,7 +109,6 @@ def run_process(rank, port, folder):
         assert error.number == signal.SIGTERM
     rest = train(folder / "rest", resume="auto", **options)
     torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
-    leave_process_group()
 
 
 class Kill5(Kill):
@@ -125,15 +119,6 @@ class Kill5(Kill):
 
 @pytest.mark.timeout(120)
 def test_two_processes_stop_together(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        run_process, args=(port, tmp_path), nprocs=2, start_method="forkserver"
-    )
+    in_two_processes(run_process, tmp_path)
     assert read_checkpoint(tmp_path / "rest" / "interrupted.pth")["meta"]["iter"] == 7
-    for rank in (0, 1):
-        whole, rest = torch.load(tmp_path / f"result{rank}.pt")
-        for name, value in whole.items():
-            if "running" not in name:  # Checkpoints hold the batch statistics of the main process alone.
-                assert torch.equal(value, rest[name]), name
+    check_equal_weights(tmp_path)

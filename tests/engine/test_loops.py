@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from toy_run import losses, toy_config, toy_runner, train
 
@@ -12,6 +13,7 @@ from visdet.engine import (
     UserError,
     enable_auto_scale_lr,
 )
+from visdet.engine.data.loaders import build_dataloader
 from visdet.engine.monitored_metrics import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.registry import METRICS
@@ -85,6 +87,26 @@ def test_epochs_validate_and_save_when_due(tmp_path):
         "epoch_3.pth",
     ]
     assert len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == 2
+
+
+def test_metrics_read_predictions_when_the_next_ones_are_on_their_way(tmp_path):
+    class Count(Hook):
+        def after_test_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            counts.append(len(runner.test_evaluator.metrics[0].results))
+
+    counts = []
+    runner = toy_runner(tmp_path, test_dataloader__num_workers=1, test_dataloader__persistent_workers=True)
+    runner.register_hook(Count())
+    assert runner.test()["toy/images"] == runner.test()["toy/images"] == 13
+    assert counts == [0, 5, 10] * 2
+    assert runner.test_dataloader._iterator is None  # The data workers have ended.
+
+
+@pytest.mark.parametrize(("given", "is_pinned"), [({}, True), ({"pin_memory": False}, False)])
+def test_batches_are_in_pinned_memory_if_there_is_a_gpu(monkeypatch, given, is_pinned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = {"dataset": [0], "sampler": {"type": "DefaultSampler"}, "batch_size": 1, **given}
+    assert build_dataloader(config).pin_memory == is_pinned
 
 
 def test_the_learning_rate_scales_with_the_batch(tmp_path):

@@ -1,16 +1,13 @@
 """Training by two processes on the CPU: what one of them meets, both act upon."""
 
 import itertools
-import os
-import socket
 
 import pytest
 import torch
 from mmengine.hooks import Hook
-from toy_run import toy_runner
+from toy_run import in_two_processes, toy_runner
 
 from visdet.engine import NonFiniteLossError
-from visdet.engine.process.process_group import leave_process_group
 
 
 class Snapshots(Hook):
@@ -30,13 +27,9 @@ class Snapshots(Hook):
 TRAININGS = {"skips": (20, False), "stops": (1, False), "by the wrapper": (20, True)}
 
 
-def run_process(rank, port, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def run_process(rank, folder):
     for name, options in TRAININGS.items():
         train(rank, folder / name, *options)
-    leave_process_group()
 
 
 def train(rank, folder, max_skips, by_the_wrapper):
@@ -67,12 +60,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
     for name in TRAININGS:
         (folder / name).mkdir()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        run_process, args=(port, folder), nprocs=2, start_method="forkserver"
-    )
+    in_two_processes(run_process, folder)
     return {name: [torch.load(folder / name / f"result{rank}.pt") for rank in (0, 1)] for name in TRAININGS}
 
 

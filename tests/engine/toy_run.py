@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import os
+import socket
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 
 from visdet.engine import DetRunner, build_runner, load_config, set_resume
+from visdet.engine.process.process_group import leave_process_group
 
 CONFIG = str(Path(__file__).with_name("toy_config.py"))
 _names = itertools.count()
@@ -58,3 +61,36 @@ def losses(runner: DetRunner) -> dict[int, float]:
 
 def weights(runner: DetRunner) -> dict[str, torch.Tensor]:
     return runner.model.state_dict()
+
+
+def in_two_processes(function, folder: Path) -> None:
+    """Call ``function(rank, folder)`` in two processes, which ``launcher='pytorch'`` joins."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(_call, (port, function, folder), 2, start_method="forkserver")
+
+
+def _call(rank: int, port: int, function, folder: Path) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    function(rank, folder)
+    leave_process_group()
+
+
+def check_equal_weights(folder: Path) -> None:
+    """Compare the two results of each process.
+
+    Batch statistics are left out, because checkpoints hold those of the main process alone.
+    """
+    for rank in (0, 1):
+        whole, rest = torch.load(folder / f"result{rank}.pt")
+        for name, value in whole.items():
+            assert "running" in name or torch.equal(value, rest[name]), name

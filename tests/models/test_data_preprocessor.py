@@ -50,6 +50,24 @@ def test_channels_are_reversed_before_the_mean(option):
     torch.testing.assert_close(out[0, 2], image[0].float() - 30)
 
 
+@pytest.mark.cuda
+def test_nothing_waits_for_the_gpu():
+    """Images are prepared while the GPU computes the step before."""
+    preprocess = DetDataPreprocessor(MEAN, STD, bgr_to_rgb=True).cuda()
+    given = [image.pin_memory() for image in images((4, 6), (5, 3))]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        preprocess({"inputs": given, "data_samples": samples(2)})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (4, 4, 4)])
+def test_images_have_the_channels_of_the_mean(shape):
+    with pytest.raises(ValueError, match=rf"3 channels, as mean has, got \({shape[0]}, 4, 4\)"):
+        DetDataPreprocessor(MEAN, STD)({"inputs": [torch.zeros(shape)]})
+
+
 def test_stacked_inputs_and_no_samples():
     given = torch.stack(images((4, 5), (4, 5)))
     out = DetDataPreprocessor(pad_size_divisor=3)({"inputs": given})

@@ -1,6 +1,7 @@
 """How long a run trains and when it is validated, in the form in which mmengine's hooks read it."""
 
 import bisect
+from collections.abc import Sequence
 from typing import Any
 
 from mmengine.evaluator import Evaluator
@@ -10,8 +11,18 @@ from mmengine.runner.utils import calc_dynamic_intervals
 from torch.utils.data import DataLoader
 
 from visdet.checks.arguments import Count, Positive, checked
+from visdet.execution.host_copy import ArrivingSamples
 
-from .checkpoints.resumable_batches import ResumableBatches, new_loader
+from .checkpoints.resumable_batches import ResumableBatches
+
+
+def stop_workers(loop: Any) -> None:
+    """End the data workers of a loop.
+
+    If they were left to the garbage collector, it would close their queues before it asks them to end, and then wait
+    five seconds for each of them.
+    """
+    loop.dataloader_iterator = loop.dataloader._iterator = None
 
 
 class TrainLoop:
@@ -26,6 +37,7 @@ class TrainLoop:
     """
 
     by_epoch: bool
+    dataloader_iterator: Any
     max_epochs: int
     max_iters: int
 
@@ -39,7 +51,6 @@ class TrainLoop:
         self.val_interval = val_interval
         self._milestones, self._intervals = calc_dynamic_intervals(val_interval, dynamic_intervals)
         self.stop_training = False
-        self.dataloader_iterator: Any = None
 
     def progress(self) -> tuple[int, int]:
         """Return how many epochs or iterations are done, and how many there are to do."""
@@ -55,15 +66,6 @@ class TrainLoop:
         done, total = self.progress()
         self.val_interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
         return done >= self.val_begin and (done % self.val_interval == 0 or done == total)
-
-    def stop_workers(self) -> None:
-        """End the data workers, by replacing their loader by one that has started none.
-
-        If they were left to the garbage collector, it would close their queues before it asks them to end, and then
-        wait five seconds for each of them.
-        """
-        self.dataloader_iterator = None
-        self.dataloader = new_loader(self.dataloader, self.dataloader.batch_sampler)
 
 
 @_ByEpoch.register
@@ -113,13 +115,27 @@ class EvaluationLoop:
     Args:
         runner: the runner.
         dataloader: the data.
-        evaluator: the metrics.
+        evaluator: the metrics. They read the predictions for a batch when those for the next one are on their way, so
+            that the device need not wait for them.
         fp16: whether the model runs under autocast to bfloat16.
     """
 
     def __init__(self, runner: Any, dataloader: DataLoader, evaluator: Evaluator, fp16: bool = False) -> None:
         self.runner = runner
-        self.dataloader = dataloader
+        self.dataloader: Any = dataloader
         self.evaluator = evaluator
         self.fp16 = fp16
+        self._arriving: tuple[Any, ArrivingSamples] | None = None
         evaluator.dataset_meta = getattr(dataloader.dataset, "metainfo", None)
+
+    def process(self, batch: Any = None, predictions: Sequence[Any] = ()) -> None:
+        """Take the predictions for a batch, and give the metrics those for the batch before it."""
+        arrived, self._arriving = self._arriving, (batch, ArrivingSamples(predictions))
+        if arrived is not None:
+            self.evaluator.process(data_samples=arrived[1].read(), data_batch=arrived[0])
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of all batches."""
+        self.process()
+        self._arriving = None
+        return self.evaluator.evaluate(len(self.dataloader.dataset))

@@ -36,10 +36,7 @@ from .data.loaders import build_dataloader
 from .errors import log_fatal_error
 from .graphs.methods import GraphedMethod, graphs_for
 from .graphs.planned import prepare_sizes
-from .hooks.check_invalid_loss_hook import CheckInvalidLossHook
-from .hooks.checkpoint_hook import CheckpointHook
-from .hooks.runtime_info_hook import RuntimeInfoHook
-from .loops import EvaluationLoop, TrainLoop
+from .loops import EvaluationLoop, TrainLoop, stop_workers
 from .process.agreed_signal import AgreedSignal
 from .process.console import say
 from .process.garbage import living_objects_not_collected
@@ -182,9 +179,7 @@ class DetRunner:
                 self._train()
             except Exception:
                 # A loss that is not finite, and not checked yet, may have caused the error, and is easier understood.
-                for hook in self.hooks:
-                    if isinstance(hook, CheckInvalidLossHook):
-                        hook.check(self)
+                self.call_hook("check_losses")
                 raise
         return self.model
 
@@ -211,14 +206,11 @@ class DetRunner:
             set_random_state(random_state)
         if self._must_catch_up(loop):
             self._validate()
-        try:
-            with living_objects_not_collected(), signals_noted() as self._signal:
-                self.model.train()
-                graphs = self.graphs.values()
-                prepare_sizes(unwrapped(self.model), self.optim_wrapper, loop.dataloader, graphs, self.logger)
-                (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
-        finally:
-            loop.stop_workers()
+        with living_objects_not_collected(), signals_noted() as self._signal:
+            self.model.train()
+            graphs = self.graphs.values()
+            prepare_sizes(unwrapped(self.model), self.optim_wrapper, loop.dataloader, graphs, self.logger)
+            (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
         if not loop.by_epoch:
             self.call_hook("after_train_epoch")
         self.call_hook("after_train")
@@ -254,13 +246,9 @@ class DetRunner:
         losses = self.steps.train_step(batch, self.optim_wrapper)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
         if number := self._agreed.hear(self._signal.number, next(self.model.parameters()).device):
-            for hook in self._checkpoint_hooks():
-                hook.save_now(self)
+            self.call_hook("save_now")
             raise Interrupted(number)
         self.train_loop.iter += 1
-
-    def _checkpoint_hooks(self) -> list[CheckpointHook]:
-        return [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
 
     # ------------------------------------------------------------------ validation and tests
 
@@ -298,7 +286,7 @@ class DetRunner:
             # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
             self.message_hub.update_info(_VALIDATED, self.iter)
             # A run that goes on from a checkpoint of this iteration makes up for the validation.
-            self._signal.at_once = any(hook.saved_at == self.iter for hook in self._checkpoint_hooks())
+            self._signal.at_once = any(getattr(hook, "saved_at", -1) == self.iter for hook in self.hooks)
             if self._signal.at_once and self._signal.number:
                 raise Interrupted(self._signal.number)
             with preserved_random_state():
@@ -317,10 +305,9 @@ class DetRunner:
                 self.call_hook(f"before_{stage}_iter", batch_idx=index, data_batch=batch)
                 with torch.autocast(device, torch.bfloat16, enabled=loop.fp16):
                     outputs = steps.test_step(batch, f"{stage}_step")
-                loop.evaluator.process(data_samples=outputs, data_batch=batch)
+                loop.process(batch, outputs)
                 self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
-        dataset: Any = loop.dataloader.dataset
-        metrics = loop.evaluator.evaluate(len(dataset))
+        metrics = loop.evaluate()
         self.call_hook(f"after_{stage}_epoch", metrics=metrics)
         self.call_hook(f"after_{stage}")
         return metrics
@@ -332,8 +319,7 @@ class DetRunner:
 
         The order of the data depends on the seed. A seed of the config stays.
         """
-        resume = self.cfg.get("resume")
-        if not resume:
+        if not (resume := self.cfg.get("resume")):
             return None
         found = read_to_resume(resume, self.load_from, self.work_dir, self.trusts_checkpoints)
         if found is None:
@@ -343,8 +329,7 @@ class DetRunner:
         self.resumed_from, content, remarks = found
         for remark in remarks if self.rank == 0 else ():
             self.logger.warning(f"a newer checkpoint is passed over: {remark}")
-        seed = content["meta"].get("seed")
-        if seed is not None and self.randomness.get("seed") is None:
+        if (seed := content["meta"].get("seed")) is not None and self.randomness.get("seed") is None:
             self._seed_with({**self.randomness, "seed": seed})
         return self.resumed_from, content
 
@@ -377,10 +362,10 @@ class DetRunner:
         Raises:
             CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
         """
-        if strict is None:
-            strict = self.cfg.get("strict_load", True)
-        content = read_checkpoint(filename, trust=self.trusts_checkpoints)
-        return load_into(self, filename, content, strict, revise_keys)
+        strict = self.cfg.get("strict_load", True) if strict is None else strict
+        return load_into(
+            self, filename, read_checkpoint(filename, trust=self.trusts_checkpoints), strict, revise_keys
+        )
 
     @master_only
     def save_checkpoint(
@@ -400,9 +385,7 @@ class DetRunner:
         'iter', which otherwise are the counts after the current step. After a crash, a local file is either the old
         one or the complete new one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
         """
-        for hook in self.hooks:
-            if isinstance(hook, RuntimeInfoHook):
-                hook.write(self)
+        self.call_hook("write_losses")
         counts = {"epoch": self.epoch + int(by_epoch), "iter": self.iter + int(not by_epoch)}
         state = training_state(self, {**counts, **(meta or {})}, save_optimizer, save_param_scheduler)
         self.call_hook("before_save_checkpoint", checkpoint=state)
@@ -452,6 +435,8 @@ class DetRunner:
                     if graphs.counts:
                         self.logger.info(graphs.report())
             finally:
+                for loop in filter(None, (self._train_loop, self._val_loop, self._test_loop)):
+                    stop_workers(loop)
                 self.call_hook("on_exit")
 
     @functools.cached_property

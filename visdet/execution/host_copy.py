@@ -1,6 +1,7 @@
 """Copies of numbers from a GPU to the host, for which the GPU does not wait."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,3 +40,24 @@ class HostCopy:
         if self._arrival is not None:
             self._arrival.synchronize()
         return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+class ArrivingSamples:
+    """Copies of samples on the host. The host waits for the GPU only when it reads them.
+
+    Args:
+        samples: samples whose ``to`` copies their tensors, or anything else, which stays as it is.
+    """
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        on_gpu = torch.cuda.is_initialized()
+        self._samples = [
+            sample.to("cpu", non_blocking=on_gpu) if hasattr(sample, "to") else sample for sample in samples
+        ]
+        self._arrival = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def read(self) -> list[Any]:
+        """Return the samples. This waits until the GPU has computed them."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._samples

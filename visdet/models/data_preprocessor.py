@@ -11,7 +11,7 @@ from torch import Tensor
 from visdet.checks.arguments import Above0, Positive
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
-from visdet.structures import DetDataSample, DrivingDataSample
+from visdet.structures import DrivingDataSample
 
 
 @MODELS.register_module()
@@ -58,35 +58,41 @@ class DetDataPreprocessor(ImgDataPreprocessor):
                 None.
         """
         check_packed(data)
-        image_sizes = [tuple(image.shape[-2:]) for image in data["inputs"]]
-        data = super().forward(data, training)
-        inputs, data_samples = data["inputs"], data["data_samples"]
-        if data_samples:
-            height, width = inputs.shape[-2:]
-            planned = self._rounded_up(data_samples[0].metainfo.get("batch_input_shape", (0, 0)))
-            missing = (max(planned[0] - height, 0), max(planned[1] - width, 0))
-            if any(missing):
-                inputs = F.pad(inputs, (0, missing[1], 0, missing[0]), value=self.pad_value)
-            for sample, size in zip(data_samples, image_sizes, strict=True):
-                self._complete(sample, size, tuple(inputs.shape[-2:]))
-        return {"inputs": inputs, "data_samples": data_samples}
+        data = self.cast_data(data)
+        images, data_samples = data["inputs"], data.get("data_samples")
+        image_sizes = [tuple(image.shape[-2:]) for image in images]
+        planned = data_samples[0].metainfo.get("batch_input_shape", (0, 0)) if data_samples else (0, 0)
+        height, width = self._rounded_up(
+            [max(lengths) for lengths in zip(planned, *image_sizes, strict=True)]
+        )
+        for sample, size in zip(data_samples, image_sizes, strict=True) if data_samples else ():
+            sample.set_metainfo(
+                {
+                    "batch_input_shape": (height, width),
+                    "pad_shape": self._rounded_up(size),
+                    "img_shape": tuple(sample.metainfo.get("img_shape", size)),
+                }
+            )
+            for field in ("gt_instances", "ignored_instances"):
+                boxes = sample.get(field, {}).get("bboxes")
+                if boxes is not None and not isinstance(boxes, Tensor):
+                    sample.get(field).bboxes = boxes.tensor
+        padded = [
+            F.pad(self._normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
+            for image, (h, w) in zip(images, image_sizes, strict=True)
+        ]
+        return {"inputs": torch.stack(padded), "data_samples": data_samples}
+
+    def _normalized(self, image: Tensor) -> Tensor:
+        image = (image.flip(0) if self._channel_conversion else image).float()
+        if not self._enable_normalize:
+            return image
+        if image.shape[0] != len(self.mean) > 1:
+            raise InvalidInputError(f"inputs must have 3 channels, as mean has, got {tuple(image.shape)}")
+        return (image - self.mean) / self.std
 
     def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
-
-    def _complete(self, sample: DetDataSample, size: tuple[int, int], batch_size: tuple[int, int]) -> None:
-        """Write the sizes into a sample's metainfo, and unwrap its boxes."""
-        sample.set_metainfo(
-            {
-                "batch_input_shape": batch_size,
-                "pad_shape": self._rounded_up(size),
-                "img_shape": tuple(sample.metainfo.get("img_shape", size)),
-            }
-        )
-        for field in ("gt_instances", "ignored_instances"):
-            boxes = sample.get(field, {}).get("bboxes")
-            if boxes is not None and not isinstance(boxes, Tensor):
-                sample.get(field).bboxes = boxes.tensor
 
 
 def check_packed(batch: Any) -> None:

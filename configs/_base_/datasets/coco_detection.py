@@ -23,7 +23,6 @@ train_dataloader = dict(
     batch_size=2,
     num_workers=2,
     persistent_workers=True,
-    pin_memory=True,
     sampler=dict(type="DefaultSampler", shuffle=True),
     # Batches of at most 16 sizes. AspectRatioBatchSampler pads each batch to its largest image, as mmdet does.
     batch_sampler=dict(type="PlannedBatchSampler"),

@@ -59,7 +59,6 @@ train_dataloader = dict(
     batch_size=8,
     num_workers=8,
     persistent_workers=True,
-    pin_memory=True,
     sampler=dict(type="DefaultSampler", shuffle=False),
     batch_sampler=dict(type="GroupInBatchSampler"),
     dataset=dict(

@@ -46,24 +46,6 @@ class SeededBatch(list):
         return SeededBatch, (self.indices, self.key)
 
 
-def new_loader(dataloader: DataLoader, batch_sampler: Any) -> DataLoader:
-    """Return a loader with the settings of ``dataloader`` that has started no workers yet."""
-    return DataLoader(
-        dataloader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=dataloader.num_workers,
-        collate_fn=dataloader.collate_fn,
-        pin_memory=dataloader.pin_memory,
-        timeout=dataloader.timeout,
-        worker_init_fn=dataloader.worker_init_fn,
-        multiprocessing_context=dataloader.multiprocessing_context,
-        # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
-        generator=torch.Generator(),
-        prefetch_factor=dataloader.prefetch_factor,
-        persistent_workers=dataloader.persistent_workers,
-    )
-
-
 class ResumableBatches:
     """A batch sampler that yields the batches of another batch sampler, beginning with any of them.
 
@@ -97,7 +79,20 @@ class ResumableBatches:
                 "train_dataloader must have a batch sampler and a map-style data set, got "
                 f"{type(dataloader.dataset).__name__} without a batch sampler"
             )
-        return new_loader(dataloader, cls(dataloader.batch_sampler, endless))
+        return DataLoader(
+            dataloader.dataset,
+            batch_sampler=cls(dataloader.batch_sampler, endless),
+            num_workers=dataloader.num_workers,
+            collate_fn=dataloader.collate_fn,
+            pin_memory=dataloader.pin_memory,
+            timeout=dataloader.timeout,
+            worker_init_fn=dataloader.worker_init_fn,
+            multiprocessing_context=dataloader.multiprocessing_context,
+            # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
+            generator=torch.Generator(),
+            prefetch_factor=dataloader.prefetch_factor,
+            persistent_workers=dataloader.persistent_workers,
+        )
 
     @property
     def sampler(self) -> Any:

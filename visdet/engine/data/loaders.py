@@ -21,7 +21,13 @@ from .one_block import collated_in_one_block
 def build_dataloader(
     dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
 ) -> DataLoader:
-    """Build a loader, whose workers leave the terminal to the training process."""
+    """Build a loader, whose workers leave the terminal to the training process.
+
+    If there is a GPU, batches are in pinned memory unless the config says ``pin_memory=False``.
+    """
+    if isinstance(dataloader, dict):
+        pinned = torch.cuda.is_available() and dataloader.get("pin_memory", True)  # torch would warn without a GPU.
+        dataloader = {**dataloader, "pin_memory": pinned}
     if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
         dataset = DATASETS.build(dataloader["dataset"])  # mmengine's registry would not check its arguments.
         if hasattr(dataset, "full_init"):
@@ -30,8 +36,6 @@ def build_dataloader(
     loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
     if getattr(loader.worker_init_fn, "func", None) is not start_worker:
         loader.worker_init_fn = functools.partial(start_worker, loader.worker_init_fn)
-    if not torch.cuda.is_available():
-        loader.pin_memory = False  # A config serves machines with and without a GPU, and torch would warn.
     report_lost_batches(loader)
     explain_collation(loader)
     if loader.pin_memory:  # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.

@@ -188,11 +188,8 @@ class GraphedMethod(ABC):
 
     def _modes(self) -> Hashable:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        deterministic, inference = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_inference_mode_enabled(),
-        )
-        return autocast, self.model.training, deterministic, inference
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return autocast, self.model.training, deterministic, torch.is_inference_mode_enabled()
 
 
 class GraphedLoss(GraphedMethod):

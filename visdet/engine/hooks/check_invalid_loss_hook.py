@@ -72,7 +72,7 @@ class CheckInvalidLossHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         """Look at the losses of the iteration. With 'stop' and on a GPU, this is done after the next iteration."""
-        self.check(runner)
+        self.check_losses(runner)
         self._has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
         if not self.every_n_train_iters(runner, self.interval):
             return
@@ -82,9 +82,9 @@ class CheckInvalidLossHook(Hook):
         all_reduce(num_bad)
         self._unchecked = runner.iter + 1, HostCopy({**losses, _NUM_BAD: num_bad})
         if self.action == "skip" or self._unchecked[1].is_there:
-            self.check(runner)
+            self.check_losses(runner)
 
-    def check(self, runner: Any, checkpoint: Any = None) -> None:
+    def check_losses(self, runner: Any, checkpoint: Any = None) -> None:
         """Look at losses that have not been looked at, and at what their update did.
 
         Raises:
@@ -115,7 +115,7 @@ class CheckInvalidLossHook(Hook):
         print_log(f"{where}; the update was skipped", logger="current", level=30)
 
     # Damaged weights are neither saved nor validated.
-    before_save_checkpoint = before_val = after_train = check
+    before_save_checkpoint = before_val = after_train = check_losses
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""

@@ -32,8 +32,7 @@ def check_driving_data(model: nn.Module, loader_name: str, dataset: Any) -> None
         planners = [name for name, part in model.named_modules() if hasattr(part, "motion_anchor")]
         needed += [(name, ("gt_agent_fut_trajs", "gt_ego_fut_trajs", "ego_status")) for name in planners]
         for head, keys in needed:
-            missing = [key for key in keys if key not in info]
-            if missing:
+            if missing := [key for key in keys if key not in info]:
                 raise ConfigError(
                     f"model.{head} learns from {', '.join(missing)}, but frame {info['token']} of {dataset.ann_file} "
                     f"does not have it. Without it, leave out the head by model.head.task_config"

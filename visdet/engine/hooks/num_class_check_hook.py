@@ -62,8 +62,7 @@ def _compare_lists(datasets: dict[str, Any]) -> None:
     }
     for name, classes in lists.items():
         first_name, first = next(iter(lists.items()))
-        differing = [label for label, pair in enumerate(zip_longest(first, classes)) if pair[0] != pair[1]]
-        if differing:
+        if differing := [label for label, (a, b) in enumerate(zip_longest(first, classes)) if a != b]:
             label = differing[0]
             here, there = (names[label] if label < len(names) else "absent" for names in (first, classes))
             raise ConfigError(

@@ -61,10 +61,11 @@ class PipelineSwitchHook(Hook):
 
     def _switch_if_due(self, runner: Any, next_iter: int) -> None:
         dataset = runner.train_dataloader.dataset
-        if self.switch_iter is not None:
-            is_due = next_iter >= self.switch_iter
-        else:
-            is_due = runner.epoch >= self.switch_epoch
+        is_due = (
+            runner.epoch >= (self.switch_epoch or 0)
+            if self.switch_iter is None
+            else next_iter >= self.switch_iter
+        )
         if is_due and dataset.pipeline is not self.pipeline:
             dataset.pipeline = self.pipeline
             runner.logger.info(f"training data: new pipeline from iteration {next_iter} on")

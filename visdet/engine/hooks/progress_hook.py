@@ -88,11 +88,11 @@ class ProgressHook(Hook):
         """Begin the validation bar."""
         self._begin("val", len(runner.val_dataloader), 0)
 
-    def after_val_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    def _after_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Show the batch."""
-        self._advance("val", batch_idx + 1, "")
+        """Show the batch of a validation or a test."""
+        self._advance(mode, batch_idx + 1, "")
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics in a line that stays on the terminal."""
@@ -102,12 +102,6 @@ class ProgressHook(Hook):
     def before_test(self, runner: Any) -> None:
         """Begin the test bar."""
         self._begin("test", len(runner.test_dataloader), 0)
-
-    def after_test_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        """Show the batch."""
-        self._advance("test", batch_idx + 1, "")
 
     def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Show the metrics."""

@@ -29,12 +29,12 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
         """Write the losses of the previous iteration, and this one's if they have arrived or a log is due."""
-        self.write(runner)
+        self.write_losses(runner)
         self._losses = HostCopy(outputs or {})
         if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
-            self.write(runner)
+            self.write_losses(runner)
 
-    def write(self, runner: Any) -> None:
+    def write_losses(self, runner: Any) -> None:
         """Write the losses that have not been written yet."""
         if self._losses is None:
             return
