@@ -41,6 +41,7 @@ REASONS = {
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_new_shared": "A batch is written to shared memory at once, as torch's own collation does it.",
     "_foreach_norm": "The norms of many tensors take few kernels.",
+    "_iterator": "The workers of a loader end with its iterator.",
     "_inductor": "torch documents the functions of AOTInductor there.",
     "_load_from_state_dict": "torch names it for subclasses that read older checkpoints.",
     "_metadata": "A state dict has the versions of its modules there.",
@@ -54,6 +55,7 @@ REASONS = {
     # mmengine
     "_vis_backends": "A visualizer has no public list of its backends, of which one needs another name of a picture.",
     "_ParamScheduler": "mmengine exports it as the base of all schedules.",
+    "_after_iter": "mmengine calls it after a batch of every stage.",
     "_accumulative_counts": "The report says how many iterations make a step.",
     "_cfg_dict": "A config's keys are looked at without ``Config``'s own attributes.",
     "_dict_to_config_dict": "A config file is read as mmengine reads it, but by a parser that names its mistakes.",

@@ -49,6 +49,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         non_blocking: bool | None = True,
     ) -> None:
         super().__init__(mean, std, pad_size_divisor, pad_value, bgr_to_rgb, rgb_to_bgr, non_blocking)
+        self.reverses_channels = bgr_to_rgb or rgb_to_bgr
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
         """Return ``dict(inputs=[B, C, H, W] float32, data_samples=...)`` on the model's device.
@@ -84,12 +85,11 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         return {"inputs": torch.stack(padded), "data_samples": data_samples}
 
     def _normalized(self, image: Tensor) -> Tensor:
-        image = (image.flip(0) if self._channel_conversion else image).float()
-        if not self._enable_normalize:
-            return image
-        if image.shape[0] != len(self.mean) > 1:
+        image = (image.flip(0) if self.reverses_channels else image).float()
+        normalizes = hasattr(self, "mean")
+        if normalizes and image.shape[0] != len(self.mean) > 1:
             raise InvalidInputError(f"inputs must have 3 channels, as mean has, got {tuple(image.shape)}")
-        return (image - self.mean) / self.std
+        return (image - self.mean) / self.std if normalizes else image
 
     def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
