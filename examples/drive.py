@@ -110,7 +110,7 @@ def main() -> None:
     if step == "run":
         run = importlib.import_module(f"visdet.export.formats.{description['format']}").load(model)
         for path, outputs in zip(paths, drive(run, description, frames), strict=True):
-            torch.save(outputs, out / path.name)
+            torch.save({name: value.cpu() for name, value in outputs.items()}, out / path.name)
     else:
         for path, frame in zip(paths, frames, strict=True):
             drawn = picture(dict(torch.load(out / path.name)), frame, description["classes"])

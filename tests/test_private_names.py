@@ -39,6 +39,7 @@ REASONS = {
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
+    "_meta_registrations": "Older torch takes a model of any size for one of either even or odd sizes.",
     "_new_shared": "A batch is written to shared memory at once, as torch's own collation does it.",
     "_foreach_norm": "The norms of many tensors take few kernels.",
     "_iterator": "The workers of a loader end with its iterator.",

@@ -44,12 +44,12 @@ def trained(tmp_path_factory):
     return cfg, path
 
 
-@pytest.fixture(scope="module")
-def package(trained, tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def package(request, trained, tmp_path_factory):
     from visdet.export.from_config import export_config
 
     folder = tmp_path_factory.mktemp("exported")
-    export_config(*trained, folder, format="aoti", batch=1)
+    export_config(*trained, folder, format="aoti", batch=1, device=request.param)
     return folder
 
 
@@ -65,8 +65,7 @@ def picture(tmp_path):
 @pytest.mark.timeout(1800)  # The compilation takes a minute on an idle machine.
 def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained, picture):
     expected = init_detector(*trained)(str(picture), score_threshold=0.0)
-    command = [programs / "detect", package, picture, "0"]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = subprocess.run([programs / "detect", package, picture, "0"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     lines = [line.split() for line in found.stdout.splitlines()]
     scores, boxes = expected.scores.numpy(), expected.boxes.numpy()
@@ -82,6 +81,8 @@ def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained,
     two = {"images": torch.zeros(2, 3, 128, 160), "image_sizes": torch.tensor([[128, 160]] * 2)}
     with pytest.raises(ExportError, match="images"):
         aoti.load(package)(two)
+    # Inputs are of the CPU, also those of a package of CUDA.
+    assert aoti.load(package)({name: value[:1] for name, value in two.items()})["scores"].shape == (1, 100)
 
 
 def test_errors_name_what_is_wrong(programs, tmp_path):

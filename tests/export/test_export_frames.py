@@ -56,8 +56,11 @@ def shallow(head):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # The compilation for C++ takes five minutes on a busy machine.
-@pytest.mark.parametrize("language", ["Python", "C++"])
-def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
+@pytest.mark.parametrize(
+    ("language", "device"),
+    [("Python", "cpu"), ("C++", "cpu"), pytest.param("C++", "cuda", marks=pytest.mark.cuda)],
+)
+def test_twenty_frames_with_state_equal_the_model(language, device, request, tmp_path):
     """The programs carry the state of the graph over twenty frames, identities included.
 
     Random weights double a difference with each frame: images that differ by 1e-7 move boxes by up to 1 mm.
@@ -66,7 +69,7 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
         program, format = [request.getfixturevalue("programs") / "drive"], "aoti"
     else:
         program, format = [sys.executable, drive.__file__, "run"], "pt2"
-    model = with_random_weights(tiny_stage2(shallow))
+    model = with_random_weights(tiny_stage2(shallow)).to(device)
     exported, found = tmp_path / "exported", tmp_path / "found"
     # A batch of any number takes Inductor twice as long.
     batch = 2 if format == "aoti" else None
@@ -91,7 +94,9 @@ def test_twenty_frames_with_state_equal_the_model(language, request, tmp_path):
         outputs = dict(torch.load(found / path.name))
         theirs_of = family.samples_of(outputs, [sample.clone() for sample in samples])
         with torch.no_grad():
-            expected = staged.predictions(images, samples)
+            expected = [
+                s.cpu() for s in staged.predictions(images.to(device), [s.to(device) for s in samples])
+            ]
         for ours, theirs in zip(expected, theirs_of, strict=True):
             boxes, others = ours.pred_instances_3d, theirs.pred_instances_3d
             assert torch.equal(boxes.instance_ids, others.instance_ids)

@@ -10,8 +10,9 @@ A format is a module of ``visdet.export.formats`` with its name, which has two f
 
 * ``PACKAGES``: the names of the packages that it needs, which an error names if they are not installed.
 * ``write(program, folder)`` writes a :class:`~visdet.export.program.Program` into an existing folder.
-* ``load(folder)`` returns a function of named tensors, ``{input: tensor}``, that returns ``{output: tensor}``. It
-  reads the names of the outputs in ``model.json`` with ``outputs_of(folder)`` if the file of the format has none.
+* ``load(folder)`` returns a function of named tensors, ``{input: tensor}``, that returns ``{output: tensor}``. The
+  inputs may be on any device. It reads the names of the outputs in ``model.json`` with ``outputs_of(folder)`` if the
+  file of the format has none.
 
 ``visdet.export.run.FORMATS`` lists the formats. A format that exists for one model only, or for no GPU, raises an
 ``ExportError`` that says what it lacks.

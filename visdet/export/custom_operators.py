@@ -79,7 +79,7 @@ def load_with_plugin(path: Path) -> Callable[[dict[str, Tensor]], dict[str, Tens
     evaluator = ReferenceEvaluator(str(path), new_ops=[node, GatherElements])
 
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        outputs = evaluator.run(None, {name: inputs[name].numpy() for name in evaluator.input_names})
+        outputs = evaluator.run(None, {name: inputs[name].cpu().numpy() for name in evaluator.input_names})
         return dict(zip(evaluator.output_names, map(torch.from_numpy, outputs), strict=True))
 
     return run

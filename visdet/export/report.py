@@ -31,11 +31,14 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
         for name in metrics[columns[0]]:
             lines.append(f"| {name} | {' | '.join(f'{metrics[column][name]:.4f}' for column in columns)} |")
     if times := report.get("latency"):
-        lines += [f"\nOn {times['device']} with {times['threads']} threads:\n"]
-        lines += ["| | p50 ms | p99 ms | images per second |", "|---|---|---|---|"]
         lines += [
-            f"| {name} | {one['p50_ms']:.1f} | {one['p99_ms']:.1f} | {one['images_per_second']:.1f} |"
-            for name, one in times.items()
-            if isinstance(one, dict)
+            f"\nOn {times['device']} with {times['threads']} threads:\n",
+            "| | p50 ms | p99 ms | images per second |",
+            "|---|---|---|---|",
+            *(
+                f"| {name} | {one['p50_ms']:.1f} | {one['p99_ms']:.1f} | {one['images_per_second']:.1f} |"
+                for name, one in times.items()
+                if isinstance(one, dict)
+            ),
         ]
     (folder / "report.md").write_text("\n".join(lines) + "\n")

@@ -110,7 +110,9 @@ def _ms_deform_attn_fused(
     levels = [level for level, count in enumerate(num_points) for _ in range(count)] * G
     references = references.transpose(1, 2)[:, levels]  # [B, G * K, Q, 2 or 4]
     if references.shape[-1] == 4:
-        scales = (references[..., 2:] / torch.tensor(num_points)[levels].view(-1, 1, 1)).transpose(1, 2)
+        scales = (references[..., 2:] / references.new_tensor(num_points)[levels].view(-1, 1, 1)).transpose(
+            1, 2
+        )
     else:
         scales = 2 / level_shapes[levels].flip(-1)
     shifts = (offsets.float().flatten(2) * scales.flatten(-2)).view(B, Q, G * K, 2)

@@ -50,17 +50,18 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function of named tensors that ``model.pt2`` of a folder is."""
+    """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-    names, facts = outputs_of(folder), json.loads((folder / DESCRIPTION).read_text())["inputs"]
+    names, device = outputs_of(folder), model.get_metadata()["AOTI_DEVICE_KEY"]
+    facts = json.loads((folder / DESCRIPTION).read_text())["inputs"]
+    shapes = {name: fact["shape"] for name, fact in facts.items()}  # Sizes that may change have names.
 
-    # A package reads its inputs by the sizes and strides of the examples, which are contiguous, and does not say if
-    # others come. Some of the states that it returns are slices of larger tensors.
+    # A package reads its inputs by the device, the sizes and the strides of the examples, which are contiguous, and
+    # does not say if others come. Some of the states that it returns are slices of larger tensors.
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in inputs.items():
-            sizes = facts[name]["shape"]  # Those that may change have names.
-            if any(isinstance(n, int) and n != m for n, m in zip(sizes, tensor.shape, strict=True)):
-                raise ExportError(f"{name} must have the exported shape {sizes}, got {list(tensor.shape)}")
-        return dict(zip(names, model(*map(Tensor.contiguous, inputs.values())), strict=True))
+            if any(isinstance(n, int) and n != m for n, m in zip(shapes[name], tensor.shape, strict=True)):
+                raise ExportError(f"{name} must have the shape {shapes[name]}, got {list(tensor.shape)}")
+        return dict(zip(names, model(*(t.to(device).contiguous() for t in inputs.values())), strict=True))
 
     return run

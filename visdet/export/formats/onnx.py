@@ -72,7 +72,7 @@ def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     read = {given.name for given in session.get_inputs()}
 
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        given = {name: value.numpy() for name, value in inputs.items() if name in read}
+        given = {name: value.cpu().numpy() for name, value in inputs.items() if name in read}
         return {
             name: torch.from_numpy(value) for name, value in zip(names, session.run(None, given), strict=True)
         }

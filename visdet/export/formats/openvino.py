@@ -36,7 +36,7 @@ def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     names = outputs_of(folder)
 
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        outputs = compiled({name: value.numpy() for name, value in inputs.items() if name in read})
+        outputs = compiled({name: value.cpu().numpy() for name, value in inputs.items() if name in read})
         return {name: torch.from_numpy(outputs[name]) for name in names}
 
     return run

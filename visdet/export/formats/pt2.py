@@ -17,14 +17,14 @@ def write(program: Program, folder: Path) -> None:
 
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function of named tensors that ``model.pt2`` of a folder is."""
+    """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     import visdet.ops  # noqa: F401 (its libraries have the operators)
 
     module = torch.export.load(folder / "model.pt2").module()
-    names = outputs_of(folder)
+    names, device = outputs_of(folder), next(module.parameters()).device
 
     @torch.no_grad()
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(zip(names, module(*inputs.values()), strict=True))
+        return dict(zip(names, module(*(t.to(device) for t in inputs.values())), strict=True))
 
     return run
