@@ -38,6 +38,7 @@ REASONS = {
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",
     "_current_level": "Forward-mode derivatives need plain torch.",
+    "_dynamo": "What torch cannot export or compile is an error of a class there.",
     "_foreach_copy_": "Many tensors are copied by few kernels.",
     "_meta_registrations": "Older torch takes a model of any size for one of either even or odd sizes.",
     "_new_shared": "A batch is written to shared memory at once, as torch's own collation does it.",

@@ -208,10 +208,16 @@ def test_a_model_without_a_family_is_refused(tmp_path):
         visdet.export(torch.nn.Linear(1, 1), tmp_path)
 
 
-def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path):
-    with pytest.raises(ExportError, match="image features"):
-        visdet.export(LearnableGaussianField(5), tmp_path, precision="bfloat16")
-    with pytest.raises(ExportError, match="'int8' needs"):
-        visdet.export(LearnableGaussianField(5), tmp_path, "onnx", "int8")
-    with pytest.raises(ExportError, match="ONNX"):
-        visdet.export(LearnableGaussianField(5), tmp_path, "onnx", precision="bfloat16")
+@pytest.mark.parametrize(
+    ("format", "precision", "message"),
+    [("pt2", "bfloat16", "image features"), ("onnx", "int8", "'int8' needs"), ("onnx", "bfloat16", "ONNX")],
+)
+def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format, precision, message):
+    with pytest.raises(ExportError, match=message):
+        visdet.export(LearnableGaussianField(5), tmp_path, format, precision)
+
+
+def test_what_torch_cannot_compile_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/no/compiler",))
+    with pytest.raises(ExportError, match=r"aoti .*No working C.* compiler"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "aoti")

@@ -103,7 +103,16 @@ def export(
         family, program.dynamic, program.ranges, format, precision, classes, preprocessing
     )
     (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": False}, indent=1))
-    module.write(program, folder)
+    try:
+        module.write(program, folder)
+    except (torch._dynamo.exc.TorchDynamoException, torch.onnx.OnnxExporterError) as error:
+        reason = (
+            error.__cause__ and error.__cause__.__cause__
+        ) or error  # It has the operator that ONNX lacks.
+        raise ExportError(
+            f"torch {torch.__version__} cannot write the model as {format} ({str(reason).splitlines()[0]}). Give shape "
+            "and batch (--shape, --batch), or another format, such as pt2"
+        ) from error
     report: dict[str, Any] = {
         "format": format,
         "precision": precision,

@@ -21,23 +21,15 @@ def write(program: Program, folder: Path) -> None:
     """Write ``model.onnx`` into a folder, and check its structure."""
     import onnx
 
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
-            graph = torch.onnx.export(
-                program.standard,
-                input_names=list(program.inputs),
-                output_names=list(program.outputs),
-                opset_version=OPSET,
-                dynamo=True,
-                verbose=False,
-            )
-    except torch.onnx.OnnxExporterError as error:
-        reason = (
-            error.__cause__ and error.__cause__.__cause__
-        ) or error  # It has the operator that ONNX lacks.
-        raise ExportError(
-            f"ONNX cannot represent the model: {str(reason).splitlines()[0]}. Export it as pt2"
-        ) from error
+    with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress.
+        graph = torch.onnx.export(
+            program.standard,
+            input_names=list(program.inputs),
+            output_names=list(program.outputs),
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
     assert graph is not None
     graph.save(folder / "model.onnx", external_data=False)
     if program.calibration is not None:
