@@ -115,8 +115,7 @@ def test_an_image_goes_the_way_that_contributing_describes(column, family, mode,
         losses = model(**model.data_preprocessor(batch, True), mode="loss")
         assert all(loss.isfinite() for loss in losses.values())
     else:
-        samples = model.val_step(batch)
-        Evaluator(metric).process(data_samples=samples, data_batch=batch)
+        Evaluator(metric).process(data_samples=model.val_step(batch), data_batch=batch)
     assert list(dict.fromkeys(walk.names)) == expected
 
 

@@ -52,8 +52,7 @@ def test_tiny_case_from_end_to_end(tmp_path, capsys):
         assert result["peers"]["torch"]["output_error"] < 5e-3
     text = (tmp_path / "bench.md").read_text()
     assert "| tiny | float32 | forward |" in text and "GB/s" in text and "green" in text
-    printed = capsys.readouterr().out
-    assert "| ms_deform_attn/tiny | bfloat16 | backward |" in printed
+    assert "| ms_deform_attn/tiny | bfloat16 | backward |" in capsys.readouterr().out
 
 
 def test_runs_without_mmengine(tmp_path):

@@ -112,8 +112,7 @@ def test_padding_is_dropped_and_restored(mask_dtype):
     assert indices.tolist() == [0, 2, 3, 8, 9] and begin.tolist() == [0, 3, 3, 5] and longest == 3
     assert begin.dtype == torch.int32 and tokens.shape == (5, 5)
     torch.testing.assert_close(tokens, index_first_axis(x.flatten(0, 1), indices))
-    restored = pad_input(tokens, indices, 3, 4)
-    torch.testing.assert_close(restored, x * mask[..., None])
+    torch.testing.assert_close(pad_input(tokens, indices, 3, 4), x * mask[..., None])
     assert torch.autograd.gradcheck(lambda y: pad_input(unpad_input(y, mask)[0], indices, 3, 4), x)
     *_, used = unpad_input(x, mask, (mask == 0).to(mask_dtype))
     assert used.tolist() == [3, 0, 2]

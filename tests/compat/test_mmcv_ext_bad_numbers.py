@@ -25,8 +25,7 @@ SOUND = [[0, 0.5, 1, 6.3, 5], [1, -2, 1, 4, 9], [1, 3, 2, 3, 2]]
 
 def within_foreign_memory(values):
     """Return the same numbers, with FOREIGN before, between and behind them."""
-    around = values.new_full((*values.shape[:-1], values.shape[-1] + 5), FOREIGN)
-    window = around[..., 2:-3]
+    window = values.new_full((*values.shape[:-1], values.shape[-1] + 5), FOREIGN)[..., 2:-3]
     return window.copy_(values)
 
 

@@ -92,8 +92,7 @@ def attend(layer, arguments, dtype, autocast=False):
     }
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         output = layer(**arguments)[0]
-    generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(output.shape, generator=generator)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))
     grads = torch.autograd.grad(
         (output.double() * weights).sum(), [*leaves, *layer.parameters()], allow_unused=True
     )

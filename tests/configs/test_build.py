@@ -54,8 +54,7 @@ def test_config_builds_and_dumps(path):
     assert model.training
     parameters = ZOO[path.relative_to(CONFIGS).with_suffix("").as_posix()][0]
     assert parameters == f"{sum(parameter.numel() for parameter in model.parameters()):,}"
-    again = Config.fromstring(config_text(config.to_dict()), ".py")
-    assert again.to_dict() == config.to_dict()
+    assert Config.fromstring(config_text(config.to_dict()), ".py").to_dict() == config.to_dict()
 
 
 def test_the_model_zoo_lists_every_config():

@@ -278,8 +278,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
 def test_an_endless_sampler():
     dataset = data(coco_like(30), *MULTI_SCALE)
-    batches = PlannedBatchSampler(InfiniteSampler(dataset, seed=1), 4)
-    found = list(islice(batches, 50))
+    found = list(islice(PlannedBatchSampler(InfiniteSampler(dataset, seed=1), 4), 50))
     assert all(len(batch) == 4 for batch in found)
     flat = [(index, seed) for batch in found for index, seed in zip(batch, batch.seeds, strict=True)]
     assert len(flat) == len(set(flat)), "each time an image comes, it is augmented anew"

@@ -376,8 +376,7 @@ def test_a_prefix_of_all_keys_is_removed(prefix):
 def test_weights_that_are_not_finite_are_named_and_refused(tmp_path):
     """This holds for load_from and for a test, and for backbones, averaged weights and optimizers."""
     runner = train(tmp_path / "a", train_cfg__max_iters=5, custom_hooks=[dict(type="EMAHook")])
-    path = str(tmp_path / "a" / "iter_5.pth")
-    content = read_checkpoint(path)
+    content = read_checkpoint(str(tmp_path / "a" / "iter_5.pth"))
     place = {
         "conv.weight": content["state_dict"],
         "ema_state_dict": content["ema_state_dict"],

@@ -66,8 +66,7 @@ def test_a_method_of_the_model_itself_is_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = Staged()
     model.predict = lambda *_: None
-    graphs = graphs_for({}, model, logging.getLogger("graph"))
-    assert list(graphs) == ["loss"]
+    assert list(graphs_for({}, model, logging.getLogger("graph"))) == ["loss"]
 
 
 @pytest.mark.parametrize("model", [DeformableDETR, SparseDrive])

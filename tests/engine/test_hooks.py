@@ -102,8 +102,7 @@ def test_warnings_reach_the_terminal_and_remarks_of_mmengine_do_not(tmp_path, ca
     runner.logger.warning("look [here]")
     runner.logger.warning('"FileClient" will be deprecated in future')
     runner.logger.info("only in the file")
-    printed = capsys.readouterr().out
-    assert printed == "warning: look [here]\n"
+    assert capsys.readouterr().out == "warning: look [here]\n"
 
 
 def test_a_terminal_gets_a_live_bar(tmp_path, terminal, monkeypatch):

@@ -174,8 +174,7 @@ def test_the_seed_of_an_unseeded_run_is_resumed(tmp_path):
     options = {"randomness": {"seed": None}, "default_hooks__checkpoint__interval": 10}
     interrupted(tmp_path, at=10, **options)
     rest = train(tmp_path, resume="auto", **options)
-    checkpoint = read_checkpoint(tmp_path / "iter_10.pth")
-    assert rest.seed == checkpoint["meta"]["seed"]
+    assert rest.seed == read_checkpoint(tmp_path / "iter_10.pth")["meta"]["seed"]
     assert rest.train_dataloader.batch_sampler.sampler.seed == rest.seed
 
 
@@ -271,8 +270,7 @@ def test_auto_without_a_checkpoint_loads_what_load_from_names(tmp_path, capsys):
     runner = toy_runner(tmp_path / "stage2", resume="auto", load_from=stage1, train_cfg__max_iters=5)
     runner.register_hook(start := Start())
     runner.train()
-    saved = read_checkpoint(stage1)["state_dict"]
-    assert torch.equal(start.weight, saved["conv.weight"])
+    assert torch.equal(start.weight, read_checkpoint(stage1)["state_dict"]["conv.weight"])
     assert f"starts from the weights of {stage1}" in capsys.readouterr().out
     again = train(tmp_path / "stage2", resume="auto", load_from=stage1 + "x")
     assert next(iter(losses(again))) == 6, "stage 2 goes on, with or without what it began from"

@@ -381,8 +381,7 @@ def test_rejections(arguments, error, message):
 
 
 def test_a_file_that_does_not_fit_shows_before_the_first_batch(tmp_path):
-    ann_file = truth(tmp_path / "a.json", [])
-    metric = METRICS.build(dict(type="CocoMetric", ann_file=ann_file))
+    metric = METRICS.build(dict(type="CocoMetric", ann_file=truth(tmp_path / "a.json", [])))
     with pytest.raises(ValueError, match=r"a\.json: none of its 2 categories"):
         metric.dataset_meta = dict(classes=("lion",))
     (tmp_path / "b.json").write_text('{"images": []}')

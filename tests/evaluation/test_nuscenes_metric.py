@@ -115,8 +115,7 @@ def test_scores_of_all_classes():
 
 def test_attributes():
     truth = [box(5, 5, velocity=(3.0, 0)), box(8, 8)]
-    attributes = ["vehicle.moving", "vehicle.stopped"]
-    batch = truth_of(truth, [0, 0], attributes=attributes)
+    batch = truth_of(truth, [0, 0], attributes=["vehicle.moving", "vehicle.stopped"])
     metrics = evaluate([batch], [result_of(truth, [0.9, 0.8], [0, 0])], classes=("car",))
     # Moving is right; a car that stands still counts as parked, which is wrong here: running means 0 and 1/2.
     assert 0 < metrics["mAAE"] < 0.5

@@ -16,6 +16,7 @@ from visdet.engine.config.load import complete_config, load_config
 from visdet.errors import MissingPackageError
 from visdet.export import ExportError
 from visdet.export.check import Differences
+from visdet.export.families import family_of
 from visdet.models.gaussian_field import LearnableGaussianField
 
 
@@ -81,6 +82,22 @@ def test_images_of_any_number_and_size_as_pt2(exported):
     assert {"input.images", "input.image_sizes", "output.bboxes"} <= set(sample.files)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_to_a_fixed_size_changes_no_detection(variant):
+    name, changes = VARIANTS[variant]
+    image = torch.randn(1, 3, 96, 120, generator=torch.Generator().manual_seed(0))
+    alone, padded = (
+        family_of(built(name, **SMALL, **changes), (96 + bottom, 120 + right), 1).run(
+            {
+                "images": torch.nn.functional.pad(image, (0, right, 0, bottom)),
+                "image_sizes": torch.tensor([[96, 120]]),
+            }
+        )
+        for bottom, right in ((0, 0), (64, 72))
+    )
+    torch.testing.assert_close(padded, alone)
+
+
 def test_a_program_needs_the_operators_alone(exported):
     """What was exported runs in a process without visdet's models."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, exported[0]], capture_output=True, text=True)
@@ -103,8 +120,8 @@ def test_standard_operators_alone(tmp_path, variant, format, options):
 
     name, changes = VARIANTS[variant]
     report = visdet.export(built(name, **SMALL, **changes), tmp_path, format, **options)
-    limit = 1e-3 if "precision" in options else 1e-4
-    assert max(one["largest"] for one in report["differences"]["outputs"].values()) < limit
+    differences = report["differences"]["outputs"].values()
+    assert max(one["largest"] for one in differences) < (1e-3 if "precision" in options else 1e-4)
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert not {node.domain for node in graph.node} - {""}
     assert "GridSample" in {node.op_type for node in graph.node}
@@ -128,8 +145,7 @@ def test_convolutions_of_features_alone_are_in_int8(tmp_path):
         **FIXED,
         calibration=lambda family: (given for case in family.cases() for given in case),
     )
-    differences = report["differences"]["outputs"]
-    assert 0 < differences["scores"]["mean"] < 0.05
+    assert 0 < report["differences"]["outputs"]["scores"]["mean"] < 0.05
     graph = onnx.load(tmp_path / "model.onnx").graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     given = {
@@ -147,8 +163,8 @@ def test_convolutions_of_features_alone_are_in_int8(tmp_path):
 def test_features_alone_are_in_16_bit(tmp_path, precision):
     model = built(DEFORMABLE_DETR, **SMALL)
     visdet.export(model, tmp_path, precision=precision, **FIXED)
-    state = torch.export.load(tmp_path / "model.pt2").state_dict
-    weights = {name: value.dtype for name, value in state.items() if value.is_floating_point()}
+    exported = torch.export.load(tmp_path / "model.pt2")
+    weights = {name: value.dtype for name, value in exported.state_dict.items() if value.is_floating_point()}
     of_features = {name for name, dtype in weights.items() if dtype == getattr(torch, precision)}
     assert of_features and of_features == {
         n for n in weights if n.startswith(("model.backbone", "model.neck"))
@@ -166,8 +182,7 @@ def test_features_alone_are_in_16_bit(tmp_path, precision):
     ],
 )
 def test_the_field(tmp_path, format):
-    model = LearnableGaussianField(50, tolerance=1e-6)
-    report = visdet.export(model, tmp_path, format)
+    report = visdet.export(LearnableGaussianField(50, tolerance=1e-6), tmp_path, format)
     assert report["differences"]["outputs"]["field"]["largest"] < 1e-5
     assert json.loads((tmp_path / "model.json").read_text())["inputs"]["points"]["shape"] == ["batch", 3]
 
@@ -178,17 +193,15 @@ def test_differences_are_those_of_sets_of_detections():
     boxes = np.array([[[0, 0, 1, 1], [2, 2, 3, 3], [5, 5, 6, 6], [7, 7, 8, 8]]], np.float32)
     ours = {"bboxes": boxes, "scores": scores, "labels": np.array([[1, 2, 3, 1]])}
     rows = {"scores": ("bboxes", "scores", "labels")}
-    order = [0, 2, 1, 3]
-    theirs = {name: value[:, order].copy() for name, value in ours.items()}
+    theirs = {name: value[:, [0, 2, 1, 3]].copy() for name, value in ours.items()}
     theirs["bboxes"][0, 3] = 1  # another one of the lowest score
-    same = Differences()
-    same.add(ours, theirs, rows, 1e-3)
-    same.check(1e-3)
+    found = Differences()
+    found.add(ours, theirs, rows, 1e-3)
+    found.check(1e-3)
     theirs["bboxes"][0, 1] += 0.5
-    other = Differences()
-    other.add(ours, theirs, rows, 1e-3)
+    found.add(ours, theirs, rows, 1e-3)
     with pytest.raises(ExportError, match="bboxes"):
-        other.check(1e-3)
+        found.check(1e-3)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -217,7 +230,7 @@ def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format,
         visdet.export(LearnableGaussianField(5), tmp_path, format, precision)
 
 
-def test_what_torch_cannot_compile_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/no/compiler",))
-    with pytest.raises(ExportError, match=r"aoti .*No working C.* compiler"):
+def test_what_torch_cannot_compile_is_said(tmp_path):
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("/no/compiler",)})
+    with no_compiler, pytest.raises(ExportError, match=r"aoti .*No working C.* compiler"):
         visdet.export(LearnableGaussianField(5), tmp_path, "aoti")

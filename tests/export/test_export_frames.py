@@ -26,8 +26,7 @@ NEW_SCENE = 15  # the frame with which the second of two drives comes into anoth
 
 def frames():
     """Yield the frames of two drives."""
-    times = np.cumsum(STEPS)
-    for index, time in enumerate(times):
+    for index, time in enumerate(np.cumsum(STEPS)):
         pose = np.eye(4)
         pose[:2, :2] = [
             [np.cos(0.02 * index), -np.sin(0.02 * index)],
@@ -71,9 +70,13 @@ def test_twenty_frames_with_state_equal_the_model(language, device, request, tmp
         program, format = [sys.executable, drive.__file__, "run"], "pt2"
     model = with_random_weights(tiny_stage2(shallow)).to(device)
     exported, found = tmp_path / "exported", tmp_path / "found"
-    # A batch of any number takes Inductor twice as long.
-    batch = 2 if format == "aoti" else None
-    report = visdet.export(model, exported, format, shape=(HEIGHT, WIDTH), batch=batch)
+    report = visdet.export(
+        model,
+        exported,
+        format,
+        shape=(HEIGHT, WIDTH),
+        batch=2 if format == "aoti" else None,  # A batch of any number takes Inductor twice as long.
+    )
     assert "next_state.det.bank.cached_anchor" in report["differences"]["outputs"]
     given, scenes, paths = list(frames()), [], []
     for index, frame in enumerate(given):

@@ -166,8 +166,7 @@ class Draw:
             step, start = self.pick((2, 1), (1, 1), (1, 3), (3, 0))
             shape = list(tensor.shape)
             shape[dim] = shape[dim] * step + start
-            around = self._filled(shape, tensor)
-            view = around.narrow(dim, start, shape[dim] - start)
+            view = self._filled(shape, tensor).narrow(dim, start, shape[dim] - start)
             view = view[(slice(None),) * dim + (slice(None, None, step),)]
             view.copy_(tensor)
             return view

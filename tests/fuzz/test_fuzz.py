@@ -159,5 +159,4 @@ def test_calls_run_in_this_process_for_a_sanitizer(capsys):
 
 def test_an_argument_spoiled_on_purpose_is_refused_by_name():
     operator = OPERATORS["ms_deform_attn"]
-    outcomes = [run_call(operator, seed, "cpu").kind for seed in range(60)]
-    assert "refused" in outcomes
+    assert "refused" in [run_call(operator, seed, "cpu").kind for seed in range(60)]

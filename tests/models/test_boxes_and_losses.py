@@ -41,8 +41,8 @@ def test_focal_loss_by_hand():
     logits = torch.zeros(2, 2)  # p = 1/2 everywhere
     loss = FocalLoss(gamma=2.0, alpha=0.25)(logits, torch.tensor([1, 2]), reduction_override="none")
     negative, positive = 0.75 * 0.25 * math.log(2), 0.25 * 0.25 * math.log(2)
-    expected = torch.tensor([[negative, positive], [negative, negative]])  # the second row is background
-    torch.testing.assert_close(loss, expected)
+    # The second row is background.
+    torch.testing.assert_close(loss, torch.tensor([[negative, positive], [negative, negative]]))
 
 
 def test_focal_loss_is_float32_for_16_bit_logits():

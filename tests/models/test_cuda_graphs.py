@@ -281,8 +281,7 @@ def test_predictions_under_autocast_have_graphs_of_their_own():
 def test_nothing_in_a_prediction_waits_for_the_device(variant):
     """Numbers of fake tensors do not exist, so that whatever asks for one fails, as a capture would."""
     model = build(variant).eval()
-    data = images_without_boxes(0)
-    prepared = model.prediction_batch(**data)
+    prepared = model.prediction_batch(**images_without_boxes(0))
     with torch.no_grad():
         expected = model.detections(prepared)  # first: it makes the tables that are kept
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:

@@ -129,8 +129,7 @@ def test_first_stage_proposals(variant):
         start = model.proposals(model.encoder(pyramid), pyramid)
     case.close(pixel_proposals(pyramid)[0], "two_stage/proposals_unact")
     case.close(start.encoder_logits, "two_stage/enc_cls")
-    best = start.encoder_logits[..., 0].topk(20, dim=1).indices
-    case.equal(best, "two_stage/topk_indices")
+    case.equal(start.encoder_logits[..., 0].topk(20, dim=1).indices, "two_stage/topk_indices")
     case.close(start.references, "decoder/initial_reference")
 
 

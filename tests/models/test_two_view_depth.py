@@ -67,8 +67,7 @@ def test_modes():
     assert len(predictions) == 2 and predictions[1].gt_depth is samples[1].gt_depth
     expected = 1 / (1 / 8.0 + (1 / 1.2 - 1 / 8.0) * position)
     torch.testing.assert_close(torch.stack([pair.pred_depth for pair in predictions]), expected)
-    losses = network(inputs, samples, mode="loss")
-    sum(losses.values()).backward()
+    sum(network(inputs, samples, mode="loss").values()).backward()
     unused = [name for name, parameter in network.named_parameters() if parameter.grad is None]
     assert not unused
 

@@ -159,8 +159,7 @@ def test_compaction_lists_what_is_kept_in_order(library, rounds, share):
 def test_a_scan_turns_counts_into_starts(library, begin, end):
     counts = [(3 * i) % 7 for i in range(720)]
     scanned = (ctypes.c_int * len(counts))(*counts)
-    total = library.scanned(scanned, begin, end, 40)
-    assert total == 40 + sum(counts[begin:end])
+    assert library.scanned(scanned, begin, end, 40) == 40 + sum(counts[begin:end])
     expected = [40 + sum(counts[begin:i]) if begin <= i < end else counts[i] for i in range(720)]
     assert list(scanned) == expected
 

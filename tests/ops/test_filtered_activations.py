@@ -63,8 +63,7 @@ def test_upfirdn2d_is_the_loop(up, down, padding, flip, device):
             window = spread[:, :, y : y + 2, c : c + 3]
             rows.append((window * (taps if flip else taps.flip(0, 1))).sum((2, 3)) * 1.5)
     given = upfirdn2d(x.to(device), taps.to(device), up, down, padding, flip, 1.5)
-    expected = torch.stack(rows, 2).view_as(given)
-    torch.testing.assert_close(given.cpu(), expected)
+    torch.testing.assert_close(given.cpu(), torch.stack(rows, 2).view_as(given))
 
 
 def test_a_filter_of_one_dimension_acts_along_both(device):

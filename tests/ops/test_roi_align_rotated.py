@@ -317,8 +317,7 @@ def test_active_rotated_filter_is_its_definition():
     for k in range(4):
         for place, target in enumerate(indices.view(18, 4)[:, k].tolist()):
             expected[:, k, :, target - 1] = weight.flatten(2)[:, :, place]
-    found = active_rotated_filter(weight, indices.int())
-    assert torch.equal(found, expected.view(12, 4, 3, 3))
+    assert torch.equal(active_rotated_filter(weight, indices.int()), expected.view(12, 4, 3, 3))
     assert torch.autograd.gradcheck(
         lambda w: active_rotated_filter(w, indices), weight.requires_grad_(), fast_mode=True
     )
@@ -339,8 +338,7 @@ def test_regions_that_count_for_nothing():
 def test_a_point_outside_the_map_reads_no_pixel():
     x = torch.ones(1, 1, 3, 3)
     x[0, 0, 0, 0] = math.nan
-    boxes = torch.full((1, 3, 3, 5), 99.0)
-    assert rotated_feature_align(x, boxes, 1.0, 5).isnan().sum() == 1
+    assert rotated_feature_align(x, torch.full((1, 3, 3, 5), 99.0), 1.0, 5).isnan().sum() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -49,8 +49,7 @@ def test_two_processes_on_the_cpu(tmp_path):
     for begin in (0, 12, 24):
         epoch = first["images"][begin : begin + 12] + second["images"][begin : begin + 12]
         assert sorted(epoch) == list(range(24)), "an epoch is shared out"
-    states = read_checkpoint(tmp_path / "iter_6.pth")["meta"]["random_states"]
-    assert len(states) == 2
+    assert len(read_checkpoint(tmp_path / "iter_6.pth")["meta"]["random_states"]) == 2
     threads = "".join((tmp_path / f"threads{rank}.txt").read_text() for rank in (0, 1))
     assert "gloo" not in threads
 

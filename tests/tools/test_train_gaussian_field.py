@@ -69,8 +69,7 @@ def test_fits_a_volume_and_resumes(monkeypatch, capsys, tmp_path, volume):
 
 
 def test_fits_point_samples(monkeypatch, capsys, tmp_path):
-    rng = np.random.default_rng(0)
-    points = rng.uniform(-50, 30, (5000, 3))
+    points = np.random.default_rng(0).uniform(-50, 30, (5000, 3))
     values = np.exp(-0.5 * ((points - [-20, 0, -10]) ** 2).sum(1) / 12**2)
     np.savez(tmp_path / "samples.npz", points=points, values=values)
     printed = train(

@@ -59,11 +59,10 @@ class Differences:
             self._note(name, distance[chosen, nearest[chosen]])
 
     def _note(self, name: str, distance: np.ndarray) -> None:
-        if not distance.size:
-            return
-        self.largest[name] = max(self.largest.get(name, 0.0), float(distance.max()))
-        seen = self.mean.get(name, 0.0) * (self.count - 1)
-        self.mean[name] = (seen + float(distance.mean())) / self.count
+        if distance.size:
+            before = self.mean.get(name, 0.0)
+            self.mean[name] = before + (float(distance.mean()) - before) / self.count
+            self.largest[name] = max(self.largest.get(name, 0.0), float(distance.max()))
 
     def table(self) -> dict[str, Any]:
         """Return what a report says."""
@@ -125,8 +124,9 @@ def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Tensor
             found = run(inputs)
             differences.add(arrays(expected), arrays(found), family.rows, limit)
             sample = sample or (inputs, found)
-            state = {name: expected[output] for name, output in family.states.items()}
-            exported_state = {name: found[output] for name, output in family.states.items()}
+            state, exported_state = (
+                {name: side[output] for name, output in family.states.items()} for side in (expected, found)
+            )
     return differences, *sample
 
 

@@ -111,8 +111,7 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
         if "ann_file" in metric:
             metric.ann_file = os.path.join(data, dataset.ann_file) if folder else os.path.abspath(data)
     cfg.test_dataloader.pop("batch_sampler", None)  # An exported model sees the padding of planned batches.
-    if batch is not None:
-        cfg.test_dataloader.batch_size = batch
+    cfg.test_dataloader.batch_size = batch or cfg.test_dataloader.batch_size
 
 
 def _checked_class_names(model: nn.Module, path: str) -> list[str] | None:
@@ -140,15 +139,22 @@ class _Exported(nn.Module):
         self.family, self.run_exported = family, run
 
     def test_step(self, data: Any) -> list[Any]:
-        batch = self.family.model.data_preprocessor(data, False)
-        given = self.family.inputs_of(batch["inputs"], batch["data_samples"])
-        return self.family.samples_of(self.run_exported(given), batch["data_samples"])
+        batch = _prepared(self.family, data)
+        found = self.run_exported(self.family.inputs_of(batch["inputs"], batch["data_samples"]))
+        return self.family.samples_of(found, batch["data_samples"])[: len(data["data_samples"])]
+
+
+def _prepared(family: Family, data: dict[str, Any]) -> Any:
+    """Return a batch as the model wants it, in which the last sample is repeated if the model takes a fixed number."""
+    missing = (family.batch or 0) - len(data["data_samples"])
+    filled = {name: [*values, *[values[-1]] * missing] for name, values in data.items()}
+    return family.model.data_preprocessor(filled, False)
 
 
 def _inputs(family: Family, batches: Iterable[Any]) -> Iterator[Tensors]:
     """Yield the inputs for batches of data, those of frames without the state that frames before them left."""
     for data in batches:
-        batch = family.model.data_preprocessor(data, False)
+        batch = _prepared(family, data)
         yield family.inputs_of(batch["inputs"], batch["data_samples"])
 
 
@@ -157,8 +163,9 @@ def _on_images(
 ) -> dict[str, Any]:
     """Return the differences of the outputs on images, and raise an ExportError if they are too large."""
     differences = Differences()
-    items = (pseudo_collate([detector.item_of(GivenImage(str(image)))]) for image in images)
-    for given in _inputs(family, items):
+    for given in _inputs(
+        family, (pseudo_collate([detector.item_of(GivenImage(str(image)))]) for image in images)
+    ):
         differences.add(arrays(family.run(given)), arrays(run(given)), family.rows, limit)
     differences.check(limit)
     return {"differences": differences.table()}

@@ -58,8 +58,7 @@ def test_only_motion_and_planning_learn():
         optimizer.step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all(name.startswith("head.motion_plan_head.") for name in changed)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained <= changed
+    assert {name for name, p in model.named_parameters() if p.requires_grad} <= changed
     assert model.training and not model.img_backbone.training and model.head.motion_plan_head.training
 
 

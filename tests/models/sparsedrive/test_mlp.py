@@ -22,5 +22,4 @@ def test_perceptrons_side_by_side(device):
     assert not together.state_dict()
     parts = [torch.randn(2, 5, count, device=device) for count in inputs]
     expected = [module(part) for module, part in zip(modules, parts, strict=True)]
-    found = together(modules, parts)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together(modules, parts), expected, rtol=1e-4, atol=1e-4)

@@ -117,8 +117,7 @@ def assert_older_checkpoints_load(model, state):
         older[name] = {**part, "bank": {**part["bank"], "clock": plain["clock"], "frame": None}}
     again = model.state_of_plain(older)
     assert again.clock.scene == state.clock.scene
-    anchors = [one.head["det"].bank.cached_anchor for one in (again, state)]
-    assert torch.equal(*anchors)
+    assert torch.equal(*[one.head["det"].bank.cached_anchor for one in (again, state)])
 
 
 def test_every_parameter_gets_a_gradient_whatever_the_targets():
@@ -188,8 +187,7 @@ def test_sparse4d_alone():
     config = {**config, "type": "Sparse4D", "head": config["head"]["det_head"]}
     model = MODELS.build(config)
     model.init_weights()
-    losses = model.train()(*frame([0.0]), mode="loss")
-    assert "det_loss_cls_dn_0" in losses
+    assert "det_loss_cls_dn_0" in model.train()(*frame([0.0]), mode="loss")
     (result,) = model.eval()(*frame([0.0]), mode="predict")
     assert len(result.pred_instances_3d) == NUM_DET
 

@@ -122,8 +122,7 @@ def test_lines_l1_by_hand():
 
 def test_depth_matches_golden():
     module, given, expected = built("DenseDepthNet")
-    maps = [given[f"feature_maps/{i}"] for i in range(3)]
-    depths = module(maps, given["focal"])
+    depths = module([given[f"feature_maps/{i}"] for i in range(3)], given["focal"])
     for i, depth in enumerate(depths):
         close(depth, expected[f"depths/{i}"])
     close(module.loss(depths, [given[f"gt_depth/{i}"] for i in range(3)]), expected["loss"])

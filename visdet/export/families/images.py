@@ -36,7 +36,9 @@ class Images(Family):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         images, sizes = tensors
         limit = sizes.flip(-1).to(torch.float32).repeat(1, 2).unsqueeze(1)
-        found = self.model.detections(PredictionBatch(images, sizes, limit, torch.ones_like(limit)))
+        # To images of one size, padding is added that the model was not trained with.
+        alone = self.shape is not None and self.model.can_ignore_padding
+        found = self.model.detections(PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone))
         return tuple(found[name] for name in self.output_names)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
@@ -44,9 +46,8 @@ class Images(Family):
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         axes = super().dynamic()
-        if self.shape is None:
-            axes["images"] = {**axes.get("images", {}), 2: "height", 3: "width"}
-        return axes
+        sides = {"images": {**axes.get("images", {}), 2: "height", 3: "width"}}
+        return axes | ({} if self.shape else sides)
 
     def cases(self) -> Iterator[list[Tensors]]:
         generator = torch.Generator().manual_seed(0)

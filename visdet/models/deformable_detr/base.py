@@ -224,17 +224,15 @@ class DeformableDetectionTransformer(BaseDetector):
         original image. If there is none, they stay in pixels of the network's input.
         """
         sizes = image_sizes(inputs, data_samples)
-        factors = []
-        for sample in data_samples:
-            factor = sample.metainfo.get("scale_factor")
-            factors.append([1.0, 1.0] if factor is None else [float(number) for number in factor[:2]])
+        given = [sample.metainfo.get("scale_factor") for sample in data_samples]
+        factors = [[1.0, 1.0] if pair is None else [float(number) for number in pair[:2]] for pair in given]
         limits = [[width, height] for height, width in sizes]
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
         limit, scale = torch.cat([extents, extents], dim=-1)
         may_be_padded = data_samples[0].metainfo.get("batch_is_padded")  # None if the batch was not planned
-        given = padded_sizes(inputs, sizes, bool(may_be_padded))
-        return PredictionBatch(inputs, given, limit, scale, may_be_padded is not None)
+        padded = padded_sizes(inputs, sizes, bool(may_be_padded))
+        return PredictionBatch(inputs, padded, limit, scale, may_be_padded is not None)
 
     def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
         """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
@@ -252,6 +250,11 @@ class DeformableDetectionTransformer(BaseDetector):
                 **{name: tensor[index] for name, tensor in detections.items()}
             )
         return list(data_samples)
+
+    @property
+    def can_ignore_padding(self) -> bool:
+        """Whether a padded image can be predicted ``as_if_unpadded``."""
+        return isinstance(self.backbone, ResNet) and isinstance(self.neck, ChannelMapper)
 
     def raw_outputs(
         self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
@@ -278,12 +281,12 @@ class DeformableDetectionTransformer(BaseDetector):
         """
         height, width = inputs.shape[-2:]
         alone = AsIfUnpadded(sizes, (height, width)) if as_if_unpadded and sizes is not None else None
-        for part in (self.backbone, self.neck):
-            if alone is not None and not isinstance(part, (ResNet, ChannelMapper)):
-                raise InvalidInputError(
-                    "a PlannedBatchSampler in val_dataloader or test_dataloader needs a ResNet and a ChannelMapper, "
-                    f"whose maps then do not depend on the padding, got {type(part).__name__}: set batch_sampler=None"
-                )
+        if alone is not None and not self.can_ignore_padding:
+            raise InvalidInputError(
+                "a PlannedBatchSampler in val_dataloader or test_dataloader needs a ResNet and a ChannelMapper, whose "
+                f"maps then do not depend on the padding, got {type(self.backbone).__name__} and "
+                f"{type(self.neck).__name__}: set batch_sampler=None"
+            )
         with alone or nullcontext():
             maps = self.extract_feat(inputs)
         pyramid = flatten_pyramid(
