@@ -84,8 +84,7 @@ def test_a_later_patch_survives_the_uninstallation(bridge, package):
 
 def test_reload_patches_again(bridge, package):
     bridge.install()
-    module = importlib.reload(importlib.import_module(package))
-    assert module.speed() == 2
+    assert importlib.reload(importlib.import_module(package)).speed() == 2
 
 
 def test_the_context_manager_leaves_what_it_found(bridge, package):

@@ -155,6 +155,5 @@ def test_dataset_makes_its_files_and_is_registered(tmp_path, monkeypatch):
     dataset = DATASETS.build(config)
     assert isinstance(dataset, DrivingScenesDataset) and len(dataset) == 2
     assert dataset.metainfo["classes"] == DRIVING_CLASSES
-    record = dataset[0]
-    assert cv2.imread(record["img_filename"][0]).shape == (32, 96, 3)
+    assert cv2.imread(dataset[0]["img_filename"][0]).shape == (32, 96, 3)
     assert SMALL["num_frames"] == 8

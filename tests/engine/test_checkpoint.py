@@ -345,8 +345,7 @@ def test_an_average_of_weights_begins_with_weights_whose_keys_are_revised(tmp_pa
     ema = [dict(type="EMAHook")]
     tested = toy_runner(tmp_path / "b", custom_hooks=ema, load_from=str(tmp_path / "wrapped.pth"))
     found = tested.test()
-    plain = toy_runner(tmp_path / "c", load_from=str(tmp_path / "wrapped.pth"))
-    assert found == plain.test()
+    assert found == toy_runner(tmp_path / "c", load_from=str(tmp_path / "wrapped.pth")).test()
     averaged = next(hook for hook in tested.hooks if type(hook).__name__ == "EMAHook").ema_model.module
     for key, value in averaged.state_dict().items():
         assert torch.equal(value, state[f"module.{key}"]), key

@@ -17,6 +17,7 @@ from visdet.errors import MissingPackageError
 from visdet.export import ExportError
 from visdet.export.check import Differences
 from visdet.export.families import family_of
+from visdet.export.precision import LIMITS
 from visdet.models.gaussian_field import LearnableGaussianField
 
 
@@ -228,6 +229,14 @@ def test_a_model_without_a_family_is_refused(tmp_path):
 def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format, precision, message):
     with pytest.raises(ExportError, match=message):
         visdet.export(LearnableGaussianField(5), tmp_path, format, precision)
+
+
+def test_data_judge_16_bit(tmp_path, monkeypatch):
+    monkeypatch.setitem(LIMITS, "float16", (-1.0, 0.002))  # No difference is so small.
+    model = built(DEFORMABLE_DETR, **SMALL)
+    with pytest.raises(ExportError, match="metrics on annotations"):
+        visdet.export(model, tmp_path, precision="float16", **FIXED)
+    assert visdet.export(model, tmp_path, precision="float16", evaluate=lambda *_: {}, **FIXED)["checked"]
 
 
 def test_what_torch_cannot_compile_is_said(tmp_path):

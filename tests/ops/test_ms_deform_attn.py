@@ -260,8 +260,7 @@ def test_one_sample_by_hand():
     # A 2 x 3 map of one channel; the sample at pixel (x=1.25, y=0.5) weighs its corners .375 .125 .375 .125.
     value = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]).reshape(1, 6, 1, 1)
     location = torch.tensor([(1.25 + 0.5) / 3, (0.5 + 0.5) / 2]).reshape(1, 1, 1, 1, 1, 2)
-    weight = torch.full((1, 1, 1, 1, 1), 2.0)
-    out = ms_deform_attn(value, [(2, 3)], [0], location, weight)
+    out = ms_deform_attn(value, [(2, 3)], [0], location, torch.full((1, 1, 1, 1, 1), 2.0))
     assert out.shape == (1, 1, 1)
     assert out.item() == pytest.approx(2 * (0.375 * 2 + 0.125 * 4 + 0.375 * 16 + 0.125 * 32))
 

@@ -80,7 +80,7 @@ class Differences:
             text = ", ".join(f"{name} by {value:.3g}" for name, value in wrong.items())
             raise ExportError(
                 f"the exported model gives other results than the model: {text} (relative to the largest number of the "
-                f"output, limit {limit:g}, {self.count} inputs)"
+                f"output, limit {limit:g}, {self.count} inputs). In 16 bit, metrics on annotations (--check) decide"
             )
 
 
