@@ -66,7 +66,8 @@ def export_config(
         if file.suffix.lower() in (".jpg", ".jpeg", ".png")
     )
     if data is not None and not images:
-        _use_data(cfg, data, arguments.get("batch"))
+        # Scenes are played one at a time, in batches that are filled.
+        _use_data(cfg, data, None if augmentation else arguments.get("batch"))
     with tempfile.TemporaryDirectory() as logs, cpu_by_default():
         cfg.work_dir = logs
         # The report of a test names its files, which are not kept.
