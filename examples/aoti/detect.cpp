@@ -63,7 +63,7 @@ int main(int argc, char** argv) try {
   const auto [H, W] = resized(model, height, width);
   image = normalised(model, at::upsample_bilinear2d(image, {H, W}, false));
   image = at::constant_pad_nd(image, {0, padding(model, "width", 3, W), 0, padding(model, "height", 2, H)});
-  Tensors found = model.run({{"images", image}, {"image_sizes", at::tensor({H, W}).view({1, 2})}});
+  Tensors found = model.run({{"images", image}, {"image_sizes", at::tensor({H, W}).view({1, 2})}}, argv[2]);
   const auto scale = at::tensor({width / W, height / H}).repeat({2});
   const auto boxes = found["bboxes"][0].cpu() * scale, scores = found["scores"][0].cpu();
   for (int64_t k = 0; k < scores.size(0) && scores[k].item<double>() >= least; ++k) {

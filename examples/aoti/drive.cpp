@@ -28,14 +28,6 @@ void write(const Tensors& outputs, const std::string& path) {
   TORCH_CHECK(std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size()), "cannot write ", path);
 }
 
-// Returns whether a tensor has the sizes of model.json, of which names may be any number.
-bool fits(const at::Tensor& tensor, const std::vector<std::string>& sizes) {
-  const auto fit = [](const auto& size, int64_t found) {
-    return std::isalpha(size[0]) || std::to_string(found) == size;
-  };
-  return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(), fit);
-}
-
 // Returns the state before the first frame, which is zeros.
 Tensors empty_state(Model& model, int64_t batch) {
   Tensors state;
@@ -54,22 +46,18 @@ int main(int argc, char** argv) try {
   Tensors state, previous;
   for (const std::filesystem::path path : std::vector<std::string>(argv + 3, argv + argc)) {
     const Tensors frame = read_frame(path);
+    const auto part = [&](const std::string& name) { return named(frame, name, path); };
     if (previous.empty()) {
       previous = frame;
-      previous["scene"] = frame.at("scene") - 1;
-      state = empty_state(model, frame.at("scene").size(0));
+      previous["scene"] = part("scene") - 1;
+      state = empty_state(model, part("scene").size(0));
     }
     Tensors inputs = frame;
     inputs.insert(state.begin(), state.end());
-    inputs["previous_to_current"] = at::linalg_inv(frame.at("pose")).matmul(previous["pose"]).to(at::kFloat);
-    inputs["seconds"] = (frame.at("time") - previous["time"]).to(at::kFloat);
-    inputs["same_scene"] = frame.at("scene") == previous["scene"];
-    for (const std::string& name : model.texts("inputs")) {  // A package would read others without saying so.
-      TORCH_CHECK(inputs.count(name), path.string(), " lacks ", name);
-      TORCH_CHECK(fits(inputs[name], model.texts("inputs." + name + ".shape")), path.string(), ": ", name,
-                  " has the sizes ", inputs[name].sizes(), ", which model.json does not allow");
-    }
-    const Tensors outputs = model.run(inputs);
+    inputs["previous_to_current"] = at::linalg_inv(part("pose")).matmul(previous["pose"]).to(at::kFloat);
+    inputs["seconds"] = (part("time") - previous["time"]).to(at::kFloat);
+    inputs["same_scene"] = part("scene") == previous["scene"];
+    const Tensors outputs = model.run(inputs, path);
     for (auto& [name, value] : state) value = outputs.at("next_" + name);
     write(outputs, argv[2] / path.filename());
     previous = frame;

@@ -9,6 +9,12 @@
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
+// Returns a tensor by its name.
+inline const at::Tensor& named(const Tensors& tensors, const std::string& name, const std::string& where) {
+  TORCH_CHECK(tensors.count(name), where, " lacks ", name);
+  return tensors.at(name);
+}
+
 struct Model {
   explicit Model(const std::string& folder) : loader(with_operators(folder)), facts(loader.get_metadata()) {}
 
@@ -23,9 +29,25 @@ struct Model {
     std::istringstream lines(facts[name]);
     return {std::istream_iterator<double>(lines), {}};
   }
-  Tensors run(const Tensors& inputs) {
+  // Returns whether a tensor has the sizes of model.json, of which names are those that may change.
+  bool fits(const at::Tensor& tensor, const std::string& name) {
+    const auto fit = [this](const std::string& size, int64_t found) {
+      const auto range = numbers("ranges." + size);
+      return std::isalpha(size[0]) ? range.empty() || (range[0] <= found && found <= range[1])
+                                   : std::stoll(size) == found;
+    };
+    const auto sizes = texts("inputs." + name + ".shape");
+    return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(), fit);
+  }
+  // Returns the outputs. Errors begin with where the inputs come from: a package would read other sizes in silence.
+  Tensors run(const Tensors& inputs, const std::string& where) {
     std::vector<at::Tensor> given;
-    for (const auto& name : texts("inputs")) given.push_back(inputs.at(name).to(facts["AOTI_DEVICE_KEY"]).contiguous());
+    for (const auto& name : texts("inputs")) {
+      const at::Tensor& tensor = named(inputs, name, where);
+      TORCH_CHECK(fits(tensor, name), where, ": ", name, " has the sizes ", tensor.sizes(),
+                  ", which model.json does not allow");
+      given.push_back(tensor.to(facts["AOTI_DEVICE_KEY"]).contiguous());
+    }
     const std::vector<at::Tensor> results = loader.run(given);
     Tensors outputs;
     for (size_t i = 0; const auto& name : texts("outputs")) outputs[name] = results[i++];

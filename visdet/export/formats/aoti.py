@@ -53,15 +53,22 @@ def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
     names, device = outputs_of(folder), model.get_metadata()["AOTI_DEVICE_KEY"]
-    facts = json.loads((folder / DESCRIPTION).read_text())["inputs"]
-    shapes = {name: fact["shape"] for name, fact in facts.items()}  # Sizes that may change have names.
+    described = json.loads((folder / DESCRIPTION).read_text())
+    ranges = {
+        name: [described["ranges"].get(size, (size, size)) for size in fact["shape"]]
+        for name, fact in described["inputs"].items()
+    }
 
     # A package reads its inputs by the device, the sizes and the strides of the examples, which are contiguous, and
     # does not say if others come. Some of the states that it returns are slices of larger tensors.
     def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in inputs.items():
-            if any(isinstance(n, int) and n != m for n, m in zip(shapes[name], tensor.shape, strict=True)):
-                raise ExportError(f"{name} must have the shape {shapes[name]}, got {list(tensor.shape)}")
+            if tensor.dim() != len(ranges[name]) or not all(
+                low <= n <= high for n, (low, high) in zip(tensor.shape, ranges[name], strict=True)
+            ):
+                raise ExportError(
+                    f"the sizes of {name} must be within {ranges[name]}, got {list(tensor.shape)}"
+                )
         return dict(zip(names, model(*(t.to(device).contiguous() for t in inputs.values())), strict=True))
 
     return run
