@@ -56,7 +56,7 @@ class Program:
         shapes = tuple(
             {axis: sizes[size] for axis, size in self.dynamic.get(name, {}).items()} for name in self.inputs
         )
-        # Before torch 2.14, the shape of a pooling's output asks whether a division is exact, by which torch.export
+        # In torch 2.11, the shape of a pooling's output asks whether a division is exact, by which torch.export
         # thinks that the model takes either even or odd sizes.
         with (
             torch.no_grad(),
