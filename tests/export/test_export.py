@@ -231,12 +231,13 @@ def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format,
         visdet.export(LearnableGaussianField(5), tmp_path, format, precision)
 
 
-def test_data_judge_16_bit(tmp_path, monkeypatch):
-    monkeypatch.setitem(LIMITS, "float16", (-1.0, 0.002))  # No difference is so small.
-    model = built(DEFORMABLE_DETR, **SMALL)
-    with pytest.raises(ExportError, match="metrics on annotations"):
-        visdet.export(model, tmp_path, precision="float16", **FIXED)
-    assert visdet.export(model, tmp_path, precision="float16", evaluate=lambda *_: {}, **FIXED)["checked"]
+def test_16_bit_is_judged_by_the_mean():
+    found = Differences(largest={"scores": 0.08}, mean={"scores": 0.001}, count=3)  # One query was replaced.
+    found.check(LIMITS["float16"][0])
+    with pytest.raises(ExportError, match=r"scores by 0\.08"):
+        found.check(LIMITS["float32"][0])
+    with pytest.raises(ExportError, match=r"scores by 0\.02"):
+        Differences(largest={"scores": 0.08}, mean={"scores": 0.02}, count=3).check(LIMITS["float16"][0])
 
 
 def test_what_torch_cannot_compile_is_said(tmp_path):

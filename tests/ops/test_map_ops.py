@@ -287,8 +287,7 @@ def test_simple_roi_align_places_samples_in_float32(dtype):
 @pytest.mark.parametrize("images, regions", [(2, 0), (0, 3), (0, 0), (1, 3)])
 def test_simple_roi_align_without_samples_has_a_gradient(images, regions):
     x = torch.full((images, 2, 4, 4), torch.inf, requires_grad=True)
-    rois = torch.tensor([[5.0, 0, 0, 4, 4]]).repeat(regions, 1)
-    output = SimpleRoIAlign(2, 1.0)(x, rois)
+    output = SimpleRoIAlign(2, 1.0)(x, torch.tensor([[5.0, 0, 0, 4, 4]]).repeat(regions, 1))
     assert output.shape == (regions, 2, 2, 2) and not output.any()
     output.sum().backward()
     assert torch.equal(x.grad, torch.zeros(images, 2, 4, 4))

@@ -14,8 +14,9 @@ from visdet.execution.tensor_tree import map_tensors
 
 from .errors import ExportError
 
-# The largest difference of an output from that of the model in the same precision, relative to its largest number, and
-# the largest loss of a metric from float32. Compilers round to 16 bit at other places than torch does.
+# The greatest difference of an output from that of the model in the same precision, relative to its largest number, and
+# the greatest loss of a metric from float32. Compilers round to 16 bit at other places than torch does, so that the
+# difference is the mean there, and the largest one in float32.
 # In int8 the loss alone counts.
 LIMITS = {
     "float32": (1e-3, 0.001),

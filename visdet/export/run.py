@@ -106,12 +106,11 @@ def export(
     try:
         module.write(program, folder)
     except (torch._dynamo.exc.TorchDynamoException, torch.onnx.OnnxExporterError) as error:
-        reason = (
-            error.__cause__ and error.__cause__.__cause__
-        ) or error  # It has the operator that ONNX lacks.
+        # The first cause has the operator that ONNX lacks.
+        reason = (error.__cause__ and error.__cause__.__cause__) or error
         raise ExportError(
-            f"torch {torch.__version__} cannot write the model as {format} ({str(reason).splitlines()[0]}). Give shape "
-            "and batch (--shape, --batch), or another format, such as pt2"
+            f"torch {torch.__version__} cannot write the model as {format} ({str(reason).splitlines()[0]}). If the "
+            "sizes that may change are the reason, fix them (--shape, --batch); or choose another format, such as pt2"
         ) from error
     report: dict[str, Any] = {
         "format": format,
@@ -133,8 +132,7 @@ def export(
     np.savez(folder / "sample.npz", **arrays(named))  # type: ignore[arg-type]
     report["differences"] = differences.table()
     try:
-        # In 16 bit, a query takes the place of another one of nearly its score. Data show whether that matters.
-        differences.check(limit if precision == "float32" or evaluate is None else float("inf"))
+        differences.check(limit)
         if evaluate is not None:
             report["data"] = evaluate(family, run)
         if bench:

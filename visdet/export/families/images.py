@@ -36,7 +36,7 @@ class Images(Family):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         images, sizes = tensors
         limit = sizes.flip(-1).to(torch.float32).repeat(1, 2).unsqueeze(1)
-        # To images of one size, padding is added that the model was not trained with.
+        # Models are not trained with as much padding as a fixed size may need.
         alone = self.shape is not None and self.model.can_ignore_padding
         found = self.model.detections(PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone))
         return tuple(found[name] for name in self.output_names)
@@ -46,8 +46,7 @@ class Images(Family):
 
     def dynamic(self) -> dict[str, dict[int, str]]:
         axes = super().dynamic()
-        sides = {"images": {**axes.get("images", {}), 2: "height", 3: "width"}}
-        return axes | ({} if self.shape else sides)
+        return axes if self.shape else axes | {"images": {**axes.get("images", {}), 2: "height", 3: "width"}}
 
     def cases(self) -> Iterator[list[Tensors]]:
         generator = torch.Generator().manual_seed(0)

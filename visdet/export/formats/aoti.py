@@ -16,7 +16,7 @@ from torch import Tensor
 import visdet.ops
 
 from ..errors import ExportError
-from ..program import DESCRIPTION, Program, outputs_of
+from ..program import DESCRIPTION, Program
 
 PACKAGES = ("torch",)
 
@@ -52,8 +52,8 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-    names, device = outputs_of(folder), model.get_metadata()["AOTI_DEVICE_KEY"]
     described = json.loads((folder / DESCRIPTION).read_text())
+    names, device = list(described["outputs"]), model.get_metadata()["AOTI_DEVICE_KEY"]
     ranges = {
         name: [described["ranges"].get(size, (size, size)) for size in fact["shape"]]
         for name, fact in described["inputs"].items()
