@@ -91,8 +91,6 @@ def _time_row(result: dict[str, Any]) -> Row:
     for name in (name for name in shown if name in result["passes"]):
         figures = result["passes"][name]
         kept = {"us": figures["time"]["median_us"]}
-        kept |= {"goal": figures["goal_us"]} if "goal_us" in figures else {}
-        kept |= {"goal_ratio": figures["goal_ratio"]} if "goal_ratio" in figures else {}
         kept |= (
             {"floor": figures["floor_us"]} if figures["floor_us"] > figures["time"]["median_us"] / 10 else {}
         )
@@ -159,7 +157,7 @@ def _times(section: dict[str, Any]) -> list[str]:
         cells = [_time_cell(row["passes"].get(name)) for name in columns]
         for peer in peers:
             slower = row["slower"].get(peer, {})
-            cells.append(", ".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
+            cells.append("/".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
     header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
     return [*table(header, body), "", f"{_source(section)} {_sizes(section)}"]
@@ -168,10 +166,8 @@ def _times(section: dict[str, Any]) -> list[str]:
 def _time_cell(figures: dict[str, float] | None) -> str:
     if figures is None:
         return ""
-    notes = [f"goal {_number(figures['goal'])}"] if "goal" in figures else []
-    notes += [f"goal {figures['goal_ratio']:g}x"] if "goal_ratio" in figures else []
-    notes += [f"floor {_number(figures['floor'])}"] if "floor" in figures else []
-    return _number(figures["us"]) + (f" ({', '.join(notes)})" if notes else "")
+    floor = f"/{_number(figures['floor'])}" if "floor" in figures else ""
+    return f"{_number(figures['us'])}{floor}"
 
 
 def _number(us: float) -> str:
@@ -179,10 +175,15 @@ def _number(us: float) -> str:
 
 
 def _path_times(section: dict[str, Any]) -> list[str]:
-    """Return a table of the times of all paths. The chosen path comes first, then the others from the fastest on."""
+    """Return a table of the times where several paths serve a call.
+
+    The chosen path comes first, then the others from the fastest on.
+    """
     dtypes = list(dict.fromkeys(row["dtype"] for row in section["rows"]))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in section["rows"]:
+        if len(row["us"]) == 1:
+            continue
         chosen, *others = row["us"].items()
         times = [chosen, *sorted(others, key=lambda other: other[1])]
         text = ", ".join(f"{path} {_number(us)}" for path, us in times)
@@ -190,31 +191,10 @@ def _path_times(section: dict[str, Any]) -> list[str]:
     body = [
         [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()
     ]
-    return [*table(["case", "pass", *dtypes], body), "", f"{_source(section)} {_sizes(section)}"]
+    return [*table(["case", "pass", *dtypes], body), "", _source(section)]
 
 
-def _path_gains(section: dict[str, Any]) -> list[str]:
-    """Return a table with the number of shapes for which each path is chosen, and its gains over the next best path."""
-    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    count: dict[tuple[str, str], int] = {}
-    for row in section["rows"]:
-        chosen, *others = row["us"]
-        key = (row["pass"], chosen)
-        count[key] = count.get(key, 0) + 1
-        if others:
-            gain = min(row["us"][other] for other in others) / row["us"][chosen] - 1
-            found.setdefault(key, []).append((gain, f"{row['case']}, {row['dtype']}"))
-    body = []
-    for key in sorted(count, key=lambda key: (key[0] != "forward", key)):
-        gains = sorted(found.get(key, []))
-        texts = [f"{round(100 * gain)} % ({where})" for gain, where in (*gains[-1:], *gains[:1])] or ["", ""]
-        over = str(sum(gain >= 0.05 for gain, _ in gains)) if gains else "no other path"
-        body.append([key[0], f"`{key[1]}`", str(count[key]), over, *texts])
-    header = ["pass", "path", "chosen on", "5 % and more on", "greatest gain", "least gain"]
-    return [*table(header, body), "", _source(section)]
-
-
-KINDS = {"times": _times, "path-gains": _path_gains, "path-times": _path_times}
+KINDS = {"times": _times, "path-times": _path_times}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

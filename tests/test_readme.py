@@ -100,6 +100,7 @@ def h200_figures(op: str, case: str, dtype: str, peer: str) -> list[float]:
 
 def test_every_command_of_the_pages_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets |= set(re.findall(r'nox.session\(name="([\w-]+)"', (ROOT / "noxfile.py").read_text()))
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text()
         for script in set(re.findall(r"(?<![\w/])tools/\w+\.py", text)):
