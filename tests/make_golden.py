@@ -3,7 +3,7 @@
 ``python tests/make_golden.py unit_cases [FOLDER]``
     packs the unit-level cases and the lists of published parameters from FOLDER (``../shared/data``), unchanged.
 ``python tests/make_golden.py deformable_detr [FOLDER]``
-    runs mmdet's Deformable DETR; needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv_lite.md). The sampling operator and the
+    runs mmdet's Deformable DETR; needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv.md). The sampling operator and the
     focal loss are mmcv's, in plain torch.
 ``python tests/make_golden_dino.py``
     runs mmdet's DINO in the same environment.

@@ -1,6 +1,6 @@
 """Make the small golden vectors of DINO and Swin in tests/data, by ``python tests/make_golden_dino.py``.
 
-It runs mmdet's models and needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv_lite.md). In place of random noise, denoising
+It runs mmdet's models and needs mmdet 3.3 and mmcv-lite 2.1 (docs/mmcv.md). In place of random noise, denoising
 queries get drawn numbers. The names and shapes of the parameters of mmdet's configs are added to the lists of published
 parameters.
 """

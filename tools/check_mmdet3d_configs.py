@@ -1,7 +1,7 @@
 """Check that unmodified mmdet3d 1.4 configs run on mmcv-lite and visdet's operators.
 
 Each model is built without weights, and runs one training step and one prediction on random points or images. The
-environment needs mmcv-lite, mmdet and mmdet3d (docs/mmdet3d.md).
+environment needs mmcv-lite, mmdet and mmdet3d (docs/mmcv.md).
 """
 
 import math

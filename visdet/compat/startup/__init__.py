@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, whose ``sitecustomize`` Python runs at every start (docs/compat_transformers.md)."""
+"""A folder for PYTHONPATH, whose ``sitecustomize`` Python runs at every start (docs/bridges.md)."""
