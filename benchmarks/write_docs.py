@@ -70,12 +70,16 @@ def rendered(text: str, pages: Path = PAGES) -> str:
             return f"{start}\nNo figures of this device are committed yet.\n\n{end}"
         figures = json.loads(file.read_text())
         lines: list[str] = []
+        sources: list[str] = []
         for op in ops.split():
             section = figures.get(op, {}).get("times" if kind == "times" else "paths")
             lines += [f"**{op}**", ""] if " " in ops else []
-            lines += KINDS[kind](section) if section else [f"No figures of `{op}` are committed yet."]
-            lines += [""]
-        return "\n".join([start, *lines, end])
+            lines += (
+                [*KINDS[kind](section), ""] if section else [f"No figures of `{op}` are committed yet.", ""]
+            )
+            if section and _source(section) not in sources:
+                sources.append(_source(section))
+        return "\n".join([start, *lines, *(line for source in sources for line in (source, "")), end])
 
     return BLOCK.sub(block, text)
 
@@ -160,7 +164,7 @@ def _times(section: dict[str, Any]) -> list[str]:
             cells.append("/".join(f"{slower[kind]:.3g}x" for kind in ("forward", "both") if kind in slower))
         body.append([row["case"], row["dtype"], *cells])
     header = ["case", "type", *(HEADINGS.get(name, name) for name in columns), *peers]
-    return [*table(header, body), "", f"{_source(section)} {_sizes(section)}"]
+    return [*table(header, body), "", _sizes(section)]
 
 
 def _time_cell(figures: dict[str, float] | None) -> str:
@@ -174,27 +178,28 @@ def _number(us: float) -> str:
     return f"{us:.3g}" if us < 1000 else f"{us:.0f}"
 
 
-def _path_times(section: dict[str, Any]) -> list[str]:
-    """Return a table of the times where several paths serve a call.
-
-    The chosen path comes first, then the others from the fastest on.
-    """
-    dtypes = list(dict.fromkeys(row["dtype"] for row in section["rows"]))
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+def _path_gains(section: dict[str, Any]) -> list[str]:
+    """Return a table with the number of shapes for which each path is chosen, and its gains over the next best path."""
+    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    count: dict[tuple[str, str], int] = {}
     for row in section["rows"]:
-        if len(row["us"]) == 1:
-            continue
-        chosen, *others = row["us"].items()
-        times = [chosen, *sorted(others, key=lambda other: other[1])]
-        text = ", ".join(f"{path} {_number(us)}" for path, us in times)
-        cells.setdefault((row["case"], row["pass"]), {})[row["dtype"]] = text
-    body = [
-        [case, name, *(texts.get(dtype, "") for dtype in dtypes)] for (case, name), texts in cells.items()
-    ]
-    return [*table(["case", "pass", *dtypes], body), "", _source(section)]
+        chosen, *others = row["us"]
+        key = (row["pass"], chosen)
+        count[key] = count.get(key, 0) + 1
+        if others:
+            gain = min(row["us"][other] for other in others) / row["us"][chosen] - 1
+            found.setdefault(key, []).append((gain, f"{row['case']}, {row['dtype']}"))
+    body = []
+    for key in sorted(count, key=lambda key: (key[0] != "forward", key)):
+        gains = sorted(found.get(key, []))
+        texts = [f"{round(100 * gain)} % ({where})" for gain, where in (*gains[-1:], *gains[:1])] or ["", ""]
+        over = str(sum(gain >= 0.05 for gain, _ in gains)) if gains else "no other path"
+        body.append([key[0], f"`{key[1]}`", str(count[key]), over, *texts])
+    header = ["pass", "path", "chosen on", "5 % and more on", "greatest gain", "least gain"]
+    return table(header, body)
 
 
-KINDS = {"times": _times, "path-times": _path_times}
+KINDS = {"times": _times, "path-gains": _path_gains}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
