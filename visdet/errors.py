@@ -15,6 +15,7 @@ __all__ = [
     "MissingFileError",
     "MissingPackageError",
     "UnknownNameError",
+    "UnwrittenFileError",
     "UserError",
     "add_hint",
     "build_step",
@@ -50,6 +51,10 @@ class MissingFileError(UserError, FileNotFoundError):
 
 class MissingPackageError(UserError, ImportError):
     """A Python package that a feature needs and that is not installed."""
+
+
+class UnwrittenFileError(UserError, OSError):
+    """A file that cannot be written."""
 
 
 class UnknownNameError(UserError, KeyError):

@@ -14,9 +14,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import yaml
-from PIL import ExifTags, Image
 
-from visdet.errors import InvalidInputError, UserError, reading
+from visdet.errors import InvalidInputError, MissingFileError, UserError, reading
+from visdet.files.images import open_image, orientation_of
+from visdet.files.writing import write_atomically
 from visdet.structures.coco_json import load_coco_json
 
 FORMATS = ("yolo", "voc", "csv", "coco")
@@ -74,13 +75,13 @@ def convert(
     records: dict[str, list[tuple[Picture, tuple[int, int]]]] = defaultdict(list)
     for picture in pictures:
         try:
-            with Image.open(picture.path) as image:
-                is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+            with open_image(picture.path) as image:
+                is_turned = orientation_of(image) >= 5
                 # The size is the one that viewers show, or as it is stored if the annotations say so.
                 size = image.size[::-1] if is_turned and picture.size != image.size else image.size
             records[picture.split].append((picture, size))
-        except OSError as error:
-            missing = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+        except UserError as error:
+            missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"
             skipped[f"image {picture.path} {missing}"] += 1
     if not any(records.values()):
         found = f"; left out: {', '.join(list(skipped)[:3])}" if skipped else ""
@@ -91,13 +92,12 @@ def convert(
         records["val"] = [drawn.pop() for _ in range(max(round(val_share * len(drawn)), 1))]
     if "" in records:
         records["train"] += records.pop("")
-    out.mkdir(parents=True, exist_ok=True)
     files = []
     for split, images in records.items():
         file = out / f"{split}.json"
         if file.exists() and not _is_ours(file):
             raise UserError(f"{file} exists and was not written by {_MAKER}; give another folder")
-        file.write_text(json.dumps(_coco(images, names, root)), encoding="utf-8")
+        write_atomically(file, json.dumps(_coco(images, names, root)))
         files.append(file)
     return files, [f"{what} ({count} times)" if count > 1 else what for what, count in skipped.items()]
 

@@ -4,9 +4,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError, reading
+from visdet.errors import InvalidInputError, MissingFileError
+from visdet.files.images import open_image
 from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
@@ -52,7 +52,7 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
             lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
-            with reading(where), Image.open(name) as image:
+            with open_image(name, where=f"{where}: ") as image:
                 size = size or image.size
                 if image.size != size:
                     raise InvalidInputError(

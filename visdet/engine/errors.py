@@ -46,10 +46,6 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A checkpoint that does not exist or cannot be downloaded."""
 
 
-class UnwrittenFileError(CheckpointError, OSError):
-    """A checkpoint that cannot be written."""
-
-
 @contextmanager
 def tool_session() -> Iterator[None]:
     """Report the errors of the block, which is the body of a command-line tool.

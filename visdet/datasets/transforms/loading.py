@@ -1,26 +1,22 @@
 """Transforms that read images and annotations."""
 
-import io
-import threading
 from typing import Literal
 
 import cv2
 import numpy as np
 import torch
 from mmengine import fileio
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError, UserError, reading
+from visdet.files.images import MAX_PIXELS, check_no_pipe, open_image, orientation_of
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
 from .tv_results import set_boxes, set_image
 
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
-
-_MAX_PIXELS = 2**30  # OpenCV's own limit
-_PILLOW_LIMIT = threading.Lock()
 
 
 @TRANSFORMS.register_module()
@@ -62,7 +58,7 @@ class LoadImageFromFile(BaseTransform):
         imdecode_backend: Literal["pillow"] = "pillow",
         ignore_empty: bool = False,
         backend_args: dict | None = None,
-        max_pixels: Positive | None = _MAX_PIXELS,
+        max_pixels: Positive | None = MAX_PIXELS,
     ) -> None:
         self.to_float32 = to_float32
         self.color_type = color_type
@@ -90,30 +86,10 @@ class LoadImageFromFile(BaseTransform):
     def _read(self, path: str, expected_shape: tuple) -> np.ndarray:
         """Return RGB values, uint8 [H, W, 3]."""
         with reading(f"LoadImageFromFile: image {path}"):
+            check_no_pipe(path, f"LoadImageFromFile: image {path}")
             content = fileio.get(path, backend_args=self.backend_args)
-        try:
-            with _open(content) as stored:
-                width, height = stored.size
-                if self.max_pixels is not None and width * height > self.max_pixels:
-                    raise ValueError(
-                        f"its {width}x{height} pixels are more than max_pixels={self.max_pixels}; set "
-                        "LoadImageFromFile's max_pixels in the pipeline to read it"
-                    )
-                rgb = self.rgb_of(stored, expected_shape)
-        except (
-            UnidentifiedImageError,
-            OSError,
-            SyntaxError,
-            ValueError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
-            # Pillow's own message names the buffer that the file was read into.
-            unidentified = isinstance(error, UnidentifiedImageError)
-            reason = "it is of no format that Pillow knows" if unidentified else str(error) or repr(error)
-            raise InvalidInputError(
-                f"LoadImageFromFile: cannot read image {path} ({len(content)} bytes): {reason}"
-            ) from error
+        with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as stored:
+            rgb = self.rgb_of(stored, expected_shape)
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
             raise InvalidInputError(
                 f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
@@ -131,24 +107,11 @@ class LoadImageFromFile(BaseTransform):
         stored.load()
         image = stored
         # Pillow's function copies an image that need not be turned, too.
-        if self.color_type == "color" and stored.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        if self.color_type == "color" and orientation_of(stored) != 1:
             image = ImageOps.exif_transpose(stored)
         if None not in expected_shape and image.size[::-1] != expected_shape == stored.size[::-1]:
             image = stored
         return _to_rgb(image)
-
-
-def _open(content: bytes) -> Image.Image:
-    """Return an image whose pixels are not decoded yet, whatever their number.
-
-    Pillow has one limit for the whole process, which it reads here alone.
-    """
-    with _PILLOW_LIMIT:
-        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-        try:
-            return Image.open(io.BytesIO(content))
-        finally:
-            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

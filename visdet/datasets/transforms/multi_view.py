@@ -1,6 +1,5 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
-import io
 import logging
 import math
 from collections.abc import Sequence
@@ -10,10 +9,11 @@ import cv2
 import numpy as np
 from mmengine import fileio
 from mmengine.logging import print_log
-from PIL import ExifTags, Image
+from PIL import Image
 
 from visdet.checks.arguments import Above0, Positive, Range
-from visdet.errors import InvalidInputError, reading
+from visdet.errors import InvalidInputError, UserError, reading
+from visdet.files.images import check_no_pipe, open_image, orientation_of
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, ColourDistortion, uniform, uniform_int
@@ -75,7 +75,9 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         self, path: str, camera: str, token: str | None, resize: float
     ) -> tuple[np.ndarray, tuple[int, int]]:
         """Return the image of a file and the (height, width) that it has without being reduced."""
-        with reading(f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token},"):
+        where = f"LoadMultiViewImageFromFiles: image {path} of camera {camera}, frame {token},"
+        with reading(where):
+            check_no_pipe(path, where)
             content = fileio.get(path, backend_args=self.backend_args)
         reason = ""
         flag, size = _reduction(content, resize)
@@ -100,10 +102,10 @@ def _reduction(content: bytes, resize: float) -> tuple[int, tuple[int, int] | No
     if divisor is None:
         return cv2.IMREAD_COLOR, None
     try:
-        with Image.open(io.BytesIO(content)) as picture:
-            if picture.format == "JPEG" and picture.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+        with open_image("", content) as picture:
+            if picture.format == "JPEG" and orientation_of(picture) == 1:
                 return _REDUCTIONS[divisor], (picture.height, picture.width)
-    except (OSError, SyntaxError, ValueError):
+    except UserError:
         pass  # OpenCV says what is wrong with the file.
     return cv2.IMREAD_COLOR, None
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import zipfile
-from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,13 +14,13 @@ from urllib.parse import urlparse
 import torch
 from mmengine.runner import CheckpointLoader
 
+from visdet.files.writing import write_atomically
 from visdet.restricted_load import load_restricted, start_of_other_file
 
 from ..errors import (
     CheckpointError,
     DamagedCheckpointError,
     MissingCheckpointError,
-    UnwrittenFileError,
     nearest_names,
 )
 from ..process.console import say
@@ -49,35 +48,6 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.save(to_plain(checkpoint, "checkpoint"), buffer)
     write_atomically(path, buffer.getbuffer())
-
-
-def write_atomically(path: str | Path, content: bytes | memoryview) -> None:
-    """Replace the file at ``path`` in one step. The content has reached the disk when the call returns.
-
-    Raises:
-        UnwrittenFileError: the file cannot be written. An old file at ``path`` stays, and nothing else is left behind.
-    """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise UnwrittenFileError(
-            f"file {path} ({len(content)} bytes) cannot be written: {error.strerror or error}. Files that were written "
-            "before are unchanged"
-        ) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = False) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
+from visdet.files.writing import write_atomically
 from visdet.registry import HOOKS
 
 from ..checkpoints.accumulated_gradients import gather_gradients
-from ..checkpoints.checkpoint import LAST_CHECKPOINT, write_atomically
+from ..checkpoints.checkpoint import LAST_CHECKPOINT
 from ..checkpoints.random_state import gather_random_states
 from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError

@@ -1,0 +1,74 @@
+"""Files that are kept: whole, or not there."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from visdet.errors import UnwrittenFileError
+from visdet.files.writing import write_atomically, written_whole
+
+
+def fail_with(code):
+    def fail(*_arguments, **_options):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("old", ["old", None])
+@pytest.mark.parametrize(
+    ("step", "code"), [("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("replace", errno.EACCES)]
+)
+def test_a_write_that_fails_leaves_the_old_file_and_names_it(tmp_path, monkeypatch, old, step, code):
+    path = tmp_path / "a.json"
+    if old:
+        path.write_text(old)
+    monkeypatch.setattr(os, step, fail_with(code))
+    with pytest.raises(
+        UnwrittenFileError, match=rf"file {path} \(3 bytes\) cannot be written: {os.strerror(code)}"
+    ):
+        write_atomically(path, "new")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == (
+        [("a.json", "old")] if old else []
+    )
+
+
+def test_any_error_in_the_block_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_text("old")
+    with pytest.raises(KeyError), written_whole(path) as partial:
+        partial.write_text("half")
+        raise KeyError
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_full_disk_is_an_error(tmp_path):
+    with pytest.raises(UnwrittenFileError, match=r"/dev/full .*No space left on device"):
+        write_atomically("/dev/full", b"x")
+
+
+def test_folders_are_made_links_are_followed_and_devices_are_written(tmp_path):
+    target = tmp_path / "far" / "a.json"
+    write_atomically(target, "é")
+    (tmp_path / "link").symlink_to(target)
+    write_atomically(tmp_path / "link", memoryview(b"new"))
+    assert target.read_text() == "new" and (tmp_path / "link").is_symlink()
+    write_atomically("/dev/null", "x")
+    assert not os.path.isfile("/dev/null")
+    with pytest.raises(UnwrittenFileError, match=r"far.* cannot be written: Is a directory"):
+        write_atomically(tmp_path / "far", "x")
+
+
+def test_a_killed_program_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    code = "import os, sys\nfrom visdet.files.writing import written_whole\n"
+    code += "with written_whole(sys.argv[1]) as partial:\n    partial.write_text('h')\n    os.kill(os.getpid(), 9)\n"
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]

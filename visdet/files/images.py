@@ -1,0 +1,110 @@
+"""The opener of every image file, with limits for what damaged, huge and strange files can do."""
+
+import os
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from visdet.errors import InvalidInputError, MissingFileError, UserError
+
+__all__ = ["MAX_PIXELS", "check_no_pipe", "open_image", "orientation_of"]
+
+MAX_PIXELS = 2**30  # OpenCV's own limit
+_PILLOW_LIMIT = threading.Lock()
+# What Pillow raises for damaged files of its formats.
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, RuntimeError, MemoryError, EOFError, LookupError, ArithmeticError),
+    *(struct.error, Image.DecompressionBombError),
+)
+
+
+@contextmanager
+def open_image(
+    path: str | os.PathLike,
+    content: bytes | None = None,
+    where: str = "",
+    max_pixels: int | None = MAX_PIXELS,
+) -> Iterator[Image.Image]:
+    """Yield an image of Pillow whose pixels are not decoded yet, and name its file in the errors of the block.
+
+    Reading sizes and EXIF data in the block, or decoding the pixels by ``load``, ``convert`` or ``seek``, may find
+    damage that opening has not found. Such errors of Pillow's become messages on the file, too. The image is the first
+    one of a file that holds several (pages of TIFF, frames of GIF). Their number is ``getattr(image, "n_frames", 1)``.
+
+    Args:
+        path: the file.
+        content: the bytes of the file, if they have been read already.
+        where: what stands before the message, such as "LoadImageFromFile: ".
+        max_pixels: refuse images of more pixels, which may be made to fill the memory. The default is OpenCV's limit,
+            which is above Pillow's. ``None`` accepts any number.
+
+    Raises:
+        MissingFileError: there is no such file.
+        InvalidInputError: the file is a pipe or a folder, is not an image, is damaged or has too many pixels.
+    """
+    size = "" if content is None else f" ({len(content)} bytes)"
+    try:
+        if content is None:
+            check_no_pipe(path, f"{where}image {path}")
+        with _opened(path if content is None else BytesIO(content)) as image:
+            width, height = image.size
+            if max_pixels is not None and width * height > max_pixels:
+                raise ValueError(
+                    f"its {width}x{height} pixels are more than max_pixels={max_pixels}; set LoadImageFromFile's "
+                    "max_pixels in the pipeline to read it"
+                )
+            yield image
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{where}image {path} does not exist") from error
+    except _DAMAGED as error:
+        # Pillow's own message names the buffer that the file was read into.
+        unidentified = isinstance(error, UnidentifiedImageError)
+        reason = "it is of no format that Pillow knows" if unidentified else str(error) or repr(error)
+        raise InvalidInputError(f"{where}cannot read image {path}{size}: {reason}") from error
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return how a viewer turns an image, as EXIF counts it from 1 (not at all) to 8; from 5 on, the sides change.
+
+    The result is 1 if the file has no such number, or damaged EXIF data.
+    """
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation)
+    except _DAMAGED:
+        return 1
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def check_no_pipe(path: str | os.PathLike, what: str) -> None:
+    """Refuse a pipe, a socket or a device, which a reader could wait for without end.
+
+    Args:
+        path: a path, or the address of a file of a remote storage, which is accepted.
+        what: how the message calls the file.
+
+    Raises:
+        InvalidInputError: the path is one of these.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # Its reader says what is wrong.
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise InvalidInputError(f"{what} is a pipe, a socket or a device, but must be a file")
+
+
+def _opened(source: str | os.PathLike | BytesIO) -> Image.Image:
+    """Return an image, whatever its number of pixels. Pillow has one limit for the whole process."""
+    with _PILLOW_LIMIT:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(source)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit

@@ -1,0 +1,66 @@
+"""The writer of every file that a user keeps."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from visdet.errors import UnwrittenFileError, UserError
+
+__all__ = ["write_atomically", "written_whole"]
+
+
+def write_atomically(path: str | os.PathLike, content: str | bytes | memoryview) -> None:
+    """Replace the file at ``path`` in one step; see :func:`written_whole`. A text is written in UTF-8."""
+    encoded = content.encode() if isinstance(content, str) else content
+    with written_whole(path, len(encoded)) as partial:
+        partial.write_bytes(encoded)
+
+
+@contextmanager
+def written_whole(path: str | os.PathLike, size: int | None = None) -> Iterator[Path]:
+    """Yield the name of a file that the block writes, and that replaces the file at ``path`` when the block ends.
+
+    After a crash, or an error of any type, ``path`` holds either the old file or the complete new one, and nothing is
+    left beside it. The content has reached the disk when the block has ended. The folder is made if it does not exist.
+    What ``path`` links to is replaced, and not the link. A device such as ``/dev/stdout`` is written directly.
+
+    Args:
+        path: the file.
+        size: the number of bytes, for the message.
+
+    Raises:
+        UnwrittenFileError: the file cannot be written, for example because the disk is full.
+    """
+    target = Path(os.path.realpath(path))
+    is_device = target.exists() and not (target.is_file() or target.is_dir())
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        if is_device:
+            yield Path(path)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        _reach_disk(partial)
+        os.replace(partial, target)
+        _reach_disk(target.parent)
+    except UserError:
+        raise
+    except OSError as error:
+        bytes_of_it = "" if size is None else f" ({size} bytes)"
+        raise UnwrittenFileError(
+            f"file {path}{bytes_of_it} cannot be written: {error.strerror or error}. Files that were written before "
+            "are unchanged"
+        ) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _reach_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
