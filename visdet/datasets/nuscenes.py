@@ -20,7 +20,8 @@ from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
 
 from .augmentation import drawn_augmentation
 from .frame_records import check_frame
-from .info_files import load_infos, sequence_flags, sort_frames
+from .future_steps import TrackedBoxes, boxes_between, coming_steps
+from .info_files import frame_keys, load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
 
 
@@ -40,7 +41,9 @@ class NuScenes3DDetTrackDataset(Dataset):
       right, y ahead), ``gt_labels_3d`` (-1 for classes that are not used) and ``instance_inds``.
     * ``gt_agent_fut_trajs`` [n, 12, 2], the displacements of steps of 0.5 s, and ``gt_agent_fut_masks``.
     * ``gt_ego_fut_trajs`` [6, 2], ``gt_ego_fut_masks`` and ``gt_ego_fut_cmd`` [3] (right, left, straight).
-    * In test mode ``fut_boxes``, the boxes of the following frames in the lidar frame of this one.
+    * In test mode ``fut_boxes``, the boxes at the times of the coming steps in the lidar frame of this frame. They are
+      looked up by time stamp, whatever the rate of the frames, and interpolated between frames that are at most 2.2
+      steps apart; the list ends before the first step at which they are not known. See :func:`coming_steps`.
 
     Args:
         ann_file: the info file, which is an ``.npz`` of visdet or a published ``.pkl``. If the path does not exist, it
@@ -55,6 +58,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             lidar point. In test mode the boxes of a frame are always the former, as in nuScenes' evaluation. Frames
             without ``lidar_path`` have the boxes of ``valid_flag`` in both cases, or all boxes without it.
         num_cameras: the number of cameras that a frame must have.
+        steps_per_second: the number of steps of ``gt_ego_fut_trajs`` in a second.
         data_aug_conf: ``H, W`` of the files, ``final_dim`` (height, width), ``resize_lim, bot_pct_lim, rot_lim``
             (degrees), ``rand_flip, rot3d_range`` (radians).
         with_seq_flag: number the sequences in ``flag`` [num frames], for GroupInBatchSampler.
@@ -105,6 +109,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         work_dir: str | None = None,
         eval_config: dict | None = None,
         num_cameras: int = 6,
+        steps_per_second: Positive = 2,
         metainfo: dict | None = None,
     ) -> None:
         self.data_root = data_root
@@ -125,7 +130,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         ):
             self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
+        times = np.array([time for time, _, _ in frame_keys(self._infos)], dtype=np.int64)
+        self._all_times = times[self._all_frames]
         self._interval = load_interval
+        self.step_s = 1 / steps_per_second
         self._order, self._scenes = self._all_frames[::load_interval], self._all_scenes[::load_interval]
         self._camera_names: tuple[str, ...] = ()
         self._camera_names = self._cameras(self.get_info(0))["cam_names"]
@@ -189,7 +197,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             "lidar2ego_rotation": info["lidar2ego_rotation"],
             "ego2global_translation": info["ego2global_translation"],
             "ego2global_rotation": info["ego2global_rotation"],
-            "lidar2global": _lidar_to_global(info),
+            "lidar2global": lidar_to_global(info),
         }
         if "ego_status" in info:
             record["ego_status"] = self._finite(info, "ego_status")
@@ -274,16 +282,13 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "gt_attributes" in info:
             annotations["gt_attributes"] = info["gt_attributes"][mask]
         if "instance_inds" in info:
-            tracks = info["instance_inds"][mask]
-            numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
-            if (counts > 1).any():
-                repeated = numbers[counts > 1]
+            tracks, repeated = without_repeats(info["instance_inds"][mask])
+            if repeated:
                 self._warn_once(
                     "instance_inds",
-                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks {repeated.tolist()} "
+                    f"frame {info['token']} of {self.ann_file} has several boxes of the tracks {repeated} "
                     "(instance_inds). Such boxes count as boxes without a track, here and in other frames",
                 )
-                tracks[np.isin(tracks, repeated)] = -1
             # Denoising queries are followed by these numbers. A box without a track gets one that no other box has.
             untracked = np.flatnonzero(tracks < 0)
             tracks[untracked] = (
@@ -340,26 +345,56 @@ class NuScenes3DDetTrackDataset(Dataset):
         return info["num_lidar_pts"] + info.get("num_radar_pts", 0) > 0
 
     def _future_boxes(self, index: int, num_steps: int) -> list[np.ndarray]:
-        """Return the boxes [m, 7] of each later frame of the scene, in the lidar coordinates of this frame.
+        """Return the boxes [m, 7] at each of the coming steps, in the lidar coordinates of this frame.
 
-        As in the future of the vehicle, a step is a frame of the file, even one that ``load_interval`` leaves out.
+        Frames of the file count even if ``load_interval`` leaves them out.
         """
-        boxes_of_step: list[np.ndarray] = []
-        from_global = inverse_pose(_lidar_to_global(self.get_info(index)))
+        from_global = inverse_pose(lidar_to_global(self.get_info(index)))
         here = range(len(self))[index] * self._interval
-        for later in range(here + 1, here + num_steps + 1):
-            if later >= len(self._all_frames) or self._all_scenes[later] != self._all_scenes[here]:
+        first, end = np.searchsorted(self._all_scenes, [self._all_scenes[here], self._all_scenes[here] + 1])
+        times = self._all_times[first:end]
+        boxes_of_step: list[np.ndarray] = []
+        for step in coming_steps(times, here - int(first), num_steps, self.step_s):
+            before = self._boxes_from(int(first) + step.before, from_global)
+            if before is None:
                 break
-            info = self._info(self._all_frames[later])
-            if "gt_boxes" not in info:
+            boxes: np.ndarray | None = before.boxes
+            if step.after != step.before:
+                after = self._boxes_from(int(first) + step.after, from_global)
+                if after is None:
+                    break
+                seconds = float(times[step.after] - times[step.before]) / 1e6
+                boxes = boxes_between(before, after, step.share, seconds)
+            if boxes is None:
+                self._warn_once(
+                    "fut_boxes",
+                    f"frame {self.get_info(index)['token']} of {self.ann_file}: the boxes {self.step_s:g} s later are "
+                    "between two frames, and some have neither a track (instance_inds) nor a velocity. Such steps are "
+                    "left out of the planner's metric",
+                )
                 break
-            to_current = from_global @ _lidar_to_global(info)
-            boxes = info["gt_boxes"][self._valid(info)]
-            boxes[:, :3] = boxes[:, :3] @ to_current[:3, :3].T + to_current[:3, 3]
-            heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ to_current[:2, :2].T
-            boxes[:, 6] = wrap_angle(np.arctan2(heading[:, 1], heading[:, 0]))
             boxes_of_step.append(boxes)
         return boxes_of_step
+
+    def _boxes_from(self, position: int, from_global: np.ndarray) -> TrackedBoxes | None:
+        """Return the boxes of a frame in other coordinates, or None if the frame is not labelled.
+
+        Args:
+            position: the number of the frame among all frames, in order of scene and time.
+            from_global: [4, 4], from the world to these coordinates.
+        """
+        info = self._info(self._all_frames[position])
+        if "gt_boxes" not in info:
+            return None
+        used = self._valid(info)
+        boxes = info["gt_boxes"][used]
+        tracks = info.get("instance_inds", np.full(len(used), -1))[used]
+        to_current = from_global @ lidar_to_global(info)
+        boxes[:, :3] = boxes[:, :3] @ to_current[:3, :3].T + to_current[:3, 3]
+        heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ to_current[:2, :2].T
+        boxes[:, 6] = wrap_angle(np.arctan2(heading[:, 1], heading[:, 0]))
+        velocity = info["gt_velocity"][used] @ to_current[:2, :2].T
+        return TrackedBoxes(boxes, velocity, without_repeats(tracks)[0])
 
     def _resolve(self, path: str) -> str:
         """Return the path of a file, as given or within ``data_root``.
@@ -381,6 +416,14 @@ class NuScenes3DDetTrackDataset(Dataset):
 _EGO_KEYS = ("gt_ego_fut_trajs", "gt_ego_fut_masks", "gt_ego_fut_cmd")
 
 
-def _lidar_to_global(info: dict) -> np.ndarray:
+def without_repeats(tracks: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return the numbers of tracks [n], with -1 for those that several boxes have, and these numbers."""
+    numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
+    repeated = numbers[counts > 1]
+    return np.where(np.isin(tracks, repeated), -1, tracks), repeated.tolist()
+
+
+def lidar_to_global(info: dict) -> np.ndarray:
+    """Return the pose [4, 4] of the lidar frame in the world."""
     lidar_to_ego = pose_matrix(info["lidar2ego_translation"], info["lidar2ego_rotation"])
     return pose_matrix(info["ego2global_translation"], info["ego2global_rotation"]) @ lidar_to_ego

@@ -9,6 +9,7 @@ import numpy as np
 from visdet.errors import MissingFileError
 from visdet.structures.poses import inverse_pose, pose_matrix
 
+from .future_steps import coming_steps
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables
 
@@ -30,7 +31,7 @@ _CLASS_OF_CATEGORY = {
     "vehicle.truck": "truck",
 }
 _AGENT_STEPS, _EGO_STEPS = 12, 6
-_MAX_FUTURE_S = 6.15  # twelve steps and the tolerance of nuScenes' clock
+_LONGEST_FUTURE_US = 7_000_000  # twelve steps, and a frame behind the last one
 _MAX_VELOCITY_GAP_S = 1.5
 _COMMAND_OFFSET_M = 2.0
 
@@ -98,12 +99,13 @@ class NuScenesConverter:
         messages = self._can_bus(scene["name"])
         poses = [self._poses(self.tables.data(sample, "LIDAR_TOP")) for sample in samples]
         lidar_poses = [_matrix(ego) @ _matrix(calibration) for calibration, ego in poses]
+        times = [sample["timestamp"] for sample in samples]
         for number, sample in enumerate(samples):
             info = self._sensors(sample) | {"map_location": location}
             info["map_annos"] = self._map(location, lidar_poses[number])
             if not self.version.endswith("test"):
                 info |= self._annotations(sample, lidar_poses[number])
-                info |= _ego_future(lidar_poses[number : number + _EGO_STEPS + 1])
+                info |= _ego_future(lidar_poses, times, number)
                 info["ego_status"] = _ego_status(messages, sample["timestamp"])
             yield info
 
@@ -203,18 +205,17 @@ class NuScenesConverter:
         return moved / seconds if seconds <= limit else np.full(3, np.nan)
 
     def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
-        """Return the displacements [n, 2] from each annotation of the agent to the next, for the following 6 s."""
-        start, places = self._time(record), [record["translation"][:2]]
+        """Return the displacements [n, 2] of the agent in the coming steps, up to 6 s, as far as it is annotated."""
+        places, times = [record["translation"][:2]], [self._time(record)]
         heading = _matrix(record)[:2, 0]
-        while record["next"] and len(places) <= _AGENT_STEPS:
+        while record["next"] and times[-1] < times[0] + _LONGEST_FUTURE_US:
             record = self.tables.get("sample_annotation", record["next"])
-            if self._time(record) - start > _MAX_FUTURE_S * 1e6:
-                break
             places.append(record["translation"][:2])
+            times.append(self._time(record))
         # The displacements are rotated by the angle between the agent's headings in the world and in the lidar frame.
         turn = np.arctan2(pose[1, 0], pose[0, 0]) - np.arctan2(heading[1], heading[0])
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-        return np.diff(np.array(places), axis=0) @ rotation.T
+        return _displacements(np.array(places), times, 0, _AGENT_STEPS) @ rotation.T
 
     def _time(self, annotation: dict) -> int:
         return self.tables.get("sample", annotation["sample_token"])["timestamp"]
@@ -242,17 +243,25 @@ def _matrix(record: dict) -> np.ndarray:
     return pose_matrix(record["translation"], record["rotation"])
 
 
-def _ego_future(lidar_poses: list[np.ndarray]) -> dict:
-    """Return the displacements of the vehicle and the command, from the poses of this and the following frames."""
-    from_world = inverse_pose(lidar_poses[0])
+def _displacements(places: np.ndarray, times_us: list[int], here: int, num_steps: int) -> np.ndarray:
+    """Return the displacements [n, 2] in the coming steps of frame ``here``, given the places [num frames, 2]."""
+    steps = coming_steps(times_us, here, num_steps)
+    return np.diff([places[here], *(step.between(places) for step in steps)], axis=0)
+
+
+def _ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) -> dict:
+    """Return the displacements of the vehicle and the command, from the poses of all frames of the scene."""
+    from_world = inverse_pose(lidar_poses[here])
     places = np.array([(from_world @ pose)[:2, 3] for pose in lidar_poses])
-    places = np.concatenate([places, np.repeat(places[-1:], _EGO_STEPS + 1 - len(places), axis=0)])
-    side = places[-1, 0]
+    steps = np.zeros((_EGO_STEPS, 2), dtype=np.float32)
+    known = _displacements(places, times_us, here, _EGO_STEPS)
+    steps[: len(known)] = known
+    side = known[:, 0].sum()
     # right, left, straight
     command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
     return {
-        "gt_ego_fut_trajs": np.diff(places, axis=0).astype(np.float32),
-        "gt_ego_fut_masks": (np.arange(1, _EGO_STEPS + 1) < len(lidar_poses)).astype(np.float32),
+        "gt_ego_fut_trajs": steps,
+        "gt_ego_fut_masks": (np.arange(_EGO_STEPS) < len(known)).astype(np.float32),
         "gt_ego_fut_cmd": np.eye(3, dtype=np.float32)[command],
     }
 

@@ -10,8 +10,11 @@ from visdet.files.images import open_image
 from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
+from .future_steps import STEP_S, coming_steps, has_step_rate
 from .info_files import load_infos
-from .nuscenes import NuScenes3DDetTrackDataset
+from .nuscenes import NuScenes3DDetTrackDataset, lidar_to_global
+
+_WRONG_PATH_M = 1.0
 
 
 def recording_report(path: str, data_root: str | None = None) -> list[str]:
@@ -73,14 +76,15 @@ def _lines(
     size: tuple[int, int],
 ) -> list[str]:
     infos = [dataset.get_info(index) for index in range(len(dataset))]
-    times = [info["timestamp"] for info in infos]
+    times = np.array([info["timestamp"] for info in infos], dtype=np.int64)
     absent = [key.name for key in FRAME_KEYS if any(key.name not in info for info in infos)]
-    gaps = [np.diff(part) for part in np.split(times, dataset.scene_starts[1:])]
-    seconds = np.concatenate([np.zeros(0), *gaps]) / 1e6
+    times_of_scene = np.split(times, dataset.scene_starts[1:])
+    seconds = np.concatenate([np.diff(part) for part in times_of_scene]) / 1e6
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""
     counts = ", ".join(f"{name} {boxes[name]} ({used[name]} used)" for name in sorted(boxes))
     return [
         f"{len(dataset)} frames in {len(dataset.scene_starts)} scenes{rate}",
+        *_future_lines(infos, times_of_scene, seconds),
         f"cameras: {', '.join(dataset.get_info(0)['cams'])}",
         f"boxes: {counts or 'none'}",
         f"map lines: {lines['all']}, of which {lines['cut']} are cut and {lines['left out']} left out, as they are "
@@ -91,3 +95,39 @@ def _lines(
         f"num_cameras = {dataset.num_cameras}",
         f"image_width, image_height = {size[0]}, {size[1]}",
     ]
+
+
+def _future_lines(infos: list[dict], times_of_scene: list[np.ndarray], seconds: np.ndarray) -> list[str]:
+    """Return what the rate of the frames means for motion and planning, and how many paths do not fit the poses."""
+    lines = []
+    if len(seconds) and all(has_step_rate(times) for times in times_of_scene if len(times) > 1):
+        lines.append(f"motion and planning: a frame is a step of {STEP_S:g} s")
+        dropped = int((seconds > 1.5 * STEP_S).sum())
+        if dropped:
+            lines[0] += f", but {dropped} gaps are longer, in which boxes are interpolated by track"
+    elif len(seconds):
+        lines.append(
+            f"motion and planning: {1 / np.median(seconds):.3g} frames per second, but steps of {STEP_S:g} s. "
+            "gt_agent_fut_trajs and gt_ego_fut_trajs must hold the displacements of such steps, not of frames. The "
+            "boxes that plans are compared with are looked up by time stamp, and interpolated by track"
+        )
+    first, wrong, compared = 0, 0, 0
+    for times in times_of_scene:
+        frames = infos[first : first + len(times)]
+        first += len(times)
+        poses = np.stack([lidar_to_global(info) for info in frames])
+        for here, info in enumerate(frames):
+            known = int(np.sum(info.get("gt_ego_fut_masks", 0)))
+            steps = coming_steps(times, here, known)
+            if steps:
+                places = (np.linalg.inv(poses[here]) @ poses)[:, :2, 3]
+                driven = steps[-1].between(places)
+                path = info["gt_ego_fut_trajs"][: len(steps)].sum(axis=0)
+                compared += 1
+                wrong += bool(np.linalg.norm(path - driven) > _WRONG_PATH_M)
+    if wrong:
+        lines.append(
+            f"gt_ego_fut_trajs: {wrong} of {compared} paths end more than {_WRONG_PATH_M:g} m from where ego2global "
+            f"says that the vehicle is at that time. Their steps must be {STEP_S:g} s long"
+        )
+    return lines
