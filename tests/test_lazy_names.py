@@ -50,5 +50,31 @@ def test_an_unknown_name_is_an_attribute_error():
     _, get_attribute, _ = lazy_names("visdet.engine", {"run": ["evaluate"]})
     assert get_attribute("evaluate").__module__ == "visdet.engine.run"
     assert get_attribute("run").__name__ == "visdet.engine.run"
-    with pytest.raises(AttributeError, match=r"module 'visdet\.engine' has no attribute 'evaluat'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'visdet\.engine' has no attribute 'evaluat'; did you mean"
+    ):
         get_attribute("evaluat")
+
+
+@pytest.mark.parametrize(
+    ("package", "wrong", "right"),
+    [
+        ("visdet", "init_detecter", "'init_detector'"),
+        ("visdet", "Train", "'train'"),
+        ("visdet.ops", "ms_deform_atn", "'ms_deform_attn'"),
+        ("visdet.ops", "roialign", "'RoIAlign' or 'roi_align'"),
+        ("visdet.ops", "NMS", "'nms'"),
+        ("visdet.datasets", "CoCoDatset", "'CocoDataset'"),
+        ("visdet.datasets.transforms", "LoadImageFromFil", "'LoadImageFromFile'"),
+        ("visdet.ops", "something_else", None),
+        ("visdet", "__wrapped__", None),
+    ],
+)
+def test_a_near_name_is_proposed(package, wrong, right):
+    loaded = importlib.import_module(package)
+    assert not hasattr(loaded, wrong)
+    with pytest.raises(AttributeError) as caught:
+        getattr(loaded, wrong)
+    expected = f"module {package!r} has no attribute {wrong!r}"
+    assert str(caught.value).startswith(expected)
+    assert (right is None) == ("did you mean" not in str(caught.value)) and (right or "") in str(caught.value)

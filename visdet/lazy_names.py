@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .near_names import unknown_attribute
+
 __all__ = ["lazy_names"]
 
 
@@ -26,6 +28,6 @@ def lazy_names(
             return importlib.import_module(f"{package}.{name}")
         if name in module_of:
             return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        raise unknown_attribute(package, name, module_of)
 
     return sorted(module_of), get_attribute, lambda: sorted(module_of)

@@ -7,7 +7,6 @@ another package, work without other imports. An unknown name raises an :class:`U
 """
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Callable
 from importlib import import_module
@@ -15,6 +14,7 @@ from typing import Any
 
 from visdet.checks.arguments import check_constructor, check_texts
 from visdet.errors import UnknownNameError, build_step
+from visdet.near_names import did_you_mean
 from visdet.train_extra import require_train_extra
 
 require_train_extra(__name__)
@@ -124,10 +124,7 @@ class Registry(_MMEngineRegistry):
 
     def _unknown_name_message(self, key: str) -> str:
         known = [*self.module_dict, *(self.parent.module_dict if self.parent else ())]
-        by_lower_case = {name.lower(): name for name in known}
-        wanted = key.rsplit(".", 1)[-1].lower()
-        near = [by_lower_case[name] for name in difflib.get_close_matches(wanted, by_lower_case, 2, 0.75)]
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        hint = did_you_mean(key.rsplit(".", 1)[-1], known) or "."
         return (
             f"{key!r} is not in the {self.scope}::{self.name} registry{hint}\n"
             f"A class of your own needs @{self._variable}.register_module() and its file imported, by "

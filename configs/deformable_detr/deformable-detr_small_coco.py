@@ -13,7 +13,7 @@ read = [
 ]
 train_pipeline = [
     *read,
-    dict(type="Mosaic", size=(320, 320), pipeline=read, prob=0.5),
+    dict(type="Mosaic", size=(320, 320), prob=0.5),
     resize,
     dict(type="RandomFlip", prob=0.5),
     dict(

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from coco_files import NAMES, annotation, write_coco
+from coco_files import NAMES, annotation, build, write_coco
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
+from PIL import Image
 from torchvision import tv_tensors
 
 from visdet.datasets.transforms import PackDetInputs
@@ -138,3 +139,61 @@ def test_batches_of_a_loader_repeat_with_the_seed(detr_data):
     for (images, samples), (images_again, samples_again) in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(images, images_again, strict=True))
         assert [s.img_id for s in samples] == [s.img_id for s in samples_again]
+
+
+READ = dict(type="LoadImageFromFile")
+BOXES = dict(type="LoadAnnotations")
+MOSAIC = dict(type="Mosaic", size=(60, 80), prob=1.0)
+MIX_UP = dict(type="MixUp", prob=1.0, share=(0.5, 0.5))
+
+
+def red_pictures(folder):
+    """Write three red pictures of 80 x 60 pixels, whose EXIF data turn them, with a box each and a third without."""
+    boxes = [annotation(number, number, [10, 10, 40, 30]) for number in (1, 2)]
+    write_coco(folder, boxes, sizes=[(60, 80)] * 3, write_images=False)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for number in (1, 2, 3):
+        Image.new("RGB", (80, 60), (255, 0, 0)).save(folder / f"images/{number}.png", exif=exif)
+
+
+@pytest.mark.parametrize("test_mode", [False, True])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [READ, BOXES, MOSAIC],
+        [READ, BOXES, MIX_UP],
+        [READ, BOXES, MOSAIC, MIX_UP],
+        [
+            READ,
+            BOXES,
+            dict(type="RandomFlip", prob=1.0),
+            dict(type="RandomChoice", transforms=[[MOSAIC], [MIX_UP]]),
+        ],
+        [READ | dict(to_float32=True), BOXES, MOSAIC],
+        [READ, BOXES, MOSAIC | dict(pipeline=[READ | dict(channel_order="rgb"), BOXES])],
+    ],
+    ids=["mosaic", "mixup", "both", "nested", "float", "own"],
+)
+@pytest.mark.parametrize("order", ["bgr", "rgb"])
+def test_other_images_are_read_by_the_steps_of_the_data_set(tmp_path, order, steps, test_mode):
+    red_pictures(tmp_path)
+    reads_otherwise = "pipeline" in steps[-1] and order == "bgr"
+    first = {**steps[0], "channel_order": order}
+    dataset = build(tmp_path, pipeline=[first, *steps[1:], dict(type="PackDetInputs")], test_mode=test_mode)
+    for index in range(3):
+        packed = dataset[index]
+        red = [255.0, 0, 0] if order == "rgb" else [0, 0, 255.0]
+        assert packed["inputs"].is_floating_point() == ("to_float32" in first)
+        colours = packed["inputs"].float().round().flatten(1).unique(dim=1).T.tolist()
+        assert colours == ([[0, 0, 255], [255, 0, 0]] if reads_otherwise else [red])
+        truth = packed["data_samples"].gt_instances
+        assert len(truth.get("areas", truth.bboxes)) == len(truth.bboxes) == len(truth.labels)
+
+
+def test_joining_without_other_images_is_one_message(tmp_path):
+    red_pictures(tmp_path)
+    with pytest.raises(ValueError, match="Mosaic: the data set gives no other images"):
+        TRANSFORMS.build(MOSAIC)({"img": colour_image()})
+    with pytest.raises(ValueError, match="MixUp: the pipeline of the data set has no step before the one"):
+        build(tmp_path, pipeline=[MIX_UP])[0]

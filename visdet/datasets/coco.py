@@ -305,8 +305,12 @@ class CocoDataset(BaseDataset):
         return [instance["bbox_label"] for instance in self.get_data_info(idx)["instances"]]
 
     def prepare_data(self, idx: int) -> Any:
-        """Return the output of the pipeline, whose transforms may read other images by ``draw_record``."""
-        return self.pipeline(self.get_data_info(idx) | {"draw_record": self.draw_record})
+        """Return the output of the pipeline.
+
+        Its transforms may read other images by ``draw_record``, with the first steps of ``pipeline``.
+        """
+        record = self.get_data_info(idx)
+        return self.pipeline({**record, "draw_record": self.draw_record, "pipeline": self.pipeline})
 
     def draw_record(self) -> dict:
         """Return the record of an image that is drawn at random."""

@@ -1,7 +1,7 @@
 """What is remarkable in a COCO file, in a few lines."""
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from itertools import combinations
 
@@ -9,6 +9,8 @@ from visdet.checks.similar_names import look_alike
 from visdet.errors import listed
 
 from .coco import clip_box
+
+_STEPS_PER_PX = 10  # Boxes are the same if their edges are equal on a grid of tenths of a pixel.
 
 
 def coco_report(content: dict, folder: str, classes: Collection[str] | None = None) -> list[str]:
@@ -29,35 +31,40 @@ def coco_report(content: dict, folder: str, classes: Collection[str] | None = No
         if found:
             lines.append(f"{what}: {len(found)} ({listed(found, limit)})")
 
-    problems: dict[str, list[str]] = {"of an image that is not in the file": []}
-    for row in content["annotations"]:
-        image = images.get(row["image_id"])
-        name = f"id {row['id']}" if image is None else f"id {row['id']} in {image['file_name']}"
-        problem = (
-            clip_box(row, image["width"], image["height"])[1]
-            if image
-            else "of an image that is not in the file"
-        )
-        if problem:
-            problems.setdefault("that go beyond their image" if problem == "clipped" else problem, []).append(
-                name
-            )
     with_boxes = {row["image_id"] for row in content["annotations"]}
-    files = {image["file_name"] for image in images.values()}
-    say(
-        "images without a box", [image["file_name"] for key, image in images.items() if key not in with_boxes]
-    )
+    empty = [image["file_name"] for key, image in images.items() if key not in with_boxes]
+    files = Counter(image["file_name"] for image in images.values())
+    say("images without a box", empty)
     say("missing images", sorted(file for file in files if not os.path.isfile(os.path.join(folder, file))))
-    say("file names that several images have", sorted(files) if len(files) < len(images) else [])
-    for problem, found in problems.items():
+    say("file names that several images have", sorted(file for file, times in files.items() if times > 1))
+    for problem, found in _box_problems(content["annotations"], images).items():
         say(f"boxes {problem}", found)
     wanted = list(classes or names.values())
     say("classes without a box", [name for name in wanted if not boxes[name]], 20)
     say("categories that are not trained on", [name for name in names.values() if name not in wanted], 20)
     pairs = combinations(dict.fromkeys([*wanted, *names.values()]), 2)
     say("names that look alike", [hint for one, other in pairs if (hint := look_alike(one, [other]))])
-    say(
-        "category ids that are 0, which other programs may take for the background",
-        [k for k in names if k == 0],
-    )
+    zero = [key for key in names if key == 0]
+    say("category ids that are 0, which other programs may take for the background", zero)
     return lines
+
+
+def _box_problems(annotations: list[dict], images: dict) -> dict[str, list[str]]:
+    """Return the boxes that may be mistakes, by what is wrong with them."""
+    problems: defaultdict[str, list[str]] = defaultdict(list)
+    seen = set()
+    for row in annotations:
+        image = images.get(row["image_id"])
+        if image is None:
+            problems["of an image that is not in the file"].append(f"id {row['id']}")
+            continue
+        name = f"id {row['id']} in {image['file_name']}"
+        problem = clip_box(row, image["width"], image["height"])[1]
+        if problem:
+            problems["that go beyond their image" if problem == "clipped" else problem].append(name)
+        edges = [round(edge * _STEPS_PER_PX) for edge in row["bbox"]]
+        box = (row["image_id"], row["category_id"], *edges)
+        if box in seen:
+            problems["that stand twice, of which a detector finds one and misses the other"].append(name)
+        seen.add(box)
+    return problems

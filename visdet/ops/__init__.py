@@ -1,5 +1,9 @@
 """Operators, which are functions of tensors on CPU and CUDA. This package needs no other package than torch."""
 
+from typing import TYPE_CHECKING, NoReturn
+
+from visdet.near_names import unknown_attribute
+
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms
 from .box_iou_rotated import box_iou_quadri, box_iou_rotated
@@ -209,3 +213,8 @@ __all__ = [
     "three_nn",
     "voxel_pooling",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise unknown_attribute(__name__, name, __all__)

@@ -3,12 +3,11 @@
 from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
 from random import Random
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mmengine.dataset import Compose
 
-from visdet.checks.arguments import AtLeast0, Range
 from visdet.errors import InvalidInputError, UserError
 from visdet.structures.planned_batch import sample_draws
 
@@ -122,34 +121,3 @@ def choose(probabilities: Sequence[float], *, rng: Random | None = None) -> int:
             return index
     # The sum was rounded.
     return max(index for index, probability in enumerate(probabilities) if probability > 0)
-
-
-class ColourDistortion(BaseTransform):
-    """A transform that changes brightness, contrast, saturation and hue at random.
-
-    Args:
-        brightness_delta: the largest change of the brightness, on the scale 0..255.
-        contrast_range: the lowest and the highest factor of the contrast.
-        saturation_range: the lowest and the highest factor of the saturation.
-        hue_delta: the largest change of the hue, in degrees.
-
-    Raises:
-        ValueError: a range or a delta is not valid.
-    """
-
-    def __init__(
-        self,
-        brightness_delta: AtLeast0 = 32,
-        contrast_range: tuple[float, float] = (0.5, 1.5),
-        saturation_range: tuple[float, float] = (0.5, 1.5),
-        hue_delta: Annotated[float, Range(0, 180)] = 18,
-    ) -> None:
-        for name, pair in (("contrast_range", contrast_range), ("saturation_range", saturation_range)):
-            if not 0 <= pair[0] <= pair[1]:
-                raise InvalidInputError(
-                    f"{type(self).__name__}: {name} must be 0 <= lowest <= highest, got {pair}"
-                )
-        self.brightness_delta = brightness_delta
-        self.contrast_range = tuple(contrast_range)
-        self.saturation_range = tuple(saturation_range)
-        self.hue_delta = hue_delta

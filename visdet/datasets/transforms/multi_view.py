@@ -16,7 +16,8 @@ from visdet.errors import InvalidInputError, UserError, reading
 from visdet.files.images import check_no_pipe, open_image, orientation_of
 from visdet.registry import TRANSFORMS
 
-from .base import BaseTransform, ColourDistortion, uniform, uniform_int
+from .base import BaseTransform, uniform, uniform_int
+from .colour_distortion import ColourDistortion
 
 # What libjpeg can divide the sides of an image by while it decodes, the largest first.
 _REDUCTIONS = {

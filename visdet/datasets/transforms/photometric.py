@@ -5,7 +5,8 @@ from torchvision.transforms.v2 import functional as F
 
 from visdet.registry import TRANSFORMS
 
-from .base import ColourDistortion, uniform
+from .base import uniform
+from .colour_distortion import ColourDistortion
 from .tv_results import set_image
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from itertools import takewhile
 from random import Random
 from typing import Any
 
@@ -94,25 +95,30 @@ class TorchvisionTransform(BaseTransform):
         return results
 
 
-_PER_BOX = ("gt_bboxes_labels", "gt_ignore_flags")
+_PER_BOX = ("gt_bboxes_labels", "gt_ignore_flags", "gt_areas")
 
 
 class MixingTransform(BaseTransform):
-    """Joins an image with others of its data set, which a CocoDataset gives by ``draw_record`` of the results.
+    """Joins an image with others of its data set.
+
+    A CocoDataset gives the other images by ``draw_record`` and its own pipeline by ``pipeline`` of the results. The
+    steps of that pipeline before the first one that joins images read the other images as they read this one.
 
     Args:
-        pipeline: the transforms that read another image and its annotations.
+        pipeline: the transforms that read another image and its annotations, instead of those of the data set.
         prob: the probability that images are joined.
+
+    Raises:
+        ValueError: the data set gives no other images, or no ``pipeline`` is given and that of the data set has no step
+            before the one that joins images.
     """
 
-    def __init__(
-        self,
-        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
-        prob: Share = 0.5,
-    ) -> None:
-        self._read = Compose(
-            [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
-        )
+    def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
+        self._read: Compose | None = None
+        if pipeline is not None:
+            self._read = Compose(
+                [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
+            )
         self.prob = prob
 
     def others(self, results: dict, number: int) -> list[dict]:
@@ -120,17 +126,40 @@ class MixingTransform(BaseTransform):
 
         They do not draw from the random numbers of the sample, by which the size of the result is planned.
         """
-        found = [Context().run(self._read, results["draw_record"]()) for _ in range(number)]
+        if "draw_record" not in results:
+            raise InvalidInputError(
+                f"{type(self).__name__}: the data set gives no other images to join, as a CocoDataset does"
+            )
+        read = self._read or self._reader_of(results.get("pipeline"))
+        found = [Context().run(read, results["draw_record"]()) for _ in range(number)]
         return [other for other in found if other is not None]
+
+    def _reader_of(self, pipeline: Compose | None) -> Compose:
+        """Return the steps of the pipeline of a data set before the first one that joins images."""
+        steps = list(takewhile(_joins_nothing, getattr(pipeline, "transforms", ())))
+        if not steps:
+            raise InvalidInputError(
+                f"{type(self).__name__}: the pipeline of the data set has no step before the one that joins images; "
+                "give pipeline=[...], the transforms that read another image and its annotations"
+            )
+        return Compose(steps)
 
     def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:
         """Return the results with an image and with the boxes of all parts, which are in its pixels."""
         set_image(results, image)
         for key in _PER_BOX:
-            results[key] = torch.cat([part[key] for part in parts])
+            # Images without boxes, and all images outside of tests, have no areas.
+            values = [part[key] for part in parts if key in part]
+            if values:
+                results[key] = torch.cat(values)
         boxes = torch.cat([part["gt_bboxes"].as_subclass(Tensor) for part in parts])
         set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
         return results
+
+
+def _joins_nothing(step: Any) -> bool:
+    """Return whether neither a step of a pipeline nor one within it joins images."""
+    return not isinstance(step, MixingTransform) and all(map(_joins_nothing, getattr(step, "transforms", ())))
 
 
 @TRANSFORMS.register_module()
@@ -150,7 +179,7 @@ class Mosaic(MixingTransform):
     def __init__(
         self,
         size: tuple[Positive, Positive],
-        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
+        pipeline: Sequence[dict | Callable] | None = None,
         prob: Share = 0.5,
     ) -> None:
         super().__init__(pipeline, prob)
@@ -195,7 +224,7 @@ class MixUp(MixingTransform):
     def __init__(
         self,
         share: tuple[Share, Share] = (0.4, 0.5),
-        pipeline: Sequence[dict | Callable] = ({"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}),
+        pipeline: Sequence[dict | Callable] | None = None,
         prob: Share = 0.5,
     ) -> None:
         super().__init__(pipeline, prob)
