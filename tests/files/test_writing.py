@@ -5,11 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from mmengine.config import Config
+from mmengine.structures import InstanceData
 
+from visdet.datasets import save_infos
+from visdet.engine import write_checkpoint
+from visdet.engine.build import write_config
+from visdet.engine.inference.detections import Detections
+from visdet.engine.inference.detector import write_detections_file
 from visdet.errors import UnwrittenFileError
+from visdet.evaluation.precision_recall import CurveReport
+from visdet.export.report import write_report
 from visdet.files.writing import write_atomically, written_whole
+from visdet.structures import DetDataSample
 
 
 def fail_with(code):
@@ -72,3 +85,44 @@ def test_a_killed_program_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
     write_atomically(path, "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]
+
+
+def detections(path):
+    sample = DetDataSample(metainfo={"img_path": "a.jpg", "ori_shape": (4, 6)})
+    sample.pred_instances = InstanceData(
+        bboxes=torch.zeros(0, 4), scores=torch.zeros(0), labels=torch.zeros(0, dtype=int)
+    )
+    pixels = np.zeros((4, 6, 3), np.uint8)
+    Detections(sample, ["cat"], 0.0, pixels, lambda image, _sample: image).save(path)
+
+
+WRITERS = {
+    "a.json": detections,
+    "a.png": detections,
+    "predictions.json": lambda path: write_detections_file(path, []),
+    "a.npz": lambda path: save_infos(path, [], {}),
+    "report.json": lambda path: write_report(
+        {"format": "pt2", "precision": "float32", "bytes": {}}, path.parent
+    ),
+    "a.pth": lambda path: write_checkpoint({}, path),
+    "curves_precision_recall.png": lambda path: CurveReport(
+        "IoU", {"cat": {"best_threshold": None}}, np.zeros((1, 1))
+    ).draw(path.parent, "curves"),
+    "config.py": lambda path: write_config(
+        SimpleNamespace(cfg=Config({"a": 1}, cfg_text="a = 1", filename=path.name), work_dir=path.parent)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_a_user_keeps_is_written_whole_or_not_at_all(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    WRITERS[name](path)
+    assert path.stat().st_size
+    path.write_text("old")
+    monkeypatch.setattr(os, "replace", fail_with(errno.ENOSPC))
+    with pytest.raises(
+        UnwrittenFileError, match=rf"file {path} .*cannot be written: No space left on device"
+    ):
+        WRITERS[name](path)
+    assert path.read_text() == "old" and not list(tmp_path.glob("*partial*"))

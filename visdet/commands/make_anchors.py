@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine import check_work_dir
     from visdet.engine.config.packaged import find_config
     from visdet.errors import UserError, add_hint
+    from visdet.files.writing import written_whole
 
     path = Path(args.infos)
     from_config = path.suffix == ".py" or (path.suffix not in _FRAMES and find_config(args.infos) is not None)
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
             add_hint(error, f"while making {path} from {source}")
             raise
         check_work_dir(path.parent, "the config's folder of anchors")
-        np.save(path, anchors)
+        with written_whole(path) as partial:
+            np.save(partial, anchors)
         print(f"wrote anchors {list(anchors.shape)} from {len(infos)} frames to {path}")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from mmengine import fileio
 
 from visdet.errors import InvalidInputError, InvalidTypeError, reading
+from visdet.files.writing import written_whole
 from visdet.restricted_load import load_numpy_pickle
 
 from .frame_records import value_of
@@ -164,7 +165,9 @@ def save_infos(path: str | Path, infos: Iterable[dict], metadata: dict) -> None:
     arrays: dict[str, Any] = {name: np.array(json.dumps(value)) for name, value in values.items()}
     arrays |= {f"pool_{name}": np.frombuffer(pool, name) for name, pool in pools.items()}
     text = np.frombuffer(b"".join(texts), dtype=np.uint8)
-    np.savez(path, text=text, ends=np.cumsum([len(text) for text in texts], dtype=np.int64), **arrays)
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    with written_whole(path) as partial:
+        np.savez(partial, text=text, ends=ends, **arrays)
 
 
 def load_infos(path: str | Path) -> tuple[Sequence[dict], dict]:

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from visdet.errors import ConfigError, MissingFileError, build_step
+from visdet.files.writing import written_whole
 from visdet.registry import (
     EVALUATOR,
     HOOKS,
@@ -121,7 +122,8 @@ def log_environment(runner: Any, env_cfg: dict) -> None:
 def write_config(runner: Any) -> None:
     """Write the config to the work_dir, and warn of values that the copy cannot have."""
     name = os.path.basename(runner.cfg.filename or f"{runner.timestamp}.py")
-    runner.cfg.dump(os.path.join(runner.work_dir, name))
+    with written_whole(os.path.join(runner.work_dir, name)) as partial:
+        runner.cfg.dump(partial)
     if lost := values_without_code(runner.cfg.to_dict()):
         runner.logger.warning(
             f"the copy of the config in the work_dir has a description in place of {', '.join(lost)}, which cannot be "

@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from visdet.errors import UserError, listed
+from visdet.files.writing import written_whole
 from visdet.structures.fonts import legible
 
 Curve = dict[int, float]
@@ -105,5 +106,5 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
         # A logarithmic axis would leave out negative losses.
         if title == "loss" and axis.dataLim.y0 >= 0 < axis.dataLim.y1:
             axis.set_yscale("log")
-    Path(out_file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_file, dpi=110)
+    with written_whole(out_file) as partial:
+        figure.savefig(partial, dpi=110)

@@ -4,7 +4,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from mmengine.logging import print_log
 from visdet.checks.arguments import Positive, Range
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, listed
+from visdet.files.writing import write_atomically
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.coco_json import (
@@ -286,9 +286,8 @@ class CocoMetric(BaseMetric):
             {**row, "category_id": category_of_label.get(row["category_id"], row["category_id"])}
             for row in detections
         ]
-        path = Path(f"{self.outfile_prefix}.bbox.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows))
+        path = f"{self.outfile_prefix}.bbox.json"
+        write_atomically(path, json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")
 
 

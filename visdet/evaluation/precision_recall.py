@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from visdet.files.writing import written_whole
 from visdet.structures.fonts import legible
 
 _MOST_POINTS = 200  # of a curve in the file
@@ -236,7 +237,8 @@ def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path
     axis.grid(alpha=0.3)
     if axis.lines and len(names) <= 40:
         axis.legend(prop=_font(names, font), loc="lower left")
-    figure.savefig(path, dpi=110)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=110)
 
 
 def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> None:
@@ -259,7 +261,8 @@ def _draw_confusion(counts: np.ndarray, labels: Sequence[str], path: str) -> Non
             axis.text(
                 column, row, str(counts[row, column]), ha="center", va="center", color=colour, fontsize=8
             )
-    figure.savefig(path, dpi=110)
+    with written_whole(path) as partial:
+        figure.savefig(partial, dpi=110)
 
 
 def _font(names: Sequence[str], file: str) -> Any:

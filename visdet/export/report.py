@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from visdet.files.writing import write_atomically
+
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write ``report.json`` and ``report.md`` into a folder."""
-    (folder / "report.json").write_text(json.dumps(report, indent=1))
+    write_atomically(folder / "report.json", json.dumps(report, indent=1))
     lines = [
         f"# Export: {report['format']}, {report['precision']}\n",
         *(f"**{report[name]}**" for name in ("error", "remark") if name in report),
@@ -41,4 +43,4 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
                 if isinstance(one, dict)
             ),
         ]
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    write_atomically(folder / "report.md", "\n".join(lines) + "\n")

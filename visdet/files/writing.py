@@ -18,32 +18,38 @@ def write_atomically(path: str | os.PathLike, content: str | bytes | memoryview)
 
 
 @contextmanager
-def written_whole(path: str | os.PathLike, size: int | None = None) -> Iterator[Path]:
+def written_whole(
+    path: str | os.PathLike, size: int | None = None, reaches_disk: bool = True
+) -> Iterator[Path]:
     """Yield the name of a file that the block writes, and that replaces the file at ``path`` when the block ends.
 
-    After a crash, or an error of any type, ``path`` holds either the old file or the complete new one, and nothing is
-    left beside it. The content has reached the disk when the block has ended. The folder is made if it does not exist.
-    What ``path`` links to is replaced, and not the link. A device such as ``/dev/stdout`` is written directly.
+    After a crash, or an error of any type, ``path`` holds either the old file or the complete new one. Nothing is left
+    beside it, unless the process is killed. The name in the block has the suffix of ``path``.
+    The folder is made if it is missing. What ``path`` links to is replaced, and not the link. A device such as
+    ``/dev/stdout`` is written directly.
 
     Args:
         path: the file.
         size: the number of bytes, for the message.
+        reaches_disk: whether to wait until the content has reached the disk, so that it outlives a loss of power.
 
     Raises:
         UnwrittenFileError: the file cannot be written, for example because the disk is full.
     """
     target = Path(os.path.realpath(path))
     is_device = target.exists() and not (target.is_file() or target.is_dir())
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
         if is_device:
             yield Path(path)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        _reach_disk(partial)
+        if reaches_disk:
+            _reach_disk(partial)
         os.replace(partial, target)
-        _reach_disk(target.parent)
+        if reaches_disk:
+            _reach_disk(target.parent)
     except UserError:
         raise
     except OSError as error:

@@ -138,7 +138,7 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     if is_known or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
     folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    files = sorted(file.name for file in folder.glob("*") if file.suffix in _SUFFIXES)
+    files = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in _SUFFIXES)
     wrong = "is a folder; give one of its files" if os.path.isdir(path) else "does not exist"
     near = nearest_names(Path(path).name, [*files, *PUBLISHED])
     known = f"did you mean {' or '.join(near)}?" if near else ", ".join(files[:8]) or "its folder has none"

@@ -16,6 +16,7 @@ from torch import Tensor
 from visdet.checks.arguments import Share, checked
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, MissingPackageError, UserError
+from visdet.files.writing import write_atomically, written_whole
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_names
 
@@ -154,13 +155,10 @@ class Detections:
         picture = Image.fromarray(self._draw(self.image, self.sample))
         if out_file is not None:
             try:
-                path = Path(out_file).expanduser()
-                path.parent.mkdir(parents=True, exist_ok=True)
-                picture.save(path)
-            except (OSError, ValueError, TypeError) as error:
-                raise UserError(
-                    f"cannot write {out_file}: {getattr(error, 'strerror', None) or error}"
-                ) from error
+                with written_whole(Path(out_file).expanduser(), reaches_disk=False) as partial:
+                    picture.save(partial)
+            except (ValueError, TypeError) as error:
+                raise UserError(f"cannot write {out_file}: {error}") from error
         return picture
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,9 +189,7 @@ class Detections:
         if Path(out_file).suffix.lower() != ".json":
             self.draw(out_file)
             return
-        path = Path(out_file).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n")
+        write_atomically(Path(out_file).expanduser(), self.to_json() + "\n")
 
     def _repr_png_(self) -> bytes | None:
         if self._draw is None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value
 from visdet.errors import InvalidInputError
+from visdet.files.writing import write_atomically
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
@@ -380,8 +381,7 @@ def detect_files(
 
 def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
     """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
+    write_atomically(path, "[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from visdet.errors import UserError
+from visdet.files.writing import write_atomically
 
 CURVES = "precision_recall.json"  # the file in the work_dir that validation and ``visdet test`` write
 DEFAULT_THRESHOLD = 0.3
@@ -21,7 +22,7 @@ def write_curves(metrics: Iterable[Any], folder: str, with_pictures: bool) -> li
         return []
     path = Path(folder, CURVES)
     records = {name: report.to_dict() for name, report in reports.items()}
-    path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+    write_atomically(path, json.dumps(records, ensure_ascii=False))
     drawn = (
         [file for name, report in reports.items() for file in report.draw(folder, name)]
         if with_pictures
