@@ -34,6 +34,7 @@ REASONS = {
     "_backward_hooks": "A module has no public list of its hooks. A fused call may skip only a module without hooks.",
     "_backward_pre_hooks": "See _backward_hooks.",
     "_forward_hooks": "See _backward_hooks.",
+    "_has_any_global_hook": "See _backward_hooks.",
     "_forward_pre_hooks": "See _backward_hooks.",
     "_BatchNorm": "mmengine's initialisers find a layer by the names of its bases, and configs name this one.",
     "_conv_forward": "torch names it for subclasses that compute a convolution's weight.",

@@ -18,6 +18,7 @@ from .deformable_detr.flat_pyramid import FlatPyramid
 from .deformable_detr.head import DeformableDETRHead
 from .deformable_detr.transformer import DeformableDetrTransformerDecoder
 from .layers.normalization import LayerNorm
+from .layers.plain import all_rows
 from .layers.positional_encoding import sine_embedding
 from .layers.precision import in_full_precision, without_gradients
 from .matching.padded_targets import PaddedTargets
@@ -214,7 +215,7 @@ class DINO(DeformableDetectionTransformer):
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
         boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()
-        query = self.query_embedding.weight[: best.shape[1]].expand(memory.shape[0], -1, -1)
+        query = all_rows(self.query_embedding)[: best.shape[1]].expand(memory.shape[0], -1, -1)
         start = DecoderStart(query, None, boxes.detach())
         if not self.training or batch is None:
             return start

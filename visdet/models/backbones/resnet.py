@@ -16,6 +16,7 @@ from visdet.registry import MODELS
 
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
+from ..layers.plain import is_plain
 from .pretrained import Backbone
 
 _BN = {"type": "BN", "requires_grad": True}
@@ -69,9 +70,10 @@ class ResidualBlock(nn.Module):
     @property
     def layers(self) -> list[tuple[nn.Module, nn.Module]]:
         """All convolutions, the downsampling included, each with its normalisation."""
-        if self.downsample is None:
+        if self.downsample is None or not is_plain(self.downsample, nn.Sequential):
             return self.main_layers
-        return [*self.main_layers, (self.downsample[0], self.downsample[1])]
+        conv, norm = self.downsample
+        return [*self.main_layers, (conv, norm)]
 
     def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         """Return [B, C', H', W'] from x [B, C, H, W]. ``folded`` replaces convolutions and their normalisations."""
@@ -85,11 +87,25 @@ class ResidualBlock(nn.Module):
     def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
         identity = x
         if self.downsample is not None:
-            identity = _conv_norm(self.downsample[0], self.downsample[1], x, folded, relu=False)
+            if is_plain(self.downsample, nn.Sequential):
+                conv, norm = self.downsample
+                identity = _conv_norm(conv, norm, x, folded, relu=False)
+            else:
+                identity = self.downsample(x)
         *first_layers, last_layer = self.main_layers
         for conv, norm in first_layers:
             x = _conv_norm(conv, norm, x, folded)
         return _conv_norm(*last_layer, x, folded, residual=identity)
+
+
+class ResidualStage(nn.Sequential):
+    """The blocks of a stage, one after another."""
+
+    def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:  # type: ignore[override]
+        """Return [B, C', H', W'] from x [B, C, H, W]; see ``ResidualBlock``."""
+        for block in self:
+            x = block(x, folded)
+        return x
 
 
 @contextmanager
@@ -134,7 +150,7 @@ def _conv_norm(
     """Return norm(conv(x)) + residual, or the ReLU of that sum."""
     if conv in folded:
         return folded[conv](x, relu, residual)
-    if isinstance(norm, BatchNorm2d):
+    if is_plain(norm, BatchNorm2d):
         return norm(conv(x), residual, relu)
     x = norm(conv(x))
     if residual is not None:
@@ -255,7 +271,7 @@ class ResNet(Backbone):
 
     def _stage(
         self, channels_in: int, channels: int, num_blocks: int, stride: int, dilation: int
-    ) -> nn.Sequential:
+    ) -> ResidualStage:
         """Return the blocks of one stage. The first of them has the stride."""
         make_convs, expansion, _ = self.ARCHITECTURES[self.depth]
         blocks = []
@@ -269,7 +285,7 @@ class ResNet(Backbone):
             convs = make_convs(channels_in, channels, stride, dilation, self.style)
             blocks.append(ResidualBlock(convs, self.norm_cfg, downsample, self.with_cp))
             channels_in, stride = channels * expansion, 1
-        return nn.Sequential(*blocks)
+        return ResidualStage(*blocks)
 
     def init_weights(self) -> None:
         """Initialise all weights, then load the pretrained weights that the config names."""
@@ -295,8 +311,7 @@ class ResNet(Backbone):
             x = F.relu(self.maxpool(_conv_norm(*stem, x, folded, relu=False)), inplace=True)
         outs = []
         for stage, blocks in enumerate(stages):
-            for block in blocks:
-                x = block(x, folded)
+            x = blocks(x, folded)
             if stage in self.out_indices:
                 outs.append(x)
         return tuple(outs)

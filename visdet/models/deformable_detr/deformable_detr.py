@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from visdet.registry import MODELS
 
 from ..layers.normalization import LayerNorm
+from ..layers.plain import all_rows
 from ..layers.precision import in_full_precision
 from .base import DeformableDetectionTransformer, TrainingBatch
 from .decoder_start import DecoderStart, box_embedding, pixel_proposals, rows_at
@@ -54,9 +55,8 @@ class DeformableDETR(DeformableDetectionTransformer):
 
     def learned_queries(self, batch_size: int) -> DecoderStart:
         """Return the learned queries for each image, with the reference points that are predicted from them."""
-        query_pos, query = (
-            self.query_embedding.weight.unsqueeze(0).expand(batch_size, -1, -1).chunk(2, dim=-1)
-        )
+        rows = all_rows(self.query_embedding).expand(batch_size, -1, -1)
+        query_pos, query = rows.chunk(2, dim=-1)
         return DecoderStart(
             query, query_pos, in_full_precision(self.reference_points_fc, query_pos).sigmoid()
         )

@@ -11,7 +11,8 @@ from visdet.registry import MODELS
 
 from .builders import build_activation_layer, build_dropout
 from .linear import Linear
-from .normalization import add_and_norm, drops, is_plain
+from .normalization import add_and_norm, drops
+from .plain import is_plain
 from .root_registration import register_in_root
 
 _RELU = {"type": "ReLU"}
@@ -67,12 +68,18 @@ def feed_forward(
     Args:
         layers: the result of :func:`feed_forward_layers`.
     """
-    *linear_layers, dropout = layers
-    for layer in linear_layers:
-        x = layer(x)
+    dropouts = [dropout_layer]
+    if is_plain(layers, nn.Sequential):
+        *linear_layers, dropout = layers
+        for layer in linear_layers:
+            x = layer(x)
+        dropouts = [dropout, dropout_layer]
+    else:
+        x = layers(x)
     if added is not None:
-        return add_and_norm(norm, x, added, dropout, dropout_layer)
-    x = dropout_layer(dropout(x))
+        return add_and_norm(norm, x, added, *dropouts)
+    for dropout in dropouts:
+        x = dropout(x)
     return x if norm is None else norm(x)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from visdet.ops.fused import differentiable_once
 from visdet.ops.tracing import is_traced
 
+from .normalization import BatchNorm2d
+from .plain import is_plain
 from .precision import as_autocast_input, autocast_dtype
 
 # This is the count of 16-bit numbers in 16 bytes. cuDNN reads a bias in pieces of 16 bytes, and the process crashes if
@@ -47,7 +49,7 @@ def fold_frozen_norms(layers: Sequence[tuple[nn.Module, nn.Module]]) -> dict[nn.
     A batch norm is frozen if it uses its stored statistics, and its scale and shift get no gradients. norm(conv(x)) is
     then a convolution with weight · scale and a bias, which saves one pass over the feature maps. The convolution
     itself may be trained. Weights have the dtype that autocast gives a convolution, and on a GPU the channels-last
-    layout. Nothing is kept from call to call, and hooks of the two layers are not called.
+    layout. Nothing is kept from call to call. Layers that are not plain are left out.
 
     Args:
         layers: pairs of a convolution and its normalisation.
@@ -82,14 +84,13 @@ def _product(weight: Tensor, scale: Tensor, dtype: torch.dtype, layout: torch.me
 
 
 def _is_foldable(conv: nn.Module, norm: nn.Module) -> bool:
-    if type(conv) is not nn.Conv2d or not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+    if not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d, BatchNorm2d, nn.SyncBatchNorm):
         return False
+    if norm.training or norm.running_mean is None or conv.bias is not None or conv.padding_mode != "zeros":
+        return False
+    # FSDP takes parameters away from the layers whose weights processes share.
     of_conv, of_norm = (dict(layer.named_parameters(recurse=False)) for layer in (conv, norm))
-    parameters = of_conv.get("weight"), of_norm.get("weight"), of_norm.get("bias")
-    # A hook may make a weight before each call (pruning), or processes may share it (FSDP).
-    has_all = all(type(x) in (Tensor, nn.Parameter) or (x is not None and is_traced()) for x in parameters)
-    is_frozen = not norm.training and norm.running_mean is not None
-    if not (has_all and is_frozen and conv.bias is None and conv.padding_mode == "zeros"):
+    if "weight" not in of_conv or not of_norm.keys() >= {"weight", "bias"}:
         return False
     return not (torch.is_grad_enabled() and (norm.weight.requires_grad or norm.bias.requires_grad))
 

@@ -12,6 +12,7 @@ from visdet.registry import MODELS
 
 from .builders import build_dropout
 from .normalization import add_and_norm
+from .plain import is_plain
 from .precision import as_autocast_input, at_least_float32
 from .root_registration import register_in_root
 
@@ -102,6 +103,10 @@ class MultiheadAttention(BaseModule):
         else:
             key = as_autocast_input(key if key_pos is None else key + key_pos)
         value, attn = as_autocast_input(value), self.attn
+        if not is_plain(attn, nn.MultiheadAttention):
+            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+            out, _ = attn(query, key, value, need_weights=False, **masks)
+            return add_and_norm(norm, out, identity, self.proj_drop, self.dropout_layer)
         if not self.batch_first:
             query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         inputs: tuple[Tensor, ...] = (query, value) if is_joint else (query, key, value)

@@ -1,6 +1,6 @@
 """Normalisation layers by their configs, and the sum of a branch and its input before a normalisation."""
 
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from visdet.errors import InvalidInputError
 from visdet.ops.fused import batch_norm_add_relu, dropout_add_layer_norm
 from visdet.registry import MODELS
+
+from .plain import is_plain
 
 
 # mmengine's initialisers find a layer by its name or by the names of its direct bases. Configs name ``_BatchNorm``.
@@ -112,30 +114,9 @@ def build_norm_layer(norm_cfg: dict[str, Any], num_features: int) -> nn.Module:
     return layer
 
 
-_Layer = TypeVar("_Layer", bound=nn.Module)
-
-
-def is_plain(layer: nn.Module, kind: type[_Layer]) -> TypeGuard[_Layer]:
-    """Return whether calling a layer does exactly what its class does. Global hooks of all modules are not checked.
-
-    torch 2.10 to 2.14 have no public way to ask a module for its hooks.
-    """
-    return (
-        type(layer) is kind
-        and getattr(layer.forward, "__func__", None) is kind.forward
-        and getattr(layer.forward, "__self__", None) is layer
-        and not (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-        )
-    )
-
-
 def drops(dropout: nn.Module) -> bool:
     """Return whether a dropout layer has to be called."""
-    if isinstance(dropout, nn.Dropout) and is_plain(dropout, nn.Dropout):
+    if is_plain(dropout, nn.Dropout):
         return dropout.training and dropout.p > 0
     return not is_plain(dropout, nn.Identity)
 
@@ -148,10 +129,11 @@ def add_and_norm(norm: nn.Module | None, branch: Tensor, identity: Tensor, *drop
         branch, identity: [..., C]. dropouts: layers that the branch goes through, one after another.
     """
     dropping = [dropout for dropout in dropouts if drops(dropout)]
-    if isinstance(norm, LayerNorm) and not dropping:
-        return norm(branch, identity)
-    if isinstance(norm, LayerNorm) and len(dropping) == 1 and is_plain(dropping[0], nn.Dropout):
-        return norm(branch, identity, dropping[0].p)
+    if norm is not None and is_plain(norm, LayerNorm):
+        if not dropping:
+            return norm(branch, identity)
+        if len(dropping) == 1 and is_plain(dropping[0], nn.Dropout):
+            return norm(branch, identity, dropping[0].p)
     for dropout in dropping:
         branch = dropout(branch)
     total = identity + branch

@@ -18,6 +18,7 @@ from visdet.ops import (
 )
 from visdet.registry import MODELS
 
+from ..layers.plain import is_plain
 from ..layers.precision import at_least_float32, in_full_precision
 from .mlp import linear_relu_ln
 
@@ -175,14 +176,18 @@ class DeformableFeatureAggregation(BaseModule):
         """Return the logits [B, N, V, L, P, G], whose softmax is the weights, and None.
 
         With camera embedding, return [B, N, L, P, G] and [B, V, L, P, G]. Their sum is the logits, because
-        ``weights_fc`` is linear.
+        ``weights_fc`` is linear. A ``weights_fc`` with an adapter or hooks is called for every pair instead.
         """
         B, N = instance_feature.shape[:2]
         sizes = (self.num_levels, self.num_pts, self.num_groups)
-        logits = self.weights_fc(instance_feature + anchor_embed)
+        embedded = instance_feature + anchor_embed
         if self.camera_encoder is None:
-            return logits.view(B, N, self.num_cams, *sizes), None
+            return self.weights_fc(embedded).view(B, N, self.num_cams, *sizes), None
         cameras = in_full_precision(self.camera_encoder, projection[:, :, :3].flatten(2))
+        if not is_plain(self.weights_fc, nn.Linear):
+            logits = self.weights_fc(embedded.unsqueeze(2) + cameras.unsqueeze(1))
+            return logits.view(B, N, self.num_cams, *sizes), None
+        logits = self.weights_fc(embedded)
         of_cameras = F.linear(cameras, self.weights_fc.weight)
         return logits.view(B, N, *sizes), of_cameras.view(B, self.num_cams, *sizes)
 

@@ -65,7 +65,8 @@ class SparseBox3DEncoder(BaseModule):
         perceptrons = self._perceptrons()
         columns = slice(X, W), slice(W, SIN_YAW), slice(SIN_YAW, VX), slice(VX, VX + self.vel_dims)
         given = [box_3d[..., part] for _, part in zip(perceptrons, columns, strict=False)]
-        if self._side_by_side is not None and box_3d.is_cuda and not torch.is_grad_enabled():
+        predicts_on_gpu = box_3d.is_cuda and not torch.is_grad_enabled()
+        if self._side_by_side is not None and predicts_on_gpu and SideBySide.serves(perceptrons):
             parts = self._side_by_side(perceptrons, given)
         else:
             parts = [in_full_precision(*pair) for pair in zip(perceptrons, given, strict=True)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from visdet.ops.fused import dropout_add_layer_norm
 
 from ..layers.normalization import ReLULayerNorm
+from ..layers.plain import is_plain
 
 
 class Scale(nn.Module):
@@ -90,13 +91,15 @@ class SideBySide(nn.Module):
 
     @staticmethod
     def serves(perceptrons: Sequence[Any]) -> bool:
-        """Return whether the perceptrons have the layers and widths that are described above."""
-        kinds = [tuple(map(type, perceptron)) for perceptron in perceptrons]
-        depth = len(kinds[0]) // 3
+        """Return whether the perceptrons have the layers and widths that are described above, and are plain."""
+        if not all(is_plain(perceptron, nn.Sequential) for perceptron in perceptrons):
+            return False
+        kinds = (nn.Linear, nn.Identity, ReLULayerNorm) * (len(perceptrons[0]) // 3)
+        for perceptron in perceptrons:
+            if len(perceptron) != len(kinds) or not all(map(is_plain, perceptron, kinds)):
+                return False
         widths = [perceptron[0].out_features for perceptron in perceptrons]
-        return set(kinds) == {(nn.Linear, nn.Identity, ReLULayerNorm) * depth} and not any(
-            max(widths) % width for width in widths
-        )
+        return not any(max(widths) % width for width in widths)
 
     def forward(self, perceptrons: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the results [..., width of p] of each perceptron p for its part [..., inputs of p]."""
