@@ -8,7 +8,8 @@ import torch
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 
-from visdet.datasets.transforms import FilterAnnotations, LoadAnnotations, LoadImageFromFile
+from visdet.datasets.transforms import FilterAnnotations, LoadAnnotations, LoadImageFromFile, loading
+from visdet.files.images import extra_frames, open_image, sizes_of
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 
@@ -57,14 +58,17 @@ def test_sixteen_bits_keep_the_upper_byte(tmp_path):
         load(tmp_path / "float.tif")
 
 
+@pytest.mark.parametrize("suffix", [".png", ".tif", ".webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation(tmp_path, orientation):
-    path = tmp_path / "a.png"
+def test_the_orientation_of_a_file(tmp_path, orientation, suffix):
+    path = tmp_path / f"a{suffix}"
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(RGB).save(path, exif=exif)
+    Image.fromarray(RGB).save(path, exif=exif, lossless=True)
     with Image.open(path) as stored:
         upright = np.array(ImageOps.exif_transpose(stored))
+    with open_image(path) as image:
+        assert sizes_of(image) == (upright.shape[1::-1], (9, 6))
     assert (upright.shape[:2] == (9, 6)) == (orientation >= 5)
     assert np.array_equal(pixels(load(path, channel_order="rgb")), upright)
     assert np.array_equal(pixels(load(path, *upright.shape[:2], channel_order="rgb")), upright)
@@ -78,6 +82,20 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
     Image.fromarray(RGB).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"a\.png is 9x6 pixels .* says 10x6"):
         load(tmp_path / "a.png", 6, 10)
+
+
+def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(loading, "print_log", lambda message, **options: said.append(message))
+    monkeypatch.setattr(LoadImageFromFile, "_has_said_frames", False)
+    frames = [Image.new("RGB", (9, 6), colour) for colour in ("red", "lime", "blue")]
+    for name in ("a.tif", "b.gif", "c.png", "d.webp"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
+        assert np.array_equal(pixels(load(tmp_path / name, channel_order="rgb"))[0, 0], [255, 0, 0])
+    assert len(said) == 1 and "a.tif holds 3 pages or frames, of which the first is read" in said[0]
+    frames[0].save(tmp_path / "phone.jpg", "MPO", save_all=True, append_images=frames[1:2])
+    with open_image(tmp_path / "phone.jpg") as image:
+        assert extra_frames(image) == 0
 
 
 def _raise(error):

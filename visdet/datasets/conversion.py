@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import yaml
 
 from visdet.errors import InvalidInputError, MissingFileError, UserError, reading
-from visdet.files.images import open_image, orientation_of
+from visdet.files.images import open_image, sizes_of
 from visdet.files.writing import write_atomically
 from visdet.structures.coco_json import load_coco_json
 
@@ -76,9 +76,9 @@ def convert(
     for picture in pictures:
         try:
             with open_image(picture.path) as image:
-                is_turned = orientation_of(image) >= 5
-                # The size is the one that viewers show, or as it is stored if the annotations say so.
-                size = image.size[::-1] if is_turned and picture.size != image.size else image.size
+                shown_size, stored_size = sizes_of(image)
+            # The size is the one that viewers show, or as it is stored if the annotations say so.
+            size = stored_size if picture.size == stored_size else shown_size
             records[picture.split].append((picture, size))
         except UserError as error:
             missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"

@@ -12,10 +12,36 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from visdet.errors import InvalidInputError, MissingFileError, UserError
 
-__all__ = ["MAX_PIXELS", "check_no_pipe", "open_image", "orientation_of"]
+__all__ = [
+    "MAX_PIXELS",
+    "PICTURE_SUFFIXES",
+    "check_no_pipe",
+    "extra_frames",
+    "open_image",
+    "orientation_of",
+    "sizes_of",
+    "turned",
+]
 
 MAX_PIXELS = 2**30  # OpenCV's own limit
+PICTURE_SUFFIXES = {
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".jp2", ".j2k"),
+    *(".avif", ".ppm", ".pgm", ".pbm"),
+}
 _PILLOW_LIMIT = threading.Lock()
+# How a raster is turned to be shown, by its orientation. The turns of 6 and 8 undo each other, all others themselves.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_FIRST_OF_CHANGED_SIDES = 5
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
+_UNDOING = {6: 8, 8: 6}
 # What Pillow raises for damaged files of its formats.
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, RuntimeError, MemoryError, EOFError, LookupError, ArithmeticError),
@@ -34,7 +60,7 @@ def open_image(
 
     Reading sizes and EXIF data in the block, or decoding the pixels by ``load``, ``convert`` or ``seek``, may find
     damage that opening has not found. Such errors of Pillow's become messages on the file, too. The image is the first
-    one of a file that holds several (pages of TIFF, frames of GIF). Their number is ``getattr(image, "n_frames", 1)``.
+    one of a file that holds several (pages of TIFF, frames of GIF); see :func:`extra_frames`.
 
     Args:
         path: the file.
@@ -80,6 +106,37 @@ def orientation_of(image: Image.Image) -> int:
     except _DAMAGED:
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def sizes_of(image: Image.Image) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the (width, height) of an image as viewers show it, and as its file stores it.
+
+    Args:
+        image: an image whose pixels are not decoded yet, or one that comes from no file.
+    """
+    stored = image.size
+    if image.format == "TIFF":  # Pillow may have turned the size already.
+        tags = image.tag_v2  # type: ignore[attr-defined]
+        stored = int(tags[_TIFF_WIDTH]), int(tags[_TIFF_HEIGHT])
+    return stored[::-1] if orientation_of(image) >= _FIRST_OF_CHANGED_SIDES else stored, stored
+
+
+def turned(image: Image.Image, is_shown: bool) -> Image.Image:
+    """Return an image with its pixels, as viewers show it or as its file stores it. Pillow turns TIFF files itself."""
+    orientation = orientation_of(image)
+    image.load()
+    was_turned = orientation_of(image) != orientation
+    if orientation == 1 or was_turned == is_shown:
+        return image
+    return image.transpose(_TURNS[orientation if is_shown else _UNDOING.get(orientation, orientation)])
+
+
+def extra_frames(image: Image.Image) -> int:
+    """Return how many pages or frames a file has beside the first, which is the one that is read.
+
+    A photograph of a phone that holds a preview or a depth map, too, has none.
+    """
+    return 0 if image.format == "MPO" else getattr(image, "n_frames", 1) - 1
 
 
 def check_no_pipe(path: str | os.PathLike, what: str) -> None:

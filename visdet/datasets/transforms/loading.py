@@ -1,16 +1,18 @@
 """Transforms that read images and annotations."""
 
-from typing import Literal
+import logging
+from typing import ClassVar, Literal
 
 import cv2
 import numpy as np
 import torch
 from mmengine import fileio
-from PIL import Image, ImageOps
+from mmengine.logging import print_log
+from PIL import Image
 
 from visdet.checks.arguments import Positive
 from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import MAX_PIXELS, check_no_pipe, open_image, orientation_of
+from visdet.files.images import MAX_PIXELS, check_no_pipe, extra_frames, open_image, sizes_of, turned
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
@@ -23,14 +25,14 @@ __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 class LoadImageFromFile(BaseTransform):
     """Reads ``img_path`` into ``img`` (uint8 [3, H, W]) and sets ``img_shape`` and ``ori_shape``.
 
-    Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte. The EXIF
-    orientation is applied, as in image viewers. If only the stored orientation has the height and width of the
-    annotation file, the stored orientation is kept, because the boxes were drawn on it. If the results hold ``rgb``
-    (uint8 [H, W, 3]), that is taken instead of a file.
+    Grey and palette images get three channels, alpha is dropped, and 16-bit images keep their upper byte. The first of
+    several pages or frames is read. The orientation that EXIF data or TIFF tags give is applied, as in viewers. If only
+    the stored orientation has the height and width of the annotation file, the stored orientation is kept, because the
+    boxes were drawn on it. If the results hold ``rgb`` (uint8 [H, W, 3]), that is taken instead of a file.
 
     Args:
         to_float32: give float32 values in 0..255.
-        color_type: ``'color'``, or ``'color_ignore_orientation'`` to ignore the EXIF orientation.
+        color_type: ``'color'``, or ``'color_ignore_orientation'`` to ignore the orientation.
         channel_order: ``'bgr'`` (mmcv's default, which needs ``bgr_to_rgb=True`` in the data preprocessor) or
             ``'rgb'``.
         imdecode_backend: must be ``'pillow'``.
@@ -49,6 +51,7 @@ class LoadImageFromFile(BaseTransform):
     """
 
     keeps_size = True
+    _has_said_frames: ClassVar[bool] = False  # A process says this once.
 
     def __init__(
         self,
@@ -88,8 +91,9 @@ class LoadImageFromFile(BaseTransform):
         with reading(f"LoadImageFromFile: image {path}"):
             check_no_pipe(path, f"LoadImageFromFile: image {path}")
             content = fileio.get(path, backend_args=self.backend_args)
-        with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as stored:
-            rgb = self.rgb_of(stored, expected_shape)
+        with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as image:
+            self._say_frames(path, extra_frames(image))
+            rgb = self.rgb_of(image, expected_shape)
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
             raise InvalidInputError(
                 f"LoadImageFromFile: image {path} is {rgb.shape[1]}x{rgb.shape[0]} pixels (width x height), "
@@ -97,21 +101,27 @@ class LoadImageFromFile(BaseTransform):
             )
         return rgb
 
-    def rgb_of(self, stored: Image.Image, expected_shape: tuple = (None, None)) -> np.ndarray:
+    def _say_frames(self, path: str, number: int) -> None:
+        """Say of the first file with further pages or frames that they are not read."""
+        if number and not self._has_said_frames:
+            LoadImageFromFile._has_said_frames = True
+            print_log(
+                f"LoadImageFromFile: image {path} holds {number + 1} pages or frames, of which the first is read. "
+                "No other such file is named",
+                logger="current",
+                level=logging.WARNING,
+            )
+
+    def rgb_of(self, image: Image.Image, expected_shape: tuple = (None, None)) -> np.ndarray:
         """Return the RGB values of an image of Pillow, uint8 [H, W, 3], turned as its EXIF data say.
 
         Args:
-            stored: the image.
+            image: the image, whose pixels are not decoded yet if it comes from a file.
             expected_shape: the (height, width) of the annotation file, if it is known.
         """
-        stored.load()
-        image = stored
-        # Pillow's function copies an image that need not be turned, too.
-        if self.color_type == "color" and orientation_of(stored) != 1:
-            image = ImageOps.exif_transpose(stored)
-        if None not in expected_shape and image.size[::-1] != expected_shape == stored.size[::-1]:
-            image = stored
-        return _to_rgb(image)
+        shown_size, stored_size = sizes_of(image)
+        is_of_stored = shown_size[::-1] != expected_shape == stored_size[::-1]
+        return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored))
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from visdet.errors import InvalidInputError, UserError, listed
+from visdet.files.images import PICTURE_SUFFIXES
 
 __all__ = ["find_images", "is_stream", "is_video", "local_path", "one_or_several", "pictures_folder"]
 
@@ -13,10 +14,7 @@ _VIDEO_SUFFIXES = {
     *(".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ogv", ".3gp"),
     *(".mts", ".m2ts"),
 }
-_SUFFIXES = _VIDEO_SUFFIXES | {
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".jp2", ".j2k"),
-    *(".avif", ".ppm", ".pgm", ".pbm"),
-}
+_SUFFIXES = _VIDEO_SUFFIXES | PICTURE_SUFFIXES
 _STREAMS = ("rtsp://", "rtsps://", "rtmp://", "udp://")
 
 
