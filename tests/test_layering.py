@@ -31,11 +31,12 @@ ALLOWED = {
         "registry",
         "errors",
         "lazy_names",
+        "option_values",
         "restricted_load",
     },
     "visualization": {"structures", "files", "registry", "errors"},
     "export": {
-        *("ops", "models", "engine", "structures", "execution", "files"),
+        *("ops", "models", "engine", "structures", "execution", "files", "checks"),
         *("errors", "lazy_names", "__version__"),
     },
     "compat": {"ops", "checks", "errors", "restricted_load"},
@@ -52,9 +53,18 @@ NEED_TRAIN_EXTRA = {
     "export",
 }
 EXCEPTIONS = {
-    "engine/config/load.py": {"command_line"},  # for users who parse --cfg-options in programs of their own
     "ops/registration.py": {"registry", "ops"},
 }  # puts the operators into OPS; nothing imports it but the registry
+# The folders and the files of the engine, from the lowest to the highest. Each imports what stands below it alone.
+LAYERS_OF_ENGINE = (
+    {"errors"},
+    {"process", "log_curves"},
+    {"config", "data", "optim"},
+    {"checkpoints", "monitored_metrics", "stages", "advice"},
+    {"graphs", "loops", "prepare"},
+    {"inference", "build"},
+    {"hooks", "summary", "trainer", "run"},
+)
 
 
 def imported_parts(path):
@@ -93,6 +103,31 @@ def test_imports_follow_the_direction(part):
         assert not extra, (
             f"{path.relative_to(ROOT.parent)} imports {sorted(extra)}; {part} may import {sorted(allowed)}"
         )
+
+
+def imported_rooms(path, package):
+    """Return the folders and the files of a package that one of its files imports, anywhere in it."""
+    rooms = set()
+    folder = path.relative_to(package).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level > 0 and node.level <= len(folder) + 1:
+            place = [*folder[: len(folder) + 1 - node.level], *(node.module or "").split(".")]
+            rooms |= {place[0]} if place[0] else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("visdet.engine."):
+            rooms.add(node.module.split(".")[2])
+    return rooms
+
+
+def test_the_engine_has_seven_layers():
+    engine = ROOT / "engine"
+    layer = {room: number for number, rooms in enumerate(LAYERS_OF_ENGINE) for room in rooms}
+    names = {path.relative_to(engine).parts[0].removesuffix(".py") for path in engine.rglob("*.py")}
+    assert layer.keys() == names - {"__init__"}, "each folder and each file has a layer"
+    for path in engine.rglob("*.py"):
+        room = path.relative_to(engine).parts[0].removesuffix(".py")
+        if room != "__init__":
+            higher = {other for other in imported_rooms(path, engine) - {room} if layer[other] >= layer[room]}
+            assert not higher, f"{path.relative_to(ROOT)} imports {sorted(higher)}"
 
 
 def test_others_import_what_the_operators_publish():

@@ -110,7 +110,8 @@ def test_what_is_slow_is_imported_where_it_is_needed(code, tmp_path):
 )
 def test_tools_let_idle_threads_sleep_before_torch_is_loaded(given, expected):
     code = (
-        "import os, sys, visdet.command_line; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+        "import os, sys, visdet.command_line; visdet.command_line.prepare_process();"
+        "print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
@@ -127,6 +128,7 @@ def test_tools_let_idle_threads_sleep_before_torch_is_loaded(given, expected):
 _FAULTS = """
 import resource
 import visdet.command_line
+visdet.command_line.prepare_process()
 import torch
 
 def step():
@@ -158,3 +160,44 @@ def test_tools_keep_the_memory_of_freed_tensors_unless_the_environment_sets_mall
     )
     pages = 4 * 16 * (16 << 20) // resource.getpagesize()  # of all tensors together
     assert (int(done.stdout) < pages // 100) == is_kept
+
+
+_UNCHANGED = """
+import ctypes, importlib, os, pathlib, signal, sys, threading
+import cv2, matplotlib, mmengine.runner, numpy, scipy, torch, torchvision  # What they change is theirs.
+import visdet
+
+class Watched(ctypes.CDLL):
+    def __getattr__(self, name):
+        assert name != "mallopt", "the allocator is set"
+        return super().__getattr__(name)
+
+def state():
+    streams = [sys.stdin, sys.stdout, sys.stderr]
+    texts = [stream.__repr__() for stream in streams] + [sys.stdout.errors, sys.stderr.errors]
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    of_torch = [torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()]
+    of_torch += [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()]
+    hooks = [sys.excepthook, sys.meta_path[:], sys.getrecursionlimit(), threading.active_count()]
+    return [dict(os.environ), streams, texts, handlers, of_torch, hooks]
+
+ctypes.CDLL = Watched
+root = pathlib.Path(visdet.__file__).parent
+paths = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
+names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+assert len(names) > 300
+for name in names:
+    before = state()
+    if not name.endswith("__main__"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            assert error.name is None or not error.name.startswith("visdet"), error
+    for old, new in zip(before, state()):
+        assert old == new, (name, old, new)
+"""
+
+
+def test_importing_any_module_changes_nothing_of_the_process(tmp_path):
+    done = run(_UNCHANGED, tmp_path)
+    assert done.returncode == 0, done.stderr

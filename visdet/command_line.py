@@ -9,16 +9,27 @@ import sys
 from typing import Any
 
 from visdet.errors import MissingPackageError
-from visdet.option_values import option_value
+from visdet.option_values import CfgOptions
 from visdet.train_extra import require_train_extra
-
-# OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
-# reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the numbers of mallopt's parameters in malloc.h
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def prepare_process() -> None:
+    """Set up the process of a program, which must call this before it loads torch.
+
+    Idle threads sleep, freed memory is kept (see :func:`_keep_freed_memory`), and a name that the terminal cannot show
+    does not end the program. Importing visdet does none of this, because it would change the programs of others.
+    """
+    # OpenMP threads spin while they wait, which takes the cores from other processes and from each other. GNU's library
+    # reads this variable when torch is loaded. Beside a busy process, a training iteration then takes half the time.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # Videos without a codec would print many lines.
+    _keep_freed_memory()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _keep_freed_memory() -> None:
@@ -37,35 +48,6 @@ def _keep_freed_memory() -> None:
         return
     mallopt(_M_TRIM_THRESHOLD, 1 << 30)
     mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no larger number.
-
-
-_keep_freed_memory()
-
-if isinstance(sys.stdout, io.TextIOWrapper):  # A name that the terminal cannot show must not end a program.
-    sys.stdout.reconfigure(errors="backslashreplace")
-
-
-class CfgOptions(argparse.Action):
-    """The argparse action for ``--cfg-options KEY=VALUE ...``. :func:`option_value` reads the values."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        options = dict(getattr(namespace, self.dest) or {})
-        for pair in values or ():
-            key, sign, value = pair.partition("=")
-            if not sign or not all(key.split(".")):
-                raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")
-            try:
-                options[key] = option_value(value)
-            except (ValueError, RecursionError) as error:
-                reason = "too many brackets" if isinstance(error, RecursionError) else error
-                raise argparse.ArgumentError(self, f"cannot read {pair!r}: {reason}") from error
-        setattr(namespace, self.dest, options)
 
 
 def positive_int(text: str) -> int:

@@ -19,7 +19,8 @@ def lazy_names(
 
     Args:
         package: the ``__name__`` of the package.
-        names_of: the public names that each module of the package defines. A module without names is itself public.
+        names_of: the public names that each module of the package defines, such as ``config.load``. A module outside
+            the package has its whole name, such as ``visdet.option_values``. A module without names is itself public.
     """
     module_of = {name: module for module, names in names_of.items() for name in names or [module]}
 
@@ -27,7 +28,9 @@ def lazy_names(
         if name in names_of:
             return importlib.import_module(f"{package}.{name}")
         if name in module_of:
-            return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+            module = module_of[name]
+            path = module if module.startswith("visdet.") else f"{package}.{module}"
+            return getattr(importlib.import_module(path), name)
         raise unknown_attribute(package, name, module_of)
 
     return sorted(module_of), get_attribute, lambda: sorted(module_of)

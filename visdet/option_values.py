@@ -9,6 +9,7 @@
 | anything else, such as ``007`` or ``my folder (1)/x`` | the text itself |
 """
 
+import argparse
 import ast
 import re
 from typing import Any
@@ -69,3 +70,26 @@ def _value(node: Any, source: str) -> Any:
     if _NOT_FINITE.fullmatch(text):
         return float(text)
     return text.lower() == "true" if text.lower() in ("true", "false") else text.replace("\\\\", "\\")
+
+
+class CfgOptions(argparse.Action):
+    """The argparse action for ``--cfg-options KEY=VALUE ...``. :func:`option_value` reads the values."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        options = dict(getattr(namespace, self.dest) or {})
+        for pair in values or ():
+            key, sign, value = pair.partition("=")
+            if not sign or not all(key.split(".")):
+                raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {pair!r}")
+            try:
+                options[key] = option_value(value)
+            except (ValueError, RecursionError) as error:
+                reason = "too many brackets" if isinstance(error, RecursionError) else error
+                raise argparse.ArgumentError(self, f"cannot read {pair!r}: {reason}") from error
+        setattr(namespace, self.dest, options)

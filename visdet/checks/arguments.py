@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from visdet.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
-    "OTHER_NAMES",
     "Above0",
     "AtLeast0",
     "Count",
@@ -27,47 +26,9 @@ __all__ = [
     "check_texts",
     "checked",
     "checked_value",
+    "with_other_names",
 ]
 
-# Names that people try, and what the argument is called here, by the function or the class.
-_OF_TRAINING = {
-    "epochs": "train_cfg=dict(max_epochs=...)",
-    "max_epochs": "train_cfg=dict(max_epochs=...)",
-    "iterations": "train_cfg=dict(max_iters=...)",
-    "max_iters": "train_cfg=dict(max_iters=...)",
-    "batch": "train_dataloader=dict(batch_size=...)",
-    "batch_size": "train_dataloader=dict(batch_size=...)",
-    "workers": "train_dataloader=dict(num_workers=...)",
-    "num_workers": "train_dataloader=dict(num_workers=...)",
-    "lr": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "lr0": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "learning_rate": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "seed": "randomness=dict(seed=...)",
-    "output_dir": "work_dir=...",
-    "project": "work_dir=...",
-    "weights": "from_=...",
-    "pretrained": "from_=...",
-    "checkpoint": "from_=...",
-    "fp16": "amp=True",
-    "half": "amp=True",
-    "gpus": "CUDA_VISIBLE_DEVICES in the environment, or torchrun",
-    "device": "CUDA_VISIBLE_DEVICES in the environment",
-}
-_OF_DETECTING = {
-    **dict.fromkeys(
-        ("conf", "threshold", "thr", "score_thr", "pred_score_thr", "confidence"), "score_threshold=..."
-    ),
-    **dict.fromkeys(("batch", "bs"), "batch_size=..."),
-    **dict.fromkeys(("half", "fp16"), "amp=True"),
-    **dict.fromkeys(("save", "out_file", "out_dir"), "draw(FILE) or save(FILE) of the result"),
-    "device": "device=... of init_detector",
-    "iou": "nothing: the detectors have no suppression of overlapping boxes",
-}
-OTHER_NAMES = {
-    "train": _OF_TRAINING,
-    "Detector": _OF_DETECTING,
-    "init_detector": {**dict.fromkeys(("weights", "model", "ckpt"), "checkpoint=..."), "cfg": "config=..."},
-}
 # Other values, such as objects that a script passes, are not checked.
 _PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
 _Function = TypeVar("_Function", bound=Callable)
@@ -124,8 +85,9 @@ def checked(function: _Function) -> _Function:
         except TypeError as error:
             known = ", ".join(key for key in signature.parameters if key != "self")
             accepts = f"; it accepts {known}" if "unexpected" in str(error) else ""
-            tried = [key for key in OTHER_NAMES.get(name, ()) if f"'{key}'" in str(error)]
-            accepts = f"; write {OTHER_NAMES[name][tried[0]]}" if tried and accepts else accepts
+            for other, here in getattr(function, "other_names", {}).items():
+                if accepts and f"'{other}'" in str(error):
+                    accepts = f"; write {here}"
             raise InvalidTypeError(f"{name}() {error}{accepts}") from None
         for key, value in bound.arguments.items():
             parameter = signature.parameters[key]
@@ -134,6 +96,20 @@ def checked(function: _Function) -> _Function:
         return function(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def with_other_names(names: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """Let the error for an unknown argument of a :func:`checked` function say what to write.
+
+    Args:
+        names: names that people try, and what the argument is called here.
+    """
+
+    def named(function: _Function) -> _Function:
+        function.other_names = names  # type: ignore[attr-defined]
+        return function
+
+    return named
 
 
 def check_constructor(kind: type) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import visdet
-from visdet.command_line import check_installation
+from visdet.command_line import check_installation, prepare_process
 
 __all__ = ["main"]
 
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: a command and its arguments. The default is those of the process.
     """
+    prepare_process()
     modules = {name: importlib.import_module(path) for name, path in _MODULES.items()}
     parser = argparse.ArgumentParser(prog="visdet", **_described(_DESCRIPTION))
     parser.add_argument("--version", action="version", version=f"visdet {visdet.__version__}")

@@ -8,16 +8,17 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 if TYPE_CHECKING:
+    from visdet.option_values import CfgOptions
+
     from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
     from .checkpoints.resume import newest_readable_checkpoint
     from .config.load import (
-        CfgOptions,
         check_required_keys,
         complete_config,
         dataset_config,
         load_config,
     )
-    from .errors import CheckpointError, ConfigError, UserError, tool_session
+    from .errors import CheckpointError, ConfigError, UserError
     from .hooks import (
         CheckInvalidLossHook,
         CheckpointHook,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .process.console import say
     from .process.distributed import checked_launcher
     from .process.places import check_out_file, check_work_dir
+    from .process.session import tool_session
     from .run import TrainingResult, evaluate, train
     from .stages import StagedModel
     from .trainer import DetRunner
@@ -53,19 +55,20 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "visdet.option_values": ["CfgOptions"],
             "checkpoints.checkpoint": ["read_checkpoint", "write_checkpoint"],
             "config.load": [
-                "CfgOptions",
                 "check_required_keys",
                 "complete_config",
                 "dataset_config",
                 "load_config",
             ],
             "process.console": ["say"],
+            "process.session": ["tool_session"],
             "process.distributed": ["checked_launcher"],
             "inference.detections": ["Detections"],
             "inference.dump_detections": ["DumpDetections"],
-            "errors": ["CheckpointError", "ConfigError", "UserError", "tool_session"],
+            "errors": ["CheckpointError", "ConfigError", "UserError"],
             "hooks": [
                 "CheckInvalidLossHook",
                 "CheckpointHook",

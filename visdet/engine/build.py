@@ -41,13 +41,13 @@ from visdet.registry import (
     VISUALIZERS,
 )
 
-from .checkpoints.training_state import wrappers_of
 from .config.build_errors import build_model, building
 from .config.text import values_without_code
 from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .optim.optim_wrapper import OptimWrapper
+from .optim.wrappers import wrappers_of
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment

@@ -5,16 +5,10 @@ import errno
 import logging
 import os
 import re
-import signal
-import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from visdet.errors import ConfigError, UserError, hints_of
-
-from .process.interrupts import Interrupted, signals_interrupt
-from .process.process_group import leave_process_group
 
 __all__ = [
     "CheckpointError",
@@ -23,10 +17,8 @@ __all__ = [
     "explain",
     "log_fatal_error",
     "nearest_names",
-    "tool_session",
 ]
 
-SHOW_TRACEBACK = "VISDET_TRACEBACK"
 _LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"  # as mmengine's
 # What a file or a disk of the user refuses is no bug, wherever it is met.
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
@@ -46,41 +38,6 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """A checkpoint that does not exist or cannot be downloaded."""
 
 
-@contextmanager
-def tool_session() -> Iterator[None]:
-    """Report the errors of the block, which is the body of a command-line tool.
-
-    A :class:`UserError`, and a file or a disk that refuses, end the tool with one message on stderr and exit status 1.
-    Ctrl-C, SIGTERM and SIGHUP end it
-    with a message and exit status 128 plus the number of the signal. Any other error keeps its traceback, and
-    ``VISDET_TRACEBACK=1`` in the environment shows the traceback of a :class:`UserError`, too.
-
-    The processes of a distributed run wait for each other at the end of the body and then leave their group. After
-    an error, torchrun ends them.
-    """
-    with signals_interrupt() as received:
-        try:
-            yield
-            leave_process_group()
-        except (KeyboardInterrupt, Exception) as error:
-            # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
-            if received or isinstance(error, KeyboardInterrupt):
-                number = received[0] if received else getattr(error, "number", signal.SIGINT)
-                if os.environ.get("RANK", "0") == "0":  # The main process alone says it.
-                    print(
-                        "; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True
-                    )
-                sys.exit(128 + number)
-            message = explain(error)
-            if message is None or os.environ.get(SHOW_TRACEBACK):
-                if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
-                    print("\n".join(hints_of(error)), file=sys.stderr)
-                raise
-            rank = os.environ.get("RANK")
-            print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
-            sys.exit(1)
-
-
 def explain(error: BaseException) -> str | None:
     """Return the message of a :class:`UserError`, or of a file or a disk that refuses, with hints. Else return None."""
     message = str(error)
@@ -98,7 +55,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def log_fatal_error(logger: logging.Logger, error: BaseException, log_file: str | None = None) -> None:
-    """Write an error to the files of a log, but not to the terminal, where :func:`tool_session` reports it.
+    """Write an error to the files of a log, but not to the terminal, where ``tool_session`` reports it.
 
     Args:
         logger: the logger of the run.

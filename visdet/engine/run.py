@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visdet.checks.arguments import checked
+from visdet.checks.arguments import checked, with_other_names
 
 from .config.load import check_required_keys, load_config
+from .config.other_names import NAMES_OF_TRAINING
 from .process.console import say
 from .process.places import check_work_dir
 
@@ -33,6 +34,7 @@ class TrainingResult:
 
 
 @checked
+@with_other_names(NAMES_OF_TRAINING)
 def train(
     config: "str | os.PathLike | Config",
     options: Mapping[str, Any] | None = None,
@@ -70,7 +72,6 @@ def train(
         resume = "auto" if resume else None
     cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=True)
     from .checkpoints.checkpoint import LAST_CHECKPOINT
-    from .hooks import RunReportHook
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
     from .process.default_device import training_defaults
 
@@ -86,12 +87,11 @@ def train(
         runner = build_runner(cfg)
         runner.train()
     pointer = Path(runner.work_dir, LAST_CHECKPOINT)
-    reports = [hook for hook in runner.hooks if isinstance(hook, RunReportHook)]
     return TrainingResult(
         runner.work_dir,
         pointer.read_text(errors="replace").strip() if pointer.is_file() else None,
         runner.message_hub.get_info("best_ckpt"),
-        dict(reports[0].metrics) if reports else {},
+        dict(getattr(runner, "metrics", {})),  # mmengine's own runner keeps none.
     )
 
 

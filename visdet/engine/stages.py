@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .checkpoints.training_state import unwrapped, wrappers_of
 from .optim.optim_wrapper import OptimWrapper
+from .optim.wrappers import unwrapped, wrappers_of
 
 TRAINING = ("training_batch", "predictions_and_costs", "assign", "losses")
 PREDICTION = ("prediction_batch", "detections", "with_detections")

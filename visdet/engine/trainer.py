@@ -27,7 +27,7 @@ from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers
 from .checkpoints.plain_state import to_plain
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.resume import load_into, read_to_resume, restore
-from .checkpoints.training_state import training_state, unwrapped
+from .checkpoints.training_state import training_state
 from .config.build_errors import building
 from .config.load import complete_config
 from .config.run_config import RunConfig
@@ -37,6 +37,7 @@ from .errors import log_fatal_error
 from .graphs.methods import GraphedMethod, graphs_for
 from .graphs.planned import prepare_sizes
 from .loops import EvaluationLoop, TrainLoop, stop_workers
+from .optim.wrappers import unwrapped
 from .process.agreed_signal import AgreedSignal
 from .process.console import say
 from .process.garbage import living_objects_not_collected
@@ -78,6 +79,7 @@ class DetRunner:
         train_loop, val_loop, test_loop: the data, the length and the metrics of each stage, built when they are first
             read. ``val_loop`` is None if nothing is validated.
         evaluators: the metrics that were built before the data, by 'val' and 'test'.
+        metrics: the values of the newest evaluation by name.
         resumed_from: the checkpoint that training continues from, or None.
         load_from: the checkpoint whose weights the run starts with, or None.
     """
@@ -126,6 +128,7 @@ class DetRunner:
         self.optim_wrapper: Any = None
         self.param_schedulers: Any = None
         self.evaluators: dict[str, Any] = {}
+        self.metrics: dict[str, float] = {}
         self.has_loaded = False
         self._signal = NotedSignal()
         self._agreed = AgreedSignal()
@@ -307,7 +310,7 @@ class DetRunner:
                     outputs = steps.test_step(batch, f"{stage}_step")
                 loop.process(batch, outputs)
                 self.call_hook(f"after_{stage}_iter", batch_idx=index, data_batch=batch, outputs=outputs)
-        metrics = loop.evaluate()
+        self.metrics = metrics = loop.evaluate()
         self.call_hook(f"after_{stage}_epoch", metrics=metrics)
         self.call_hook(f"after_{stage}")
         return metrics

@@ -13,9 +13,9 @@ from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from torch import nn
 
+from visdet.checks.heads import classes_of_heads
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
 from visdet.engine.config.load import dataset_config, load_config
-from visdet.engine.hooks.num_class_check_hook import classes_of_heads
 from visdet.engine.inference.detector import Detector, init_detector
 from visdet.engine.inference.given_images import GivenImage
 from visdet.engine.prepare import build_runner

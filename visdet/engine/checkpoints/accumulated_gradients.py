@@ -6,7 +6,7 @@ import torch
 from mmengine.dist import get_rank, get_world_size
 from torch import nn
 
-from .training_state import unwrapped, wrappers_of
+from ..optim.wrappers import unwrapped, wrappers_of
 
 
 def gather_gradients(model: nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:

@@ -11,13 +11,13 @@ from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is
 from visdet.checks.state_dicts import nonfinite_names
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
 from .accumulated_gradients import restore_gradients
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
 from .plain_state import restore_message_hub, to_plain
 from .published import converted
 from .random_state import preserved_random_state, set_random_state
 from .temporal_states import restored_temporal_state
-from .training_state import optimizers_of, unwrapped, wrappers_of
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of
 
 AUTO = "auto"

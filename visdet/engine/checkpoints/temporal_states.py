@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.dist import all_gather_object
 from torch import nn
 
-from .training_state import unwrapped
+from ..optim.wrappers import unwrapped
 
 
 def gather_temporal_states(runner: Any) -> list[Any] | None:

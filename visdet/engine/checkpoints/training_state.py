@@ -4,10 +4,9 @@ import time
 from typing import Any
 
 import mmengine
-import torch
-from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapperDict
 from mmengine.runner.checkpoint import weights_to_cpu
+
+from ..optim.wrappers import optimizers_of, unwrapped
 
 
 def training_state(
@@ -42,21 +41,6 @@ def training_state(
     if save_param_scheduler and runner.param_schedulers is not None:
         state["param_schedulers"] = _states(runner.param_schedulers)
     return state
-
-
-def unwrapped(model: Any) -> Any:
-    """Return the model itself, without the wrapper that several processes train it in."""
-    return model.module if is_model_wrapper(model) else model
-
-
-def wrappers_of(optim_wrapper: Any) -> dict[str, Any]:
-    """Return the wrappers of single optimizers by their names. A single one has the name ""."""
-    return dict(optim_wrapper.items()) if isinstance(optim_wrapper, OptimWrapperDict) else {"": optim_wrapper}
-
-
-def optimizers_of(optim_wrapper: Any) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of a wrapper by their names. A single optimizer has the name ""."""
-    return {name: wrapper.optimizer for name, wrapper in wrappers_of(optim_wrapper).items()}
 
 
 def _states(schedules: list | dict) -> list | dict:

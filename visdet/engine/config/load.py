@@ -9,17 +9,15 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from visdet.checks.arguments import OTHER_NAMES
-from visdet.command_line import CfgOptions
 from visdet.errors import InvalidTypeError, add_hint
 
 from ..errors import ConfigError, nearest_names
 from .checks import SECTIONS, check_counting, check_sections, is_iteration_based
 from .files import read_config
 from .foreign_scope import adopt_mmdet_scope
+from .other_names import NAMES_OF_TRAINING
 
 __all__ = [
-    "CfgOptions",
     "check_required_keys",
     "complete_config",
     "dataset_config",
@@ -127,7 +125,7 @@ def _check_options(options: dict[str, Any], known_before: set[str], path: str) -
         if key not in known_before:
             near = nearest_names(key, SECTIONS.keys() | known_before)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            hint = f"; write {OTHER_NAMES['train'][key]}" if key in OTHER_NAMES["train"] else hint
+            hint = f"; write {NAMES_OF_TRAINING[key]}" if key in NAMES_OF_TRAINING else hint
             raise ConfigError(f"--cfg-options {option}: unknown key {key!r}{hint}")
         remarks.append(
             f"--cfg-options {option} changes a helper variable of {path}. Keys that the config has computed from it "

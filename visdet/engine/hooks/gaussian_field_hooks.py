@@ -9,8 +9,8 @@ from torch import Tensor
 from visdet.checks.arguments import AtLeast0, Positive, Range
 from visdet.registry import HOOKS, MODELS
 
-from ..checkpoints.training_state import unwrapped
 from ..errors import ConfigError
+from ..optim.wrappers import unwrapped
 
 
 def _field(runner: Any, hook: Hook) -> Any:

@@ -4,13 +4,13 @@ from itertools import zip_longest
 from typing import Any
 
 from mmengine.hooks import Hook
-from torch import nn
 from torch.utils.data import Dataset
 
+from visdet.checks.heads import classes_of_heads
 from visdet.registry import HOOKS
 
-from ..checkpoints.training_state import unwrapped
 from ..errors import ConfigError
+from ..optim.wrappers import unwrapped
 from .driving_data_check import check_driving_data
 
 
@@ -41,16 +41,6 @@ class NumClassCheckHook(Hook):
                 for head_name, num_classes in heads.items():
                     _compare(head_name, num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset)
         _compare_lists(datasets)
-
-
-def classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return the ``num_classes`` of each head of a model by its name."""
-    return {
-        name: module.num_classes
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "num_classes", None), int)
-        and "head" in f"{name} {type(module)}".lower()
-    }
 
 
 def _compare_lists(datasets: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import visdet
 from visdet.registry import HOOKS
 from visdet.structures.tables import table_text
 
-from ..checkpoints.training_state import unwrapped
 from ..inference.score_thresholds import write_curves
+from ..optim.wrappers import unwrapped
 from ..process.console import is_main_process, say
 from ..process.places import short_path
 from .visualization_hook import val_pictures_folder

@@ -22,7 +22,8 @@ from mmengine.registry import init_default_scope
 from PIL import Image
 from torch import nn
 
-from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value
+from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value, with_other_names
+from visdet.checks.heads import classes_of_heads
 from visdet.errors import InvalidInputError
 from visdet.files.writing import write_atomically
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
@@ -33,9 +34,9 @@ from ..checkpoints.checkpoint import read_checkpoint
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
 from ..config.load import complete_config, dataset_config, load_config
+from ..config.other_names import NAMES_OF_DETECTING, NAMES_OF_LOADING
 from ..errors import ConfigError, UserError
 from ..graphs.methods import graphs_for
-from ..hooks.num_class_check_hook import classes_of_heads
 from ..process.default_device import cpu_by_default
 from ..process.places import check_work_dir
 from ..stages import StagedModel
@@ -131,6 +132,7 @@ class Detector:
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any: ...
 
     @checked
+    @with_other_names(NAMES_OF_DETECTING)
     def __call__(
         self,
         images: Any,
@@ -257,6 +259,7 @@ class Detector:
 
 
 @checked
+@with_other_names(NAMES_OF_LOADING)
 def init_detector(
     config: str | os.PathLike | Config,
     checkpoint: str | os.PathLike | None = None,

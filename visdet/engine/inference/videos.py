@@ -15,9 +15,6 @@ from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
 
-# OpenCV and FFmpeg would print many lines about a codec that is not there. FFmpeg's level is read at its first use.
-os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
-
 
 def written_as_video(
     found: Iterator[Detections], path: str | os.PathLike, rate: float
@@ -32,6 +29,8 @@ def written_as_video(
     Raises:
         UserError: the file cannot be written or is one that is read, or a frame has another size than the first one.
     """
+    # FFmpeg would print many lines about a codec that is not there. OpenCV reads this variable at its first video.
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
     path = os.path.expanduser(path)
     if not isinstance(path, str) or not path.lower().endswith(".mp4"):
         raise UserError(f"save_video must name an .mp4 file, got {path!r}")
