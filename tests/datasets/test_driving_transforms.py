@@ -4,13 +4,16 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from datasets.driving_files import driving_scenes
 from mmengine.dataset import Compose, pseudo_collate
+from PIL import ExifTags, ImageOps
 
 from visdet.datasets import DrivingScenesDataset
 from visdet.datasets import transforms as T
+from visdet.datasets.synthetic.driving_renderer import make_cameras
 from visdet.registry import TRANSFORMS
 
 CONFIG = dict(resize=1.0, crop=(0, 0, 64, 32), flip=False, rotate=0.0, rotate_3d=0.0)
@@ -364,3 +367,56 @@ def test_frames_of_unequal_content_collate():
     assert [sample.token for sample in samples] == ["val-0000-00", "val-0000-06", "val-0001-01"]
     assert all(Path(driving_scenes()).exists() for _ in batch["inputs"])
     assert isinstance(Compose([]), Compose)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_a_camera_image_is_the_stored_raster(tmp_path, suffix, orientation):
+    """Camera matrices are for what is stored, whatever an orientation says. ``'color'`` turns as a viewer does."""
+    raster = np.zeros((48, 80, 3), np.uint8)
+    raster[:12, :20], raster[:12, 60:] = 255, 120
+    path, exif = tmp_path / f"a.{suffix}", PIL.Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    PIL.Image.fromarray(raster).save(path, exif=exif)
+
+    def loaded(**arguments):
+        record = {"img_filename": [str(path)], "token": "s", "aug_config": dict(resize=0.5)}
+        return T.LoadMultiViewImageFromFiles(**arguments)(record)
+
+    for color_type in ("unchanged", "color_ignore_orientation"):
+        np.testing.assert_allclose(loaded(color_type=color_type)["img"][0], raster, atol=24)
+    assert np.array_equal(loaded()["img"][0], loaded(color_type="unchanged")["img"][0])
+    smaller = loaded(reduces=True)
+    assert smaller["ori_shape"] == [(48, 80)]
+    np.testing.assert_allclose(cv2.resize(smaller["img"][0], (40, 24))[:5, :9].mean(), 255, atol=24)
+    turned = loaded(color_type="color")["img"][0]
+    viewer = np.asarray(ImageOps.exif_transpose(PIL.Image.open(path)).convert("RGB"))[..., ::-1]
+    np.testing.assert_allclose(turned, viewer, atol=24)
+
+
+@pytest.mark.parametrize("config", [{}, dict(flip=True), dict(resize=0.5), dict(resize=0.5, flip=True)])
+def test_drawn_cameras_and_depth_maps_have_the_convention_of_augmentations(config):
+    """The axis of a camera stays in the middle of the image, and a depth map flips with the image."""
+    camera = make_cameras(64, 32)[0].intrinsic
+    matrix = np.eye(4)
+    matrix[:3, :3] = camera
+    resize = config.get("resize", 1)
+    crop = (0, 0, round(64 * resize), round(32 * resize))
+    results = {
+        "img": [np.zeros((32, 64, 3), np.uint8)],
+        "lidar2img": [matrix.copy()],
+        "aug_config": CONFIG | {"crop": crop} | config,
+    }
+    results = T.ResizeCropFlipImage()(results)
+    u, v, depth = (results["lidar2img"][0] @ [0, 0, 1, 1])[:3]
+    np.testing.assert_allclose([u / depth, v / depth], [32 * resize, (0.42 * 32 + 0.5) * resize], atol=1e-9)
+    # A point through the middle of each pixel of a row, at another depth in each.
+    columns = np.arange(64) + 0.5
+    depths = 5 + np.arange(64) / 4
+    rays = np.linalg.inv(camera) @ np.stack([columns, np.full(64, 16.5), np.ones(64)])
+    points = (rays * depths).T.astype(np.float32)
+    made = T.MultiScaleDepthMapGenerator(1)(results | {"points": points})["gt_depth"][0][0]
+    row = made[int(16.5 * resize)]
+    expected = depths if resize == 1 else depths[::2]
+    np.testing.assert_allclose(row, expected[::-1] if config.get("flip") else expected, atol=1e-3)

@@ -4,9 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError
-from visdet.files.images import open_image
+from visdet.errors import InvalidInputError, MissingFileError, reading
+from visdet.files.images import check_no_pipe, sizes_of
 from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
@@ -55,12 +56,14 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
             lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
-            with open_image(name, where=f"{where}: ") as image:
-                size = size or image.size
-                if image.size != size:
-                    raise InvalidInputError(
-                        f"{where} is {image.width} x {image.height} pixels, but other images are {size[0]} x {size[1]}"
-                    )
+            check_no_pipe(name, where)
+            with reading(where), Image.open(name) as image:  # Its pixels are not decoded.
+                _, (width, height) = sizes_of(image)
+            size = size or (width, height)
+            if (width, height) != size:
+                raise InvalidInputError(
+                    f"{where} is {width} x {height} pixels, but other images are {size[0]} x {size[1]}"
+                )
         if record["pts_filename"] is not None and not Path(record["pts_filename"]).exists():
             raise MissingFileError(
                 f"frame {info['token']} of {path}: lidar_path {record['pts_filename']} does not exist"

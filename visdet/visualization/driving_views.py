@@ -213,10 +213,10 @@ def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Colo
     if start[2] < _NEAR or end[2] < _NEAR:
         crossing = start + (end - start) * (_NEAR - start[2]) / (end[2] - start[2])
         start, end = (crossing, end) if start[2] < _NEAR else (start, crossing)
-    pixels = [
-        tuple(np.clip(point[:2] / point[2], -5000, 5000).round().astype(int).tolist())
-        for point in (start, end)
-    ]
+    ends = (
+        np.stack([start[:2] / start[2], end[:2] / end[2]]) - 0.5
+    )  # The centre of OpenCV's first pixel is 0.
+    pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
     cv2.line(view, pixels[0], pixels[1], color, thickness, cv2.LINE_AA)
 
 

@@ -44,14 +44,17 @@ RIG = (
 
 
 def make_cameras(width: int, height: int) -> list[Camera]:
-    """Return the six cameras for images of this size. The horizon lies at 0.42 of the height."""
+    """Return the six cameras for images of this size. The horizon is the row of pixels at 0.42 of the height.
+
+    As in every record, the centre of the first pixel is (0.5, 0.5).
+    """
     cameras = []
     for name, heading, position, field_of_view in RIG:
         angle = np.deg2rad(heading)
         right = np.array([np.cos(angle), np.sin(angle), 0.0])
         ahead = np.array([-np.sin(angle), np.cos(angle), 0.0])
         focal = width / 2 / np.tan(np.deg2rad(field_of_view) / 2)
-        intrinsic = np.array([[focal, 0, width / 2 - 0.5], [0, focal, 0.42 * height], [0, 0, 1]])
+        intrinsic = np.array([[focal, 0, width / 2], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
         rotation = np.stack([right, [0.0, 0.0, -1.0], ahead], axis=-1)
         cameras.append(Camera(name, rotation, np.array(position), intrinsic))
     return cameras
@@ -82,7 +85,7 @@ class Renderer:
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self.cameras = make_cameras(width, height)
-        u, v = np.meshgrid(np.arange(width), np.arange(height))
+        u, v = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
         pixels = np.stack([u, v, np.ones_like(u)], axis=-1)
         # The ray of each pixel in camera coordinates with z = 1, [H, W, 3].
         self._rays = [pixels @ np.linalg.inv(camera.intrinsic).T for camera in self.cameras]
@@ -232,6 +235,7 @@ class Renderer:
                 if len(polygon) < 3:
                     continue
                 projected = polygon[:, :2] / polygon[:, 2:] * camera.intrinsic[0, 0] + camera.intrinsic[:2, 2]
+                projected -= 0.5  # The centre of OpenCV's first pixel is 0.
                 projected = np.round(np.clip(projected, -4000, 4000) * 2**_SUBPIXEL).astype(np.int32)
                 owners.append(parts.owners[part])
                 plane = normals[face] / (normals[face] @ faces[face, 0])

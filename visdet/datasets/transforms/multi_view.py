@@ -13,7 +13,7 @@ from PIL import Image
 
 from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import check_no_pipe, open_image, orientation_of
+from visdet.files.images import check_no_pipe, open_image, orientation_of, turned
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform, uniform, uniform_int
@@ -26,6 +26,8 @@ _REDUCTIONS = {
     2: cv2.IMREAD_REDUCED_COLOR_2,
 }
 
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+
 
 @TRANSFORMS.register_module()
 class LoadMultiViewImageFromFiles(BaseTransform):
@@ -33,7 +35,9 @@ class LoadMultiViewImageFromFiles(BaseTransform):
 
     Args:
         to_float32: accepted for published configs, without effect. Images stay uint8 until they are on the device.
-        color_type: ``'color'`` or ``'unchanged'``. Images have three channels in both cases.
+        color_type: ``'unchanged'`` or ``'color_ignore_orientation'`` read the image as it is stored, which camera
+            matrices are for. ``'color'`` turns it as its EXIF or TIFF orientation says. Images have three channels in
+            all cases.
         backend_args: mmengine's file backend.
         reduces: whether a JPEG image that ``aug_config`` shrinks is decoded at a half, a quarter or an eighth of its
             size, as long as that is not below the size that ``ResizeCropFlipImage`` asks for. That transform must come
@@ -50,10 +54,11 @@ class LoadMultiViewImageFromFiles(BaseTransform):
     def __init__(
         self,
         to_float32: bool = False,
-        color_type: Literal["color", "unchanged"] = "unchanged",
+        color_type: Literal["color", "unchanged", "color_ignore_orientation"] = "unchanged",
         backend_args: dict | None = None,
         reduces: bool = False,
     ) -> None:
+        self.turns = color_type == "color"
         self.backend_args = backend_args
         self.reduces = reduces
 
@@ -81,9 +86,11 @@ class LoadMultiViewImageFromFiles(BaseTransform):
             check_no_pipe(path, where)
             content = fileio.get(path, backend_args=self.backend_args)
         reason = ""
-        flag, size = _reduction(content, resize)
+        flag, size = _reduction(content, resize, self.turns)
         try:
             image = cv2.imdecode(np.frombuffer(content, np.uint8), flag) if content else None
+            if image is not None and not self.turns and content.startswith(_TIFF):
+                image = _as_stored(image, path, content)
         except cv2.error as error:
             image, reason = None, f": {error.err}"
         if image is None:
@@ -94,21 +101,30 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         return image, size or image.shape[:2]
 
 
-def _reduction(content: bytes, resize: float) -> tuple[int, tuple[int, int] | None]:
+def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[int, int] | None]:
     """Return OpenCV's flag that decodes an image for this resize factor, and its (height, width) if it is reduced.
 
-    An image that its EXIF data turn is not reduced.
+    If ``turns`` is True, an image that its EXIF data turn is not reduced.
     """
+    orientation_flag = 0 if turns else cv2.IMREAD_IGNORE_ORIENTATION
     divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
     if divisor is None:
-        return cv2.IMREAD_COLOR, None
+        return cv2.IMREAD_COLOR | orientation_flag, None
     try:
         with open_image("", content) as picture:
-            if picture.format == "JPEG" and orientation_of(picture) == 1:
-                return _REDUCTIONS[divisor], (picture.height, picture.width)
+            if picture.format == "JPEG" and not (turns and orientation_of(picture) != 1):
+                return _REDUCTIONS[divisor] | orientation_flag, (picture.height, picture.width)
     except UserError:
         pass  # OpenCV says what is wrong with the file.
-    return cv2.IMREAD_COLOR, None
+    return cv2.IMREAD_COLOR | orientation_flag, None
+
+
+def _as_stored(image: np.ndarray, path: str, content: bytes) -> np.ndarray:
+    """Return the stored raster of a TIFF image [H, W, 3], which OpenCV has turned whatever its flags say."""
+    with open_image(path, content) as picture:
+        if orientation_of(picture) == 1:
+            return image
+        return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
 
 
 @TRANSFORMS.register_module()
@@ -173,13 +189,15 @@ class MultiScaleDepthMapGenerator(BaseTransform):
     """Makes the depth maps ``gt_depth`` of ``points``, float32 [V, H / s, W / s] for each stride s of ``downsample``.
 
     ``lidar2img`` projects the points into images of ``img_shape``. A cell holds the depth in metres of the nearest
-    point in it, clipped to 0.1..max_depth, or -1 if there is none.
+    point in it, clipped to 0.1..max_depth, or -1 if there is none. The first cell of stride s reaches from 0 to s,
+    because the centre of the first pixel is (0.5, 0.5).
 
     Args:
         downsample: one stride or several.
         max_depth: the greatest depth in metres.
 
-    Source: the name and the rule are Sparse4D's.
+    Source: the name and the rule are Sparse4D's. Difference: Sparse4D rounds pixels, as if the centre of the first one
+    were 0.
     """
 
     def __init__(
@@ -203,7 +221,7 @@ class MultiScaleDepthMapGenerator(BaseTransform):
                 & ((y > -depth) & (y < (height + 1) * depth))
             )
             depth = depth[near]
-            u, v = np.round(x[near] / depth), np.round(y[near] / depth)
+            u, v = np.floor(x[near] / depth), np.floor(y[near] / depth)
             inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
             inside = inside[np.argsort(-depth[inside], kind="stable")]  # The nearest is drawn last.
             u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
@@ -224,7 +242,8 @@ class ResizeCropFlipImage(BaseTransform):
     """Resizes, crops, flips and rotates all images by ``aug_config``, and changes the camera matrices to match.
 
     If an image is flipped, its projection is flipped, too, so that boxes stay as they are. Pixels outside the original
-    image are black. Without an ``aug_config``, nothing changes.
+    image are black. Without an ``aug_config``, nothing changes. In the matrices before and after, the centre of the
+    first pixel is (0.5, 0.5).
 
     Source: the name and the geometry are Sparse4D's. Difference: images are rotated with bilinear interpolation.
     """
