@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
             "cameras. visdet browse draws the samples of any data set"
         )
-    model: Any = load_model(cfg, args.checkpoint) if args.checkpoint else None
+    model: Any = load_model(cfg, args.checkpoint, dataset.metainfo) if args.checkpoint else None
     visualizer = VISUALIZERS.build(
         {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
     )
@@ -108,16 +108,22 @@ def run(args: argparse.Namespace) -> None:
         write_scene(drawn, out_dir / f"scene_{scene:03d}")
 
 
-def load_model(cfg: "Config", checkpoint: str) -> "torch.nn.Module":
-    """Return the config's model with the weights of the checkpoint, in evaluation mode."""
+def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "torch.nn.Module":
+    """Return the config's model with the weights of the checkpoint, in evaluation mode.
+
+    Its rows of classes are in the order of the data set's meta information.
+    """
     import torch
 
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
-    from visdet.engine.checkpoints.weights import load_weights, weights_of
+    from visdet.engine.checkpoints.class_names import class_lists, lists_of_checkpoint, matched_by_name
+    from visdet.engine.checkpoints.weights import load_weights, weights_of, without_prefix
     from visdet.engine.config.build_errors import build_model
 
     model = build_model(cfg, cfg.model)
-    weights = weights_of(read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint"))), checkpoint)
+    content = read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint")))
+    weights = without_prefix(weights_of(content, checkpoint), model)
+    weights = matched_by_name(model, weights, lists_of_checkpoint(content), class_lists(metainfo), checkpoint)
     load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 

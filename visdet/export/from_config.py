@@ -75,6 +75,7 @@ def export_config(
         runner = build_runner(cfg)
         arguments["classes"] = _checked_class_names(runner.model, path) or dataset.get("classes")
         runner.load_checkpoint(path)
+        arguments["classes"] = runner.class_lists.get("classes") or arguments["classes"]
         limit, max_loss = LIMITS[arguments.get("precision", "float32")]
 
         def evaluate(family: Family, run: Run) -> dict[str, Any]:

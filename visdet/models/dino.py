@@ -65,6 +65,7 @@ class CdnQueryGenerator(BaseModule):
         self.label_noise_scale = label_noise_scale
         self.box_noise_scale = box_noise_scale
         self.label_embedding = nn.Embedding(num_classes, embed_dims)
+        self.class_rows = {"classes": ["label_embedding"]}
 
     def num_groups(self, most_boxes: int) -> int:
         """Return the number of groups for a batch whose images have at most ``most_boxes`` boxes."""
@@ -168,6 +169,8 @@ class DinoTransformerDecoder(DeformableDetrTransformerDecoder):
 @MODELS.register_module()
 class DINOHead(DeformableDETRHead):
     """Deformable DETR's head, for which the encoder's proposals have classes."""
+
+    proposals_have_classes = True
 
     def targets_of(self, name: str, targets: PaddedTargets) -> PaddedTargets:
         return targets

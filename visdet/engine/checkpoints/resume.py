@@ -9,16 +9,18 @@ from typing import Any
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
 
 from visdet.checks.state_dicts import nonfinite_names
+from visdet.registry import DATASETS
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
 from .accumulated_gradients import restore_gradients
 from .checkpoint import LAST_CHECKPOINT, read_checkpoint
+from .class_names import class_lists, lists_of_checkpoint, matched_by_name
 from .plain_state import restore_message_hub, to_plain
 from .published import converted
 from .random_state import preserved_random_state, set_random_state
 from .temporal_states import restored_temporal_state
-from .weights import check_finite, load_weights, revised, tensors_of, weights_of
+from .weights import check_finite, load_weights, revised, tensors_of, weights_of, without_prefix
 
 AUTO = "auto"
 # What torch's optimizers remember of each number of a parameter.
@@ -155,12 +157,34 @@ def load_into(
         parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
         state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
         check_finite(state, path, runner.allows_nonfinite)
-    content = {**content, "state_dict": converted(revised(weights_of(content, path), revise_keys), model)}
+    weights = without_prefix(converted(revised(weights_of(content, path), revise_keys), model), model)
+    trained, wanted = lists_of_checkpoint(content), class_lists(_metainfo(runner))
+    if runner.resumed_from is not None and any(
+        trained.get(kind, names) != names for kind, names in wanted.items()
+    ):
+        raise CheckpointError(
+            _refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
+        )
+    weights = matched_by_name(model, weights, trained, wanted, path, strict)
+    runner.class_lists = wanted or trained
+    content = {**content, "state_dict": weights}
     runner.call_hook("after_load_checkpoint", checkpoint=content)
-    load_weights(model, content["state_dict"], path, strict, (), runner.allows_nonfinite)
+    load_weights(model, content["state_dict"], path, strict, (), runner.allows_nonfinite, lists_all=True)
     runner.has_loaded = True
     runner.logger.info(f"weights loaded from {path}")
     return content
+
+
+def _metainfo(runner: Any) -> Any:
+    """Return the meta information of the data that a run trains or tests on, which may not have been read yet."""
+    for loop in (runner._train_loop, runner._test_loop, runner._val_loop):
+        if loop is not None:
+            return getattr(loop.dataloader.dataset, "metainfo", None)
+    dataset = (runner.cfg.get("test_dataloader") or {}).get("dataset") or {}
+    given = dataset.get("metainfo") or dataset
+    if class_lists(given) or not dataset:
+        return given
+    return getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", None)
 
 
 def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] | None:

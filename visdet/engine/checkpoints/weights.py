@@ -2,16 +2,21 @@
 
 import logging
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from visdet.checks.state_dicts import common_prefix, is_dense, nonfinite_names
-from visdet.errors import listed
+from visdet.errors import UserError, listed
 
+from ..config.build_errors import build_model
+from ..config.files import read_config
+from ..config.packaged import packaged_configs
 from ..errors import CheckpointError
 from .published import converted
 
@@ -83,6 +88,11 @@ def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]
     return weights
 
 
+def without_prefix(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return weights without a prefix that their names have in the file alone, such as ``model.`` of a wrapper."""
+    return revised(weights, [("^" + re.escape(common_prefix(weights, model.state_dict())), "")])
+
+
 def load_weights(
     model: nn.Module,
     state_dict: dict[str, Tensor],
@@ -90,6 +100,7 @@ def load_weights(
     strict: bool = True,
     revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     allow_nonfinite: bool = False,
+    lists_all: bool = False,
 ) -> None:
     """Load ``state_dict`` into ``model``.
 
@@ -101,17 +112,17 @@ def load_weights(
         state_dict: the weights by their keys.
         source: the path or the address of the checkpoint, for messages.
         strict: whether to refuse weights that do not all fit. If False, those that fit are loaded, and a warning in
-            the log names all others, which keep their values in the model.
+            the log names some of the others, which keep their values in the model.
         revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
         allow_nonfinite: see :func:`check_finite`, which is called for the weights that fit.
+        lists_all: whether the log names all others in a line of their own, which a terminal does not show.
 
     Raises:
         CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
             ``strict=False``, this is raised only if no weight fits.
     """
-    weights = converted(revised(state_dict, revise_keys), model)
+    weights = without_prefix(converted(revised(state_dict, revise_keys), model), model)
     expected = model.state_dict()
-    weights = revised(weights, [("^" + re.escape(common_prefix(weights, expected)), "")])
     differing = {
         key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
         for key, value in weights.items()
@@ -147,9 +158,35 @@ def load_weights(
             )
         raise CheckpointError(f"{report}.")
     loaded = len(expected) - len(missing) - len(differing)
-    print_log(
-        f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}. The others begin "
-        f"anew: {told(200)}",
-        logger="current",
-        level=logging.WARNING,
-    )
+    report = f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}"
+    if 2 * loaded > len(expected):
+        report += f". The others begin anew: {told(10)}"
+    elif fitting := config_that_fits(state_dict):
+        report += (
+            f", and the others begin anew.\nThe file fits the config {fitting}: let yours inherit that one"
+        )
+    else:
+        report += ", and the others begin anew.\nIt fits no config of the package: give that of its training"
+    print_log(report, logger="current", level=logging.WARNING)
+    if lists_all:
+        print_log(f"what does not fit: {told(len(expected) + len(weights))}", logger="current")
+
+
+def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
+    """Return the name of the package's config whose model has nearly all of these weights, or None."""
+    best, best_share = None, 0.95
+    for name in packaged_configs():
+        try:
+            cfg = read_config(name)
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = build_model(cfg, cfg.model)
+            weights = without_prefix(converted(state_dict, model), model)
+        except (UserError, NotImplementedError, RuntimeError, AttributeError):
+            continue  # A model that is built of files which are missing fits no weights.
+        expected = model.state_dict()
+        count = sum(key in expected and value.shape == expected[key].shape for key, value in weights.items())
+        share = count / max(len(expected), len(weights))
+        if share > best_share:
+            best, best_share = name, share
+    return best

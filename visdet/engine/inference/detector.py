@@ -24,19 +24,21 @@ from torch import nn
 
 from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value, with_other_names
 from visdet.checks.heads import classes_of_heads
-from visdet.errors import InvalidInputError
+from visdet.errors import InvalidInputError, listed
 from visdet.files.writing import write_atomically
 from visdet.registry import DATASETS, MODELS, VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
 from ..checkpoints.checkpoint import read_checkpoint
+from ..checkpoints.class_names import class_lists, lists_of_checkpoint
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
 from ..config.load import complete_config, dataset_config, load_config
 from ..config.other_names import NAMES_OF_DETECTING, NAMES_OF_LOADING
 from ..errors import ConfigError, UserError
 from ..graphs.methods import graphs_for
+from ..process.console import say
 from ..process.default_device import cpu_by_default
 from ..process.places import check_work_dir
 from ..stages import StagedModel
@@ -433,5 +435,11 @@ def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None, model: nn.Mod
         raise ConfigError(
             "neither the checkpoint nor the config names the classes. Name them with "
             "--cfg-options test_dataloader.dataset.metainfo.classes=\"('a','b')\""
+        )
+    trained = lists_of_checkpoint(checkpoint).get("classes")
+    given = class_lists(dataset.get("metainfo")).get("classes")
+    if trained and given and set(trained) != set(given):
+        say(
+            f"the classes are those of the checkpoint, {listed(trained)}, and not the config's {listed(given)}"
         )
     return checked_classes({**found, "classes": classes}, owner)

@@ -77,6 +77,8 @@ class DeformableDETRHead(BaseModule):
     Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
     """
 
+    proposals_have_classes = False
+
     def __init__(
         self,
         num_classes: Positive,
@@ -123,6 +125,11 @@ class DeformableDETRHead(BaseModule):
             [nn.Linear(embed_dims, num_classes) for _ in range(distinct)] * repeats
         )
         self.reg_branches = nn.ModuleList([reg_branch() for _ in range(distinct)] * repeats)
+        # The layers of which each row belongs to a class. That of proposals without classes only tells objects apart.
+        num_with_classes = num_pred_layer - int(
+            as_two_stage and not share_pred_layer and not self.proposals_have_classes
+        )
+        self.class_rows = {"classes": [f"cls_branches.{layer}" for layer in range(num_with_classes)]}
 
     def init_weights(self) -> None:
         """Initialise the branches so that classes are improbable and boxes equal their references.

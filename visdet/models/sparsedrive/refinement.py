@@ -23,6 +23,8 @@ def _class_branch(embed_dims: int, num_outputs: int) -> nn.Sequential:
 class _Refinement(BaseModule):
     """The base class of both refinements, with a branch for offsets and one for classes."""
 
+    class_list = "classes"  # the list of the data set that names them
+
     def __init__(self, embed_dims: int, output_dim: int, num_cls: int) -> None:
         super().__init__()
         self.num_cls = num_cls
@@ -30,6 +32,7 @@ class _Refinement(BaseModule):
             *linear_relu_ln(embed_dims, 2, 2), nn.Linear(embed_dims, output_dim), Scale([1.0] * output_dim)
         )
         self.cls_layers: Any = _class_branch(embed_dims, num_cls)
+        self.class_rows = {self.class_list: [f"cls_layers.{len(self.cls_layers) - 1}"]}
 
     def init_weights(self) -> None:
         """Set the bias of the class logits so that probabilities start at 1 %."""
@@ -110,6 +113,8 @@ class SparsePoint3DRefinementModule(_Refinement):
 
     Source: names and defaults are SparseDrive's.
     """
+
+    class_list = "map_classes"
 
     def __init__(
         self,

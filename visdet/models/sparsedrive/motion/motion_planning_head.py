@@ -126,6 +126,7 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         }
         self.build_operations(configs, operation_order, embed_dims, decouple_attn)
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
+        self.class_rows = {"classes": ["motion_anchor"]}
         self.plan_anchor = self._anchors("plan_anchor", plan_anchor, (3, ego_fut_mode, ego_fut_ts, 2))
         C = embed_dims
         self.motion_anchor_encoder = nn.Sequential(*linear_relu_ln(C, 1, 1), nn.Linear(C, C))

@@ -1,0 +1,120 @@
+"""Weights meet the classes of a run by name, whatever the order in which the checkpoint lists them."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from visdet.errors import listed
+
+from ..errors import CheckpointError
+
+ClassLists = dict[str, tuple[str, ...]]
+_LISTS = ("classes", "map_classes")
+
+
+def class_lists(metainfo: Any) -> ClassLists:
+    """Return the lists of classes in the meta information of a data set: ``classes``, and ``map_classes`` of maps."""
+    given = metainfo if isinstance(metainfo, Mapping) else {}
+    found = {name: given.get(name) or given.get(name.upper()) for name in _LISTS}
+    return {name: tuple(names) for name, names in found.items() if isinstance(names, list | tuple)}
+
+
+def lists_of_checkpoint(content: Mapping[str, Any]) -> ClassLists:
+    """Return the lists of classes that a checkpoint was trained with. mmdet 2 wrote them into ``meta['CLASSES']``."""
+    meta = content.get("meta")
+    if not isinstance(meta, Mapping):
+        return {}
+    return class_lists(meta.get("dataset_meta")) or class_lists(meta)
+
+
+def rows_of_classes(model: nn.Module) -> dict[str, list[str]]:
+    """Return the weights of a model whose rows belong to classes, by the list that names these.
+
+    A module declares them by ``class_rows``: for a list, the names of its layers or parameters.
+    """
+    names = [name for name, _ in model.state_dict(keep_vars=True).items()]
+    found: dict[str, list[str]] = {}
+    for place, module in model.named_modules():
+        for kind, layers in getattr(module, "class_rows", {}).items():
+            starts = tuple(f"{place}.{layer}.".lstrip(".") for layer in layers)
+            found.setdefault(kind, []).extend(name for name in names if f"{name}.".startswith(starts))
+    return found
+
+
+def matched_by_name(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    trained: ClassLists,
+    wanted: ClassLists,
+    source: str,
+    strict: bool = True,
+) -> dict[str, Tensor]:
+    """Return weights whose rows of classes are in the order in which a run lists the classes.
+
+    Args:
+        model: the model of the run, which has the rows of classes that the checkpoint does not know.
+        weights: the weights of the checkpoint.
+        trained, wanted: the classes of the checkpoint and of the run.
+        source: the path or the address of the checkpoint, for messages.
+        strict: whether to refuse classes that the checkpoint does not know. Otherwise, their rows begin anew.
+
+    Raises:
+        CheckpointError: ``strict`` is True and the checkpoint does not know a class, or the model does not declare
+            which of its rows belong to classes that have another order.
+    """
+    rows = rows_of_classes(model)
+    result = copy.copy(weights)  # The copy keeps the versions by which modules migrate old weights.
+    for kind, names in wanted.items():
+        known = trained.get(kind)
+        if known == names:
+            continue
+        keys = [key for key in rows.get(kind, ()) if _has_rows(weights.get(key), known or names)]
+        if known is None:
+            if keys:
+                _warn(
+                    f"checkpoint {source} names no {kind}. Its rows are taken for {listed(names)}, in this order"
+                )
+            continue
+        new = [name for name in names if name not in known]
+        both = f"The checkpoint has the {kind} {listed(known)}; the run has {listed(names)}"
+        if strict and new:
+            raise CheckpointError(
+                f"checkpoint {source} does not know {listed(new)}. {both}. Name those of the checkpoint in the "
+                "metainfo of the data sets, in any order, or train by --from"
+            )
+        if strict and not keys:
+            raise CheckpointError(
+                f"checkpoint {source} has its {kind} in another order, and {type(model).__name__} does not declare the "
+                f"rows that belong to them by class_rows. {both}"
+            )
+        begins = f", and those of {listed(new)} begin anew" if new else ""
+        _warn(
+            f"checkpoint {source} has other {kind} or another order. Its rows are taken by name{begins}. {both}"
+        )
+        expected = model.state_dict()
+        for key in keys:
+            result[key] = _rows_by_name(weights[key], known, names, expected[key])
+    return result
+
+
+def _has_rows(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(names)
+
+
+def _rows_by_name(value: Tensor, known: Sequence[str], names: Sequence[str], own: Tensor) -> Tensor:
+    """Return the rows of the known classes in the order of ``names``, with the model's own rows for new ones."""
+    if own.shape[1:] != value.shape[1:] or len(own) != len(names):
+        return value
+    result = own.detach().to(value.device, value.dtype, copy=True)
+    for row, name in enumerate(names):
+        if name in known:
+            result[row] = value[known.index(name)]
+    return result
+
+
+def _warn(message: str) -> None:
+    print_log(message, logger="current", level=logging.WARNING)
