@@ -7,17 +7,20 @@ load on (tools/manylinux.py), and one without the CUDA library has the version `
 
 Environment:
     VISDET_CUDA            1: the CUDA library or an error; 0: no CUDA library; unset: as found.
-    TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them, "8.6;9.0+PTX". Unset: those of WHEEL_ARCHITECTURES
-                           in a wheel; in an editable install those of the GPUs present, or 9.0 without one.
+    TORCH_CUDA_ARCH_LIST   GPU architectures as torch writes them: "8.6;9.0a+PTX", "Ampere Hopper" or "native". Unset:
+                           those of WHEEL_ARCHITECTURES in a wheel; in an editable install those of the GPUs present,
+                           or 9.0 without one.
     CUDA_HOME              the CUDA toolkit, before nvcc on PATH and the nvidia-cuda-nvcc package.
-    CXX, CXXFLAGS, LDFLAGS the C++ compiler, further flags, and those of the linker. A compiler for another processor
-                           needs VISDET_CUDA=0, and -L with the libraries of torch for it (make wheel-aarch64).
+    CXX, CXXFLAGS, LDFLAGS the C++ compiler, further flags, and those of the linker, as a shell reads them. nvcc hands
+                           them on to the C++ compiler. A compiler for another processor needs VISDET_CUDA=0, and -L
+                           with the libraries of torch for it (make wheel-aarch64).
     MAX_JOBS               compilations at a time.
 """
 
 import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,12 +89,15 @@ def nvcc_version(nvcc):
 
 
 def cuda_architectures(nvcc, for_wheel):
-    """Return the architectures to compile native code for and those to add PTX of: (["75", "80"], ["80"])."""
+    """Return the architectures to compile native code for and those to add PTX of: (["75", "90a"], ["90a"])."""
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    if wanted:
-        with_ptx = [name.removesuffix("+PTX").replace(".", "") for name in wanted if name.endswith("+PTX")]
-        names = [name.removesuffix("+PTX").replace(".", "") for name in wanted]
-    elif for_wheel:
+    if wanted and wanted != ["native"]:
+        names, with_ptx = [], []
+        for name in wanted:
+            of_name, ptx_of_name = named_architectures(name)
+            names += [one for one in of_name if one not in names]
+            with_ptx += [one for one in ptx_of_name if one not in with_ptx]
+    elif for_wheel and not wanted:
         listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
         known = {line.strip().removeprefix("sm_") for line in listed.splitlines() if line.startswith("sm_")}
         names = [name for name in WHEEL_ARCHITECTURES if name in known]
@@ -101,6 +107,30 @@ def cuda_architectures(nvcc, for_wheel):
         names = present_gpus() or ["90"]
         with_ptx = [names[-1]]
     return names, with_ptx
+
+
+def named_architectures(name):
+    """Return the architectures that a word of TORCH_CUDA_ARCH_LIST names, and those of them with PTX.
+
+    It is a capability with or without a letter, such as "9.0a+PTX", or a name that torch expands, such as "Hopper".
+    """
+    from torch.utils import cpp_extension
+
+    if capability := re.fullmatch(r"(\d+)\.?(\d[af]?)(\+PTX)?", name):
+        names = [capability[1] + capability[2]]
+        return names, names if capability[3] else []
+    before = os.environ["TORCH_CUDA_ARCH_LIST"]
+    try:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = name
+        flags = " ".join(cpp_extension._get_cuda_arch_flags())
+    except ValueError:
+        raise SystemExit(
+            "visdet: TORCH_CUDA_ARCH_LIST must have capabilities such as 9.0, 9.0a or 9.0+PTX, or torch's names such "
+            f"as Hopper, got {name!r}"
+        ) from None
+    finally:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = before
+    return re.findall(r"code=sm_(\w+)", flags), re.findall(r"code=compute_(\w+)", flags)
 
 
 def gencode_flags(names, with_ptx):
@@ -164,14 +194,29 @@ def object_stem(source):
     return "_".join(source.relative_to(ROOT / CSRC).with_suffix("").parts)
 
 
-def common_flags(for_compiler=""):
-    """Return the flags of every compilation; ``for_compiler`` hands on what only the C++ compiler understands."""
+def common_flags(by_nvcc=False):
+    """Return the flags of every compilation. ``by_nvcc`` says that nvcc gets them and calls the C++ compiler."""
     from torch.utils.cpp_extension import include_paths
 
-    includes = [f"-isystem {path}" for path in include_paths()] + [f"-I{ROOT / CSRC}"]
+    includes = [word for path in include_paths() for word in ("-isystem", str(path))]
     # torch's macros put the path of a source into the message of an error: it begins where all machines agree.
-    paths = [f"{for_compiler}-fmacro-prefix-map={path}/=" for path in (ROOT, *include_paths())]
-    return ["-std=c++20", STABLE_ABI, *includes, *paths, *os.environ.get("CXXFLAGS", "").split()]
+    paths = [f"-fmacro-prefix-map={path}/=" for path in (ROOT, *include_paths())]
+    for_compiler = paths + shlex.split(os.environ.get("CXXFLAGS", ""))
+    if by_nvcc:
+        for_compiler = [handed_on(flag) for flag in for_compiler]
+    return ["-std=c++20", STABLE_ABI, *includes, f"-I{ROOT / CSRC}", *for_compiler]
+
+
+def handed_on(flag):
+    """Return nvcc's flag that hands a flag on to the C++ compiler, which also links.
+
+    nvcc splits what it hands on at commas without a backslash, and gives it to a shell.
+    """
+    if flag.startswith(("-L", "-l")) and len(flag) > 2:
+        return flag
+    if flag.startswith("-Wl,"):
+        return f"-Xlinker={flag.removeprefix('-Wl,')}"
+    return "-Xcompiler=" + shlex.quote(flag).replace(",", "\\,")
 
 
 class BuildOps(build_ext):
@@ -187,7 +232,7 @@ class BuildOps(build_ext):
         objects = ROOT / "build" / f"ops-{kind}-torch{torch.__version__}"
         out_dir.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
-        folders = [*os.environ.get("LDFLAGS", "").split(), *(f"-L{path}" for path in library_paths())]
+        folders = shlex.split(os.environ.get("LDFLAGS", "")) + [f"-L{path}" for path in library_paths()]
         rpath_free_libraries = [*folders, "-lc10", "-ltorch_cpu", "-ltorch"]
 
         rules = NinjaFile()
@@ -213,8 +258,18 @@ class BuildOps(build_ext):
         return {str(path): str(Path("visdet/ops") / path.name) for path in built.glob("libvisdet_*.so")}
 
 
+def in_ninja(path):
+    """Return a path as the rules of ninja write it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def for_shell(words):
+    """Return a command as the rules of ninja write it, which the shell splits into these words."""
+    return shlex.join(map(str, words)).replace("$", "$$")
+
+
 class NinjaFile:
-    """The rules of one build."""
+    """The rules of one build. A command is a list of words."""
 
     def __init__(self):
         self.lines = []
@@ -225,12 +280,13 @@ class NinjaFile:
     def compile(self, command, source, target, needs=""):
         name = f"r{len(self.outputs)}"
         depfile = f"{target}.d"
+        inputs = in_ninja(source) + (f" | {in_ninja(needs)}" if needs else "")
         self.lines += [
             f"rule {name}",
-            f"  command = {command} -MD -MF {depfile} -c $in -o $out",
-            f"  depfile = {depfile}",
+            f"  command = {for_shell([*command, '-MD', '-MF', depfile, '-c'])} $in -o $out",
+            f"  depfile = {depfile.replace('$', '$$')}",
             "  deps = gcc",
-            f"build {target}: {name} {source}" + (f" | {needs}" if needs else ""),
+            f"build {in_ninja(target)}: {name} {inputs}",
         ]
         self.outputs.append(target)
         return str(target)
@@ -240,15 +296,19 @@ class NinjaFile:
 
         The folder is searched before csrc: a compiler that cannot use what it finds there reads the header itself.
         """
-        compiled = self.compile(f"{command} -x c++-header", ROOT / CSRC / header, folder / f"{header}.gch")
-        command = command.replace(f"-I{ROOT / CSRC}", f"-I{folder} -I{ROOT / CSRC}") + f" -include {header}"
+        compiled = self.compile(
+            [*command, "-x", "c++-header"], ROOT / CSRC / header, folder / f"{header}.gch"
+        )
+        first = command.index(f"-I{ROOT / CSRC}")
+        command = [*command[:first], f"-I{folder}", *command[first:], "-include", header]
         return [self.compile(command, source, target_of(source), compiled) for source in sources]
 
     def link(self, command, objects, target, libraries):
         name = f"r{len(self.outputs)}"
-        self.links[target] = f"{command} {' '.join(objects)} -o {target} {' '.join(libraries)}"
-        self.lines += [f"rule {name}", f"  command = {self.links[target]}"]
-        self.lines += [f"build {target}: {name} {' '.join(objects)}"]
+        words = [*command, *objects, "-o", target, *libraries]
+        self.links[target] = shlex.join(map(str, words))
+        self.lines += [f"rule {name}", f"  command = {for_shell(words)}"]
+        self.lines += [f"build {in_ninja(target)}: {name} {' '.join(map(in_ninja, objects))}"]
         self.outputs.append(target)
 
     def add_cpu_library(self, library, objects, libraries):
@@ -261,7 +321,7 @@ class NinjaFile:
         # Host code takes the compiler twice as long at -O3, and runs no faster. Results at borders are those of plain
         # torch only if operations are rounded one by one (common/rounded.h).
         built = self.compile_all(
-            " ".join([CXX, *flags, "-O2", "-ffp-contract=off"]),
+            [*shlex.split(CXX), *flags, "-O2", "-ffp-contract=off"],
             [*sorted((ROOT / CSRC).glob("*.cpp")), *common_sources()],
             "common/precompiled.h",
             objects / "host",
@@ -272,20 +332,20 @@ class NinjaFile:
         # x86 processors without AVX2 are old or small. Their kernels take the compiler less than half the time at -O1.
         for isa, isa_flags in X86_ISAS.items() if is_x86 else [("baseline", ["-O3"])]:
             built += self.compile_all(
-                " ".join([CXX, *flags, *isa_flags, f"-DVISDET_ISA={isa}"]),
+                [*shlex.split(CXX), *flags, *isa_flags, f"-DVISDET_ISA={isa}"],
                 sorted((ROOT / CSRC / "cpu").rglob("*.cpp")),
                 "cpu/precompiled.h",
                 objects / isa,
                 lambda source, isa=isa: objects / f"{object_stem(source)}_{isa}.o",
             )
-        self.link(f"{CXX} -shared", built, library, libraries)
+        self.link([*shlex.split(CXX), "-shared"], built, library, libraries)
 
     def add_cuda_objects(self, objects, nvcc, gencode, *flags):
         """Add the compilation of every .cu file, in units; return the objects."""
         # USE_CUDA: the stable headers declare the stream shims only then. -O1 is for host code, which launches kernels;
         # device code is always compiled at -O3.
         flags = [
-            *common_flags("-Xcompiler="),
+            *common_flags(by_nvcc=True),
             "-O1",
             "-DUSE_CUDA",
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wno-unknown-pragmas",
@@ -294,7 +354,7 @@ class NinjaFile:
             *gencode,
             *flags,
         ]
-        command = " ".join([str(nvcc), *flags])
+        command = [nvcc, *flags]
         cuda = ROOT / CSRC / "cuda"
         units = {name: [cuda / source for source in sources] for name, sources in CUDA_UNITS.items()}
         others = {*cuda.rglob("*.cu")} - {source for sources in units.values() for source in sources}
@@ -311,18 +371,18 @@ class NinjaFile:
         gencode = gencode_flags(names, with_ptx)
         built = self.add_cuda_objects(objects, nvcc, gencode)
         built += [str(objects / f"{object_stem(source)}.o") for source in common_sources()]
-        define = f"-DVISDET_CUDA_BUILD='\"{cuda_build_text(nvcc, names, with_ptx)}\"'"
-        command = f"{CXX} -O2 -fPIC -fvisibility=hidden {define}"
+        define = f'-DVISDET_CUDA_BUILD="{cuda_build_text(nvcc, names, with_ptx)}"'
+        command = [*shlex.split(CXX), "-O2", "-fPIC", "-fvisibility=hidden", define]
         built.append(
             self.compile(command, ROOT / CSRC / "cuda" / "build_info.cpp", objects / "cuda_build_info.o")
         )
         roots = [nvcc.resolve().parent.parent, nvcc.parent.parent]
         toolkit = [f"-L{root / lib}" for root in roots for lib in ("lib64", "lib") if (root / lib).is_dir()]
         self.link(
-            f"{nvcc} -shared -cudart static {gencode[0]}",
+            [nvcc, "-shared", "-cudart", "static", gencode[0]],
             built,
             library,
-            [*toolkit, *libraries, "-ltorch_cuda"],
+            [*toolkit, *map(handed_on, libraries), "-ltorch_cuda"],
         )
 
     def run(self, objects):
@@ -332,7 +392,12 @@ class NinjaFile:
         path = objects / "build.ninja"
         path.write_text(
             "\n".join(
-                [f"builddir = {objects}", *self.lines, "default " + " ".join(map(str, self.outputs)), ""]
+                [
+                    f"builddir = {in_ninja(objects)}",
+                    *self.lines,
+                    "default " + " ".join(map(in_ninja, self.outputs)),
+                    "",
+                ]
             )
         )
         ninja = shutil.which("ninja") or next(iter(Path(sysconfig.get_path("scripts")).glob("ninja*")), None)
@@ -346,8 +411,8 @@ class NinjaFile:
 
 
 def cuda_build_text(nvcc, names, with_ptx):
-    """Return what the CUDA library says of itself: "toolkit=13.0 native=7.5,8.0 ptx=8.0"."""
-    lists = [",".join(f"{name[:-1]}.{name[-1]}" for name in listed) for listed in (names, with_ptx)]
+    """Return what the CUDA library says of itself: "toolkit=13.0 native=7.5,9.0a ptx=9.0a"."""
+    lists = [re.sub(r"(\d[af]?)\b", r".\1", ",".join(listed)) for listed in (names, with_ptx)]
     return f"toolkit={'.'.join(map(str, nvcc_version(nvcc)))} native={lists[0]} ptx={lists[1]}"
 
 
@@ -356,12 +421,13 @@ def lower_glibc(library, link_command, objects):
     assembly, compiled, linked = (objects / f"{library.stem}_glibc{suffix}" for suffix in (".S", ".o", ".so"))
     if not manylinux.lower_glibc(library, assembly, CXX):
         return
-    command = link_command.replace(f"-o {library} ", f"-o {linked} ")
-    flags = "-Xlinker=" if "nvcc" in command.split()[0] else "-Wl,"
-    command += f" {compiled} {flags}{','.join(manylinux.LINKER_FLAGS)}"
-    if all(
-        subprocess.run(c, shell=True).returncode == 0 for c in (f"{CXX} -c {assembly} -o {compiled}", command)
-    ):
+    command = [linked if word == str(library) else word for word in shlex.split(link_command)]
+    flags = "-Xlinker=" if "nvcc" in command[0] else "-Wl,"
+    commands = [
+        [*shlex.split(CXX), "-c", assembly, "-o", compiled],
+        [*command, compiled, flags + ",".join(manylinux.LINKER_FLAGS)],
+    ]
+    if all(subprocess.run(command).returncode == 0 for command in commands):
         shutil.move(linked, library)
     else:
         notice(

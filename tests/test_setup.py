@@ -1,8 +1,10 @@
 """setup.py's decisions, and the doctor's report. The build itself is what `make setup` and `make cuda-check` run."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,9 +70,85 @@ def test_a_wheel_is_compiled_for_ten_architectures_with_ptx_of_three(build, nvcc
     ]
 
 
-def test_arch_list_overrides(build, nvcc, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6;9.0+PTX")
-    assert build.cuda_architectures(nvcc, for_wheel=True) == (["86", "90"], ["90"])
+@pytest.mark.parametrize(
+    ("text", "native", "ptx"),
+    [
+        ("8.6;9.0+PTX", ["86", "90"], ["90"]),
+        ("9.0a 10.0a+PTX", ["90a", "100a"], ["100a"]),
+        ("12.0f;12.1", ["120f", "121"], []),
+        ("Hopper", ["90"], ["90"]),
+        ("Ampere;Hopper 8.6", ["80", "86", "90"], ["86", "90"]),
+        ("Ampere+Tegra", ["87"], []),
+        ("native", ["90"], ["90"]),
+    ],
+)
+def test_arch_list_overrides(build, nvcc, monkeypatch, text, native, ptx):
+    """Names and letters are those of torch."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
+    monkeypatch.setattr(build, "present_gpus", list)
+    assert build.cuda_architectures(nvcc, for_wheel=True) == (native, ptx)
+    assert build.os.environ["TORCH_CUDA_ARCH_LIST"] == text
+
+
+def test_an_unknown_architecture_is_named(build, nvcc, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;Hoper")
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST must have .* got 'Hoper'"):
+        build.cuda_architectures(nvcc, for_wheel=False)
+
+
+def test_the_library_says_its_architectures_with_their_letters(build, nvcc):
+    text = build.cuda_build_text(nvcc, ["75", "90a", "100"], ["120f"])
+    assert text == "toolkit=13.0 native=7.5,9.0a,10.0 ptx=12.0f"
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("-march=native", "-Xcompiler=-march=native"),
+        ("-Wp,-D_FORTIFY_SOURCE=2", "-Xcompiler=-Wp\\,-D_FORTIFY_SOURCE=2"),
+        ("-ffile-prefix-map=/my work=.", "-Xcompiler='-ffile-prefix-map=/my work=.'"),
+        ("-Wl,-z,relro", "-Xlinker=-z,relro"),
+        ("-fuse-ld=lld", "-Xcompiler=-fuse-ld=lld"),
+        ("-L/my lib", "-L/my lib"),
+        ("-lm", "-lm"),
+    ],
+)
+def test_flags_that_nvcc_hands_on(build, flag, expected):
+    assert build.handed_on(flag) == expected
+
+
+def test_nvcc_takes_the_flags_of_a_distribution(build, tmp_path, monkeypatch):
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "kernel.cu").write_text("__global__ void k() {}\n#ifndef A\n#error lost\n#endif\n")
+    monkeypatch.setattr(build, "ROOT", folder)
+    monkeypatch.setenv("CXXFLAGS", "-g0 -fstack-protector-strong -Wp,-DA -Wformat '-DNAME=a b'")
+    linked = [build.handed_on(flag) for flag in ("-Wl,-z,relro", "-Wl,-z,now", "-fuse-ld=bfd")]
+    command = [nvcc, *build.common_flags(by_nvcc=True), "-Xcompiler=-fPIC", "-shared", *linked]
+    done = subprocess.run([*command, folder / "kernel.cu", "-o", folder / "kernel.so"], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["my work", "a$b", "it's", "a:b"])
+def test_a_build_below_any_path(build, tmp_path, name):
+    """Sources, a header that is compiled first, and a library below a path with marks of ninja and the shell."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "one.cpp").write_text('extern "C" const char* one() { return NAME; }\n')
+    rules = build.NinjaFile()
+    built = rules.compile(
+        ["g++", "-fPIC", '-DNAME="a b"', f"-I{folder}"], folder / "one.cpp", folder / "one.o"
+    )
+    library = folder / "lib one.so"
+    rules.link(["g++", "-shared"], [built], library, [f"-L{folder}"])
+    rules.run(folder)
+    function = ctypes.CDLL(str(library)).one
+    function.restype = ctypes.c_char_p
+    assert function() == b"a b"
+    assert shlex.split(rules.links[library])[-3:] == ["-o", str(library), f"-L{folder}"]
 
 
 def test_one_header_includes_torch_for_all_sources(build):
