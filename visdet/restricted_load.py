@@ -22,6 +22,8 @@ _OTHER_FILES = {
     b"<": "is a web page or XML",
     b"{": "is text like JSON",
 }
+# A data set of a million frames has fewer. A file of some hundred bytes can say that it has 2 ** 1000.
+_MOST_VALUES = 10**9
 _loading = threading.Lock()
 
 
@@ -109,14 +111,18 @@ class _History(_Unfinished):
     def __setstate__(self, state: dict) -> None:
         from mmengine.logging import HistoryBuffer
 
-        self.value = HistoryBuffer(_finished(state["_log_history"]), _finished(state["_count_history"]))
+        histories = _finished([state["_log_history"], state["_count_history"]])
+        if not all(isinstance(history, np.ndarray) for history in histories):
+            raise pickle.UnpicklingError("the values of a history are no array")
+        self.value = HistoryBuffer(*histories)
 
 
 def _array(content: Any, dtype: _DType, shape: tuple, order: str, axis_order: Any = None) -> np.ndarray:
     """Return a new array of ``content``: the bytes, or a list for an array of Python objects."""
     if dtype.value.hasobject:
         flat = np.empty(len(content), object)
-        flat[:] = _finished(list(content))
+        for index, item in enumerate(_finished(list(content))):
+            flat[index] = item  # numpy would look for further axes in lists that are assigned at once.
     else:  # This refuses types that hold objects.
         flat = np.frombuffer(content, dtype.value) if content else np.empty(0, dtype.value)
     if axis_order is not None and order == "K":
@@ -161,18 +167,52 @@ _SAFE_GLOBALS: dict[str, Any] = {
 
 
 def _finished(value: Any) -> Any:
-    """Return ``value`` with every :class:`_Unfinished` object in its containers replaced. Lists and dicts are kept."""
-    if isinstance(value, _Unfinished):
-        if value.value is None:
-            raise pickle.UnpicklingError("one of its arrays has no content")
-        return value.value
-    if type(value) is tuple:
-        return tuple(map(_finished, value))
-    content: Any = vars(value) if isinstance(value, Namespace) else value
-    if isinstance(content, dict | list):
-        for key, item in list(content.items() if isinstance(content, dict) else enumerate(content)):
-            content[key] = _finished(item)
-    return value
+    """Return ``value`` with every :class:`_Unfinished` object in its containers replaced. Lists and dicts are kept.
+
+    Raises:
+        pickle.UnpicklingError: an object has no content, a container holds itself, or containers share parts so often
+            that a walk through all of them would not end in a reasonable time.
+    """
+    return _Finishing().result_of(value)
+
+
+class _Finishing:
+    """A walk through containers that visits each one once, and counts the values as a walk without memory would."""
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        # The container, which must stay alive to keep its id, what stands for it, and the number of its values.
+        self.done: dict[int, tuple[Any, Any, int] | None] = {}
+
+    def result_of(self, value: Any) -> Any:
+        content: Any = vars(value) if isinstance(value, Namespace) else value
+        if isinstance(value, _Unfinished):
+            if value.value is None:
+                raise pickle.UnpicklingError("one of its arrays has no content")
+            return value.value
+        if type(content) is not tuple and not isinstance(content, dict | list):
+            self.num_values += 1
+            return value
+        if id(value) not in self.done:
+            self.done[id(value)] = None
+            before = self.num_values
+            result: Any = value
+            if isinstance(content, tuple):
+                result = tuple(map(self.result_of, content))
+            else:
+                for key, item in list(content.items() if isinstance(content, dict) else enumerate(content)):
+                    content[key] = self.result_of(item)
+            self.done[id(value)] = value, result, self.num_values - before
+            return result
+        known = self.done[id(value)]
+        if known is None:
+            raise pickle.UnpicklingError("one of its containers holds itself")
+        self.num_values += known[2]
+        if self.num_values > _MOST_VALUES:
+            raise pickle.UnpicklingError(
+                f"its containers share parts, so that they hold over {_MOST_VALUES} values"
+            )
+        return known[1]
 
 
 class _NumpyUnpickler(pickle.Unpickler):

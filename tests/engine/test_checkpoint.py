@@ -112,6 +112,72 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, zipped):
     assert os.path.exists("ran")
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_type_that_does_not_exist_is_no_matter_of_trust(tmp_path, zipped, trusted):
+    """As a flipped bit in a name makes one, which the checksum of an archive shows before, or a package that lacks."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    content = (tmp_path / "a.pth").read_bytes()
+    for name in (b"_rebuild_tensor_v2", b"torch._utils"):
+        assert name in content
+        (tmp_path / "a.pth").write_bytes(content.replace(name, name[:-1] + b"x"))
+        with pytest.raises(
+            CheckpointError, match=r"checksum|There is no such type here|cannot be read"
+        ) as caught:
+            read_checkpoint(tmp_path / "a.pth", trust=trusted)
+        assert "trust" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")]
+)
+def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, error):
+    write_checkpoint({"w": torch.ones(2)}, tmp_path / "a.pth")
+    monkeypatch.setattr(torch, "load", raising(error))
+    with pytest.raises(
+        CheckpointError, match="cannot be read now: the memory does not suffice for its"
+    ) as caught:
+        read_checkpoint(tmp_path / "a.pth")
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def raising(error):
+    def fail(*_arguments, **_options):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_weights_of_another_kind_of_numbers_are_not_cast(dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weights = {
+        key: value.to(dtype) if key == "0.weight" else value for key, value in model.state_dict().items()
+    }
+    with pytest.raises(CheckpointError, match=f"1 of another type .0.weight {dtype} for torch.float32"):
+        load_weights(model, weights, "a.pth")
+    before = model[0].weight.clone()
+    load_weights(model, weights, "a.pth", strict=False)
+    assert torch.equal(model[0].weight, before), "it keeps its value"
+
+
+def test_floats_of_other_widths_are_cast():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        load_weights(model, {key: value.to(dtype) for key, value in model.state_dict().items()}, "a.pth")
+
+
+@pytest.mark.parametrize("key", ["iter", "epoch"])
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), "x", None, -1])
+def test_a_count_that_is_none_is_a_message(tmp_path, key, count):
+    train(tmp_path, train_cfg__max_iters=5)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    content["meta"][key] = count
+    write_checkpoint(content, tmp_path / "iter_5.pth")
+    with pytest.raises(CheckpointError, match=r"iter_5\.pth cannot be resumed: its meta cannot be restored"):
+        train(tmp_path, resume="auto")
+
+
 def test_an_error_of_a_real_disk_is_no_damage():
     """The memory of this process as a file: its beginning cannot be read."""
     with pytest.raises(CheckpointError, match=r"cannot be read now: Input/output error"):

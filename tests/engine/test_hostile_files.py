@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import os
 import pathlib
 import pickle
 import struct
+import time
 import zipfile
 from collections import OrderedDict
 
@@ -160,6 +162,50 @@ def test_files_of_another_kind_are_named(tmp_path, content, told):
         (tmp_path / name).write_bytes(content)
         with pytest.raises((DamagedCheckpointError, ValueError), match=told):
             read(tmp_path / name)
+
+
+def shared(depth, kind):
+    """Return a container that holds one other twice, and so on, to a depth."""
+    made = "a"
+    for _ in range(depth):
+        made = kind((made, made)) if kind in (list, tuple) else kind(a=made, b=made)
+    return made
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, argparse.Namespace])
+@pytest.mark.parametrize("depth", [20, 200])
+def test_parts_that_are_shared_take_no_time(tmp_path, kind, depth):
+    """A walk through all of them would take 2 ** depth steps. What is beyond all data is refused."""
+    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": shared(depth, kind)}, tmp_path / "a.pth")
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps({"infos": [shared(depth, list)], "metadata": {}}))
+    assert os.path.getsize(tmp_path / "a.pkl") < 4000
+    start = time.perf_counter()
+    if depth == 20:
+        assert isinstance(read_checkpoint(tmp_path / "a.pth")["meta"], kind)
+        assert len(load_infos(tmp_path / "a.pkl")[0]) == 1
+    else:
+        for name, read in (("a.pth", read_checkpoint), ("a.pkl", load_infos)):
+            with pytest.raises(
+                (DamagedCheckpointError, ValueError), match=rf"{name} .*share parts.* over 1000000000"
+            ):
+                read(tmp_path / name)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_container_that_holds_itself_is_refused(tmp_path):
+    made = []
+    made.append({"a": made})
+    torch.save({"w": torch.ones(2), "meta": made}, tmp_path / "a.pth")
+    with pytest.raises(DamagedCheckpointError, match="one of its containers holds itself"):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+def test_lists_in_an_array_of_objects_are_no_further_axes(tmp_path):
+    made = np.empty(2, object)
+    made[:] = [[1, 2], [3, 4]], shared(25, list)
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps({"infos": [made], "metadata": {}}))
+    (found,) = load_infos(tmp_path / "a.pkl")[0]
+    assert found.shape == (2,) and found[0] == [[1, 2], [3, 4]]
 
 
 def test_an_archive_that_claims_more_than_it_has(tmp_path):

@@ -26,6 +26,17 @@ def is_dense(value: Any) -> bool:
     )
 
 
+def kind_of_numbers(value: Tensor) -> str:
+    """Return 'float' for floats of 16 to 64 bits, 'integer', or the dtype: bool, complex numbers and floats of 8 bits.
+
+    A conversion to another kind loses information, or takes numbers that are scaled for what they are not.
+    """
+    if value.is_floating_point() and value.element_size() > 1:
+        return "float"
+    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return "integer" if is_integer else str(value.dtype)
+
+
 def nonfinite_names(weights: Mapping[Any, Any]) -> list[str]:
     """Return the names of the dense tensors that hold NaN or an infinite number."""
     return [

@@ -22,6 +22,10 @@ __all__ = [
 _LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"  # as mmengine's
 # What a file or a disk of the user refuses is no bug, wherever it is met.
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT}
+_OF_HANDLES = {errno.EMFILE, errno.ENFILE}
+_OF_MEMORY = re.compile(
+    "(can't|cannot) allocate memory|out of memory", re.IGNORECASE
+)  # as torch and CUDA say it
 _OF_A_FILE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG}
 _IN_A_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
 
@@ -40,18 +44,41 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 def explain(error: BaseException) -> str | None:
     """Return the message of a :class:`UserError`, or of a file or a disk that refuses, with hints. Else return None."""
-    message = str(error)
+    message: str | None = str(error)
     if not isinstance(error, UserError):
-        if not isinstance(error, OSError):
-            return None
-        file = error.filename
-        if error.errno not in _OF_THE_DISK and (error.errno not in _OF_A_FILE or file is None):
-            return None
-        message = f"cannot use {file}: {error.strerror}" if file else f"cannot write: {error.strerror}"
+        message = _of_memory(error) if is_out_of_memory(error) else _of_system(error)
+    if message is None:
+        return None
     if _IN_A_WORKER.match(message):
         # A data loader raises a worker's error again and puts the worker's traceback into the message.
         message = message.rsplit(f"{type(error).__qualname__}: ", 1)[-1].strip()
     return "\n".join([message, *(f"({hint})" for hint in hints_of(error))])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the memory of the machine or of a GPU does not suffice."""
+    of_torch = isinstance(error, RuntimeError) and _OF_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError) or of_torch or getattr(error, "errno", None) == errno.ENOMEM
+
+
+def _of_memory(error: BaseException) -> str:
+    said = str(error).strip().split("\n")[0][:300]
+    return (
+        f"the memory does not suffice: {said or type(error).__name__}. Lower batch_size or num_workers of the "
+        "data loader or the size of the images, or use a machine with more memory"
+    )
+
+
+def _of_system(error: BaseException) -> str | None:
+    """Return the message of a file, a disk or a limit of the system that refuses, or None for any other error."""
+    if not isinstance(error, OSError):
+        return None
+    file, reason = error.filename, error.strerror
+    if error.errno in _OF_HANDLES:
+        return f"cannot open {file or 'a file'}: {reason}. Raise the limit by `ulimit -n 65536`, or lower num_workers"
+    if error.errno not in _OF_THE_DISK and (error.errno not in _OF_A_FILE or file is None):
+        return None
+    return f"cannot use {file}: {reason}" if file else f"cannot write: {reason}"
 
 
 def log_fatal_error(logger: logging.Logger, error: BaseException, log_file: str | None = None) -> None:

@@ -5,9 +5,12 @@ import io
 import os
 import pickle
 import re
+import sys
 import zipfile
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 from urllib.parse import urlparse
 
@@ -21,6 +24,8 @@ from ..errors import (
     CheckpointError,
     DamagedCheckpointError,
     MissingCheckpointError,
+    UserError,
+    is_out_of_memory,
     nearest_names,
 )
 from ..process.console import say
@@ -33,6 +38,11 @@ _URL_SCHEMES = ("http://", "https://")
 _SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
+_IF_TRUSTED = (
+    "If you trust its origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the "
+    "file."
+)
+_IF_UNKNOWN = "There is no such type here: the file is damaged, or needs a package that is not installed."
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # in an error of torch.load
 
 
@@ -70,36 +80,68 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = F
             reports an error.
     """
     check_checkpoint_exists(path)
-    source, path = str(path), _downloaded(str(path))
+    address = _address_of(str(path))
+    if address is None:
+        return _content_of(str(path), str(path), map_location, trust)
+    cached = _place_in_cache(address)
+    if cached.exists():
+        try:
+            return _content_of(str(cached), f"{path} in the cache, {cached},", map_location, trust)
+        except DamagedCheckpointError as error:
+            say(f"{error}; it is downloaded again")
+    return _downloaded(address, cached, map_location, trust)
+
+
+def _content_of(path: str, source: str, map_location: Any, trust: bool) -> dict[str, Any]:
+    """Return the content of a file, which messages call ``source``; see :func:`read_checkpoint`."""
     try:
         disk = _DiskFile(path)
     except OSError as error:
-        raise _not_now(source, error) from error
+        raise _not_now(source, error.strerror or str(error)) from error
     try:
         with io.BufferedReader(disk) as file:
             content = _read(file, map_location, trust)
     except Exception as error:  # torch.load raises errors of every type for a file that is not a checkpoint.
-        if disk.failure is not None:
-            raise _not_now(source, disk.failure) from error
-        reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
-        if refused := _REFUSED.search(reason):
-            raise CheckpointError(
-                f"checkpoint {source} holds a {refused[1]}, which is neither a tensor nor a plain type. If you trust "
-                "its origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the file."
-            ) from error
-        # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
-        reason = (
-            "the file ends too early" if isinstance(error, OSError) else reason.strip().split("\n")[0][:160]
-        )
-        raise DamagedCheckpointError(
-            f"checkpoint {source} ({os.path.getsize(path)} bytes) cannot be read. It is damaged, cut short or not a "
-            f"checkpoint: {reason or type(error).__name__}"
-        ) from error
+        raise _explained(error, disk.failure, path, source) from error
     if not isinstance(content, dict):
         raise DamagedCheckpointError(
             f"checkpoint {source} holds a {type(content).__name__}, but a checkpoint is a dict of weights"
         )
     return content
+
+
+def _explained(error: Exception, failure: OSError | None, path: str, source: str) -> CheckpointError:
+    """Return the error to raise after torch's ``error`` and a ``failure`` of the disk, if there was one."""
+    size = os.path.getsize(path)
+    if failure is not None:
+        return _not_now(source, failure.strerror or str(failure))
+    if is_out_of_memory(error):
+        return _not_now(source, f"the memory does not suffice for its {size} bytes")
+    reason = str(error.__context__ or error) if isinstance(error, pickle.UnpicklingError) else str(error)
+    if refused := _REFUSED.search(reason):
+        advice = _IF_TRUSTED if _exists(refused[1]) else _IF_UNKNOWN
+        return CheckpointError(
+            f"checkpoint {source} holds a {refused[1]}, which is neither a tensor nor a plain type. {advice}"
+        )
+    # The number of an OSError would be a riddle: a reader has jumped to a place that the file does not have.
+    reason = "the file ends too early" if isinstance(error, OSError) else reason.strip().split("\n")[0][:160]
+    return DamagedCheckpointError(
+        f"checkpoint {source} ({size} bytes) cannot be read. It is damaged, cut short or not a checkpoint: "
+        f"{reason or type(error).__name__}"
+    )
+
+
+def _exists(name: str) -> bool:
+    """Return whether there is a type of a dotted name here, as far as that is known without running code of it."""
+    package, *rest = name.split(".")
+    found: Any = sys.modules.get(package)
+    if found is None:
+        return bool(package) and find_spec(package) is not None
+    for part in rest:
+        if not hasattr(found, part):
+            return hasattr(found, "__path__") and find_spec(f"{found.__name__}.{part}") is not None
+        found = getattr(found, part)
+    return True
 
 
 class _DiskFile(io.FileIO):
@@ -115,11 +157,11 @@ class _DiskFile(io.FileIO):
             raise
 
 
-def _not_now(source: str, error: OSError) -> CheckpointError:
-    """Return the error for a failure of the storage, which says nothing about the content of the file."""
+def _not_now(source: str, reason: str) -> CheckpointError:
+    """Return the error for a failure of the machine, which says nothing about the content of the file."""
     return CheckpointError(
-        f"checkpoint {source} cannot be read now: {error.strerror or error}. The file itself may be intact. Try again, "
-        "or check the storage that it is on"
+        f"checkpoint {source} cannot be read now: {reason}. The file itself may be intact. Try again, or check the "
+        "storage that it is on"
     )
 
 
@@ -194,27 +236,49 @@ def _check_archive(file: BinaryIO) -> None:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
 
 
-def _downloaded(path: str) -> str:
-    """Return the local file of a checkpoint, after downloading it if ``path`` is an address or a name."""
+def _address_of(path: str) -> str | None:
+    """Return the address that a path or a name of :data:`PUBLISHED` stands for, or None for a file."""
     if path in PUBLISHED and not os.path.isfile(path):
-        path = PUBLISHED[path][1]
-    if not path.startswith(_URL_SCHEMES):
-        return path
-    name = Path(urlparse(path).path).name
-    checksum = _CHECKSUM_IN_NAME.search(name)
-    if checksum is None:  # Another address may end in the same name.
-        name = f"{hashlib.sha256(path.encode()).hexdigest()[:8]}-{name}"
-    cached = Path(torch.hub.get_dir()) / "checkpoints" / name
-    if not cached.exists():
+        return PUBLISHED[path][1]
+    return path if path.startswith(_URL_SCHEMES) else None
+
+
+def _checksum_of(address: str) -> str | None:
+    found = _CHECKSUM_IN_NAME.search(Path(urlparse(address).path).name)
+    return found and found[1]
+
+
+def _place_in_cache(address: str) -> Path:
+    name = Path(urlparse(address).path).name
+    if _checksum_of(address) is None:  # Another address may end in the same name.
+        name = f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{name}"
+    return Path(torch.hub.get_dir()) / "checkpoints" / name
+
+
+def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:
+    """Return the content of the file at an address, which is kept in the cache if it can be read as a whole."""
+    say(f"downloading {address} to {cached}")
+    try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        say(f"downloading {path} to {cached}")
-        try:
-            torch.hub.download_url_to_file(
-                path, str(cached), hash_prefix=checksum and checksum[1], progress=False
-            )
-        except (OSError, HTTPException, RuntimeError, ValueError) as error:
-            raise MissingCheckpointError(
-                f"checkpoint {path} cannot be fetched: {error}. Download it on a machine with network access. Then "
-                f"give the path of the file instead of the address, or put the file at {cached}"
-            ) from error
-    return str(cached)
+        with TemporaryDirectory(dir=cached.parent) as folder:
+            file = os.path.join(folder, cached.name)
+            torch.hub.download_url_to_file(address, file, hash_prefix=_checksum_of(address), progress=False)
+            try:
+                content = _content_of(file, address, map_location, trust)
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(
+                    f"{error}. The transfer has broken off, or the server has sent something else, such as a page to "
+                    f"log in. Nothing is kept as {cached}"
+                ) from error
+            except CheckpointError:  # It is whole, and holds a type that is not on the list.
+                os.replace(file, cached)
+                raise
+            os.replace(file, cached)
+            return content
+    except UserError:
+        raise
+    except (OSError, HTTPException, RuntimeError, ValueError) as error:
+        raise MissingCheckpointError(
+            f"checkpoint {address} cannot be fetched: {error}. Download it on a machine with network access. Then "
+            f"give the path of the file instead of the address, or put the file at {cached}"
+        ) from error

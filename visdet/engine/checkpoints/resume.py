@@ -309,7 +309,15 @@ def _restoring(path: str, part: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = f"its {part} cannot be restored ({type(error).__name__}: {str(error)[:200]})"
         raise CheckpointError(_refusal(path, reason)) from error
 

@@ -11,7 +11,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, is_dense, nonfinite_names
+from visdet.checks.state_dicts import common_prefix, is_dense, kind_of_numbers, nonfinite_names
 from visdet.errors import UserError, listed
 
 from ..config.build_errors import build_model
@@ -93,6 +93,24 @@ def without_prefix(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Te
     return revised(weights, [("^" + re.escape(common_prefix(weights, model.state_dict())), "")])
 
 
+def _differing(
+    weights: Mapping[str, Any], expected: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return descriptions of the weights of another shape, and of those whose numbers torch would cast with a loss."""
+    shapes: dict[str, str] = {}
+    types: dict[str, str] = {}
+    for key, value in weights.items():
+        own = expected.get(key)
+        if not isinstance(own, Tensor):
+            continue
+        if not is_dense(value) or value.shape != own.shape:
+            found = list(value.shape) if is_dense(value) else type(value).__name__
+            shapes[key] = f"{key} {found} for {list(own.shape)}"
+        elif kind_of_numbers(value) != kind_of_numbers(own) and not key.endswith("num_batches_tracked"):
+            types[key] = f"{key} {value.dtype} for {own.dtype}"
+    return shapes, types
+
+
 def load_weights(
     model: nn.Module,
     state_dict: dict[str, Tensor],
@@ -118,17 +136,14 @@ def load_weights(
         lists_all: whether the log names all others in a line of their own, which a terminal does not show.
 
     Raises:
-        CheckpointError: ``strict`` is True, and a key is missing or unexpected or a tensor has another shape. With
+        CheckpointError: ``strict`` is True, and a key is missing or unexpected, a tensor has another shape, or it has
+            numbers of another kind, such as int8 in place of float32. With
             ``strict=False``, this is raised only if no weight fits.
     """
     weights = without_prefix(converted(revised(state_dict, revise_keys), model), model)
     expected = model.state_dict()
-    differing = {
-        key: f"{key} {list(value.shape) if is_dense(value) else type(value).__name__} for {list(expected[key].shape)}"
-        for key, value in weights.items()
-        if isinstance(expected.get(key), Tensor)
-        and not (is_dense(value) and value.shape == expected[key].shape)
-    }
+    of_other_shape, of_other_type = _differing(weights, expected)
+    differing = {**of_other_shape, **of_other_type}
     fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, dict) and all(isinstance(item, dict) for item in metadata.values()):
@@ -141,7 +156,11 @@ def load_weights(
     missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
     if not (missing or unexpected or differing):
         return
-    others = {"missing": missing, "unexpected": unexpected, "of another shape": list(differing.values())}
+    others = {"missing": missing, "unexpected": unexpected}
+    others |= {
+        "of another shape": list(of_other_shape.values()),
+        "of another type": list(of_other_type.values()),
+    }
 
     def told(shown: int) -> str:
         return "; ".join(

@@ -4,14 +4,17 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from http.client import HTTPException
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from mmengine.logging import print_log
 from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix
+from visdet.checks.state_dicts import common_prefix, kind_of_numbers
 from visdet.errors import UserError, check_choice, listed
 
 _TORCHVISION = "torchvision://"
@@ -88,7 +91,7 @@ def load_pretrained(
     check_choice("init_cfg: if_unavailable", if_unavailable, ("error", "random"))
     try:
         if checkpoint.startswith(_TORCHVISION):
-            state_dict = _torchvision_weights(checkpoint).get_state_dict(progress=False, check_hash=True)
+            state_dict = _torchvision_state(checkpoint)
         else:
             contents = CheckpointLoader.load_checkpoint(
                 checkpoint, map_location=map_location, logger="silent"
@@ -131,6 +134,19 @@ def _torchvision_weights(checkpoint: str) -> Any:
     return weights[variant] if variant else next(iter(weights))
 
 
+def _torchvision_state(checkpoint: str) -> dict[str, Tensor]:
+    """Return the weights of a name of torchvision, which are downloaded or in the cache of ``torch.hub``."""
+    weights = _torchvision_weights(checkpoint)
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        cached = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
+        advice = f"Remove {cached}, so that it is downloaded again" if cached.exists() else "Try again"
+        raise PretrainedWeightsError(
+            f"pretrained weights {checkpoint!r} are damaged ({str(error)[:200]}). {advice}"
+        ) from error
+
+
 def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:
     own = backbone.state_dict()
     missing = [key for key in own if key not in state_dict and not key.endswith("num_batches_tracked")]
@@ -139,13 +155,27 @@ def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -
         for key in own
         if key in state_dict and getattr(state_dict[key], "shape", None) != own[key].shape
     ]
+    retyped = [
+        f"{key} {state_dict[key].dtype} where {own[key].dtype} is needed"
+        for key in own
+        if isinstance(state_dict.get(key), Tensor)
+        and not key.endswith("num_batches_tracked")
+        and kind_of_numbers(state_dict[key]) != kind_of_numbers(own[key])
+    ]
     # The file may hold stages that were not built. A surplus block within a stage means another depth.
     stages = {key.split(".")[0] for key in own}
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
-    if missing or reshaped or surplus:
+    if missing or reshaped or retyped or surplus:
         details = "; ".join(
             f"{label}: {listed(keys, 3)}"
-            for label, keys in (("missing", missing), ("other shape", reshaped), ("surplus", surplus))
+            for label, keys in (
+                *(
+                    ("missing", missing),
+                    ("other shape", reshaped),
+                    ("other type", retyped),
+                    ("surplus", surplus),
+                ),
+            )
             if keys
         )
         if prefix := common_prefix(state_dict, own):
