@@ -105,7 +105,7 @@ def coco(root):
 )
 def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out):
     make(tmp_path)
-    files, skipped = convert(tmp_path, tmp_path, val_share=0.5)
+    files, skipped = convert(tmp_path, tmp_path, val_share=0.5, left_out_share=1)
     contents = {file.stem: json.loads(file.read_text()) for file in files}
     assert list(map(len, (contents["train"]["images"], contents["val"]["images"]))) == list(num_images)
     assert all(any(part in what for what in skipped) for part in left_out), skipped
@@ -119,7 +119,9 @@ def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out)
         make is coco
     )
     assert all((tmp_path / image["file_name"]).is_file() for image in with_boxes["images"])
-    assert convert(tmp_path, tmp_path, val_share=0.5)[0] == files, "its own files may be written again"
+    assert convert(tmp_path, tmp_path, val_share=0.5, left_out_share=1)[0] == files, (
+        "its own files may be written again"
+    )
 
 
 def test_what_cannot_be_converted_is_one_message(tmp_path):
@@ -134,7 +136,7 @@ def test_what_cannot_be_converted_is_one_message(tmp_path):
         root = tmp_path / message.replace(" ", "")
         make(root)
         with pytest.raises(UserError, match=message):
-            convert(root, root)
+            convert(root, root, left_out_share=1)
 
 
 def test_a_turned_picture_has_the_size_that_viewers_show(tmp_path):
@@ -142,7 +144,7 @@ def test_a_turned_picture_has_the_size_that_viewers_show(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (100, 80)).save(tmp_path / "images/train/a.png", exif=exif)
-    content = json.loads((convert(tmp_path, tmp_path / "out")[0][0]).read_text())
+    content = json.loads((convert(tmp_path, tmp_path / "out", left_out_share=1)[0][0]).read_text())
     assert (content["images"][0]["width"], content["images"][0]["height"]) == (80, 100)
 
 
@@ -172,14 +174,15 @@ def test_the_commands_report_and_draw(tmp_path, monkeypatch, capsys):
         return status, capsys.readouterr().out
 
     yolo(tmp_path / "mine", "[bolt, nut, Nut, washer]", "[images/train, images/val]")
-    status, printed = program("convert", "mine")
+    assert program("convert", "mine") == (1, "") and not (tmp_path / "mine/train.json").exists()
+    status, printed = program("convert", "mine", "--left-out-share", "0.4")
     assert status == 0
+    assert printed.splitlines()[-1] == "left out 1 of 7 pictures and 3 of 9 boxes"
     for line in (
         "train.json: 4 images, 4 boxes: bolt 2, nut 2",
         "images without a box: 2 (",
         "classes without a box: 2 (Nut, washer)",
         "'Nut' differs from 'nut' only in case",
-        "left out:",
         "line 3 of",
         "classes = ('bolt', 'nut', 'Nut', 'washer')",
     ):

@@ -1,7 +1,7 @@
 """Write COCO files of a data set in another format, and report what may be wrong in it.
 
 The folder holds YOLO's data.yaml, Pascal VOC's XML files, CSV tables (image, xmin, ymin, xmax, ymax, label) or COCO
-files, as Roboflow exports them. Images stay where they are.
+files, as labelling tools export them. Images stay where they are. The last line counts what is left out.
 
 visdet convert FOLDER
 visdet convert FOLDER --out-dir data/mine --format voc --val-share 0.1
@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out-dir", type=folder_name, help="folder of the COCO files (default: FOLDER)")
     parser.add_argument("--format", choices=("yolo", "voc", "csv", "coco"), help="by default, it is found")
     add_options(
-        parser, val_share=(0.2, "share of the images for validation, if the data set has no such split")
+        parser,
+        val_share=(0.2, "share of the training images for validation, if the data set has no such split"),
+        left_out_share=(0.1, "the greatest share of the pictures, and of the boxes, that may be left out"),
     )
 
 
@@ -31,12 +33,10 @@ def run(args: argparse.Namespace) -> None:
     from visdet.structures.coco_json import load_coco_json
 
     out = Path(args.out_dir or args.folder)
-    files, skipped = convert(Path(args.folder), out, args.format, args.val_share)
+    files, skipped = convert(Path(args.folder), out, args.format, args.val_share, args.left_out_share)
     for file in files:
         content = load_coco_json(str(file))
         print(f"{file}: " + "\n  ".join(coco_report(content, args.folder)))
-    if skipped:
-        print("left out:\n  " + "\n  ".join(skipped))
     classes = tuple(category["name"] for category in content["categories"])
     images = "" if out.samefile(args.folder) else f"{Path(args.folder).resolve()}/"
     print(
@@ -44,3 +44,7 @@ def run(args: argparse.Namespace) -> None:
         "model = dict(bbox_head=dict(num_classes=len(classes)))\n"
         f"images = dict(data_root=data_root, data_prefix=dict(img={images!r}), metainfo=dict(classes=classes))"
     )
+    if (out / "train.json") not in files:
+        print("the data set has no split to train on")
+    if skipped:
+        print("\n".join(skipped))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from mmengine import fileio
 from mmengine.dataset import BaseDataset
 from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
@@ -14,11 +15,13 @@ from mmengine.logging import print_log
 from visdet.checks.arguments import checked
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, listed, where_to_get
+from visdet.files.images import open_image, sizes_of
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
     is_ignored,
+    lacks_size,
     load_coco_json,
     match_categories,
 )
@@ -55,10 +58,10 @@ class CocoDataset(BaseDataset):
     ``ignore_flag`` is 1 for crowd regions. Labels are positions in ``metainfo['classes']``, which are matched by name.
 
     When the file is loaded, before any training, its keys, its categories and every box are checked, and all image
-    files must exist. Boxes are clipped to the image. Boxes with ``ignore``, outside the image, or less than one pixel
-    wide or high, are dropped. One warning reports their numbers. In ``test_mode`` all boxes stay as the file gives
-    them, because that is how COCO counts them. Those with ``ignore`` have the ``ignore_flag``, and an instance has its
-    ``area``, too.
+    files must exist. Those whose records have neither a width nor a height are opened for them. Boxes are clipped to
+    the image. Boxes with ``ignore``, outside the image, or less than one pixel wide or high, are dropped. One warning
+    reports their numbers. In ``test_mode`` all boxes stay as the file gives them, because that is how COCO counts them.
+    Those with ``ignore`` have the ``ignore_flag``, and an instance has its ``area``, too.
 
     Args:
         ann_file: the JSON file, relative to ``data_root``.
@@ -167,6 +170,7 @@ class CocoDataset(BaseDataset):
         is_coco = tuple(self.metainfo["classes"]) == COCO_CLASSES
         with where_to_get(_WHERE_COCO_IS.format(self.data_root or ".") if is_coco else _WHERE_DATA_ARE_NAMED):
             content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
+        add_sizes(content["images"], self.data_prefix["img"], self.backend_args)
         label_of_category = self._match_categories(content)
         annotations_of_image = defaultdict(list)
         for annotation in content["annotations"]:
@@ -322,6 +326,26 @@ class CocoDataset(BaseDataset):
 
     def _warn(self, message: str) -> None:
         print_log(f"annotation file {self.ann_file}: {message}", logger="current", level=logging.WARNING)
+
+
+def add_sizes(images: list[dict], folder: str, backend_args: dict | None = None) -> None:
+    """Give the records of images that have neither a width nor a height those of their files, as viewers show them.
+
+    Args:
+        images: the records. folder: the folder of the images. backend_args: mmengine's file backend.
+    """
+    lacking = [image for image in images if lacks_size(image)]
+    if lacking:
+        print_log(
+            f"{len(lacking)} images have neither width nor height in their annotation file, so that {folder} is read",
+            logger="current",
+        )
+    join_path = get_file_backend(folder).join_path
+    for image in lacking:
+        path = join_path(folder, image["file_name"])
+        content = None if backend_args is None else fileio.get(path, backend_args=backend_args)
+        with open_image(path, content) as picture:
+            image["width"], image["height"] = sizes_of(picture)[0]
 
 
 @checked

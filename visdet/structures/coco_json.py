@@ -3,16 +3,16 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from mmengine.fileio import get_text
+from mmengine import fileio
 
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, listed, reading
 
 _REQUIRED_KEYS = {
-    "images": ("id", "file_name", "height", "width"),
+    "images": ("id", "file_name"),
     "annotations": ("id", "image_id", "category_id", "bbox"),
     "categories": ("id", "name"),
 }
@@ -22,10 +22,10 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     """Return the content of a COCO annotation file, after its keys have been checked.
 
     Ids are numbers or texts, also mixed, and equal only if their types are: 1 is not "1". A number such as 7.0, which
-    tables of floats give, is returned as 7.
+    tables of floats give, is returned as 7. Images may lack both ``width`` and ``height`` (see :func:`lacks_size`).
 
     Args:
-        path: a local path, or a URL that one of mmengine's file backends reads.
+        path: a local path, or a URL that one of mmengine's file backends reads. The text is UTF-8, UTF-16 or UTF-32.
         backend_args: the choice of the backend, as in ``mmengine.fileio``.
         needs_annotations: ``False`` accepts a file without ``annotations``, such as one of test images, and adds an
             empty list.
@@ -33,58 +33,138 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: the file is not JSON, a key is missing, a value has another type than COCO's, ids repeat, or an id
-            that an annotation refers to is written as another type. The message names the file and the mistake.
+            that an annotation refers to is written as another type. The message names the file and the first mistake.
 
     Source: the format is https://cocodataset.org/#format-data.
     """
-    with reading(f"annotation file {path}"):
-        try:
-            # Programs of Windows begin a file with a byte order mark.
-            content = json.loads(get_text(path, "utf-8-sig", backend_args=backend_args))
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InvalidInputError(
-            f"annotation file {path} must hold a JSON object, got a {type(content).__name__}"
-        )
-    if not needs_annotations:
-        content.setdefault("annotations", [])
-    for section, keys in _REQUIRED_KEYS.items():
-        if not isinstance(content.get(section), list):
-            found = ", ".join(sorted(content)) or "nothing"
-            raise InvalidInputError(
-                f"annotation file {path} needs a list under the key {section!r}; its keys are {found}"
-            )
-        _check_records(content[section], section, keys, path)
-    for key, section in (("image_id", "images"), ("category_id", "categories")):
-        ids = {record["id"] for record in content[section]}
-        unknown = {annotation[key]: position for position, annotation in enumerate(content["annotations"])}
-        for value, position in unknown.items():
-            if value not in ids and (hint := written_otherwise(value, ids)):
-                raise InvalidInputError(f"annotation file {path}: {key} of annotations[{position}] is {hint}")
-    for section, fits, rule in _RULES:
-        for record in content[section]:
-            if not fits(record):
-                raise InvalidInputError(f"annotation file {path}: {rule}: {record!r:.200}")
+    content = read_json(path, backend_args)
+    faults = faults_of(content, needs_annotations)
+    if faults:
+        more = f". It has {len(faults) - 1} more faults, which visdet check-data lists" if faults[1:] else ""
+        raise InvalidInputError(f"annotation file {path}{faults[0]}{more}")
     content["categories"] = _without_groups(content)
     return content
 
 
-# What the records of each section must fulfil.
-_RULES: tuple[tuple[str, Callable[[dict], bool], str], ...] = (
-    (
-        "images",
-        lambda it: _are_numbers(sides := [it["width"], it["height"]], 2) and min(sides) > 0,
-        "width and height must be positive numbers",
-    ),
-    ("images", lambda it: it["width"] % 1 == 0 == it["height"] % 1, "width and height must be whole numbers"),
-    ("images", lambda it: isinstance(it["file_name"], str), "file_name must be a text"),
-    ("categories", lambda it: isinstance(it["name"], str), "the name of a category must be a text"),
-    ("annotations", lambda it: _are_numbers(it["bbox"], 4), "bbox must be four finite numbers"),
-    ("annotations", lambda it: it.get("area") is None or _is_number(it["area"]), "area must be a number"),
-    ("annotations", lambda it: it.get("iscrowd") in (None, 0, 1), "iscrowd must be 0 or 1"),
-    ("annotations", lambda it: it.get("ignore") in (None, 0, 1), "ignore must be 0 or 1"),
-)
+def read_json(path: str, backend_args: dict | None = None) -> Any:
+    """Return the content of a JSON file, which is not checked (see :func:`load_coco_json`)."""
+    with reading(f"annotation file {path}"):
+        content = fileio.get(path, backend_args=backend_args)
+    try:
+        # Programs of Windows begin a file with a byte order mark, or write UTF-16, which json finds out.
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"annotation file {path} is not valid JSON: {error}") from error
+
+
+def faults_of(content: Any, needs_annotations: bool = True) -> list[str]:
+    """Return the mistakes in the content of a COCO file, each as the end of a message that begins with its name.
+
+    Ids become whole numbers or texts. Values are compared if every record has its keys.
+    """
+    if not isinstance(content, dict):
+        return [f" must hold a JSON object, got a {type(content).__name__}"]
+    if not needs_annotations:
+        content.setdefault("annotations", [])
+    faults: list[str] = []
+    for section in _REQUIRED_KEYS:
+        if isinstance(content.get(section), list):
+            faults += _key_faults(content[section], section)
+        else:
+            found = ", ".join(sorted(content)) or "nothing"
+            faults.append(f" needs a list under the key {section!r}; its keys are {found}")
+    return faults or [*_reference_faults(content), *_value_faults(content)]
+
+
+def _key_faults(records: list, section: str) -> Iterator[str]:
+    """Yield which records lack a key or have an id that is none, and which id repeats."""
+    ids: Counter[tuple[str, int | str]] = Counter()
+    for position, record in enumerate(records):
+        for key in _keys_of(record, section):
+            if not isinstance(record, dict) or key not in record:
+                yield f": {section}[{position}] has no key {key!r}: {record!r:.200}"
+                break
+            if key.endswith("id"):
+                given = record[key]
+                record[key] = _whole_id(given)
+                if record[key] is None:
+                    kind = type(given).__name__
+                    what = f"{key} of {section}[{position}]"
+                    yield f": {what} must be a whole number or a text, got {given!r:.100} ({kind})"
+        else:
+            ids[type(record["id"]).__name__, record["id"]] += 1
+    for (_, value), times in ids.items():
+        if times > 1 and value is not None:
+            yield f": id {value!r} occurs twice in {section!r}"
+
+
+def _keys_of(record: Any, section: str) -> tuple[str, ...]:
+    """Return the keys that a record needs. An image that has one of its sides needs the other, too."""
+    needs_sides = section == "images" and isinstance(record, dict) and not lacks_size(record)
+    return (*_REQUIRED_KEYS[section], *(("height", "width") if needs_sides else ()))
+
+
+def lacks_size(image: Mapping[str, Any]) -> bool:
+    """Return whether the record of an image has neither a width nor a height, so that its file must say them."""
+    return image.get("width") is None and image.get("height") is None
+
+
+def _whole_id(value: Any) -> int | str | None:
+    """Return an id as a whole number or a text, or None if it is neither. A float such as 7.0 becomes 7."""
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
+        return value
+    # Above 2 ** 53, several whole numbers are the same float.
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else None
+
+
+def _reference_faults(content: dict) -> Iterator[str]:
+    """Yield which annotations refer to an id that is written as another type."""
+    for key, section in (("image_id", "images"), ("category_id", "categories")):
+        ids = {record["id"] for record in content[section]}
+        unknown = {row[key]: position for position, row in enumerate(content["annotations"])}
+        for value, position in unknown.items():
+            if value not in ids and (hint := written_otherwise(value, ids)):
+                yield f": {key} of annotations[{position}] is {hint}"
+
+
+def _value_faults(content: dict) -> Iterator[str]:
+    """Yield which records have a value that cannot be used."""
+    for section, faults_in in (
+        ("images", _fault_in_image),
+        ("categories", _fault_in_category),
+        ("annotations", _fault_in_annotation),
+    ):
+        for record in content[section]:
+            fault = faults_in(record)
+            if fault:
+                yield f": {fault}: {record!r:.200}"
+
+
+def _fault_in_image(image: dict) -> str | None:
+    if not isinstance(image["file_name"], str):
+        return "file_name must be a text"
+    if lacks_size(image):
+        return None
+    sides = [image["width"], image["height"]]
+    if not _are_numbers(sides, 2) or min(sides) <= 0:
+        return "width and height must be positive numbers"
+    return None if all(side % 1 == 0 for side in sides) else "width and height must be whole numbers"
+
+
+def _fault_in_category(category: dict) -> str | None:
+    return None if isinstance(category["name"], str) else "the name of a category must be a text"
+
+
+def _fault_in_annotation(annotation: dict) -> str | None:
+    if not _are_numbers(annotation["bbox"], 4):
+        return "bbox must be four finite numbers"
+    if not (annotation.get("area") is None or _is_number(annotation["area"])):
+        return "area must be a number"
+    for key in ("iscrowd", "ignore"):
+        if annotation.get(key) not in (None, 0, 1):
+            return f"{key} must be 0 or 1"
+    return None
 
 
 def _without_groups(content: dict) -> list[dict]:
@@ -111,34 +191,6 @@ def _is_number(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
-
-
-def _check_records(records: list, section: str, keys: Sequence[str], path: str) -> None:
-    for position, record in enumerate(records):
-        for key in keys:
-            if not isinstance(record, dict) or key not in record:
-                raise InvalidInputError(
-                    f"annotation file {path}: {section}[{position}] has no key {key!r}: {record!r:.200}"
-                )
-            if key.endswith("id"):
-                record[key] = _checked_id(
-                    record[key], f"annotation file {path}: {key} of {section}[{position}]"
-                )
-    ((most_common, times),) = Counter(record["id"] for record in records).most_common(1) or [(None, 1)]
-    if times > 1:
-        raise InvalidInputError(f"annotation file {path}: id {most_common!r} occurs twice in {section!r}")
-
-
-def _checked_id(value: Any, what: str) -> int | str:
-    """Return an id, as a whole number or a text. A float such as 7.0 becomes 7."""
-    if isinstance(value, (int, str)) and not isinstance(value, bool):
-        return value
-    # Above 2 ** 53, several whole numbers are the same float.
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    raise InvalidInputError(
-        f"{what} must be a whole number or a text, got {value!r:.100} ({type(value).__name__})"
-    )
 
 
 def written_otherwise(value: int | str, ids: Collection[int | str]) -> str | None:

@@ -1,0 +1,247 @@
+"""Folders as labelling tools, Windows and people leave them: the right boxes, or what is left out and counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from visdet.datasets.conversion import convert
+from visdet.errors import UserError
+from visdet.files import writing
+
+BOX = [40, 30, 20, 20]
+LINE = "0 0.5 0.5 0.2 0.25\n"
+VOC = (
+    "<annotation><filename>{}</filename><object><name>bolt</name><bndbox><xmin>40</xmin><ymin>30</ymin><xmax>60</xmax>"
+    "<ymax>50</ymax></bndbox></object></annotation>"
+)
+
+
+def write(root, files):
+    """Write files: the bytes or the text of each, a list of (image, box) as COCO's JSON, or a picture for None."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            Image.new("RGB", (100, 80)).save(path)
+        elif isinstance(content, list):
+            path.write_text(json.dumps(coco_of(content)))
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def coco_of(images):
+    return dict(
+        categories=[dict(id=1, name="bolt")],
+        images=[dict(id=k, file_name=name, width=100, height=80) for k, name in enumerate(images)],
+        annotations=[dict(id=k, image_id=k, category_id=1, bbox=BOX) for k in range(len(images))],
+    )
+
+
+def converted(root, **options):
+    """Return the images of each split, all of which have the box, and what is left out."""
+    files, left_out = convert(root, root, **options)
+    found = {}
+    for file in files:
+        content = json.loads(file.read_text())
+        boxes = {row["image_id"]: [round(edge, 3) for edge in row["bbox"]] for row in content["annotations"]}
+        assert boxes == {image["id"]: BOX for image in content["images"]}
+        found[file.stem] = sorted(image["file_name"] for image in content["images"])
+    return found, left_out
+
+
+def yolo(*images, **files):
+    """Return the files of a YOLO folder."""
+    labels = {str(Path(name.replace("images", "labels")).with_suffix(".txt")): LINE for name in images}
+    return dict.fromkeys(images) | labels | {"data.yaml": files.pop("data", "names: [bolt]")} | files
+
+
+PAIR = ("images/train/0.png", "images/val/0.png")
+PAIR_SPLITS = {"train": ["images/train/0.png"], "val": ["images/val/0.png"]}
+LAYOUTS = {
+    "yolo, test alone": (yolo("test/images/0.png", data="test: ../test/images\nnames: [bolt]"), "test"),
+    "voc, test alone": ({"test/0.png": None, "test/0.xml": VOC.format("0.png")}, "test"),
+    "coco, val alone": ({"valid/0.png": None, "valid/_annotations.coco.json": ["0.png"]}, "val"),
+    "csv, test alone": (
+        {"test.csv": "image,label,x1,y1,x2,y2\n0.png,bolt,40,30,60,50\n", "all/0.png": None},
+        "test",
+    ),
+    "one picture": (yolo("images/0.png", data="train: images\nnames: [bolt]"), "train"),
+    "own name, yolo": (yolo("images/test_val.png"), "train"),
+    "own name, voc": ({"val-1.png": None, "val-1.xml": VOC.format("val-1.png")}, "train"),
+    "own name, coco": ({"all.json": ["test.png"], "test.png": None}, "train"),
+    "folder of images": ({"all.json": ["test/0.png"], "test/0.png": None}, "test"),
+    "supervision": (
+        {"images/0.png": None, "annotations/0.txt": LINE, "data.yaml": "nc: 1\nnames: [bolt]"},
+        "train",
+    ),
+    "labels beside images": (
+        {"all/0.png": None, "all/0.txt": LINE, "data.yaml": "names: {0: bolt}"},
+        "train",
+    ),
+    "one image in data.yaml": (yolo("images/0.png", data="train: images/0.png\nnames: [bolt]"), "train"),
+    "voc, no suffix": ({"JPEGImages/0.jpg": None, "Annotations/0.xml": VOC.format("0")}, "train"),
+    "voc, Windows": ({"images/0.jpg": None, "Annotations/0.xml": VOC.format(r"C:\a\0.jpg")}, "train"),
+    "voc, nested": ({"images/b/0.JPG": None, "Annotations/b/0.xml": VOC.format("0.jpg")}, "train"),
+    "avif": (yolo("images/0.avif"), "train"),
+    "jpeg 2000": (yolo("images/0.jp2"), "train"),
+    "csv, UTF-16": (
+        {"a.csv": "image;label;x1;y1;x2;y2\nö.png;bolt;40;30;60;50\n".encode("utf-16"), "ö.png": None},
+        "train",
+    ),
+    "coco, UTF-16": ({"a.json": json.dumps(coco_of(["0.png"])).encode("utf-16"), "0.png": None}, "train"),
+    "coco, other computer": ({"a.json": [r"D:\me\images\0.png"], "my/images/0.png": None}, "train"),
+    "captions beside instances": (
+        {
+            "x/instances_train.json": ["0.png"],
+            "x/person_keypoints_train.json": ["0.png"],
+            "train/0.png": None,
+        },
+        "train",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "split"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_picture_is_found_and_has_its_split(tmp_path, files, split):
+    write(tmp_path, files)
+    (picture,) = [name for name, content in files.items() if content is None]
+    assert converted(tmp_path)[0] == {split: [picture]}
+
+
+TABLES = {
+    f"coco, {where}": {
+        **{f"{where.format(split)}/0.png": None for split in ("train", "val")},
+        **{f"annotations/instances_{split}.json": ["0.png"] for split in ("train", "val")},
+    }
+    for where in ("images/{}", "{}", "data/images/{}2017", r"{}/images")
+}
+TABLES |= {
+    f"yolo, {line}": yolo(
+        *PAIR,
+        data="path: ./\ntrain: train.txt\nval: val.txt\nnames: [bolt]",
+        **{f"{split}.txt": line.format(split).encode(code) for split in ("train", "val")},
+    )
+    for line, code in (
+        ("./images/{}/0.png\r\n", "utf-8-sig"),
+        ("data/images/{}/0.png", "utf-16"),
+        (r"images\{}\0.png", "utf-8"),
+        (r"D:\sets\mine\images\{}\0.png", "utf-8"),
+    )
+}
+TABLES |= {
+    f"data.yaml, {entry}": yolo(
+        *PAIR, data="".join(f"{s}: {entry.format(s)}\n" for s in ("train", "val")) + "names: [bolt]"
+    )
+    for entry in (
+        r"images\{}",
+        r"..\images\{}",
+        r"C:\sets\mine\images\{}",
+        "/content/mine/images/{}",
+        "[images/{}]",
+    )
+}
+
+
+@pytest.mark.parametrize("files", TABLES.values(), ids=TABLES)
+def test_equal_names_in_two_splits_stay_apart(tmp_path, files):
+    write(tmp_path, files)
+    train, val = (name for name, content in files.items() if content is None)
+    assert converted(tmp_path) == ({"train": [train], "val": [val]}, [])
+
+
+@pytest.mark.parametrize("code", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("end", ["\n", "\r\n\r\n"])
+def test_labels_and_data_yaml_in_any_code(tmp_path, code, end):
+    write(tmp_path, yolo("images/0.png", data="names: [größe]".encode(code)))
+    (tmp_path / "labels/0.txt").write_bytes(f"0 0.5 0.5 0.2 0.25{end}".encode(code))
+    assert converted(tmp_path) == ({"train": ["images/0.png"]}, [])
+    assert json.loads((tmp_path / "train.json").read_text())["categories"] == [dict(id=1, name="größe")]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"classes.txt": "bolt\n", "notes.json": "{}"} | yolo("images/0.png"), None),
+        (
+            {"classes.txt": "bolt\nnut\n", "notes.json": "{}", "labels/0.txt": LINE},
+            r"classes.txt .*names: \['bolt', 'nut'\]",
+        ),
+        ({"labels/classes.txt": "bolt\n", "labels/0.txt": LINE}, r"data.yaml .* names: \['bolt'\]"),
+        ({"data.yaml": "names: [größe]".encode("latin-1")}, r"data\.yaml is neither in UTF-8 nor in UTF-16"),
+        ({"data.yaml": "names: {a: bolt}"}, "data.yaml must have names"),
+        ({"a.json": [BOX], "package.json": "{}"}, "a.json: file_name must be a text"),
+        ({"package.json": "{}"}, "package.json is no COCO file"),
+        ({"a/0.png": None, "b/0.png": None, "a.json": ["0.png"]}, "0.png is missing"),
+        ({"val/0.png": None, "train.json": [r"train\0.png"]}, r"train\\0.png is missing"),
+    ],
+)
+def test_what_must_be_done_is_said(tmp_path, files, message):
+    write(tmp_path, files)
+    if message is None:
+        assert converted(tmp_path)[0] == {"train": ["images/0.png"]}
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        convert(tmp_path, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ({"labels/gone.txt": LINE}, "left out 1 of 11 pictures and 0 of 10 boxes"),
+        ({"labels/0.txt": LINE + "0 nan 0.5 0.1 0.1"}, "left out 0 of 10 pictures and 1 of 11 boxes"),
+        ({"labels/0.txt": LINE + "1 0.5 0.5 0.1 0.1"}, "left out 0 of 10 pictures and 1 of 11 boxes"),
+        ({"images/0.png": b"no picture"}, "left out 1 of 10 pictures and 1 of 10 boxes"),
+        ({"images/0.gif": None}, "left out 0 of 10 pictures and 0 of 10 boxes, and 1 other things"),
+    ],
+)
+def test_what_is_left_out_is_counted_and_at_most_a_tenth(tmp_path, lost, message):
+    write(
+        tmp_path,
+        yolo(*(f"images/{number}.png" for number in range(10)), data="train: [images]\nnames: [bolt]"),
+    )
+    write(tmp_path, lost)
+    if ".gif" in str(lost):
+        (tmp_path / "images/0.gif").rename(tmp_path / "0.gif")
+    files, left_out = convert(tmp_path, tmp_path)
+    assert left_out[-1] == message and len(left_out) >= 2
+    before = [file.read_bytes() for file in files]
+    for number in (1, 2, 3):
+        write(tmp_path, {f"labels/{number}.txt": "what"})
+    with pytest.raises(UserError, match=r"more than --left-out-share 0\.1; nothing is written") as caught:
+        convert(tmp_path, tmp_path)
+    assert "line 1 of" in str(caught.value) and [file.read_bytes() for file in files] == before
+
+
+def test_the_sizes_of_a_table_and_pages_are_said(tmp_path):
+    table = (
+        "image,width,height,label,x1,y1,x2,y2\n0.tif,80,100,bolt,40,30,60,50\n1.png,10,20,bolt,40,30,60,50\n"
+    )
+    write(tmp_path, {"a.csv": table, "1.png": None})
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pages = [Image.new("RGB", (80, 100)) for _ in range(3)]
+    pages[0].save(tmp_path / "0.tif", exif=exif, save_all=True, append_images=pages[1:])
+    files, left_out = convert(tmp_path, tmp_path, val_share=0)
+    images = {image["file_name"]: image for image in json.loads(files[0].read_text())["images"]}
+    assert (images["0.tif"]["width"], images["0.tif"]["height"]) == (80, 100), "as it is stored"
+    assert any("the size 10x20 of" in line for line in left_out)
+    assert any(line.startswith("pages or frames of") and line.endswith("(2 times)") for line in left_out)
+
+
+def test_a_file_is_whole_or_as_before(tmp_path, monkeypatch):
+    write(tmp_path, yolo(*PAIR, data="train: images/train\nval: images/val\nnames: [bolt]"))
+    files, _ = convert(tmp_path, tmp_path)
+    before = [file.read_bytes() for file in files]
+    (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [bolt, nut]")
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.os, "replace", fail)
+    with pytest.raises(UserError, match=r"train\.json .*No space left"):
+        convert(tmp_path, tmp_path)
+    assert [file.read_bytes() for file in files] == before
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["train.json", "val.json"]

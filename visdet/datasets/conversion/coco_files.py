@@ -1,0 +1,59 @@
+"""Reading COCO files that other programs have written."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from visdet.structures.coco_json import load_coco_json, read_json
+
+from .source import Picture, Source
+
+MAKER = "visdet convert"
+_KEPT = ("area", "iscrowd", "ignore")
+
+
+def is_ours(file: Path) -> bool:
+    """Return whether a COCO file was written by this program."""
+    return f'"description": "{MAKER}"'.encode() in file.read_bytes()[:200]
+
+
+def read_coco(source: Source) -> Iterator[Picture]:
+    """Yield the pictures of all COCO files. Beside instances_*.json, the captions and key points are left out."""
+    files = [file for file in sorted(source.root.rglob("*.json")) if not is_ours(file)]
+    instances = [file for file in files if file.stem.startswith("instances")]
+    for file in files:
+        if instances and file not in instances:
+            source.left_out.others[f"{file}, since there is {instances[0].name}"] += 1
+            continue
+        content = read_json(str(file))
+        if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
+            yield from _pictures(file, source)
+        else:
+            source.left_out.others[f"{file} is no COCO file: it has no lists of images and annotations"] += 1
+
+
+def _pictures(file: Path, source: Source) -> Collection[Picture]:
+    content = load_coco_json(str(file))
+    label_of = {category["id"]: category["name"] for category in content["categories"]}
+    used = {label_of.get(annotation["category_id"]) for annotation in content["annotations"]}
+    groups = {category.get("supercategory") for category in content["categories"]} - used
+    for name in label_of.values():
+        if name in groups:
+            source.left_out.others[f"category {name}, which only groups others"] += 1
+        elif name not in source.names:
+            source.names.append(name)
+    split = source.table_split(file)
+    pictures = {}
+    for image in content["images"]:
+        path = source.picture(image["file_name"], file.parent, split)
+        size = (image.get("width", 0), image.get("height", 0))
+        pictures[image["id"]] = Picture(path, split or source.file_split(path), size)
+    for annotation in content["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        picture, label = pictures.get(annotation["image_id"]), label_of.get(annotation["category_id"])
+        if picture is None or label is None:
+            what = f"a box of {file} is of an image or a category that the file does not have"
+            source.left_out.boxes[what] += 1
+            continue
+        others = {key: annotation[key] for key in _KEPT if annotation.get(key) is not None}
+        picture.boxes.append((label, [x, y, x + w, y + h], others))
+    return pictures.values()

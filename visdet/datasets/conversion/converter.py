@@ -1,0 +1,164 @@
+"""Writing the COCO files of a data set in another format."""
+
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from visdet.errors import InvalidInputError, MissingFileError, UserError, listed
+from visdet.files.images import extra_frames, open_image, sizes_of
+from visdet.files.writing import write_atomically
+
+from .coco_files import MAKER, is_ours, read_coco
+from .csv_tables import read_csv
+from .source import Picture, Source
+from .voc import read_voc
+from .yolo import list_of_classes, read_yolo, yolo_tables
+
+FORMATS = ("yolo", "voc", "csv", "coco")
+_READERS = {"yolo": read_yolo, "voc": read_voc, "csv": read_csv, "coco": read_coco}
+_Sized = tuple[Picture, tuple[int, int]]  # a picture and its (width, height)
+
+
+def convert(
+    root: Path,
+    out: Path,
+    kind: str | None = None,
+    val_share: float = 0.2,
+    left_out_share: float = 0.1,
+) -> tuple[list[Path], list[str]]:
+    """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
+
+    Paths of images are relative to ``root``. Boxes are written as they are, also beyond their image. The split of an
+    image is that of its table, or that which one of its folders says; its own name says nothing.
+
+    Args:
+        root: the folder of the data set. out: the folder to write to.
+        kind: one of FORMATS. By default, it is found by the files of the folder.
+        val_share: the share of the training images that becomes the validation split of a data set without one.
+        left_out_share: the greatest share of the pictures, and of the boxes, that may be left out.
+
+    Returns:
+        the files, and a line for each thing that was left out, of which the last one counts them.
+
+    Raises:
+        UserError: the folder holds no data set of the format, too much of it cannot be converted, or a file of another
+            maker is in the way. Nothing is written then.
+    """
+    root = root.resolve()
+    source = Source(root)
+    kind = kind or _kind_of(root)
+    read = list(_READERS[kind](source))
+    splits = _by_split(_sized(read, source), val_share)
+    pictures = [picture for images in splits.values() for picture, _ in images]
+    left_out = source.left_out
+    if not pictures:
+        found = f"; left out: {listed(left_out.lines(), 3)}" if left_out.lines() else ""
+        raise InvalidInputError(f"{root} has no images with annotations in the format {kind}{found}")
+    named = {picture.path.resolve() for picture in read}
+    unnamed = [path for path in source.pictures if path.resolve() not in named]
+    if unnamed:
+        left_out.others[f"an image without annotations: {listed(unnamed, 3)}"] += len(unnamed)
+    num_boxes = sum(len(picture.boxes) for picture in pictures)
+    summary = left_out.summary(len(pictures), num_boxes)
+    if left_out.share(len(pictures), num_boxes) > left_out_share:
+        lost = listed([*left_out.pictures, *left_out.boxes], 3)
+        raise InvalidInputError(
+            f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
+        )
+    names = source.names or sorted({name for picture in pictures for name, *_ in picture.boxes})
+    texts = {
+        out / f"{split}.json": json.dumps(_coco(images, names, root)) for split, images in splits.items()
+    }
+    for file in texts:
+        if file.exists() and not is_ours(file):
+            raise UserError(f"{file} exists and was not written by {MAKER}; give another folder")
+    for file, text in texts.items():
+        write_atomically(file, text)
+    lines = left_out.lines()
+    return list(texts), [*lines, summary] if lines else []
+
+
+def _kind_of(root: Path) -> str:
+    if not root.is_dir():
+        raise InvalidInputError(f"{root} is not a folder")
+    if yolo_tables(root):
+        return "yolo"
+    for kind, pattern in (("voc", "*.xml"), ("csv", "*.csv")):
+        if next(root.rglob(pattern), None):
+            return kind
+    if list_of_classes(root):
+        return "yolo"
+    if next(root.rglob("*.json"), None):
+        return "coco"
+    raise InvalidInputError(
+        f"{root} has none of data.yaml (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
+    )
+
+
+def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:
+    """Return the pictures that can be opened, with their sizes."""
+    left_out = source.left_out
+    found = []
+    for picture in pictures:
+        try:
+            with open_image(picture.path) as image:
+                shown_size, stored_size = sizes_of(image)
+                more = extra_frames(image)
+        except UserError as error:
+            missing = "is missing" if isinstance(error, MissingFileError) else "cannot be read"
+            left_out.pictures[f"image {picture.path} {missing}"] += 1
+            if picture.boxes:
+                left_out.boxes["boxes of images that are missing or cannot be read"] += len(picture.boxes)
+            continue
+        if more:
+            left_out.others[f"pages or frames of {picture.path} after the first"] += more
+        if picture.size and all(picture.size) and picture.size not in (shown_size, stored_size):
+            width, height = picture.size
+            left_out.others[f"the size {width:g}x{height:g} of {picture.path}, which has {shown_size}"] += 1
+        # The size is the one that viewers show, or as it is stored if the annotations say so.
+        found.append((picture, stored_size if picture.size == stored_size else shown_size))
+    return found
+
+
+def _by_split(pictures: Iterable[_Sized], val_share: float) -> dict[str, list[_Sized]]:
+    """Return the pictures of each split that has some.
+
+    Those of no split are for training. A part of the training pictures becomes the validation split if there is none.
+    """
+    splits: dict[str, list[_Sized]] = defaultdict(list)
+    for picture, size in pictures:
+        splits[picture.split or "train"].append((picture, size))
+    training = splits.get("train", [])
+    if "val" not in splits and val_share and len(training) > 1:
+        random.Random(0).shuffle(training)
+        number = min(max(round(val_share * len(training)), 1), len(training) - 1)
+        splits["val"] = [training.pop() for _ in range(number)]
+    return splits
+
+
+def _coco(images: list[_Sized], names: list[str], root: Path) -> dict[str, Any]:
+    """Return the content of a COCO file."""
+    rows: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for picture, (width, height) in images:
+        name = os.path.relpath(picture.path, root)
+        rows.append({"id": len(rows) + 1, "file_name": name, "width": width, "height": height})
+        x_scale, y_scale = (width, height) if picture.is_relative else (1, 1)
+        for label, (x1, y1, x2, y2), others in picture.boxes:
+            w, h = (x2 - x1) * x_scale, (y2 - y1) * y_scale
+            annotation = {
+                "id": len(annotations) + 1,
+                "image_id": len(rows),
+                "category_id": names.index(label) + 1,
+                "bbox": [x1 * x_scale, y1 * y_scale, w, h],
+                "area": w * h,
+                "iscrowd": 0,
+            }
+            annotations.append(annotation | others)
+    categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    info = {"description": MAKER}
+    return {"info": info, "categories": categories, "images": rows, "annotations": annotations}

@@ -1,0 +1,54 @@
+"""Reading CSV tables with a line for each box."""
+
+import csv
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from .source import Picture, Source, checked_corners, text_of
+
+_COLUMNS = {
+    "image": ("image", "filename", "image_path", "file", "path", "file_name", "image_id"),
+    "label": ("label", "class", "name", "category", "class_name"),
+    "xmin": ("xmin", "x1"),
+    "ymin": ("ymin", "y1"),
+    "xmax": ("xmax", "x2"),
+    "ymax": ("ymax", "y2"),
+}
+_SIZES = (("width", "image_width", "img_width"), ("height", "image_height", "img_height"))
+
+
+def read_csv(source: Source) -> Iterator[Picture]:
+    """Yield the pictures of all tables."""
+    for file in sorted(source.root.rglob("*.csv")):
+        with source.left_out.counted(source.left_out.others, str(file)):
+            yield from _pictures(file, source)
+
+
+def _pictures(file: Path, source: Source) -> Collection[Picture]:
+    lines = text_of(file).splitlines()
+    rows = csv.DictReader(lines, delimiter=max(",;\t", key="".join(lines[:1]).count))
+    header = {(column or "").strip().lower(): column for column in rows.fieldnames or ()}
+
+    def column_of(names: Collection[str]) -> str | None:
+        return next((header[name] for name in names if name in header), None)
+
+    columns = {key: column_of(names) for key, names in _COLUMNS.items()}
+    lacking = [key for key, column in columns.items() if column is None]
+    if lacking:
+        raise ValueError(f"there is no column {', '.join(lacking)}; the header is {', '.join(header)}")
+    sizes = [column_of(names) for names in _SIZES]
+    split = source.table_split(file)
+    pictures: dict[str, Picture] = {}
+    for number, row in enumerate(rows, start=2):
+        image, label, *sides = ((row[column] or "").strip() for column in columns.values())  # type: ignore[index]
+        if image not in pictures:
+            path = source.picture(image, file.parent, split)
+            pictures[image] = Picture(path, split or source.file_split(path))
+        with source.left_out.counted(source.left_out.boxes, f"line {number} of {file}"):
+            if None not in sizes:
+                width, height = (float(row[column] or 0) for column in sizes)  # type: ignore[index]
+                pictures[image].size = (width, height)
+            if any(sides):  # An image without boxes has a row without numbers.
+                corners = checked_corners([float(side.replace(",", ".")) for side in sides])
+                pictures[image].boxes.append((label, corners, {}))
+    return pictures.values()

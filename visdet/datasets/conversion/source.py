@@ -1,0 +1,204 @@
+"""The folder of a data set that is converted: its pictures, where they are, and what of it is left out."""
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import Any
+from xml.etree import ElementTree
+
+from visdet.errors import InvalidInputError, listed, reading
+from visdet.files.images import PICTURE_SUFFIXES
+
+_SPLIT = re.compile(r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])")
+_LEAST_FOLDERS = (
+    2  # that the end of a path of another computer must name, so that it is not taken for another folder
+)
+
+
+@dataclass
+class Picture:
+    """An image of a data set.
+
+    Attributes:
+        path: the file. split: 'train', 'val', 'test', or '' if the data set does not say it.
+        size: the (width, height) that the annotations give, if they do.
+        boxes: for each object its class, its corners (x1, y1, x2, y2) and other entries of its annotation.
+        is_relative: whether the corners are fractions of the width and the height.
+    """
+
+    path: Path
+    split: str = ""
+    size: tuple[float, float] | None = None
+    boxes: list[tuple[str, list[float], dict[str, Any]]] = field(default_factory=list)
+    is_relative: bool = False
+
+
+class LeftOut:
+    """What cannot be converted, in a line for each thing.
+
+    Attributes:
+        pictures: pictures that are lost. boxes: boxes that are lost, those of lost pictures too.
+        others: what loses neither, such as a folder that a table names and that is not there.
+    """
+
+    def __init__(self) -> None:
+        self.pictures: Counter[str] = Counter()
+        self.boxes: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, kind: Counter[str], what: str) -> Iterator[None]:
+        """Count what the block cannot read as one of a kind, and go on."""
+        try:
+            yield
+        except (ValueError, KeyError, ElementTree.ParseError) as error:
+            kind[f"{what}: {error}"] += 1
+
+    def lines(self) -> list[str]:
+        """Return a line for each thing that is left out, with how often it occurs."""
+        counts = self.pictures + self.boxes + self.others
+        return [f"{what} ({count} times)" if count > 1 else what for what, count in counts.items()]
+
+    def summary(self, num_pictures: int, num_boxes: int) -> str:
+        """Return how many of all pictures and boxes are left out. The numbers are those that are kept."""
+        pictures, boxes, others = self.pictures.total(), self.boxes.total(), self.others.total()
+        return (
+            f"left out {pictures} of {pictures + num_pictures} pictures and {boxes} of {boxes + num_boxes} boxes"
+            + (f", and {others} other things" if others else "")
+        )
+
+    def share(self, num_pictures: int, num_boxes: int) -> float:
+        """Return the share of the pictures, or that of the boxes if it is larger, that is left out."""
+        counts = ((self.pictures.total(), num_pictures), (self.boxes.total(), num_boxes))
+        return max(left / max(left + kept, 1) for left, kept in counts)
+
+
+class Source:
+    """The folder of a data set.
+
+    Attributes:
+        root: the folder. names: the classes in the order that the data set gives them, if it does.
+        left_out: what of the data set cannot be read.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names: list[str] = []
+        self.left_out = LeftOut()
+
+    @cached_property
+    def pictures(self) -> list[Path]:
+        """All image files in the folder and below it."""
+        return pictures_below(self.root)
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Path]]:
+        found = defaultdict(list)
+        for path in self.pictures:
+            found[path.name.lower()].append(path)
+        return found
+
+    def picture(self, name: str, folder: Path, split: str = "") -> Path:
+        """Return the file of an image that a table names, or a path that does not exist.
+
+        It is looked for beside the table and in the root. If it is not there, the files of the same name below the root
+        are compared: that one is taken which has most folders in common with the name, then with the place of the
+        table, but none of another split.
+
+        Args:
+            name: the name or the path in the table, which may be one of another computer, or of Windows.
+            folder: the folder of the table. split: the split of the table.
+        """
+        given = PureWindowsPath(name)  # Both / and \ separate its parts.
+        direct = [
+            base / sub / written
+            for base in (folder, self.root, folder.parent)
+            for sub in ("", "images")
+            for written in (name, given.as_posix())
+        ]
+        for path in direct:
+            if path.is_file():
+                return path
+        split = split_of(given.parent) or split
+        ranked = defaultdict(list)
+        for path in self._by_name[given.name.lower()]:
+            there = path.parent
+            if split and self.file_split(path) not in ("", split):
+                continue
+            num_near = len(set(folder.parts) & set(there.parts))
+            ranked[_common_end(given.parent.parts, there.parts), num_near].append(path)
+        best = ranked[max(ranked)] if ranked else []
+        return best[0] if len(best) == 1 else direct[0]
+
+    def folder(self, name: str, base: str = "") -> Path | None:
+        """Return the folder or the list that a table names, which may be a path of another computer or of Windows."""
+        written = name.replace("\\", "/")
+        # Roboflow's paths begin with .. although the folders are beside the table.
+        inside = re.sub(r"^(\.\./)+", "", written)
+        places = [start / end for start in (self.root / base, self.root) for end in (name, written, inside)]
+        parts = PureWindowsPath(name).parts
+        ends = [parts[start:] for start in range(1, len(parts) - _LEAST_FOLDERS + 1)]
+        places += [self.root.joinpath(*end) for end in ends]
+        return next((place for place in places if place.exists()), None)
+
+    def table_split(self, table: Path) -> str:
+        """Return the split that the name of a table of many images, or else one of its folders, says."""
+        return split_of(table.relative_to(self.root).with_suffix(""))
+
+    def file_split(self, file: Path) -> str:
+        """Return the split that a folder of a file says. Its own name says nothing."""
+        return split_of(file.relative_to(self.root).parent) if file.is_relative_to(self.root) else ""
+
+
+def pictures_below(folder: Path) -> list[Path]:
+    """Return the image files in a folder and below it."""
+    return [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in PICTURE_SUFFIXES]
+
+
+def split_of(path: PurePath) -> str:
+    """Return 'train', 'val' or 'test' if a part of a path says it, the last part first, or else an empty text."""
+    for part in reversed(path.parts):
+        found = _SPLIT.search(part.lower())
+        if found:
+            return found[1]
+    return ""
+
+
+def _common_end(parts: Sequence[str], others: Sequence[str]) -> int:
+    """Return how many of the last parts of two paths are equal."""
+    number = 0
+    for part, other in zip(reversed(parts), reversed(others), strict=False):
+        if part != other:
+            break
+        number += 1
+    return number
+
+
+def text_of(file: Path, errors: str = "strict") -> str:
+    """Return the text of a file in UTF-8, UTF-16 or UTF-32, without the byte order mark that Windows writes.
+
+    Args:
+        file: the file. errors: what is done with bytes of other codes; see ``bytes.decode``.
+
+    Raises:
+        InvalidInputError: the file is in another code.
+    """
+    with reading(str(file)):
+        content = file.read_bytes()
+    try:
+        return content.decode(json.detect_encoding(content), errors)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{file} is neither in UTF-8 nor in UTF-16: {error}") from error
+
+
+def checked_corners(corners: Sequence[float]) -> list[float]:
+    """Return the corners of a box, all of which must be finite."""
+    if not all(map(math.isfinite, corners)):
+        raise ValueError(f"the box has numbers that are not finite: {listed(corners)}")
+    return list(corners)

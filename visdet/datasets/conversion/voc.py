@@ -1,0 +1,48 @@
+"""Reading Pascal VOC: an XML file for each image."""
+
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+from xml.etree import ElementTree
+
+from visdet.files.images import PICTURE_SUFFIXES
+
+from .source import Picture, Source, checked_corners, text_of
+
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def read_voc(source: Source) -> Iterator[Picture]:
+    """Yield the picture of each XML file."""
+    split_of_stem: dict[str, str] = {}
+    for split in ("test", "val", "train"):
+        for file in source.root.glob(f"**/ImageSets/Main/{split}.txt"):
+            split_of_stem |= dict.fromkeys(text_of(file).split(), split)
+    for file in sorted(source.root.rglob("*.xml")):
+        with source.left_out.counted(source.left_out.pictures, str(file)):
+            yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
+
+
+def _picture(file: Path, split: str, source: Source) -> Picture:
+    tree = ElementTree.parse(file)
+    name = PureWindowsPath(tree.findtext("filename") or "").name or file.stem
+    path = source.picture(name, file.parent, split)
+    if not path.is_file():
+        path = _picture_of_stem(file) or path
+    width, height = (float(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
+    picture = Picture(path, split, (width, height))
+    for item in tree.iter("object"):
+        label = item.findtext("name") or ""
+        what = f"{file}: an object {label} has no bndbox of four numbers"
+        with source.left_out.counted(source.left_out.boxes, what):
+            found = (item.findtext(f"bndbox/{side}") for side in _SIDES)
+            corners = checked_corners([float(value or "nothing") for value in found])
+            others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
+            picture.boxes.append((label, corners, others))
+    return picture
+
+
+def _picture_of_stem(file: Path) -> Path | None:
+    """Return the image whose name is that of an XML file but for the suffix."""
+    folders = (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
+    places = [folder / f"{file.stem}{suffix}" for folder in folders for suffix in sorted(PICTURE_SUFFIXES)]
+    return next((place for place in places if place.is_file()), None)

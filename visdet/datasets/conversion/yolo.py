@@ -1,0 +1,146 @@
+"""Reading YOLO folders: data.yaml, images, and a text file of boxes for each image."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from visdet.errors import InvalidInputError, reading
+from visdet.files.images import PICTURE_SUFFIXES
+
+from .source import Picture, Source, checked_corners, pictures_below, text_of
+
+_SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
+_IMAGES = "images"
+_LABELS = ("labels", "annotations")  # the folders beside images; supervision's examples have the second one
+_LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
+
+
+def yolo_tables(root: Path) -> list[Path]:
+    """Return the YAML files of a folder that name classes, data.yaml first."""
+    files = sorted(root.glob("*.y*ml"), key=lambda file: (file.name != "data.yaml", file.name))
+    return [file for file in files if "names" in text_of(file, "replace")]
+
+
+def list_of_classes(root: Path) -> Path | None:
+    """Return the classes.txt that Label Studio and labelImg write instead of data.yaml, if there is one."""
+    return next(iter(sorted(root.rglob("classes.txt"))), None)
+
+
+def read_yolo(source: Source) -> Iterator[Picture]:
+    """Yield the pictures of all splits."""
+    table = _table_of(source.root)
+    data = _content_of(table)
+    names = _names_of(data, table)
+    source.names += map(str, names.values())
+    has_outlines = "kpt_shape" not in data
+    read: set[Path] = set()
+    for split, path in _files_of_splits(source, data, table):
+        label = _label_of(path)
+        read.add(label.resolve())
+        picture = Picture(path.resolve(), split, is_relative=True)
+        if label.is_file():
+            picture.boxes += _boxes(label, names, has_outlines, source)
+        yield picture
+    # The images of labels that data.yaml does not name are counted as images without annotations.
+    stems = {path.stem for path in source.pictures}
+    for file in sorted(source.root.rglob("labels/**/*.txt")):
+        if file.resolve() not in read and file.stem not in stems and file.name != "classes.txt":
+            source.left_out.pictures[f"{file} is of no image of a split"] += 1
+
+
+def _table_of(root: Path) -> Path:
+    tables = yolo_tables(root)
+    classes = list_of_classes(root)
+    if tables or classes is None:
+        return tables[0] if tables else root / "data.yaml"
+    names = [line.strip() for line in text_of(classes).splitlines() if line.strip()]
+    raise InvalidInputError(
+        f"{root} has {classes.relative_to(root)} but no data.yaml that names the classes, as Label Studio and labelImg "
+        f"write it. Write data.yaml in {root} with this line: names: {names}"
+    )
+
+
+def _content_of(table: Path) -> dict[str, Any]:
+    try:
+        with reading(str(table)):
+            data = yaml.safe_load(text_of(table))
+    except yaml.YAMLError as error:
+        raise InvalidInputError(f"{table} is not valid YAML: {error}") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _names_of(data: dict[str, Any], table: Path) -> dict[int, Any]:
+    """Return the class of each number."""
+    given = data.get("names")
+    if isinstance(given, list):
+        return dict(enumerate(given))
+    try:
+        return {int(number): name for number, name in given.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"{table} must have names, the list of the classes, got {given!r:.100}"
+        ) from error
+
+
+def _files_of_splits(source: Source, data: dict[str, Any], table: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the split and the file of each image. Without a split in data.yaml, the folders say it."""
+    has_splits = False
+    for split, keys in _SPLITS.items():
+        given: Any = next((data[key] for key in keys if data.get(key)), [])
+        for entry in map(str, given if isinstance(given, list) else [given]):
+            has_splits = True
+            place = source.folder(entry, str(data.get("path") or "").replace("\\", "/"))
+            if place is None:
+                source.left_out.others[f"{split} of {table.name}: there is no {entry}"] += 1
+            elif place.is_dir():
+                for path in pictures_below(place):
+                    yield split, path
+            elif place.suffix.lower() in PICTURE_SUFFIXES:
+                yield split, place
+            else:
+                for path in _listed(place, split, source):
+                    yield split, path
+    if not has_splits:
+        for path in source.pictures:
+            yield source.file_split(path), path
+
+
+def _listed(place: Path, split: str, source: Source) -> Iterator[Path]:
+    """Yield the images that a text file lists."""
+    for number, line in enumerate(text_of(place).splitlines(), start=1):
+        if name := line.strip():
+            path = source.picture(name, place.parent, split)
+            if path.is_file():
+                yield path
+            else:
+                source.left_out.pictures[f"line {number} of {place}: there is no image {name}"] += 1
+
+
+def _label_of(image: Path) -> Path:
+    """Return the file of the boxes of an image, which is beside it or in a folder beside that of the images."""
+    places = [image.with_suffix(".txt")]
+    parts = list(image.with_suffix(".txt").parts)
+    if _IMAGES in parts[:-1]:
+        last = max(position for position, part in enumerate(parts[:-1]) if part == _IMAGES)
+        places = [Path(*parts[:last], name, *parts[last + 1 :]) for name in _LABELS] + places
+    return next((place for place in places if place.is_file()), places[0])
+
+
+def _boxes(
+    label: Path, names: dict[int, Any], has_outlines: bool, source: Source
+) -> Iterator[tuple[str, list[float], dict[str, Any]]]:
+    """Yield the class and the corners of each box, which are fractions of the width and the height."""
+    for number, line in enumerate(text_of(label, "replace").splitlines(), start=1):
+        what = f"line {number} of {label}, {line[:60]!r}, is no box of a class"
+        with source.left_out.counted(source.left_out.boxes, what):
+            if line.strip():
+                kind, *values = map(float, line.split())
+                x, y, w, h = values[:4]
+                corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
+                # A box encloses an outline, and stands before key points.
+                if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
+                    xs, ys = values[::2], values[1::2]
+                    corners = [min(xs), min(ys), max(xs), max(ys)]
+                yield str(names[int(kind)]), checked_corners(corners), {}
