@@ -78,6 +78,8 @@ class DetDataPreprocessor(ImgDataPreprocessor):
                 boxes = sample.get(field, {}).get("bboxes")
                 if boxes is not None and not isinstance(boxes, Tensor):
                     sample.get(field).bboxes = boxes.tensor
+        if data_samples and not training:
+            _mark_padding(data_samples, image_sizes, (height, width))
         padded = [
             F.pad(self._normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
             for image, (h, w) in zip(images, image_sizes, strict=True)
@@ -93,6 +95,19 @@ class DetDataPreprocessor(ImgDataPreprocessor):
 
     def _rounded_up(self, size: Sequence[int]) -> tuple[int, ...]:
         return tuple(-(-length // self.pad_size_divisor) * self.pad_size_divisor for length in size)
+
+
+def _mark_padding(
+    data_samples: Sequence[Any], image_sizes: Sequence[tuple[int, ...]], size: tuple[int, ...]
+) -> None:
+    """Write into samples that are predicted whether an image is padded, unless their batch was planned.
+
+    Each image is then predicted as if it were a batch of its own, so that no metric depends on the batch.
+    """
+    is_padded = any(tuple(image_size) != tuple(size) for image_size in image_sizes)
+    for sample in data_samples:
+        if "batch_is_padded" not in sample.metainfo:
+            sample.set_metainfo({"batch_is_padded": is_padded})
 
 
 def check_packed(batch: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
+from .layers.as_if_unpadded import Padding
 from .layers.conv_module import ConvModule
 
 _RELU = {"type": "ReLU"}
@@ -77,13 +78,16 @@ class ChannelMapper(BaseModule):
                     module.bias = nn.Parameter(zeros, requires_grad=False)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l]."""
+    def forward(self, inputs: tuple[Tensor, ...], padding: Padding | None = None) -> tuple[Tensor, ...]:
+        """Return ``num_outs`` maps [B, out_channels, H_l, W_l] from ``len(in_channels)`` maps [B, C_l, H_l, W_l].
+
+        With a ``padding``, they are those of each image alone.
+        """
         check_feature_maps("ChannelMapper", inputs, self.in_channels)
-        outs = [conv(level) for conv, level in zip(self.convs, inputs, strict=True)]
+        outs = [conv(level, padding) for conv, level in zip(self.convs, inputs, strict=True)]
         coarsest = inputs[-1]
         for conv in self.extra_convs:
-            coarsest = conv(coarsest)
+            coarsest = conv(coarsest, padding)
             outs.append(coarsest)
         return tuple(outs)
 

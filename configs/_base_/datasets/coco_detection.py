@@ -42,7 +42,7 @@ val_dataloader = dict(
     persistent_workers=True,
     drop_last=False,
     sampler=dict(type="DefaultSampler", shuffle=False),
-    # An image is predicted as if it were not padded. Other backbones than ResNet need batch_sampler=None.
+    # Batches of few sizes, for CUDA graphs. Other backbones than ResNet need batch_sampler=None.
     batch_sampler=dict(type="PlannedBatchSampler"),
     dataset=dict(
         type=dataset_type,

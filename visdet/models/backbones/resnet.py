@@ -14,6 +14,7 @@ from visdet.errors import InvalidInputError
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 
+from ..layers.as_if_unpadded import Padding
 from ..layers.frozen_norm import FoldedConv, fold_frozen_norms
 from ..layers.normalization import BatchNorm2d, build_norm_layer, norm_abbreviation
 from ..layers.plain import is_plain
@@ -75,16 +76,25 @@ class ResidualBlock(nn.Module):
         conv, norm = self.downsample
         return [*self.main_layers, (conv, norm)]
 
-    def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
-        """Return [B, C', H', W'] from x [B, C, H, W]. ``folded`` replaces convolutions and their normalisations."""
+    def forward(
+        self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None = None
+    ) -> Tensor:
+        """Return [B, C', H', W'] from x [B, C, H, W].
+
+        ``folded`` replaces convolutions and their normalisations. With a ``padding``, the maps are those of each image.
+        """
         if not self.with_cp or not x.requires_grad:
-            return self._forward(x, folded)
+            return self._forward(x, folded, padding)
         # torch.compile supports no contexts of one's own.
         contexts: Any = {} if is_traced() else {"context_fn": lambda: (nullcontext(), _statistics_kept(self))}
         # Nothing in a block is drawn at random, and a CUDA graph could not note the generator's state.
-        return checkpoint(self._forward, x, folded, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return checkpoint(
+            self._forward, x, folded, padding, use_reentrant=False, preserve_rng_state=False, **contexts
+        )
 
-    def _forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:
+    def _forward(
+        self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None = None
+    ) -> Tensor:
         identity = x
         if self.downsample is not None:
             if is_plain(self.downsample, nn.Sequential):
@@ -94,17 +104,19 @@ class ResidualBlock(nn.Module):
                 identity = self.downsample(x)
         *first_layers, last_layer = self.main_layers
         for conv, norm in first_layers:
-            x = _conv_norm(conv, norm, x, folded)
-        return _conv_norm(*last_layer, x, folded, residual=identity)
+            x = _conv_norm(conv, norm, x, folded, padding=padding)
+        return _conv_norm(*last_layer, x, folded, residual=identity, padding=padding)
 
 
 class ResidualStage(nn.Sequential):
     """The blocks of a stage, one after another."""
 
-    def forward(self, x: Tensor, folded: Mapping[nn.Module, FoldedConv]) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, folded: Mapping[nn.Module, FoldedConv], padding: Padding | None = None
+    ) -> Tensor:
         """Return [B, C', H', W'] from x [B, C, H, W]; see ``ResidualBlock``."""
         for block in self:
-            x = block(x, folded)
+            x = block(x, folded, padding)
         return x
 
 
@@ -146,8 +158,11 @@ def _conv_norm(
     folded: Mapping[nn.Module, FoldedConv],
     relu: bool = True,
     residual: Tensor | None = None,
+    padding: Padding | None = None,
 ) -> Tensor:
     """Return norm(conv(x)) + residual, or the ReLU of that sum."""
+    if padding is not None:
+        x = padding.before(conv, x)
     if conv in folded:
         return folded[conv](x, relu, residual)
     if is_plain(norm, BatchNorm2d):
@@ -296,8 +311,11 @@ class ResNet(Backbone):
                     nn.init.zeros_(block.main_layers[-1][1].get_parameter("weight"))
         self.load_pretrained()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W]."""
+    def forward(self, x: Tensor, padding: Padding | None = None) -> tuple[Tensor, ...]:
+        """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W].
+
+        With a ``padding``, they are those of each image alone.
+        """
         stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
         folded = fold_frozen_norms(
@@ -305,13 +323,13 @@ class ResNet(Backbone):
         )
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
-        if x.is_cuda:
-            x = self.maxpool(_conv_norm(*stem, x, folded))
-        else:  # This order gives the same numbers and gradients, and its ReLU has a quarter of the pixels.
-            x = F.relu(self.maxpool(_conv_norm(*stem, x, folded, relu=False)), inplace=True)
+        # A ReLU after the pooling gives the same numbers and gradients, and has a quarter of the pixels.
+        x = _conv_norm(*stem, x, folded, relu=x.is_cuda, padding=padding)
+        x = self.maxpool(x if padding is None else padding.cleared(x))
+        x = x if x.is_cuda else F.relu(x, inplace=True)
         outs = []
         for stage, blocks in enumerate(stages):
-            x = blocks(x, folded)
+            x = blocks(x, folded, padding)
             if stage in self.out_indices:
                 outs.append(x)
         return tuple(outs)

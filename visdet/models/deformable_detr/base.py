@@ -1,9 +1,9 @@
 """The base of the detectors with deformable attention and a decoder of queries."""
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,10 @@ from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
-from ..backbones.resnet import ResNet
 from ..base_detector import BaseDetector, image_sizes
-from ..layers.as_if_unpadded import AsIfUnpadded
+from ..layers.as_if_unpadded import Padding, takes_padding
 from ..layers.normalization import LayerNorm
 from ..matching.padded_targets import PaddedTargets, room_for
-from ..necks import ChannelMapper
 from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .flat_pyramid import FlatPyramid, flatten_pyramid
@@ -28,6 +26,10 @@ from .head import SetPrediction
 
 # Least number of boxes per image after padding. Each number is a shape of its own for CUDA graphs.
 _LEAST_ROOM, _LEAST_ROOM_ON_GPU = 8, 64
+
+
+class CannotIgnorePadding(UserWarning):
+    """A model predicts padded images, and its features depend on the padding."""
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,13 @@ class DeformableDetectionTransformer(BaseDetector):
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         extents = to_device([limits, factors], inputs.device, dtype).unsqueeze(-2)
         limit, scale = torch.cat([extents, extents], dim=-1)
-        may_be_padded = data_samples[0].metainfo.get("batch_is_padded")  # None if the batch was not planned
+        plan = data_samples[0].metainfo
+        may_be_padded = plan.get("batch_is_padded")  # None if nothing is known of the batch
         padded = padded_sizes(inputs, sizes, bool(may_be_padded))
-        return PredictionBatch(inputs, padded, limit, scale, may_be_padded is not None)
+        if may_be_padded and not self.can_ignore_padding:
+            self._say_that_padding_counts(is_planned="batch_boxes" in plan)
+        alone = may_be_padded is not None and self.can_ignore_padding
+        return PredictionBatch(inputs, padded, limit, scale, alone)
 
     def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
         """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
@@ -251,10 +257,25 @@ class DeformableDetectionTransformer(BaseDetector):
             )
         return list(data_samples)
 
+    def _say_that_padding_counts(self, is_planned: bool) -> None:
+        """Raise an error for a planned batch, whose images are padded even if they are alone, or else warn once."""
+        parts = f"{type(self.backbone).__name__} and {type(self.neck).__name__}"
+        if is_planned:
+            raise InvalidInputError(
+                "a PlannedBatchSampler in val_dataloader or test_dataloader needs a ResNet and a ChannelMapper, whose "
+                f"maps then do not depend on the padding, got {parts}: set batch_sampler=None"
+            )
+        warnings.warn(
+            f"the predictions of padded images depend on the padding, which {parts} cannot leave out. Batches of one "
+            "image are exact: batch_size=1",
+            CannotIgnorePadding,
+            stacklevel=3,
+        )
+
     @property
     def can_ignore_padding(self) -> bool:
         """Whether a padded image can be predicted ``as_if_unpadded``."""
-        return isinstance(self.backbone, ResNet) and isinstance(self.neck, ChannelMapper)
+        return takes_padding(self.backbone) and takes_padding(self.neck)
 
     def raw_outputs(
         self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
@@ -279,19 +300,10 @@ class DeformableDetectionTransformer(BaseDetector):
             batch: the batch of a training step, whose ground truth the start of the decoder may use.
             as_if_unpadded: whether each image is computed as if it were a batch of its own.
         """
-        height, width = inputs.shape[-2:]
-        alone = AsIfUnpadded(sizes, (height, width)) if as_if_unpadded and sizes is not None else None
-        if alone is not None and not self.can_ignore_padding:
-            raise InvalidInputError(
-                "a PlannedBatchSampler in val_dataloader or test_dataloader needs a ResNet and a ChannelMapper, whose "
-                f"maps then do not depend on the padding, got {type(self.backbone).__name__} and "
-                f"{type(self.neck).__name__}: set batch_sampler=None"
-            )
-        with alone or nullcontext():
-            maps = self.extract_feat(inputs)
-        pyramid = flatten_pyramid(
-            maps, sizes, (height, width), self.positional_encoding, self.level_embed, alone
-        )
+        size = (inputs.shape[-2], inputs.shape[-1])
+        padding = Padding(sizes, size) if as_if_unpadded and sizes is not None else None
+        maps = self.extract_feat(inputs, padding)
+        pyramid = flatten_pyramid(maps, sizes, size, self.positional_encoding, self.level_embed, padding)
         memory = self.encoder(pyramid)
         start = self.decoder_start(memory, pyramid, batch)
         query, references = start.query, start.references
@@ -337,9 +349,10 @@ class DeformableDetectionTransformer(BaseDetector):
             scores = scores.masked_fill(pyramid.padding_mask, -math.inf)
         return scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
 
-    def extract_feat(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W]."""
-        maps = self.neck(self.backbone(inputs))
+    def extract_feat(self, inputs: Tensor, padding: Padding | None = None) -> tuple[Tensor, ...]:
+        """Return the neck's maps [B, C, H_l, W_l] of images [B, 3, H, W], with a ``padding`` those of each alone."""
+        known = () if padding is None else (padding,)
+        maps = self.neck(self.backbone(inputs, *known), *known)
         widths = [feature_map.shape[1] for feature_map in maps]
         if widths != [self.embed_dims] * len(self.level_embed):
             raise InvalidInputError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visdet.execution.capture import keeps_tables
 
-from ..layers.as_if_unpadded import AsIfUnpadded
+from ..layers.as_if_unpadded import Padding
 from ..layers.positional_encoding import SinePositionalEncoding
 from ..transfer import to_device
 
@@ -61,7 +61,7 @@ def flatten_pyramid(
     batch_size_px: tuple[int, int],
     positional_encoding: SinePositionalEncoding,
     level_embed: Tensor,
-    alone: AsIfUnpadded | None = None,
+    alone: Padding | None = None,
 ) -> FlatPyramid:
     """Return the flattened pyramid of a batch.
 

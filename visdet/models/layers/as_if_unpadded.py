@@ -1,24 +1,19 @@
 """Features of padded images that are those of the images alone."""
 
+import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from .precision import at_least_float32
 
-_POOLING = F.max_pool2d
-_CONVOLUTIONS = (torch.conv2d, torch.cudnn_convolution_relu, torch.cudnn_convolution_add_relu)
 
-
-class AsIfUnpadded(TorchFunctionMode):
-    """Within the block, each image of a batch gets the features that it would have in a batch of its own.
+class Padding:
+    """Where the images of a batch are padded, for the layers that compute each as if it were a batch of its own.
 
     Convolutions and poolings read zeros beyond an image, as they do at the border of a batch, and group norms leave the
-    padding out. This is exact for ResNet and ChannelMapper.
+    padding out. Layers that can do so take a ``padding`` in their ``forward`` (see :func:`takes_padding`).
 
     Args:
         image_sizes: [B, 2], the (height, width) of the images without padding, on their device.
@@ -26,7 +21,6 @@ class AsIfUnpadded(TorchFunctionMode):
     """
 
     def __init__(self, image_sizes: Tensor, batch_size_px: tuple[int, int]) -> None:
-        super().__init__()
         self._image_sizes, self._batch_size_px = image_sizes, batch_size_px
         self._inside: dict[tuple[int, int], Tensor] = {}
 
@@ -51,19 +45,31 @@ class AsIfUnpadded(TorchFunctionMode):
             self._inside[height, width] = (row.unsqueeze(1) < rows) & (column < columns)
         return self._inside[height, width]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.group_norm:
-            return self._group_norm(*args, **(kwargs or {}))
-        if func is _POOLING or (func in _CONVOLUTIONS and max(args[1].shape[2:]) > 1):
-            args = (args[0].masked_fill(~self.inside(args[0]), 0.0), *args[1:])
-        return func(*args, **(kwargs or {}))
+    def cleared(self, x: Tensor) -> Tensor:
+        """Return a map [B, C, H, W] with zeros beyond each image."""
+        return x.masked_fill(~self.inside(x), 0.0)
 
-    def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def before(self, conv: nn.Module, x: Tensor) -> Tensor:
+        """Return the map [B, C, H, W] that a convolution shall read, which is cleared if it reads several pixels."""
+        return self.cleared(x) if max(conv.kernel_size) > 1 else x  # type: ignore[arg-type]
+
+    def group_norm(self, norm: nn.GroupNorm, x: Tensor) -> Tensor:
+        """Return the group norm of each image of a map [B, C, H, W]."""
         dtype = x.dtype if not torch.is_autocast_enabled(x.device.type) else at_least_float32(x).dtype
         inside = self.inside(x).unsqueeze(1)
-        grouped = at_least_float32(x).unflatten(1, (groups, -1))
+        grouped = at_least_float32(x).unflatten(1, (norm.num_groups, -1))
         count = inside.sum((2, 3, 4), keepdim=True) * grouped.shape[2]
         centred = grouped - (grouped * inside).sum((2, 3, 4), keepdim=True) / count
         variance = (centred.square() * inside).sum((2, 3, 4), keepdim=True) / count
-        scaled = (centred * torch.rsqrt(variance + eps)).flatten(1, 2)
-        return (scaled * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)).to(dtype)
+        scaled = (centred * torch.rsqrt(variance + norm.eps)).flatten(1, 2)
+        return (scaled * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)).to(dtype)
+
+
+def takes_padding(module: nn.Module) -> bool:
+    """Return whether a module computes each image as if it were not padded: its ``forward`` takes a ``padding``.
+
+    Norms within it must be of each pixel or of stored statistics, or group norms.
+    """
+    if "padding" not in inspect.signature(type(module).forward).parameters:
+        return False
+    return not any(isinstance(part, nn.InstanceNorm2d) for part in module.modules())

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from visdet.registry import MODELS
 
+from .as_if_unpadded import Padding
 from .builders import build_activation_layer
 from .normalization import build_norm_layer, norm_abbreviation
 
@@ -78,11 +79,12 @@ class ConvModule(BaseModule):
             initialize(self, self.init_cfg)
         self.is_init = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [B, out_channels, H', W'] from x [B, in_channels, H, W]."""
-        x = self.conv(x)
+    def forward(self, x: Tensor, padding: Padding | None = None) -> Tensor:
+        """Return [B, out_channels, H', W'] from x [B, in_channels, H, W], of images that may have a ``padding``."""
+        x = self.conv(x if padding is None else padding.before(self.conv, x))
         if self.norm_name is not None:
-            x = getattr(self, self.norm_name)(x)
+            norm = getattr(self, self.norm_name)
+            x = padding.group_norm(norm, x) if padding and isinstance(norm, nn.GroupNorm) else norm(x)
         if self.activate is not None:
             x = self.activate(x)
         return x
