@@ -5,7 +5,6 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <fstream>
-#include <iostream>
 
 #include "model.h"
 
@@ -25,7 +24,10 @@ void write(const Tensors& outputs, const std::string& path) {
   std::vector<c10::IValue> pairs;
   for (const auto& [name, value] : outputs) pairs.push_back(c10::ivalue::Tuple::create({name, value.cpu()}));
   const std::vector<char> bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(std::move(pairs)));
-  TORCH_CHECK(std::ofstream(path, std::ios::binary).write(bytes.data(), bytes.size()), "cannot write ", path);
+  std::ofstream file(path, std::ios::binary);
+  file.write(bytes.data(), bytes.size());
+  file.close();
+  TORCH_CHECK(file, "cannot write ", path);
 }
 
 // Returns the state before the first frame, which is zeros.
@@ -40,7 +42,7 @@ Tensors empty_state(Model& model, int64_t batch) {
   return state;
 }
 
-int main(int argc, char** argv) try {
+void drive(int argc, char** argv) {
   TORCH_CHECK(argc > 3, "usage: drive FOLDER OUT FRAME.pt ...");
   Model model(argv[1]);
   Tensors state, previous;
@@ -62,7 +64,8 @@ int main(int argc, char** argv) try {
     write(outputs, argv[2] / path.filename());
     previous = frame;
   }
-} catch (const c10::Error& error) {
-  std::cerr << "drive: " << error.what_without_backtrace() << "\n";
-  return 1;
+}
+
+int main(int argc, char** argv) {
+  return status_of("drive", [=] { drive(argc, argv); });
 }

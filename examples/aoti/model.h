@@ -1,10 +1,13 @@
-// A model exported by `visdet export --format aoti`, as a function of named tensors.
+// A model exported by `visdet export --format aoti`, as a function of named tensors. All that is known of it is in the
+// package itself.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/DynamicLibrary.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <filesystem>
+#include <functional>
+#include <iostream>
 #include <sstream>
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
@@ -13,6 +16,19 @@ using Tensors = std::unordered_map<std::string, at::Tensor>;
 inline const at::Tensor& named(const Tensors& tensors, const std::string& name, const std::string& where) {
   TORCH_CHECK(tensors.count(name), where, " lacks ", name);
   return tensors.at(name);
+}
+
+// Returns the exit status of a program. An error is a line, and so is one of the last writes to the output.
+inline int status_of(const std::string& program, const std::function<void()>& run) try {
+  run();
+  TORCH_CHECK(std::cout.flush(), "cannot write the output");
+  return 0;
+} catch (const c10::Error& error) {
+  std::cerr << program << ": " << error.what_without_backtrace() << "\n";
+  return 1;
+} catch (const std::exception& error) {
+  std::cerr << program << ": " << error.what() << "\n";
+  return 1;
 }
 
 struct Model {
@@ -29,22 +45,28 @@ struct Model {
     std::istringstream lines(facts[name]);
     return {std::istream_iterator<double>(lines), {}};
   }
-  // Returns whether a tensor has the sizes of model.json, of which names are those that may change.
-  bool fits(const at::Tensor& tensor, const std::string& name) {
-    const auto fit = [this](const std::string& size, int64_t found) {
+  // Returns whether a tensor has the sizes of model.json, of which names are those that may change. ``known`` are those
+  // that inputs before it have.
+  bool fits(const at::Tensor& tensor, const std::string& name, std::unordered_map<std::string, int64_t>& known) {
+    const auto fit = [&](const std::string& size, int64_t found) {
+      if (!std::isalpha(size[0])) return std::stoll(size) == found;
       const auto range = numbers("ranges." + size);
-      return std::isalpha(size[0]) ? range.empty() || (range[0] <= found && found <= range[1])
-                                   : std::stoll(size) == found;
+      return (range.empty() || (range[0] <= found && found <= range[1])) && known.emplace(size, found).first->second == found;
     };
     const auto sizes = texts("inputs." + name + ".shape");
     return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(), fit);
   }
-  // Returns the outputs. Errors begin with where the inputs come from: a package would read other sizes in silence.
+  // Returns the outputs. Errors begin with where the inputs come from: a package would read other types and sizes in
+  // silence.
   Tensors run(const Tensors& inputs, const std::string& where) {
     std::vector<at::Tensor> given;
+    std::unordered_map<std::string, int64_t> known;
     for (const auto& name : texts("inputs")) {
       const at::Tensor& tensor = named(inputs, name, where);
-      TORCH_CHECK(fits(tensor, name), where, ": ", name, " has the sizes ", tensor.sizes(),
+      const std::string& type = facts["inputs." + name + ".type"];
+      TORCH_CHECK(tensor.scalar_type() == c10::getStringToDtypeMap().at(type), where, ": ", name, " must be a tensor of ",
+                  type, ", got ", c10::getDtypeNames(tensor.scalar_type()).first);
+      TORCH_CHECK(fits(tensor, name, known), where, ": ", name, " has the sizes ", tensor.sizes(),
                   ", which model.json does not allow");
       given.push_back(tensor.to(facts["AOTI_DEVICE_KEY"]).contiguous());
     }

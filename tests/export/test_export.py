@@ -197,12 +197,13 @@ def test_differences_are_those_of_sets_of_detections():
     theirs = {name: value[:, [0, 2, 1, 3]].copy() for name, value in ours.items()}
     theirs["bboxes"][0, 3] = 1  # another one of the lowest score
     found = Differences()
-    found.add(ours, theirs, rows, 1e-3)
-    found.check(1e-3)
+    limit = LIMITS["float32"]
+    found.add(ours, theirs, rows, limit)
+    found.check(limit)
     theirs["bboxes"][0, 1] += 0.5
-    found.add(ours, theirs, rows, 1e-3)
+    found.add(ours, theirs, rows, limit)
     with pytest.raises(ExportError, match="bboxes"):
-        found.check(1e-3)
+        found.check(limit)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -233,11 +234,11 @@ def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format,
 
 def test_16_bit_is_judged_by_the_mean():
     found = Differences(largest={"scores": 0.08}, mean={"scores": 0.001}, count=3)  # One query was replaced.
-    found.check(LIMITS["float16"][0])
+    found.check(LIMITS["float16"])
     with pytest.raises(ExportError, match=r"scores by 0\.08"):
-        found.check(LIMITS["float32"][0])
+        found.check(LIMITS["float32"])
     with pytest.raises(ExportError, match=r"scores by 0\.02"):
-        Differences(largest={"scores": 0.08}, mean={"scores": 0.02}, count=3).check(LIMITS["float16"][0])
+        Differences(largest={"scores": 0.08}, mean={"scores": 0.02}, count=3).check(LIMITS["float16"])
 
 
 def test_what_torch_cannot_compile_is_said(tmp_path):

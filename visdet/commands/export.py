@@ -12,20 +12,18 @@ from visdet.command_line import add_config_arguments, folder_name, positive_int
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_config_arguments(parser, "checkpoint")
-    parser.add_argument(
-        "--format", choices=("pt2", "aoti", "onnx", "openvino"), default="pt2", help="(default: pt2)"
-    )
+    parser.add_argument("--format", default="pt2", help="pt2, aoti, onnx or openvino (default: pt2)")
     parser.add_argument("--out", type=folder_name, required=True, metavar="FOLDER", help="folder to write")
     parser.add_argument(
         "--precision",
-        choices=("float32", "float16", "bfloat16", "int8"),
         default="float32",
-        help="of the backbone and the neck; what follows is float32 (default: float32)",
+        help="float32, float16, bfloat16 or int8, of the backbone and the neck; what follows is float32 (default: "
+        "float32)",
     )
     parser.add_argument(
         "--custom-op",
-        choices=("openvino", "tensorrt"),
-        help="nodes of visdet's CPU kernels in the format openvino, or of NVIDIA's plugin in the format onnx",
+        metavar="RUNTIME",
+        help="openvino: nodes of visdet's CPU kernels in that format. tensorrt: NVIDIA's plugin in the format onnx",
     )
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
@@ -54,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bench", action="store_true", help="measure latencies of the exported model and of the model"
     )
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="read every type in the checkpoint, which can run code from the file",
+    )
     parser.add_argument("--device", default="cpu", help="device of the model, such as 'cuda' (default: cpu)")
 
 
@@ -62,11 +65,14 @@ def run(args: argparse.Namespace) -> None:
     from visdet.engine import say
     from visdet.export.from_config import export_config
 
+    options = dict(args.cfg_options or {})
+    if args.trust_checkpoint:
+        options["trust_checkpoint"] = True
     report = export_config(
         args.config,
         args.checkpoint,
         args.out,
-        args.cfg_options,
+        options,
         data=args.check,
         device=args.device,
         format=args.format,

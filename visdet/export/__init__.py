@@ -6,16 +6,9 @@ The order of an export is: :mod:`.families` wraps the stages of a model into a m
 a :class:`~visdet.export.program.Program` of it, a format writes the program, and :mod:`.check` runs what was written in
 the format's own runtime and compares it with the model. A model knows nothing of this.
 
-A format is a module of ``visdet.export.formats`` with its name, which has two functions and a tuple:
-
-* ``PACKAGES``: the names of the packages that it needs, which an error names if they are not installed.
-* ``write(program, folder)`` writes a :class:`~visdet.export.program.Program` into an existing folder.
-* ``load(folder)`` returns a function of named tensors, ``{input: tensor}``, that returns ``{output: tensor}``. The
-  inputs may be on any device. It reads the names of the outputs in ``model.json`` with ``outputs_of(folder)`` if the
-  file of the format has none.
-
-``visdet.export.run.FORMATS`` lists the formats. A format that exists for one model only, or for no GPU, raises an
-``ExportError`` that says what it lacks.
+A format is a module of ``visdet.export.formats`` with its name, whose package says what a module has and declares what
+each format can do. A format that exists for one model only, or for no GPU, raises an ``ExportError`` that says what it
+lacks.
 """
 
 import sys

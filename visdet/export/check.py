@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from .errors import ExportError
 from .families.family import Family, Tensors
-from .precision import LIMITS
+from .precision import Tolerance
 
 Arrays = dict[str, np.ndarray]
 Run = Callable[[Tensors], Tensors]
@@ -28,13 +27,16 @@ class Differences:
     mean: dict[str, float] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, expected: Arrays, found: Arrays, rows: Mapping[str, tuple[str, ...]], limit: float) -> None:
+    def add(
+        self, expected: Arrays, found: Arrays, rows: Mapping[str, tuple[str, ...]], limit: Tolerance
+    ) -> None:
         """Add the comparison of the outputs of one call.
 
         Args:
             expected, found: the outputs of the model and of what was exported.
-            rows: groups of outputs whose rows are sets; see ``Family``. limit: rows whose score is within this of the
-                lowest one may be missing, because another row may have been chosen.
+            rows: groups of outputs whose rows are sets; see ``Family``.
+            limit: rows whose score is within its difference of the lowest one may be missing, because another row may
+                have been chosen.
         """
         self.count += 1
         in_groups = {name for names in rows.values() for name in names}
@@ -47,8 +49,8 @@ class Differences:
             group = [name for name in names if found[name].shape == expected[name].shape]
             for sample in range(len(expected[score]) if len(group) == len(names) else 0):
                 ours, theirs = ({name: side[name][sample] for name in group} for side in (expected, found))
-                self._add_rows(ours, theirs, score, limit)
-                self._add_rows(theirs, ours, score, limit)
+                self._add_rows(ours, theirs, score, limit.difference)
+                self._add_rows(theirs, ours, score, limit.difference)
 
     def _add_rows(self, ours: Arrays, theirs: Arrays, score: str, limit: float) -> None:
         distances = {name: _row_distances(ours[name], theirs[name]) for name in ours}  # [K, K] each
@@ -74,17 +76,15 @@ class Differences:
             },
         }
 
-    def check(self, limit: float) -> None:
-        """Raise an ExportError if an output differs by more than ``limit``.
-
-        If the limit is that of 16 bit, the mean difference counts: one query may take the place of another one of
-        nearly its score.
-        """
-        judged = self.largest if limit <= LIMITS["float32"][0] else self.mean
-        if wrong := [f"{name} by {value:.3g}" for name, value in judged.items() if not value <= limit]:
+    def check(self, limit: Tolerance) -> None:
+        """Raise an ExportError if an output differs by more than the limit."""
+        judged = self.mean if limit.of_the_mean else self.largest
+        if wrong := [
+            f"{name} by {value:.3g}" for name, value in judged.items() if not value <= limit.difference
+        ]:
             raise ExportError(
                 f"the exported model gives other results than the model: {', '.join(wrong)} (relative to the largest "
-                f"number of the output, limit {limit:g}, {self.count} inputs)"
+                f"number of the output, limit {limit.difference:g}, {self.count} inputs)"
             )
 
 
@@ -112,7 +112,7 @@ def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def compare(family: Family, run: Run, limit: float) -> tuple[Differences, Tensors, Tensors]:
+def compare(family: Family, run: Run, limit: Tolerance) -> tuple[Differences, Tensors, Tensors]:
     """Compare the model and what was exported on the family's cases, each with its own state.
 
     Returns:
@@ -147,6 +147,8 @@ def graphed(family: Family, inputs: Tensors) -> Callable[[], Any]:
 
 def latencies(call: Callable[[], Any], batch: int) -> dict[str, float]:
     """Return ``p50_ms``, ``p99_ms`` and ``images_per_second`` of a call."""
+    from torch.utils.benchmark import Timer  # Its import looks for CUDA and prints where that is.
+
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     timer.timeit(3)
     times = timer.blocked_autorange(min_run_time=3.0).times

@@ -5,7 +5,7 @@ extension of :mod:`.openvino_extension`. ``tensorrt``: nodes of NVIDIA's Multisc
 inputs are those of ``ms_deform_attn`` with tables of 32-bit integers, and whose output is [B, Q, G, C].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,31 @@ DOMAINS = {"openvino": "visdet", "tensorrt": "TRT"}
 _PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 
-def _attention(value: Tensor, *arguments: Tensor) -> Tensor:
-    return _node(
-        "visdet::ms_deform_attn",
-        (value, *arguments),
-        (value.shape[0], arguments[2].shape[1], value.shape[2] * value.shape[3]),
-    )
-
-
-def _plugin(value: Tensor, level_shapes: Tensor, level_starts: Tensor, *arguments: Tensor) -> Tensor:
+def _attention(
+    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
     B, _, G, C = value.shape
-    return _node(
-        f"TRT::{_PLUGIN}",
-        (value, level_shapes.int(), level_starts.int(), *arguments),
-        (B, arguments[0].shape[1], G, C),
-        plugin_version="2",
-    ).flatten(2)
+    Q = locations.shape[1]
+    inputs = (value, level_shapes, level_starts, locations, weights)
+    return _node("visdet::ms_deform_attn", inputs, (B, Q, G * C))
 
 
-def _aggregation(features: Tensor, *arguments: Tensor) -> Tensor:
-    return _node(
-        "visdet::deformable_aggregation",
-        (features, *arguments),
-        (features.shape[0], arguments[2].shape[1], features.shape[2]),
-    )
+def _plugin(
+    value: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    B, _, G, C = value.shape
+    Q = locations.shape[1]
+    inputs = (value, level_shapes.int(), level_starts.int(), locations, weights)
+    return _node(f"TRT::{_PLUGIN}", inputs, (B, Q, G, C), plugin_version="2").flatten(2)
+
+
+def _aggregation(
+    features: Tensor, level_shapes: Tensor, level_starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    B, _, C = features.shape
+    Q = locations.shape[1]
+    inputs = (features, level_shapes, level_starts, locations, weights)
+    return _node("visdet::deformable_aggregation", inputs, (B, Q, C))
 
 
 def _node(name: str, inputs: tuple[Tensor, ...], shape: tuple[int, ...], **attributes: Any) -> Tensor:
@@ -56,8 +57,9 @@ NODES: dict[str | None, dict[str, Callable[..., Tensor]]] = {
 }
 
 
-def load_with_plugin(path: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the function that a graph with nodes of NVIDIA's plugin is, by onnx's reference implementation.
+def load_with_plugin(path: Path) -> tuple[list[str], Callable[[dict[str, Tensor]], Iterable[Tensor]]]:
+    """Return the names of the outputs of a graph with nodes of NVIDIA's plugin, and the function that it is, by onnx's
+    reference implementation.
 
     TensorRT is not needed and not run: ``visdet.ops.ms_deform_attn`` computes the plugin's nodes.
     """
@@ -78,8 +80,8 @@ def load_with_plugin(path: Path) -> Callable[[dict[str, Tensor]], dict[str, Tens
     node = type(_PLUGIN, (OpRun,), {"op_domain": DOMAINS["tensorrt"], "_run": compute})
     evaluator = ReferenceEvaluator(str(path), new_ops=[node, GatherElements])
 
-    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        outputs = evaluator.run(None, {name: inputs[name].cpu().numpy() for name in evaluator.input_names})
-        return dict(zip(evaluator.output_names, map(torch.from_numpy, outputs), strict=True))
+    def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
+        given = {name: inputs[name].cpu().numpy() for name in evaluator.input_names}
+        return map(torch.from_numpy, evaluator.run(None, given))
 
-    return run
+    return list(evaluator.output_names), call

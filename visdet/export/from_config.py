@@ -16,8 +16,9 @@ from torch import nn
 from visdet.checks.heads import classes_of_heads
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
 from visdet.engine.config.load import dataset_config, load_config
-from visdet.engine.inference.detector import Detector, init_detector
+from visdet.engine.inference.detector import Detector, dataset_meta_of, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
+from visdet.engine.inference.image_files import find_images, is_video
 from visdet.engine.prepare import build_runner
 from visdet.engine.process.default_device import cpu_by_default
 from visdet.errors import MissingFileError
@@ -26,7 +27,7 @@ from visdet.structures.class_names import checked_classes
 from .check import Differences, Run, arrays
 from .errors import ExportError
 from .families.family import Family, Tensors
-from .precision import LIMITS
+from .precision import LIMITS, Tolerance
 from .run import export, format_module
 
 _CALIBRATION = 32  # batches
@@ -60,11 +61,7 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    images = sorted(
-        file
-        for file in (Path(data).glob("*") if data else ())
-        if file.suffix.lower() in (".jpg", ".jpeg", ".png")
-    )
+    images = _pictures(data, dataset.get("ann_file"))
     if data is not None and not images:
         # Scenes are played one at a time, in batches that are filled.
         _use_data(cfg, data, None if augmentation else arguments.get("batch"))
@@ -73,15 +70,15 @@ def export_config(
         # The report of a test names its files, which are not kept.
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
         runner = build_runner(cfg)
-        arguments["classes"] = _checked_class_names(runner.model, path) or dataset.get("classes")
+        arguments["classes"] = _checked_class_names(cfg, runner.model, path)
         runner.load_checkpoint(path)
         arguments["classes"] = runner.class_lists.get("classes") or arguments["classes"]
-        limit, max_loss = LIMITS[arguments.get("precision", "float32")]
+        limit = LIMITS[arguments.get("precision", "float32")]
 
         def evaluate(family: Family, run: Run) -> dict[str, Any]:
             if images:
                 return _on_images(init_detector(cfg, path), images, limit, family, run)
-            return _metrics(runner, max_loss, family, run)
+            return _metrics(runner, limit.loss, family, run)
 
         def calibration(family: Family) -> Iterator[Tensors]:
             return _inputs(copy.copy(family), itertools.islice(runner.test_dataloader, _CALIBRATION))
@@ -116,11 +113,34 @@ def _use_data(cfg: Config, data: str, batch: int | None) -> None:
     cfg.test_dataloader.batch_size = batch or cfg.test_dataloader.batch_size
 
 
-def _checked_class_names(model: nn.Module, path: str) -> list[str] | None:
-    """Return the classes that a checkpoint names, as many as the heads have."""
-    meta = read_checkpoint(path).get("meta")
-    found = (meta.get("dataset_meta") or {}) if isinstance(meta, dict) else {}
-    names = found.get("classes") or found.get("CLASSES")
+def _pictures(data: str | None, annotations: str | None) -> list[str]:
+    """Return the pictures of a folder, or nothing if the data are an annotation file or the folder of a data set.
+
+    Args:
+        data: the file or the folder. annotations: the path of the annotation file in the folder of a data set.
+    """
+    if data is None or not os.path.isdir(data) or not annotations:
+        return []
+    if not os.path.isabs(annotations) and os.path.exists(os.path.join(data, annotations)):
+        return []
+    found, _ = find_images(data)
+    pictures = [path for path in found if not is_video(path)]
+    if not pictures:
+        raise ExportError(
+            f"--check {data} must hold pictures, or the annotation file {annotations}; it holds videos"
+        )
+    return pictures
+
+
+def _checked_class_names(cfg: Config, model: nn.Module, path: str) -> list[str] | None:
+    """Return the classes that a checkpoint names, or else the config, as many as the heads have."""
+    content = read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
+    if takes_images(cfg):
+        names = dataset_meta_of(cfg, content, path, model)["classes"]
+    else:
+        meta = content.get("meta")
+        found = (meta.get("dataset_meta") or {}) if isinstance(meta, dict) else {}
+        names = found.get("classes") or dataset_config(cfg, "test").get("classes")
     if names is None:
         return None
     names = checked_classes({"classes": names}, f"checkpoint {path}")["classes"]
@@ -128,7 +148,8 @@ def _checked_class_names(model: nn.Module, path: str) -> list[str] | None:
     if wrong:
         text = ", ".join(f"model.{head}.num_classes is {count}" for head, count in wrong.items())
         raise ExportError(
-            f"checkpoint {path} names {len(names)} classes, but {text}: give the config of the checkpoint"
+            f"checkpoint {path}, or else the config, names {len(names)} classes, but {text}: give the config of the "
+            "checkpoint"
         )
     return list(names)
 
@@ -161,13 +182,11 @@ def _inputs(family: Family, batches: Iterable[Any]) -> Iterator[Tensors]:
 
 
 def _on_images(
-    detector: Detector, images: Sequence[Path], limit: float, family: Family, run: Run
+    detector: Detector, images: Sequence[str], limit: Tolerance, family: Family, run: Run
 ) -> dict[str, Any]:
     """Return the differences of the outputs on images, and raise an ExportError if they are too large."""
     differences = Differences()
-    for given in _inputs(
-        family, (pseudo_collate([detector.item_of(GivenImage(str(image)))]) for image in images)
-    ):
+    for given in _inputs(family, (pseudo_collate([detector.item_of(GivenImage(image))]) for image in images)):
         differences.add(arrays(family.run(given)), arrays(run(given)), family.rows, limit)
     differences.check(limit)
     return {"differences": differences.table()}

@@ -6,6 +6,7 @@ float32 in every exported graph. Conversions stand in the graph before the backb
 
 import copy
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,28 @@ from visdet.execution.tensor_tree import map_tensors
 
 from .errors import ExportError
 
-# The greatest difference of an output from that of the model in the same precision, relative to its largest number, and
-# the greatest loss of a metric from float32. Compilers round to 16 bit at other places than torch does, so that the
-# difference is the mean there, and the largest one in float32.
-# In int8 the loss alone counts.
+
+class Tolerance(NamedTuple):
+    """How far an exported model may be from the model.
+
+    Attributes:
+        difference: the greatest difference of an output from that of the model in the same precision, relative to its
+            largest number. loss: the greatest loss of a metric from the model in float32.
+        of_the_mean: whether ``difference`` is that of the mean over an output, instead of the largest one. Compilers
+            round to 16 bit at other places than torch does, so that one query may take the place of another one of
+            nearly its score.
+    """
+
+    difference: float
+    loss: float
+    of_the_mean: bool = True
+
+
 LIMITS = {
-    "float32": (1e-3, 0.001),
-    "float16": (1e-2, 0.002),
-    "bfloat16": (5e-2, 0.005),
-    "int8": (math.inf, 0.01),
+    "float32": Tolerance(1e-3, 0.001, of_the_mean=False),
+    "float16": Tolerance(1e-2, 0.002),
+    "bfloat16": Tolerance(5e-2, 0.005),
+    "int8": Tolerance(math.inf, 0.01),  # The loss alone counts.
 }
 _FEATURES = ("backbone", "neck", "img_backbone", "img_neck")
 

@@ -1,11 +1,11 @@
 """A model as a graph of named tensors, with visdet's operators or with torch's alone."""
 
 import functools
-import json
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.export import Dim, ExportedProgram
 
 from .standard_operators import standard_operators
 
-DESCRIPTION = "model.json"
 MAX_BATCH = 64
 
 
@@ -56,17 +55,23 @@ class Program:
         shapes = tuple(
             {axis: sizes[size] for axis, size in self.dynamic.get(name, {}).items()} for name in self.inputs
         )
-        # In torch 2.11, the shape of a pooling's output asks whether a division is exact, by which torch.export
-        # thinks that the model takes either even or odd sizes.
-        with (
-            torch.no_grad(),
-            mock.patch.object(torch._meta_registrations, "div_rtn", lambda n, by: n // by, create=True),
-        ):
+        with torch.no_grad(), _pooling_of_any_size():
             return torch.export.export(
                 module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False
             )
 
 
-def outputs_of(folder: Path) -> list[str]:
-    """Return the names of the outputs of what was exported into a folder."""
-    return list(json.loads((folder / DESCRIPTION).read_text())["outputs"])
+@contextmanager
+def _pooling_of_any_size() -> Iterator[None]:
+    """Let torch compute the shape of a pooling's output within the block as torch 2.14 does.
+
+    Older versions ask there whether a division is exact, by which ``torch.export`` thinks that the model takes either
+    even or odd sizes.
+    """
+    shapes: Any = torch._meta_registrations
+    before = getattr(shapes, "div_rtn", operator.floordiv)
+    shapes.div_rtn = operator.floordiv
+    try:
+        yield
+    finally:
+        shapes.div_rtn = before

@@ -7,8 +7,9 @@ public study), and coordinates and boxes need more than 8 bits.
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 _OF_FEATURES = re.compile(r"\.(img_)?(backbone|neck)'")  # among the modules that a node comes from
@@ -17,21 +18,26 @@ _OF_FEATURES = re.compile(r"\.(img_)?(backbone|neck)'")  # among the modules tha
 def quantize(path: Path, inputs: Iterable[dict[str, Tensor]]) -> None:
     """Quantise a file of ONNX in place. The ranges of its maps are those of the inputs."""
     import onnx
-    from onnxruntime.quantization import quantize_static
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     graph = onnx.load(path).graph
-    arrays = iter([{one.name: given[one.name].cpu().numpy() for one in graph.input} for given in inputs])
-    # Weights that a norm scales become constants, which alone can be quantised.
+    names = [given.name for given in graph.input]
+    convolutions = [node.name for node in graph.node if node.op_type == "Conv" and _is_of_features(node)]
+
+    class Reader(CalibrationDataReader):
+        """Gives the inputs one by one."""
+
+        def __init__(self) -> None:
+            self.remaining = iter(inputs)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            given = next(self.remaining, None)
+            return None if given is None else {name: given[name].cpu().numpy() for name in names}
+
     quant_pre_process(path, path, skip_onnx_shape=True, skip_symbolic_shape=True)
-    quantize_static(
-        path,
-        path,
-        SimpleNamespace(get_next=lambda: next(arrays, None)),
-        per_channel=True,
-        nodes_to_quantize=[
-            node.name
-            for node in graph.node
-            if node.op_type == "Conv" and any(_OF_FEATURES.search(p.value) for p in node.metadata_props)
-        ],
-    )
+    quantize_static(path, path, Reader(), per_channel=True, nodes_to_quantize=convolutions)
+
+
+def _is_of_features(node: Any) -> bool:
+    return any(_OF_FEATURES.search(fact.value) for fact in node.metadata_props)

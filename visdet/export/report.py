@@ -10,24 +10,19 @@ from visdet.files.writing import write_atomically
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write ``report.json`` and ``report.md`` into a folder."""
     write_atomically(folder / "report.json", json.dumps(report, indent=1))
+    data, plain = report.get("data", {}), report.get("without_options")
     lines = [
         f"# Export: {report['format']}, {report['precision']}\n",
         *(f"**{report[name]}**" for name in ("error", "remark") if name in report),
         *(f"* {name}: {size / 2**20:.1f} MiB" for name, size in report["bytes"].items()),
+        *_differences(report.get("differences"), "random inputs"),
+        *_differences(data.get("differences"), "data"),
     ]
-    for title, part in (("random inputs", report), ("data", report.get("data", {}))):
-        if "differences" in part:
-            found = part["differences"]
-            lines += [
-                f"\nRelative differences from the model on {found['inputs']} {title}:\n",
-                "| output | largest | mean |",
-                "|---|---|---|",
-                *(
-                    f"| {n} | {one['largest']:.2g} | {one['mean']:.2g} |"
-                    for n, one in found["outputs"].items()
-                ),
-            ]
-    if metrics := report.get("data", {}).get("metrics"):
+    if plain is not None:
+        options = ", ".join(f"{name}={value}" for name, value in plain["options"].items())
+        lines += [f"\nThese numbers are those of a program that opens the model with {options}. Without:"]
+        lines += _differences(plain["differences"], "random inputs")
+    if metrics := data.get("metrics"):
         columns = list(metrics)
         lines += ["", f"| metric | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
         for name in metrics[columns[0]]:
@@ -44,3 +39,15 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
             ),
         ]
     write_atomically(folder / "report.md", "\n".join(lines) + "\n")
+
+
+def _differences(found: dict[str, Any] | None, title: str) -> list[str]:
+    """Return the lines of a table of differences, or nothing without one."""
+    if found is None:
+        return []
+    return [
+        f"\nRelative differences from the model on {found['inputs']} {title}:\n",
+        "| output | largest | mean |",
+        "|---|---|---|",
+        *(f"| {name} | {one['largest']:.2g} | {one['mean']:.2g} |" for name, one in found["outputs"].items()),
+    ]

@@ -2,10 +2,13 @@
 
 import importlib
 import importlib.util
-import json
+import io
+import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -16,18 +19,34 @@ from torch import nn
 
 import visdet
 from visdet.errors import MissingPackageError, check_choice
+from visdet.files.writing import write_atomically
 
 from .check import Run, arrays, compare, graphed, latencies
 from .errors import ExportError
 from .families import family_of
 from .families.family import Family
-from .precision import LIMITS, with_features_in
-from .program import DESCRIPTION
+from .formats import FORMATS, Format
+from .package import checksums, remove_results, write_description
+from .precision import LIMITS, Tolerance, with_features_in
+from .program import Program
 from .report import write_report
 
-FORMATS = ("pt2", "aoti", "onnx", "openvino")
+
+@contextmanager
+def _without_remarks(*names: str) -> Iterator[None]:
+    """Let loggers tell errors alone within the block: what a graph optimiser skips and where CUDA is are no news."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
+@_without_remarks("onnxscript", "torch.utils.cpp_extension")
 def export(
     model: nn.Module,
     out: str | Path,
@@ -73,25 +92,10 @@ def export(
         ExportError: the model cannot be exported so, or the exported model gives other results.
         MissingPackageError: a package that writes or runs the format is not installed.
     """
-    check_choice("format", format, FORMATS)
-    check_choice("precision", precision, tuple(LIMITS))
-    limit, _ = LIMITS[precision]
-    if precision == "bfloat16" and format in ("onnx", "openvino"):
-        raise ExportError("precision 'bfloat16': ONNX has no convolution in bfloat16. float16 is possible")
-    if precision == "int8" and (format not in ("onnx", "openvino") or custom_op or not calibration):
-        raise ExportError(
-            "precision 'int8' needs format 'onnx' or 'openvino' without custom_op, and data with annotations "
-            "(--check), which give the ranges of numbers and show the loss"
-        )
+    kind = _checked_format(format, precision, custom_op, has_data=calibration is not None)
     module = format_module(format)
-    family = family_of(
-        with_features_in(model, precision), None if shape is None else (int(shape[0]), int(shape[1])), batch
-    )
-    if custom_op is not None and (format, custom_op) not in (("openvino", "openvino"), ("onnx", "tensorrt")):
-        raise ExportError(
-            "custom_op must be 'openvino' with format 'openvino', or 'tensorrt' with format 'onnx', "
-            f"got {custom_op!r} with format {format!r}"
-        )
+    size = None if shape is None else (int(shape[0]), int(shape[1]))
+    family = family_of(with_features_in(model, precision), size, batch)
     program = replace(
         family.program(),
         custom_op=custom_op,
@@ -99,10 +103,74 @@ def export(
     )
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    description = _description(
-        family, program.dynamic, program.ranges, format, precision, classes, preprocessing
-    )
-    (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": False}, indent=1))
+    remove_results(folder)
+    description = {
+        "model": type(family.model).__name__,
+        "format": format,
+        "precision": precision,
+        **_tensors(family, program),
+        "preprocessing": preprocessing,
+        "classes": None if classes is None else list(classes),
+        "options": kind.options,
+        "versions": {
+            "visdet": visdet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "checked": False,
+    }
+    write_description(description, folder)
+    _write(module, program, folder, format)
+    description["sha256"] = checksums(folder, kind.files)
+    write_description(description, folder)
+    report: dict[str, Any] = {
+        "format": format,
+        "precision": precision,
+        "checked": False,
+        "bytes": {name: (folder / name).stat().st_size for name in kind.files},
+    }
+    if not check:
+        report["remark"] = "the exported model was not run and not compared (--no-check)"
+        write_report(report, folder)
+        return report
+    try:
+        _check(module, family, LIMITS[precision], folder, report, evaluate, bench)
+        report["checked"] = True
+    except ExportError as error:
+        report["error"] = str(error)
+        raise
+    finally:
+        write_report(report, folder)
+    write_description({**description, "checked": True}, folder)  # It comes last.
+    return report
+
+
+def _checked_format(format: str, precision: str, custom_op: str | None, has_data: bool) -> Format:
+    """Return the format, which has the precision and the custom operators, or raise an error."""
+    check_choice("format", format, tuple(FORMATS))
+    check_choice("precision", precision, tuple(LIMITS))
+    kind = FORMATS[format]
+    if precision == "int8" and ("int8" not in kind.precisions or custom_op or not has_data):
+        able = " or ".join(repr(name) for name, other in FORMATS.items() if "int8" in other.precisions)
+        raise ExportError(
+            f"precision 'int8' needs format {able} without custom_op, and data with annotations (--check), which give "
+            "the ranges of numbers and show the loss"
+        )
+    if precision not in kind.precisions:
+        raise ExportError(
+            f"precision {precision!r}: ONNX, of which format {format!r} is made, has no convolution in it. Possible "
+            f"are {', '.join(kind.precisions)}"
+        )
+    if custom_op not in (None, kind.custom_op):
+        able = " or ".join(
+            f"{other.custom_op!r} with format {name!r}" for name, other in FORMATS.items() if other.custom_op
+        )
+        raise ExportError(f"custom_op must be {able}, got {custom_op!r} with format {format!r}")
+    return kind
+
+
+def _write(module: ModuleType, program: Program, folder: Path, format: str) -> None:
+    """Write the files of the format, or raise an ExportError that says what torch cannot write."""
     try:
         module.write(program, folder)
     except (torch._dynamo.exc.TorchDynamoException, torch.onnx.OnnxExporterError) as error:
@@ -112,90 +180,75 @@ def export(
             f"torch {torch.__version__} cannot write the model as {format} ({str(reason).splitlines()[0]}). If the "
             "sizes that may change are the reason, fix them (--shape, --batch); or choose another format, such as pt2"
         ) from error
-    report: dict[str, Any] = {
-        "format": format,
-        "precision": precision,
-        "checked": check,
-        "bytes": {p.name: p.stat().st_size for p in sorted(folder.glob("model*")) if p.is_file()},
-    }
-    if not check:
-        report["remark"] = "the exported model was not run and not compared (--no-check)"
-        write_report(report, folder)
-        return report
+
+
+def _check(
+    module: ModuleType,
+    family: Family,
+    limit: Tolerance,
+    folder: Path,
+    report: dict[str, Any],
+    evaluate: Any,
+    bench: bool,
+) -> None:
+    """Run what was written, compare it with the model, and fill the report. Differences are an ExportError."""
     run: Run = module.load(folder)
     differences, inputs, outputs = compare(family, run, limit)
-    named = {
-        f"{kind}.{name}": tensor
-        for kind, tensors in (("input", inputs), ("output", outputs))
-        for name, tensor in tensors.items()
-    }
-    np.savez(folder / "sample.npz", **arrays(named))  # type: ignore[arg-type]
+    given = {f"input.{name}": tensor for name, tensor in inputs.items()}
+    found = {f"output.{name}": tensor for name, tensor in outputs.items()}
+    content = io.BytesIO()
+    np.savez(content, **arrays(given | found))  # type: ignore[arg-type]
+    write_atomically(folder / "sample.npz", content.getbuffer())
     report["differences"] = differences.table()
-    try:
-        differences.check(limit)
-        if evaluate is not None:
-            report["data"] = evaluate(family, run)
-        if bench:
-            report["latency"] = _latencies(family, run)
-        (folder / DESCRIPTION).write_text(json.dumps({**description, "checked": True}, indent=1))
-    except ExportError as error:
-        report["error"] = str(error)
-        raise
-    finally:
-        write_report(report, folder)
-    return report
+    if options := FORMATS[report["format"]].options:
+        plain, _, _ = compare(family, module.load_without_options(folder), limit)
+        report["without_options"] = {"options": options, "differences": plain.table()}
+    differences.check(limit)
+    if evaluate is not None:
+        report["data"] = evaluate(family, run)
+    if bench:
+        report["latency"] = _latencies(family, run)
 
 
 def format_module(format: str) -> ModuleType:
     """Return the module of a format, whose packages are installed."""
-    module = importlib.import_module(f"visdet.export.formats.{format}")
-    missing = [name for name in module.PACKAGES if importlib.util.find_spec(name) is None]
+    check_choice("format", format, tuple(FORMATS))
+    packages = FORMATS[format].packages
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
             f"format {format!r} needs {', '.join(missing)}, not installed here, to write the model and to check it: "
             "pip install 'visdet-ops[export]'"
         )
-    return module
+    return importlib.import_module(f"visdet.export.formats.{format}")
 
 
 def _latencies(family: Family, run: Run) -> dict[str, Any]:
     given = next(family.cases())[0]
-    calls = {"exported": lambda: run(given), "model": lambda: family.run(given)}
+    batch = len(next(iter(given.values())))
+    calls: dict[str, Callable[[], Any]] = {
+        "exported": partial(run, given),
+        "model": partial(family.run, given),
+    }
     if family.device.type == "cuda":
         calls["model by graphs"] = graphed(family, given)
-    times = {name: latencies(call, len(next(iter(given.values())))) for name, call in calls.items()}
+    times = {name: latencies(call, batch) for name, call in calls.items()}
     return {**times, "threads": torch.get_num_threads(), "device": str(family.device)}
 
 
-def _description(
-    family: Family,
-    dynamic: Mapping[str, Any],
-    ranges: Mapping[str, tuple[int, int]],
-    format: str,
-    precision: str,
-    classes: Sequence[str] | None,
-    preprocessing: Any,
-) -> dict[str, Any]:
+def _tensors(family: Family, program: Program) -> dict[str, Any]:
+    """Return what ``model.json`` says of the inputs and the outputs."""
+    inputs = {}
+    for name, tensor in program.inputs.items():
+        names_of_axes = program.dynamic.get(name, {})
+        inputs[name] = {
+            "type": str(tensor.dtype).removeprefix("torch."),
+            "shape": [names_of_axes.get(axis, size) for axis, size in enumerate(tensor.shape)],
+            "meaning": family.about.get(name, ""),
+        }
     return {
-        "model": type(family.model).__name__,
-        "format": format,
-        "precision": precision,
-        "inputs": {
-            name: {
-                "type": str(tensor.dtype).removeprefix("torch."),
-                "shape": [dynamic.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)],
-                "meaning": family.about.get(name, ""),
-            }
-            for name, tensor in next(family.cases())[0].items()
-        },
-        "ranges": dict(ranges),
+        "inputs": inputs,
+        "ranges": dict(program.ranges),
         "outputs": {name: family.about.get(name, "") for name in family.output_names},
         "states": dict(family.states),
-        "preprocessing": preprocessing,
-        "classes": list(classes) if classes is not None else None,
-        "versions": {
-            "visdet": visdet.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
     }

@@ -98,7 +98,7 @@ class Detector:
             )
         content = {} if path is None else read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
         self.model: nn.Module = build_model(cfg, cfg.model)
-        self.dataset_meta = _dataset_meta(cfg, content, path, self.model)
+        self.dataset_meta = dataset_meta_of(cfg, content, path, self.model)
         classes = self.dataset_meta["classes"]
         for name, count in classes_of_heads(self.model).items():
             # Without a checkpoint, there may be names that are not used.
@@ -415,7 +415,7 @@ def _test_pipeline(cfg: Config) -> list[dict]:
     return [step for step in steps if "LoadAnnotations" not in str(step.get("type"))]
 
 
-def _dataset_meta(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
+def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
     dataset = _test_dataset(cfg)

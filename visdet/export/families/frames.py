@@ -6,7 +6,7 @@ in ``same_scene``, and so does a sample whose scene changes.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,7 @@ from visdet.execution.tensor_tree import map_tensors, tensors_of
 from visdet.models.sparsedrive.deformable_feature_aggregation import DeformableFeatureAggregation
 from visdet.models.sparsedrive.sample_batch import DrivingBatch, batch_of
 from visdet.models.sparsedrive.sparse4d_head import Sparse4DState
-from visdet.models.sparsedrive.temporal.frame_clock import DeviceStep, FrameClock, FrameStep
-from visdet.models.sparsedrive.temporal.instance_queue import InstanceQueueState
+from visdet.models.sparsedrive.temporal.frame_clock import DeviceStep, FrameClock, FrameStep, counted_step
 
 from ..errors import ExportError
 from .family import Family, Tensors
@@ -48,6 +47,40 @@ def _kept(state: Any) -> Any:
     if isinstance(state, Sparse4DState):
         return Sparse4DState(replace(state.bank, temp_confidence=None, mask=None, history=(), step=None))
     return replace(state, step=None)
+
+
+def _filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a tree with other tensors, in the order of ``tensors_of``."""
+    remaining = iter(tensors)
+
+    def following(_: Tensor) -> Tensor:
+        return next(remaining)
+
+    return map_tensors(following, tree)
+
+
+@dataclass(frozen=True)
+class _StepInGraph:
+    """What lies between two frames, as a graph knows it. It takes the place of a ``FrameStep``."""
+
+    previous_to_current: Tensor
+    seconds: Tensor
+    same_scene: Tensor
+
+    def entered(
+        self, max_time_interval: float, default_interval: float, device: torch.device, dtype: torch.dtype
+    ) -> tuple[DeviceStep, tuple[bool, ...]]:
+        """Return the step, and a history as if some samples had one and others had not: only the graph knows it."""
+        is_continued, interval, velocity = counted_step(
+            torch.where,
+            self.seconds,
+            self.previous_to_current,
+            self.same_scene,
+            max_time_interval,
+            default_interval,
+        )
+        step = DeviceStep(self.previous_to_current, self.seconds, interval, is_continued, velocity)
+        return step, (True, False)
 
 
 class Frames(Family):
@@ -110,32 +143,14 @@ class Frames(Family):
         self.tables = [table.cpu().numpy() for table in maps[1:]] if self.model.use_deformable_func else None
         return _kept(state), results
 
-    def _entered(self, state: Any, part: Any, given: Tensors) -> Any:
-        """Return the state with which a frame starts, as ``enter`` of each part does on the host."""
-        if isinstance(state, dict):
-            heads = {name: getattr(part, f"{name}_head") for name in state}
-            return {name: self._entered(value, heads[name], given) for name, value in state.items()}
-        matrix, seconds, mask = (given[name] for name in _STEP)
-        is_later = seconds != 0
-        moved = -matrix[:, :2, 3] / torch.where(is_later, seconds, 1.0).unsqueeze(1)
-        velocity = torch.where(is_later.unsqueeze(1), moved, 0.0)
-        step = DeviceStep(matrix, seconds, seconds, mask, velocity)
-        if isinstance(state, InstanceQueueState):
-            return replace(state, step=step)
-        if state.bank.cached_anchor is None:
-            return state
-        bank = part.instance_bank
-        mask = mask & (seconds.abs() <= bank.max_time_interval)
-        interval = torch.where(mask & is_later, seconds, bank.default_time_interval)
-        step = replace(step, interval=interval, is_continued=mask)
-        # Which samples have a history is only known in the graph, as if some had one and others had not.
-        return replace(state, bank=replace(state.bank, mask=mask, history=(True, False), step=step))
-
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self.input_names, tensors, strict=True))
         if self.is_temporal:
-            values = iter([given[name] for name in self.states])
-            state = self._entered(map_tensors(lambda _: next(values), self.template), self.model.head, given)
+            state = self.model.head.enter(
+                _filled(self.template, [given[name] for name in self.states]),
+                tensors[0].shape[0],
+                _StepInGraph(*(given[name] for name in _STEP)),
+            )
         else:
             state = self.model.head.enter(None, tensors[0].shape[0], None)
         features = self.model.image_features(given["images"])
@@ -221,7 +236,5 @@ class Frames(Family):
 
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         self.state = {name: outputs[output] for name, output in self.states.items()}
-        values = iter([outputs[name] for name in _named(self.selected, "results")])
-        return self.model.with_detections(
-            (map_tensors(lambda _: next(values), self.selected), None), data_samples
-        )
+        results = _filled(self.selected, [outputs[name] for name in _named(self.selected, "results")])
+        return self.model.with_detections((results, None), data_samples)

@@ -4,9 +4,8 @@ torch does not pack the library of an operator, so that the folder also has thos
 ``model.json`` says as its metadata, in lines of text, so that a C++ program needs no parser of JSON.
 """
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from torch import Tensor
 
 import visdet.ops
 
-from ..errors import ExportError
-from ..program import DESCRIPTION, Program
-
-PACKAGES = ("torch",)
+from ..package import Package, read_description
+from ..program import Program
 
 
 def write(program: Program, folder: Path) -> None:
@@ -26,9 +23,7 @@ def write(program: Program, folder: Path) -> None:
     torch._inductor.aoti_compile_and_package(
         program.exported,
         package_path=str(folder / "model.pt2"),
-        inductor_configs={
-            "aot_inductor.metadata": dict(_facts(json.loads((folder / DESCRIPTION).read_text())))
-        },
+        inductor_configs={"aot_inductor.metadata": dict(_facts(read_description(folder)))},
     )
     for device in {"cpu", *(tensor.device.type for tensor in program.inputs.values())}:
         shutil.copy(Path(visdet.ops.__file__).with_name(f"libvisdet_{device}.so"), folder)
@@ -51,24 +46,13 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
+    package = Package.open(folder, "model.pt2")
     model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
-    described = json.loads((folder / DESCRIPTION).read_text())
-    names, device = list(described["outputs"]), model.get_metadata()["AOTI_DEVICE_KEY"]
-    ranges = {
-        name: [described["ranges"].get(size, (size, size)) for size in fact["shape"]]
-        for name, fact in described["inputs"].items()
-    }
+    facts = model.get_metadata()
 
-    # A package reads its inputs by the device, the sizes and the strides of the examples, which are contiguous, and
-    # does not say if others come. Some of the states that it returns are slices of larger tensors.
-    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, tensor in inputs.items():
-            if tensor.dim() != len(ranges[name]) or not all(
-                low <= n <= high for n, (low, high) in zip(tensor.shape, ranges[name], strict=True)
-            ):
-                raise ExportError(
-                    f"the sizes of {name} must be within {ranges[name]}, got {list(tensor.shape)}"
-                )
-        return dict(zip(names, model(*(t.to(device).contiguous() for t in inputs.values())), strict=True))
+    # A package reads its inputs by the type, the device, the sizes and the strides of the examples, which are
+    # contiguous, and does not say if others come. Some of the states that it returns are slices of larger tensors.
+    def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
+        return model(*(tensor.to(facts["AOTI_DEVICE_KEY"]).contiguous() for tensor in inputs.values()))
 
-    return run
+    return package.function(facts["outputs"].splitlines(), call)

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
+from ..package import Package
 from ..program import Program
 from ..quantization import quantize
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
 
 
@@ -57,16 +57,14 @@ def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     import onnx
     import onnxruntime
 
+    package = Package.open(folder, "model.onnx")
     if any(opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(folder / "model.onnx").opset_import):
-        return load_with_plugin(folder / "model.onnx")
+        return package.function(*load_with_plugin(folder / "model.onnx"))
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
     read = {given.name for given in session.get_inputs()}
 
-    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
         given = {name: value.cpu().numpy() for name, value in inputs.items() if name in read}
-        return {
-            name: torch.from_numpy(value) for name, value in zip(names, session.run(None, given), strict=True)
-        }
+        return map(torch.from_numpy, session.run(None, given))
 
-    return run
+    return package.function([output.name for output in session.get_outputs()], call)

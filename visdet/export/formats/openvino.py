@@ -1,16 +1,15 @@
 """OpenVINO, converted from the ONNX graph and checked on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..openvino_extension import EXTENSION, build_extension
-from ..program import Program, outputs_of
-from . import onnx
-
-PACKAGES = (*onnx.PACKAGES, "openvino")
+from ..package import Package
+from ..program import Program
+from . import FORMATS, onnx
 
 
 def write(program: Program, folder: Path) -> None:
@@ -26,17 +25,30 @@ def write(program: Program, folder: Path) -> None:
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors that ``model.xml`` of a folder is, in float32 on the CPU."""
+    return _loaded(folder, FORMATS["openvino"].options)
+
+
+def load_without_options(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the same function as a program has it that opens the file without options."""
+    return _loaded(folder, {})
+
+
+def _loaded(folder: Path, options: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     import openvino
 
+    package = Package.open(folder, "model.xml", "model.bin")
     core = openvino.Core()
     if (folder / EXTENSION).is_file():
         core.add_extension(folder / EXTENSION)
-    compiled = core.compile_model(folder / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = core.compile_model(folder / "model.xml", "CPU", options)
     read = {name for port in compiled.inputs for name in port.names}
-    names = outputs_of(folder)
+    outputs = package.description["outputs"]
+    names = [
+        next((name for name in outputs if name in port.names), port.any_name) for port in compiled.outputs
+    ]
 
-    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        outputs = compiled({name: value.cpu().numpy() for name, value in inputs.items() if name in read})
-        return {name: torch.from_numpy(outputs[name]) for name in names}
+    def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
+        found = compiled({name: value.cpu().numpy() for name, value in inputs.items() if name in read})
+        return [torch.from_numpy(found[name]) for name in names]
 
-    return run
+    return package.function(names, call)

@@ -1,30 +1,38 @@
 """torch's own format. It needs torch and the library of visdet's operators (``import visdet.ops``), but no model."""
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..program import Program, outputs_of
+from visdet.files.writing import write_atomically
 
-PACKAGES = ("torch",)
+from ..package import Package
+from ..program import Program
+
+_OUTPUTS = "outputs"  # a file in the package, which names the outputs
 
 
 def write(program: Program, folder: Path) -> None:
     """Write ``model.pt2`` into a folder."""
-    torch.export.save(program.exported, folder / "model.pt2")
+    content = io.BytesIO()  # Writing a file itself, torch ends the process if the disk is full.
+    torch.export.save(program.exported, content, extra_files={_OUTPUTS: "\n".join(program.outputs)})
+    write_atomically(folder / "model.pt2", content.getbuffer())
 
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     import visdet.ops  # noqa: F401 (its libraries have the operators)
 
-    module = torch.export.load(folder / "model.pt2").module()
-    names, device = outputs_of(folder), next(module.parameters()).device
+    package = Package.open(folder, "model.pt2")
+    extra = {_OUTPUTS: ""}
+    module = torch.export.load(folder / "model.pt2", extra_files=extra).module()
+    device = next(module.parameters()).device
 
     @torch.no_grad()
-    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(zip(names, module(*(t.to(device) for t in inputs.values())), strict=True))
+    def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:
+        return module(*(tensor.to(device) for tensor in inputs.values()))
 
-    return run
+    return package.function(extra[_OUTPUTS].splitlines() or None, call)

@@ -1,6 +1,6 @@
 """When and where the frames of a batch were taken, and what lies between two of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,61 @@ class FrameStep:
     previous_to_current: Tensor
     same_scene: tuple[bool, ...]
 
-    def is_continued(self, max_time_interval: float) -> list[bool]:
-        """Return for each sample whether the frames are of one scene and at most so many seconds apart."""
-        return [
-            same and abs(seconds) <= max_time_interval
-            for same, seconds in zip(self.same_scene, self.seconds, strict=True)
-        ]
+    def entered(
+        self, max_time_interval: float, default_interval: float, device: torch.device, dtype: torch.dtype
+    ) -> tuple["DeviceStep", tuple[bool, ...]]:
+        """Return the step on the device, and for each sample whether the previous frame counts.
 
-    def velocity(self) -> np.ndarray:
-        """Return the velocity [B, 2] of the vehicle since the previous frame in its own coordinates, float64."""
-        seconds = np.array(self.seconds, dtype=np.float64)[:, None]
-        # The translation is the place of the previous origin.
-        moved = -self.previous_to_current.numpy()[:, :2, 3]
-        is_later = seconds != 0
-        return np.where(is_later, moved / np.where(is_later, seconds, 1.0), 0.0)
+        Args:
+            max_time_interval, default_interval: see :func:`counted_step`. device, dtype: of the numbers.
+        """
+        # The host computes with numpy, whose functions take a fraction of the time of torch's for so few numbers.
+        seconds = np.array(self.seconds, dtype=np.float64)
+        matrices = self.previous_to_current.numpy()
+        is_continued, interval, velocity = counted_step(
+            np.where, seconds, matrices, np.array(self.same_scene), max_time_interval, default_interval
+        )
+        columns = [
+            matrices.reshape(len(seconds), 16),
+            *(x[:, None] for x in (seconds, interval, is_continued)),
+        ]
+        numbers = to_device(torch.from_numpy(np.concatenate([*columns, velocity], axis=1)), device, dtype)
+        matrix, elapsed, intervals, continued, speed = numbers.split([16, 1, 1, 1, 2], dim=1)
+        step = DeviceStep(
+            matrix.unflatten(1, (4, 4)),
+            elapsed.squeeze(1),
+            intervals.squeeze(1),
+            continued.squeeze(1) > 0.5,
+            speed,
+        )
+        return step, tuple(is_continued.tolist())
+
+
+def counted_step(
+    where: Callable[..., Any],
+    seconds: Any,
+    previous_to_current: Any,
+    same_scene: Any,
+    max_time_interval: float,
+    default_interval: float,
+) -> tuple[Any, Any, Any]:
+    """Return [B] whether the previous frame counts, [B] the interval, and [B, 2] the velocity of the vehicle.
+
+    The previous frame counts if it is of the same scene and not too far away in time. The velocity is in the vehicle's
+    own coordinates, and zero without an interval.
+
+    Args:
+        where: ``numpy.where`` for arrays, ``torch.where`` for tensors.
+        seconds, same_scene: [B]. previous_to_current: [B, 4, 4].
+        max_time_interval: the longest time in seconds between two frames of a sequence.
+        default_interval: the interval in seconds if the previous frame does not count.
+    """
+    is_continued = same_scene & (abs(seconds) <= max_time_interval)
+    has_passed = seconds != 0
+    interval = where(is_continued & has_passed, seconds, default_interval)
+    moved = -previous_to_current[:, :2, 3]  # The translation is the place of the previous origin.
+    divisor = where(has_passed, seconds, 1.0)[:, None]
+    return is_continued, interval, where(has_passed[:, None], moved / divisor, 0.0)
 
 
 @temporal_value
@@ -62,35 +103,6 @@ class DeviceStep:
     interval: Tensor
     is_continued: Tensor
     velocity: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        step: FrameStep,
-        is_continued: Sequence[bool],
-        default_interval: float,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> "DeviceStep":
-        """Return the numbers of a step on the device. They go there in one copy."""
-        intervals = [
-            seconds if continued and seconds != 0 else default_interval
-            for seconds, continued in zip(step.seconds, is_continued, strict=True)
-        ]
-        # The host computes with numpy, whose functions take a fraction of the time of torch's for so few numbers.
-        columns = np.array([step.seconds, intervals, is_continued], dtype=np.float64).T
-        matrices = step.previous_to_current.numpy().reshape(len(columns), 16)
-        numbers = to_device(
-            torch.from_numpy(np.concatenate([matrices, columns, step.velocity()], axis=1)), device, dtype
-        )
-        matrix, seconds, interval, continued, velocity = numbers.split([16, 1, 1, 1, 2], dim=1)
-        return cls(
-            matrix.unflatten(1, (4, 4)),
-            seconds.squeeze(1),
-            interval.squeeze(1),
-            continued.squeeze(1) > 0.5,
-            velocity,
-        )
 
 
 @temporal_value

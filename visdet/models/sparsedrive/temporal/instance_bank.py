@@ -140,14 +140,15 @@ class InstanceBank(ModuleWithAnchors):
             step: what lies between the two frames. Without one, the bank starts anew.
         """
         cached, anchor = state.cached_anchor, self.anchor
-        if step is None or cached is None or len(cached) != batch_size or cached.device != anchor.device:
+        if step is None or cached is None or cached.shape[0] != batch_size or cached.device != anchor.device:
             issued = state.prev_id
             return InstanceBankState(
                 prev_id=issued.to(anchor.device) if isinstance(issued, Tensor) else issued
             )
-        history = step.is_continued(self.max_time_interval)
-        on_device = DeviceStep.of(step, history, self.default_time_interval, anchor.device, anchor.dtype)
-        return replace(state, mask=on_device.is_continued, history=tuple(history), step=on_device)
+        on_device, history = step.entered(
+            self.max_time_interval, self.default_time_interval, anchor.device, anchor.dtype
+        )
+        return replace(state, mask=on_device.is_continued, history=history, step=on_device)
 
     def get(
         self, state: InstanceBankState, batch_size: int

@@ -111,10 +111,10 @@ class InstanceQueue(BaseModule):
             state: what the frame before left, or None in a first frame. batch_size: B.
             step: what lies between the two frames. Without one, the queue starts anew.
         """
-        if state is None or step is None or state.period is None or len(state.period) != batch_size:
+        if state is None or step is None or state.period is None or state.period.shape[0] != batch_size:
             return InstanceQueueState()
         # The mask that ``get`` receives tells whether the history of a sample counts.
-        on_device = DeviceStep.of(step, [True] * batch_size, 0.0, self.ego_anchor.device, torch.float32)
+        on_device, _ = step.entered(math.inf, 0.0, self.ego_anchor.device, torch.float32)
         return replace(state, step=on_device)
 
     def get(
