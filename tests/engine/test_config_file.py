@@ -1,15 +1,17 @@
 """Config files: bases, imports, placeholders, and files that cannot be read."""
 
 import os
+import re
 import time
 import traceback
 from pathlib import Path
 
 import pytest
 
+from visdet.datasets.conversion import convert
 from visdet.engine import ConfigError, load_config
 from visdet.engine.errors import explain
-from visdet.errors import hints_of
+from visdet.errors import InvalidInputError, hints_of
 
 READ_BASE = "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
 
@@ -61,7 +63,7 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
         ("custom_imports = dict(imports=['no_such_module_anywhere'])", "no_such_module_anywhere"),
         ("_base_ = './nowhere.py'", r"nowhere\.py"),
         ("_base_ = '.'", "no base"),
-        ("_base_ = 'a_config.py'", "RecursionError"),
+        ("_base_ = 'a_config.py'", r"a_config\.py inherits from itself: \S+a_config.py > \S+a_config.py$"),
         ("_base_ = ['one.py', 'two.py']", r"two\.py.*'n'"),
         ("_base_ = 3", "int"),
         ("root = 'x'\n_base_ = root + '/y.py'", "root"),
@@ -222,3 +224,133 @@ def test_the_yaml_that_mmengine_writes_of_a_config(tmp_path):
     path = written(tmp_path, "r = dict(scale=(3, 4), steps=[(1, [2]), None, 'a'])")
     load_config(path)[0].dump(tmp_path / "dump.yaml")
     assert load_config(tmp_path / "dump.yaml")[0].r == load_config(path)[0].r
+
+
+FOLDERS = [
+    "it's",
+    'a"b',
+    "'+__import__('os').system('touch ran')+'",
+    r"back\slash",
+    "new\nline",
+    "{x}",
+    "é ß",
+    "$A #b: c",
+]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.py",
+            "r = ['{{fileDirname}}/x', \"{{ fileDirname }}/x\", r'''{{fileDirname}}/x''', f'{{fileDirname}}/{\"x\"}']",
+        ),
+        ("a.json", '{"r": ["{{fileDirname}}/x", "{{ fileDirname }}/x"]}'),
+        (
+            "a.yaml",
+            "r: ['{{fileDirname}}/x', \"{{ fileDirname }}/x\"]\ns:\n  {{fileDirname}}: {{fileDirname}}/x\n",
+        ),
+    ],
+    ids=["python", "json", "yaml"],
+)
+def test_a_folder_of_any_name_is_text(tmp_path, monkeypatch, folder, name, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir()
+    cfg, _ = load_config(written(tmp_path / folder, text, name))
+    assert set(cfg.r) == {f"{tmp_path}/{folder}/x"} and not (tmp_path / "ran").exists()
+    for key, value in cfg.get("s", {}).items():
+        assert (key, value) == (f"{tmp_path}/{folder}", f"{tmp_path}/{folder}/x")
+
+
+@pytest.mark.parametrize("value", ["open('ran', 'w')", "V", "1 +", "[x for x in (1,)]", "os.sep", ""])
+@pytest.mark.parametrize("placeholder", ["{{'$V_CODE'}}", '{{"$V_CODE"}}'])
+def test_outside_of_a_text_a_variable_is_a_literal(tmp_path, monkeypatch, value, placeholder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("V_CODE", value)
+    with pytest.raises(
+        ConfigError, match=r"a\.py, line 2: outside of a text, .* must stand for a number, a list or"
+    ):
+        load_config(written(tmp_path, f"import os\nr = dict(x={placeholder})", "a.py"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_literals_keep_their_types(tmp_path, monkeypatch):
+    for value in (80, -0.5, [1, (2, "it's")], {"a": None}, True):
+        monkeypatch.setenv("V_VALUE", repr(value))
+        assert value_of(tmp_path, "r = {{'$V_VALUE'}}", "a.py") == value
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml", "sub/b.json"])
+def test_a_config_without_code_runs_programs_of_its_folder_alone(tmp_path, name):
+    """Also if a JSON file elsewhere leads to the program, or a link does."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home / "sub", elsewhere):
+        folder.mkdir(parents=True)
+        written(folder, f"open({str(tmp_path / 'ran')!r}, 'w')\nn = 1", "code.py")
+    (home / "link.py").symlink_to(elsewhere / "code.py")
+    written(elsewhere, '{"_base_": "code.py"}', "data.json")
+    for base in ("../elsewhere/code.py", f"{elsewhere}/code.py", "../elsewhere/data.json", "link.py"):
+        path = os.path.relpath(home / base, (home / name).parent) if base[0] != "/" else base
+        with pytest.raises(ConfigError, match=r"code\.py|link\.py") as caught:
+            load_config(written(home, f'{{"_base_": "{path}"}}', name))
+        assert "is a program outside of its folder" in str(caught.value) and not (tmp_path / "ran").exists()
+    inside = "code.py" if "/" in name else "sub/code.py"
+    assert load_config(written(home, f'{{"_base_": "{inside}"}}', name))[0].n == 1
+    assert load_config(written(home, '{"_base_": "visdet::_base_/default_runtime.py"}', name))[
+        0
+    ].default_scope
+    assert load_config(written(home, "_base_ = '../elsewhere/data.json'", "a.py"))[0].n == 1
+
+
+@pytest.mark.parametrize("suffix", ["py", "json"])
+def test_a_base_of_itself_is_one_message(tmp_path, suffix):
+    for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
+        text = f"_base_ = '{base}.py'" if suffix == "py" else f'{{"_base_": "{base}.json"}}'
+        written(tmp_path, text, f"{name}.{suffix}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / f"a.{suffix}"))
+    a, b, c = (rf"\S+{name}\.{suffix}" for name in "abc")
+    assert re.fullmatch(
+        rf"config {a} inherits from itself: {a} > {b} > {c} > {b}",
+        str(caught.value),
+    )
+
+
+def test_a_base_may_be_reached_by_two_ways(tmp_path):
+    written(tmp_path, "x = dict(n=1)", "root.py")
+    written(tmp_path, "_base_ = 'root.py'\ny = _base_.x.n\nx = dict(_delete_=True)", "left.py")
+    assert load_config(written(tmp_path, "_base_ = ['left.py']\nz = _base_.y", "a.py"))[0].z == 1
+
+
+def laughs(depth, item="[{0}, {0}]"):
+    lines = [f"a{level}: &a{level} {item.format(f'*a{level - 1}')}" for level in range(1, depth)]
+    return "\n".join(["a0: &a0 {x: 1, y: 2}", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (laughs(40), "its aliases repeat values, so that there are over 10000000"),
+        (laughs(40, "{{b: {0}, c: {0}}}"), "aliases repeat values"),
+        (laughs(40, "{{<<: [{0}, {0}]}}"), "aliases repeat values"),
+        ("a: &a [*a]", "an alias stands within the value that it repeats"),
+        ("a: &a {b: {c: *a}}", "an alias stands within"),
+        ("a: " + "[" * 600, "nested too deeply"),
+    ],
+    ids=["lists", "dicts", "merged", "itself", "itself far", "deep"],
+)
+def test_a_short_yaml_text_keeps_nothing_busy(tmp_path, text, told):
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=rf"a\.yaml cannot be read.*{told}"):
+        load_config(written(tmp_path, text, "a.yaml"))
+    with pytest.raises(InvalidInputError, match=told):
+        convert(Path(written(tmp_path, text, "data.yaml")).parent, tmp_path / "out", "yolo")
+    assert time.perf_counter() - start < 5
+
+
+def test_aliases_of_usual_numbers_are_read(tmp_path):
+    assert load_config(written(tmp_path, laughs(12) + "\nr: {<<: *a0, y: 3}", "a.yaml"))[0].r == {
+        "x": 1,
+        "y": 3,
+    }

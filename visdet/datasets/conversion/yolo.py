@@ -8,6 +8,7 @@ import yaml
 
 from visdet.errors import InvalidInputError, reading
 from visdet.files.images import PICTURE_SUFFIXES
+from visdet.files.yaml_text import load_yaml
 
 from .source import Picture, Source, checked_corners, pictures_below, text_of
 
@@ -65,7 +66,7 @@ def _table_of(root: Path) -> Path:
 def _content_of(table: Path) -> dict[str, Any]:
     try:
         with reading(str(table)):
-            data = yaml.safe_load(text_of(table))
+            data = load_yaml(text_of(table))
     except yaml.YAMLError as error:
         raise InvalidInputError(f"{table} is not valid YAML: {error}") from error
     return data if isinstance(data, dict) else {}

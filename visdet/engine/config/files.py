@@ -6,8 +6,12 @@ mmengine takes an import of Python's own modules for one of another package in a
 * ``{{$NAME}}`` and ``{{$NAME:default}}`` in a text are the environment variable NAME. Outside of a text,
   ``{{'$NAME:80'}}`` is the number, list or other literal that the variable holds.
 * ``{{fileDirname}}``, ``{{fileBasename}}``, ``{{fileBasenameNoExtension}}`` and ``{{fileExtname}}`` are parts of the
-  path of the config.
+  path of the config in a text.
 * ``{{_base_.model.type}}`` is a value of the bases.
+
+A Python config is a program, which is run when it is read. A JSON or YAML config runs the Python files among its bases,
+which must be in its folder or in an installed package. What a config of any format names, such as the ``type`` of a
+part, is imported and called when the part is built.
 """
 
 import ast
@@ -24,6 +28,7 @@ import mmengine
 from mmengine.config import Config, ConfigDict
 
 from visdet.errors import ConfigError, add_hint, hints_of
+from visdet.files.yaml_text import load_yaml
 
 from .packaged import PACKAGE, did_you_mean, existing_config, named_like
 
@@ -32,14 +37,17 @@ _SUFFIXES = (".py", ".json", ".yaml", ".yml")
 _HIDDEN = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _OF_BASE = re.compile(rf"(['\"]?)\{{\{{\s*{_BASE}\.([\w.]+)\s*\}}\}}\1")
 _VARIABLE = re.compile(r"\{\{\s*(['\"]?)\s*\$(\w+)(?:\s*:\s*(.*?))?\s*\1\s*\}\}")
+_PATH_PART = re.compile(r"\{\{\s*file(Dirname|BasenameNoExtension|Basename|Extname)\s*\}\}")
+_PLAIN = re.compile(r"[\w./:@+-]*")  # what means the same in and outside of the quotes of JSON and YAML
 
 
-def files_of_config(name: str) -> list[Path]:
+def files_of_config(name: str, readers: tuple[str, ...] = ()) -> list[Path]:
     """Return the paths of a config and of the files that it inherits from, which are not run."""
     path = existing_config(name)
+    readers = (*readers, path)
     found = [Path(os.path.normpath(path))]
-    for base in _names_of_bases(_parsed(_text_of(path), path)):
-        found += files_of_config(_path_of_base(base, path)[0])
+    for _, base, _ in _bases_of(_parsed(_text_of(path), path), readers):
+        found += files_of_config(base, readers)
     return list(dict.fromkeys(found))
 
 
@@ -62,7 +70,7 @@ def read_config(path: str) -> Config:
         if path.endswith(".py") and _is_lazy(_parsed(_text_of(path), path)):
             return _read_lazily(path)
         environment: dict[str, str] = {}
-        values = _read(path, environment)
+        values = _read((path,), environment)
         return Config(values, cfg_text=_text_of(path), filename=path, env_variables=environment)
     except Exception as error:
         if isinstance(error, ConfigError) or hints_of(error):  # The hint is that of :func:`_told`.
@@ -73,19 +81,24 @@ def read_config(path: str) -> Config:
         ) from error
 
 
-def _read(path: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Return the values of a config and of its bases, and note the environment variables that were used."""
-    text, of_base = _substituted(_text_of(path), path, environment), {}
+def _read(readers: tuple[str, ...], environment: dict[str, str]) -> dict[str, Any]:
+    """Return the values of a config and of its bases, and note the environment variables that were used.
+
+    Args:
+        readers: the config that the user has named, the base that leads to this config, and so on to this config.
+    """
+    path = readers[-1]
+    text, marks = _marked(_text_of(path), path, environment)
+    of_base = {}
     if path.endswith(".py"):
-        text = _OF_BASE.sub(lambda match: re.sub(r"\.(\d+)", r"[\1]", f"({_BASE}.{match[2]})"), text)
-        content: Any = _parsed(text, path)
+        text = _OF_BASE.sub(_base_in_python, text)
+        content: Any = _Filling(marks, path).visit(_parsed(text, path))
     else:
         of_base = {f"{_BASE}{match[2]}": match[2] for match in _OF_BASE.finditer(text)}
-        content = _loaded(_OF_BASE.sub(lambda match: f'"{_BASE}{match[2]}"', text), path)
+        content = _filled(_loaded(_OF_BASE.sub(rf'"{_BASE}\2"', text), path), marks)
     bases: dict[str, Any] = ConfigDict()
-    for base in _names_of_bases(content):
-        file, scope = _path_of_base(base, path)
-        inherited = _read(file, environment)
+    for base, file, scope in _bases_of(content, readers):
+        inherited = _read((*readers, file), environment)
         if twice := bases.keys() & inherited.keys():
             raise ConfigError(
                 f"config {_shown(path)}: {base} and a base before it set {min(twice)!r}. Only one may"
@@ -106,15 +119,34 @@ def _text_of(path: str) -> str:
     return Path(path).read_text("utf-8-sig")
 
 
-def _substituted(text: str, path: str, environment: dict[str, str]) -> str:
-    """Return the text of a config without the placeholders of the environment and of the path."""
+def _base_in_python(match: re.Match) -> str:
+    return re.sub(r"\.(\d+)", r"[\1]", f"({_BASE}.{match[2]})")
+
+
+def _marked(text: str, path: str, environment: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the text of a config with marks in place of its placeholders, and the value of each mark.
+
+    Values are put in after the text has been parsed, so that no quote or backslash in them changes what the text says.
+    In JSON and YAML, simple values and literals replace their placeholders at once.
+    """
+    marks: dict[str, str] = {}
+    is_python = path.endswith(".py")
     file = Path(os.path.abspath(path))
     parts = {"Dirname": file.parent.as_posix(), "Basename": file.name, "BasenameNoExtension": file.stem}
-    for name, part in {**parts, "Extname": file.suffix}.items():
-        text = re.sub(rf"\{{\{{\s*file{name}\s*\}}\}}", part.replace("\\", r"\\"), text)
+    parts["Extname"] = file.suffix
 
-    def value_of(match: re.Match) -> str:
-        _, name, default = match.groups()
+    def mark_of(value: str, is_literal: bool = False) -> str:
+        if not is_python and (is_literal or _PLAIN.fullmatch(value)):
+            return value
+        mark = f"_value_{len(marks)}_of_config_"
+        marks[mark] = value
+        return mark
+
+    def mark_of_part(match: re.Match) -> str:
+        return mark_of(parts[match[1]])
+
+    def mark_of_variable(match: re.Match) -> str:
+        quote, name, default = match.groups()
         if name in os.environ:
             environment[name] = os.environ[name]
         elif not default:
@@ -122,10 +154,49 @@ def _substituted(text: str, path: str, environment: dict[str, str]) -> str:
                 f"config {_shown(path)}: {match[0]} needs the environment variable {name}, which is not set. Set it, "
                 f"or write a default: {{{{${name}:default}}}}"
             )
-        value = environment.get(name, default)
-        return value if match[1] else json.dumps(value, ensure_ascii=False)[1:-1].replace("'", "\\u0027")
+        return mark_of(environment.get(name, default), bool(quote))
 
-    return _VARIABLE.sub(value_of, text)
+    return _VARIABLE.sub(mark_of_variable, _PATH_PART.sub(mark_of_part, text)), marks
+
+
+def _filled(content: Any, marks: dict[str, str]) -> Any:
+    """Return the content of a JSON or YAML file, or a text of any file, with values in place of their marks."""
+    if isinstance(content, str):
+        for mark, value in marks.items():
+            content = content.replace(mark, value)
+    elif isinstance(content, dict):
+        return {_filled(key, marks): _filled(value, marks) for key, value in content.items()}
+    elif isinstance(content, list | tuple):
+        return type(content)(_filled(value, marks) for value in content)
+    return content
+
+
+class _Filling(ast.NodeTransformer):
+    """Puts values in place of their marks into a Python config: texts into texts, and literals elsewhere."""
+
+    def __init__(self, marks: dict[str, str], path: str) -> None:
+        self.marks = marks
+        self.path = path
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        node.value = _filled(node.value, self.marks) if isinstance(node.value, str) else node.value
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.marks:
+            return node
+        value = self.marks[node.id]
+        try:
+            ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ConfigError(
+                f"config {_shown(self.path)}, line {node.lineno}: outside of a text, a placeholder must stand for a "
+                f"number, a list or another literal, got {value:.80}"
+            ) from error
+        literal = ast.parse(value.strip(), mode="eval").body
+        for part in ast.walk(literal):
+            ast.copy_location(part, node)
+        return literal
 
 
 def _parsed(text: str, path: str) -> ast.Module:
@@ -136,10 +207,32 @@ def _loaded(text: str, path: str) -> dict[str, Any]:
     """Return the values of a JSON or YAML file, also of a YAML file in which mmengine has written tuples."""
     import yaml
 
-    content = json.loads(text) if path.endswith(".json") else yaml.full_load(text)
+    content = json.loads(text) if path.endswith(".json") else load_yaml(text, yaml.FullLoader)
     if not isinstance(content, dict):
         raise ConfigError(f"config {_shown(path)} must hold a dict")
     return content
+
+
+def _bases_of(content: Any, readers: tuple[str, ...]) -> list[tuple[str, str, str | None]]:
+    """Return what ``_base_`` of the last reader names: the name, the path and the scope of each base.
+
+    Raises:
+        ConfigError: there is no such base, it is one of the readers, or it is a program that they may not run.
+    """
+    found = [(name, *_path_of_base(name, readers[-1])) for name in _names_of_bases(content)]
+    are_python = any(reader.endswith(".py") for reader in readers)
+    folder = Path(os.path.realpath(readers[0])).parent
+    for name, path, _ in found:
+        real = Path(os.path.realpath(path))
+        if any(os.path.samefile(path, reader) for reader in readers):
+            chain = " > ".join(map(_shown, (*readers, path)))
+            raise ConfigError(f"config {_shown(readers[0])} inherits from itself: {chain}")
+        if path.endswith(".py") and not (are_python or "::" in name or folder in real.parents):
+            raise ConfigError(
+                f"config {_shown(readers[0])}: its base {_shown(path)} is a program outside of its folder, which only "
+                "a Python config may run. Copy the base to the folder, or write the config in Python"
+            )
+    return found
 
 
 def _names_of_bases(content: Any) -> list[str]:
