@@ -156,7 +156,6 @@ DATASETS = _child(
     [
         "visdet.datasets.coco",
         "visdet.datasets.synthetic.shapes_dataset",
-        "visdet.datasets.synthetic.two_view_pairs",
         "visdet.datasets.volume",
         "visdet.datasets.nuscenes",
         "visdet.datasets.synthetic.driving_scenes",

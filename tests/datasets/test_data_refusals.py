@@ -94,11 +94,6 @@ REFUSED = [
     (lambda: process("FieldMetric", {"pred_field": NAN, "gt_field": NAN}), r"pred_field .* 1 NaN .* \[2\]"),
     (lambda: process("FieldMetric", {"pred_field": NAN[:2], "gt_field": NAN[1:]}), "gt_field must be finite"),
     (lambda: process("FieldMetric", {"pred_field": NAN[:1], "gt_field": NAN}), "must have 3 values .* got 1"),
-    (
-        lambda: process("TwoViewDepthMetric", {"pair": 4, "pred_depth": NAN, "gt_depth": NAN}),
-        "pair 4: pred_depth must be finite",
-    ),
-    (lambda: METRICS.build({"type": "TwoViewDepthMetric"}).evaluate(0), "no pixel has a positive"),
     (lambda: process("MotionMetric", {"gt_bboxes_3d": NAN}), "frame t has no gt_agent_fut_trajs"),
     (lambda: process("MotionMetric", FUTURE), "frame t: the prediction has no trajs_3d"),
     (

@@ -9,7 +9,7 @@ import torch
 from visdet.engine import ConfigError
 from visdet.engine.inference.dump_detections import DumpDetections
 from visdet.engine.inference.sample_json import record_of
-from visdet.structures import DrivingDataSample, FieldDataSample, TwoViewDataSample
+from visdet.structures import DrivingDataSample, FieldDataSample
 
 META = {"classes": ("car", "bus"), "map_classes": ("divider", "boundary")}
 
@@ -44,9 +44,7 @@ def test_a_driving_frame():
     assert record["lines"] == [line] and record["token"] == "t0"
 
 
-def test_depth_and_field():
-    depth = TwoViewDataSample(metainfo={"pair": 3}, pred_depth=torch.full((2, 3), 1.5))
-    assert record_of(depth.to_dict(), {}) == {"pair": 3, "depth": [[1.5] * 3] * 2}
+def test_a_field():
     field = FieldDataSample(pred_field=torch.tensor([0.5, 2.0]))
     assert record_of(field.to_dict(), {}) == {"field": [0.5, 2.0]}
     field.set_metainfo({"volume_shape": (1, 2, 1)})
@@ -71,8 +69,8 @@ def test_predictions_that_are_not_finite(bad):
     }
     with pytest.raises(ValueError, match=r"vectors\[0\] must be finite"):
         record_of(spoiled, META)
-    with pytest.raises(ValueError, match="predictions for pair 3: pred_depth must be finite"):
-        record_of({"pair": 3, "pred_depth": torch.full((2, 3), bad)}, {})
+    with pytest.raises(ValueError, match="predictions for a field: pred_field must be finite"):
+        record_of({"pred_field": torch.full((2, 3), bad)}, {})
     image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([bad]), "labels": torch.tensor([0])}
     with pytest.raises(ValueError, match=r"image a\.jpg: scores must be finite"):
         record_of({"img_path": "a.jpg", "ori_shape": (4, 5), "pred_instances": image}, META)

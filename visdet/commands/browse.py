@@ -1,7 +1,6 @@
 """Show the samples of a config's data set after all transforms, as the model gets them.
 
-A sample is an image with its boxes, a frame of several cameras, or a pair of views with its depth. A field is shown as
-a whole.
+A sample is an image with its boxes, or a frame of several cameras. A field is shown as a whole.
 
 visdet browse CONFIG --output-dir work_dirs/browse --not-show
 """

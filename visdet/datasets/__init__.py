@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .coco import CocoDataset
     from .info_files import load_infos, save_infos
     from .nuscenes import NuScenes3DDetTrackDataset
-    from .synthetic import DrivingScenesDataset, ShapesDataset, TwoViewPairs, make_driving_scenes, make_shapes
+    from .synthetic import DrivingScenesDataset, ShapesDataset, make_driving_scenes, make_shapes
     from .volume import FieldDataset, PointSampleDataset, VolumeDataset, make_volume
 else:
     __all__, __getattr__, __dir__ = lazy_names(
@@ -25,7 +25,6 @@ else:
             "synthetic": [
                 "DrivingScenesDataset",
                 "ShapesDataset",
-                "TwoViewPairs",
                 "make_driving_scenes",
                 "make_shapes",
             ],

@@ -11,7 +11,6 @@ from .motion_metric import MotionMetric
 from .nuscenes_metric import NuScenesMetric
 from .planning_metric import PlanningMetric
 from .tracking_metric import TrackingMetric
-from .two_view_depth_metric import TwoViewDepthMetric
 from .vector_map_metric import VectorMapMetric
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "NuScenesMetric",
     "PlanningMetric",
     "TrackingMetric",
-    "TwoViewDepthMetric",
     "VectorMapMetric",
 ]

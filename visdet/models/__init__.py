@@ -15,7 +15,6 @@ from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAtt
 from .losses import FocalLoss, GIoULoss, L1Loss
 from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
 from .necks import ChannelMapper
-from .two_view_depth import TwoViewDepth
 
 __all__ = [
     "DINO",
@@ -45,6 +44,5 @@ __all__ = [
     "ResNet",
     "SinePositionalEncoding",
     "SwinTransformer",
-    "TwoViewDepth",
     "sparsedrive",
 ]

@@ -1,4 +1,4 @@
-"""Samples of detection, of fields and of pairs of views."""
+"""Samples of detection and of fields."""
 
 from typing import Any
 
@@ -43,16 +43,4 @@ class FieldDataSample(BaseDataElement):
         gt_field, pred_field: [n], the values at the n points of the chunk.
         pred_gaussians: the Gaussians whose sum is ``pred_field``, the heaviest first. They are InstanceData with
             ``means`` [N, 3], ``covariances`` [N, 3, 3] and ``weights`` [N], in the unit of the points.
-    """
-
-
-class TwoViewDataSample(BaseDataElement):
-    """The cameras and the true and predicted depth of a pair of views.
-
-    The meta information is ``pair``, the number of the pair.
-
-    Attributes:
-        intrinsics: [3, 3], the camera matrix of both views, in pixels.
-        source_from_reference: [4, 4], the relative pose, in the unit of the depths.
-        gt_depth, pred_depth: [h, w], the z coordinates in the reference view.
     """

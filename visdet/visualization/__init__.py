@@ -9,14 +9,12 @@ from .driving_visualizer import DrivingVisualizer
 from .field_visualizer import FieldVisualizer, slice_ellipses
 from .local_visualizer import DetLocalVisualizer
 from .sample_visualizer import SampleVisualizer
-from .two_view_depth_visualizer import TwoViewDepthVisualizer
 
 __all__ = [
     "DetLocalVisualizer",
     "DrivingVisualizer",
     "FieldVisualizer",
     "SampleVisualizer",
-    "TwoViewDepthVisualizer",
     "contact_sheet",
     "draw_boxes",
     "side_by_side",

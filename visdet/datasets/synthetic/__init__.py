@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from .driving_scenes import DrivingScenesDataset, make_driving_scenes
     from .shapes import make_shapes
     from .shapes_dataset import ShapesDataset
-    from .two_view_pairs import TwoViewPairs
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -16,6 +15,5 @@ else:
             "driving_scenes": ["DrivingScenesDataset", "make_driving_scenes"],
             "shapes": ["make_shapes"],
             "shapes_dataset": ["ShapesDataset"],
-            "two_view_pairs": ["TwoViewPairs"],
         },
     )

@@ -26,7 +26,6 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
           ``box_3d``. It also has ``track`` if the model tracks, and ``trajectories`` and ``trajectory_scores`` if the
           model predicts motion. A line has ``class``, ``label``, ``score`` and ``points`` [n][2]. The ``plan`` is a
           list of positions [T][2].
-        * The record of a pair of views has its number ``pair`` and its ``depth`` [h][w].
         * The record of points has the values of the field at them, ``field`` [n].
         * The record of a volume has the values of the field in it, ``field`` [D0][D1][D2].
 
@@ -36,12 +35,10 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     if "pred_instances" in sample:
         return detections_of(sample, dataset_meta["classes"])
     found = predictions_of(sample)
-    name = next((f"{key} {sample[key]}" for key in ("token", "pair") if key in sample), "a field")
-    numbers = found | {key: sample[key] for key in ("pred_depth", "pred_field") if key in sample}
+    name = f"token {sample['token']}" if "token" in sample else "a field"
+    numbers = found | ({"pred_field": sample["pred_field"]} if "pred_field" in sample else {})
     lines = {f"vectors[{number}]": line for number, line in enumerate(numbers.pop("vectors", ()))}
     check_finite(f"the predictions for {name}", DIVERGED, **numbers, **lines)
-    if "pred_depth" in sample:
-        return {"pair": sample.get("pair"), "depth": _rounded(sample["pred_depth"])}
     if "pred_field" in sample:
         field = sample["pred_field"]
         return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}

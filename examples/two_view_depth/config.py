@@ -1,6 +1,7 @@
 # The depth of one view from a second one by attention along epipolar lines, trained from scratch on synthetic pairs in
 # minutes on two CPU cores. Every pair is drawn when it is read, and nothing is stored.
-_base_ = ["../_base_/default_runtime.py"]
+_base_ = ["visdet::_base_/default_runtime.py"]
+custom_imports = dict(imports=["two_view_depth"], allow_failed_imports=False)
 
 depth_range = (1.5, 6.0)
 
@@ -46,7 +47,6 @@ param_scheduler = [
 
 default_hooks = dict(
     checkpoint=dict(save_best="two_view/abs_rel", rule="less"),
-    visualization=dict(num_val_pictures=6),
+    visualization=None,
 )
-visualizer = dict(type="TwoViewDepthVisualizer")
 randomness = dict(seed=0)
