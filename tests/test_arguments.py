@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from mmengine.registry import MODELS as ROOT_MODELS
 
 from visdet.checks.arguments import (
@@ -19,8 +20,8 @@ from visdet.checks.arguments import (
     checked_value,
 )
 from visdet.errors import UserError
-from visdet.models import DINO, FocalLoss
-from visdet.registry import DATA_SAMPLERS, HOOKS, METRICS, MODELS, TRANSFORMS
+from visdet.models import DINO, FocalLoss, L1Loss
+from visdet.registry import DATA_SAMPLERS, HOOKS, METRICS, MODELS, TASK_UTILS, TRANSFORMS
 
 
 class Base:
@@ -185,3 +186,49 @@ def test_arguments_are_checked_whoever_constructs():
 def test_every_registry_checks(registry, config, message):
     with pytest.raises(UserError, match=message):
         registry.build(config)
+
+
+@pytest.mark.parametrize(
+    "registry, config",
+    [
+        (TRANSFORMS, dict(type="Mosaic", img_scale=(64, 48), bbox_clip_border=True, pad_val=114.0)),
+        (TRANSFORMS, dict(type="MixUp", flip_ratio=0, pad_val=114.0, max_iters=15)),
+        (TRANSFORMS, dict(type="LoadAnnotations", with_seg=False, poly2mask=True, box_type="hbox")),
+        (MODELS, dict(type="DetDataPreprocessor", pad_seg=False, seg_pad_value=255, batch_augments=None)),
+        (MODELS, dict(type="CrossEntropyLoss", ignore_index=None, avg_non_ignore=False)),
+        (METRICS, dict(type="CocoMetric", sort_categories=False, use_mp_eval=True)),
+    ],
+)
+def test_arguments_of_mmdet_without_effect_here_are_accepted(registry, config):
+    built = registry.build(config)
+    assert type(built).__name__ == config["type"]
+    assert getattr(built, "size", (64, 48)) == (64, 48)
+
+
+@pytest.mark.parametrize(
+    "registry, config, message",
+    [
+        (TRANSFORMS, dict(type="Mosaic", img_scale=3), "Mosaic: size must be tuple"),
+        (
+            TRANSFORMS,
+            dict(type="Mosaic", img_scale=(3, 3), size=(3, 3)),
+            "img_scale and size, which are the same",
+        ),
+        (TRANSFORMS, dict(type="Mosaic", size=(3, 3), center_ratio_range=(0, 1)), "between 0.3 and 0.7"),
+        (TRANSFORMS, dict(type="MixUp", ratio_range=(0.5, 1.5)), r"write share=\(least, most\)"),
+        (TRANSFORMS, dict(type="LoadAnnotations", with_seg=True), "with_seg must be False.* got True"),
+        (MODELS, dict(type="DetDataPreprocessor", batch_augments=[]), "batch_augments must be None"),
+        (MODELS, dict(type="CrossEntropyLoss", ignore_index=255), "ignore_index must be None"),
+        (TASK_UTILS, dict(type="HungarianAssigner", cls_cost={}), r"write match_costs=\[dict"),
+    ],
+)
+def test_arguments_of_mmdet_that_would_change_something_are_refused(registry, config, message):
+    with pytest.raises(UserError, match=message):
+        registry.build(config)
+
+
+def test_a_reduction_that_is_none_is_refused():
+    with pytest.raises(
+        UserError, match="L1Loss: reduction_override must be 'none' or 'mean' or 'sum', got True"
+    ):
+        L1Loss()(torch.ones(2, 4), torch.ones(2, 4), reduction_override=True)

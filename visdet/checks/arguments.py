@@ -20,8 +20,10 @@ __all__ = [
     "Count",
     "Positive",
     "Range",
+    "SameAs",
     "Seed",
     "Share",
+    "also_takes",
     "check_constructor",
     "check_texts",
     "checked",
@@ -81,12 +83,12 @@ def checked(function: _Function) -> _Function:
         signature = _signature(function)
         name = type(args[0]).__name__ if is_of_object else function.__name__
         try:
-            bound = signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **_own_arguments(name, function, kwargs))
         except TypeError as error:
             known = ", ".join(key for key in signature.parameters if key != "self")
             accepts = f"; it accepts {known}" if "unexpected" in str(error) else ""
             for other, here in getattr(function, "other_names", {}).items():
-                if accepts and f"'{other}'" in str(error):
+                if other in kwargs:
                     accepts = f"; write {here}"
             raise InvalidTypeError(f"{name}() {error}{accepts}") from None
         for key, value in bound.arguments.items():
@@ -110,6 +112,44 @@ def with_other_names(names: Mapping[str, str]) -> Callable[[_Function], _Functio
         return function
 
     return named
+
+
+def also_takes(**others: Any) -> Callable[[_Function], _Function]:
+    """Let a :func:`checked` function take arguments that other projects have under its name.
+
+    Args:
+        others: the only value that is accepted, which is what the function does without it; ``...`` for an argument
+            that has no effect here, whatever its value; or ``SameAs(name)`` for one that is called ``name`` here.
+    """
+
+    def known(function: _Function) -> _Function:
+        function.also_takes = others  # type: ignore[attr-defined]
+        return function
+
+    return known
+
+
+class SameAs(NamedTuple):
+    """The name of an argument that has another name elsewhere."""
+
+    name: str
+
+
+def _own_arguments(name: str, function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the function itself has."""
+    others = getattr(function, "also_takes", {})
+    own = {key: value for key, value in given.items() if key not in others}
+    for key in given.keys() & others.keys():
+        value, here = given[key], others[key]
+        if isinstance(here, SameAs):
+            if here.name in own:
+                raise InvalidTypeError(f"{name}() got {key} and {here.name}, which are the same argument")
+            own[here.name] = value
+        elif here is not ... and value != here:
+            raise InvalidInputError(
+                f"{name}: {key} must be {here!r}, because nothing else is supported, got {value!r:.200}"
+            )
+    return own
 
 
 def check_constructor(kind: type) -> None:

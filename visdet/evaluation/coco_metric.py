@@ -12,7 +12,7 @@ from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import Positive, Range
+from visdet.checks.arguments import Positive, Range, also_takes
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, listed
 from visdet.files.writing import write_atomically
@@ -60,7 +60,8 @@ class CocoMetric(BaseMetric):
         ann_file: the COCO JSON file with the ground truth. ``None`` takes the ground truth from the data
             samples. That of a CocoDataset in ``test_mode`` gives the same values.
         metric: must be ``'bbox'``.
-        classwise: log a table of the AP of each class, and also return ``coco/bbox_mAP/<class>``.
+        classwise: log a table of the AP of each class, and also return it as ``coco/bbox_mAP/<class>`` and, as
+            mmdet does, ``coco/<class>_precision``.
         format_only: write the detections without evaluating them.
         outfile_prefix: write the detections to ``<outfile_prefix>.bbox.json``, in COCO's result format.
         iou_thrs: IoU thresholds to average over. The default is 0.50, 0.55, .. 0.95.
@@ -85,6 +86,7 @@ class CocoMetric(BaseMetric):
 
     default_prefix = "coco"
 
+    @also_takes(sort_categories=False, file_client_args=None, use_mp_eval=...)
     def __init__(
         self,
         ann_file: str | None = None,
@@ -132,7 +134,8 @@ class CocoMetric(BaseMetric):
     def metric_names(self) -> list[str]:
         """The names of the metrics without the prefix, where ``*`` is the name of a class."""
         names = [f"bbox_{item}" for item in self.metric_items]
-        return [] if self.format_only else names + ["bbox_mAP/*"] * self.classwise
+        of_classes = ["bbox_mAP/*", "*_precision"] if self.classwise else []
+        return [] if self.format_only else names + of_classes
 
     @property
     def dataset_meta(self) -> dict | None:
@@ -254,7 +257,8 @@ class CocoMetric(BaseMetric):
         ]
         metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
         if self.classwise:
-            metrics.update({f"bbox_mAP/{row['name']}": row["mAP"] for row in self.classwise_results})
+            for row in self.classwise_results:
+                metrics[f"bbox_mAP/{row['name']}"] = metrics[f"{row['name']}_precision"] = row["mAP"]
             rows = [
                 [value if value != -1 else float("nan") for value in row.values()]
                 for row in self.classwise_results

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 from torch import Tensor
 
-from visdet.checks.arguments import Above0, Positive
+from visdet.checks.arguments import Above0, Positive, also_takes
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
@@ -36,6 +36,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
     Source: names and defaults are mmdet's.
     """
 
+    @also_takes(pad_seg=False, batch_augments=None, mask_pad_value=..., seg_pad_value=...)
     def __init__(
         self,
         mean: Sequence[float] | None = None,

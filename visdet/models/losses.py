@@ -6,6 +6,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visdet.checks.arguments import also_takes, checked_value
 from visdet.ops import sigmoid_focal_loss
 from visdet.registry import MODELS
 
@@ -57,6 +58,8 @@ class ReducedLoss(nn.Module):
         Raises:
             ValueError: the reduction is 'sum', and ``avg_factor`` is given.
         """
+        if reduction_override is not None:
+            checked_value(f"{type(self).__name__}: reduction_override", reduction_override, Reduction)
         loss = self.elements(pred, target)
         if weight is not None:
             loss = loss * self.element_weight(weight, pred)
@@ -217,6 +220,7 @@ class CrossEntropyLoss(ReducedLoss):
     Source: names and defaults are mmdet's.
     """
 
+    @also_takes(ignore_index=None, avg_non_ignore=False)
     def __init__(
         self,
         use_sigmoid: bool = False,

@@ -10,7 +10,7 @@ from mmengine import fileio
 from mmengine.logging import print_log
 from PIL import Image
 
-from visdet.checks.arguments import Positive
+from visdet.checks.arguments import Positive, also_takes
 from visdet.errors import InvalidInputError, UserError, reading
 from visdet.files.images import MAX_PIXELS, check_no_pipe, extra_frames, open_image, sizes_of, turned
 from visdet.registry import TRANSFORMS
@@ -158,6 +158,16 @@ class LoadAnnotations(BaseTransform):
 
     keeps_size = True
 
+    @also_takes(
+        with_seg=False,
+        box_type="hbox",
+        reduce_zero_label=False,
+        poly2mask=...,
+        ignore_index=...,
+        imdecode_backend=...,
+        backend_args=...,
+        file_client_args=...,
+    )
     def __init__(
         self,
         with_bbox: Literal[True] = True,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Positive, Share
+from visdet.checks.arguments import Positive, SameAs, Share, also_takes, with_other_names
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -176,6 +176,9 @@ class Mosaic(MixingTransform):
     Source: the name is YOLOv4's (arXiv 2004.10934). Difference: no part of the result is empty.
     """
 
+    # The four images cover the whole result, so that nothing is padded.
+    @also_takes(img_scale=SameAs("size"), bbox_clip_border=True, pad_val=...)
+    @with_other_names({"center_ratio_range": "nothing: the images meet between 0.3 and 0.7 of each side"})
     def __init__(
         self,
         size: tuple[Positive, Positive],
@@ -221,6 +224,14 @@ class MixUp(MixingTransform):
 
     keeps_size = True
 
+    # The other image is resized to the size of the first one, so that nothing is padded, and any image will do.
+    @also_takes(bbox_clip_border=True, flip_ratio=0, pad_val=..., max_iters=...)
+    @with_other_names(
+        {
+            "img_scale": "nothing: the other image is resized to the size of the first one",
+            "ratio_range": "share=(least, most) of the other image",
+        }
+    )
     def __init__(
         self,
         share: tuple[Share, Share] = (0.4, 0.5),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from visdet.checks.arguments import with_other_names
 from visdet.registry import TASK_UTILS
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
@@ -142,6 +143,9 @@ class HungarianAssigner:
     Source: Carion et al., DETR, ECCV 2020.
     """
 
+    @with_other_names(
+        dict.fromkeys(("cls_cost", "reg_cost", "iou_cost"), "match_costs=[dict(type=...), ...]")
+    )
     def __init__(
         self, match_costs: Sequence[dict[str, Any] | MatchCost] | dict[str, Any] | MatchCost
     ) -> None:
