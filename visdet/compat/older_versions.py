@@ -13,7 +13,6 @@ functions, which then accept more than before:
 * ``STRtree.query`` of shapely returns geometries in modules that look up their ``id``, as with shapely 1.
 """
 
-import collections.abc
 import functools
 import importlib.util
 import inspect
@@ -23,65 +22,14 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._bridge import Bridge
 
 __all__ = ["install", "installed", "patched", "uninstall"]
 
-_NUMPY_NAMES = {
-    "bool_": "bool bool8",
-    "float64": "float_",
-    "complex64": "singlecomplex",
-    "complex128": "complex_ cfloat",
-    "longdouble": "longfloat",
-    "clongdouble": "longcomplex clongfloat",
-    "str_": "unicode_ str0",
-    "bytes_": "string_ bytes0",
-    "object_": "object0",
-    "void": "void0",
-    "intp": "int0",
-    "uintp": "uint0",
-    "inf": "Inf Infinity infty PINF",
-    "nan": "NaN NAN",
-    "prod": "product",
-    "cumprod": "cumproduct",
-    "all": "alltrue",
-    "any": "sometrue",
-    "round": "round_",
-    "vstack": "row_stack",
-    "trapezoid": "trapz",
-    "asmatrix": "mat",
-}
-_NUMPY_ERRORS = (
-    "AxisError",
-    "ComplexWarning",
-    "ModuleDeprecationWarning",
-    "TooHardError",
-    "VisibleDeprecationWarning",
-)
 _READS_ALL = ("1", "y", "yes", "true")  # the values of TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
 _MAPS = re.compile(r"map|chamfer|dataset")  # in the names of modules that may hold map elements in a tree
-
-
-def _numpy(np: Any) -> dict[str, Any]:
-    """Return the names that numpy 1.24, 2.0 and later versions have dropped."""
-    names = {
-        old: getattr(np, new)
-        for new, olds in _NUMPY_NAMES.items()
-        if hasattr(np, new)
-        for old in olds.split()
-    }
-    names |= {"int": int, "float": float, "complex": complex, "object": object, "str": str, "unicode": str}
-    names |= {"NINF": -np.inf, "PZERO": 0.0, "NZERO": -0.0, "long": int, "issubclass_": issubclass}
-    errors = getattr(np, "exceptions", None)
-    names |= {name: getattr(errors, name) for name in _NUMPY_ERRORS if hasattr(errors, name)}
-    return names | {
-        "asscalar": lambda a: a.item(),
-        "asfarray": lambda a, dtype=np.float64: np.asarray(a, dtype),
-        "msort": lambda a: np.sort(a, axis=0),
-        "in1d": lambda ar1, ar2, **options: np.isin(np.ravel(ar1), ar2, **options),
-    }
 
 
 def _sync_params(self: Any) -> None:
@@ -115,52 +63,65 @@ _TORCHVISION = {
     "_output_size": _output_size,
     "_NewEmptyTensorOp": type("_NewEmptyTensorOp", (), {"apply": staticmethod(_new_empty_tensor)}),
 }
-# By the name of a module: the attribute of it that lacks names, or "" for the module itself, and what they are, of the
-# module.
-_ADDED: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "collections": (
-        "",
-        lambda _: {name: getattr(collections.abc, name) for name in collections.abc.__all__},
+
+
+def _of_numpy(numpy: Any) -> dict[str, Any]:
+    from .numpy_names import names
+
+    return names()
+
+
+def _of_collections(collections: Any) -> dict[str, Any]:
+    abc = collections.abc
+    return {name: getattr(abc, name) for name in abc.__all__}
+
+
+def _getargspec(function: Any) -> _ArgSpec:
+    return _ArgSpec(*inspect.getfullargspec(function)[:4])
+
+
+def _find_loader(name: str) -> Any:
+    return getattr(importlib.util.find_spec(name), "loader", None)
+
+
+def _get_cmap(*given: Any, **named: Any) -> Any:
+    return importlib.import_module("matplotlib.pyplot").get_cmap(*given, **named)
+
+
+def _of_images(image: Any) -> dict[str, Any]:
+    return {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC}
+
+
+def _textsize(self: Any, *text: Any, **named: Any) -> Any:
+    return self.textbbox((0, 0), *text, **named)[2:]
+
+
+def _getsize(self: Any, *text: Any, **named: Any) -> Any:
+    return self.getbbox(*text, **named)[2:]
+
+
+class _Added(NamedTuple):
+    """Names that a module lacks, or a class in it, if ``owner`` names one. A function returns those of a module."""
+
+    names: dict[str, Any] | Callable[[Any], dict[str, Any]]
+    owner: str = ""
+
+
+_ADDED = {
+    "collections": _Added(_of_collections),
+    "inspect": _Added({"getargspec": _getargspec}),
+    "pkgutil": _Added({"find_loader": _find_loader}),
+    "matplotlib.cm": _Added({"get_cmap": _get_cmap}),
+    "PIL.Image": _Added(_of_images),
+    "PIL.ImageDraw": _Added({"textsize": _textsize}, "ImageDraw"),
+    "PIL.ImageFont": _Added({"getsize": _getsize}, "FreeTypeFont"),
+    "numpy": _Added(_of_numpy),
+    "torch.nn.parallel.distributed": _Added(
+        {"_use_replicated_tensor_module": False, "_sync_params": _sync_params}, "DistributedDataParallel"
     ),
-    "inspect": (
-        "",
-        lambda _: {"getargspec": lambda function: _ArgSpec(*inspect.getfullargspec(function)[:4])},
-    ),
-    "pkgutil": (
-        "",
-        lambda _: {"find_loader": lambda name: getattr(importlib.util.find_spec(name), "loader", None)},
-    ),
-    "matplotlib.cm": (
-        "",
-        lambda _: {
-            "get_cmap": lambda *given, **named: importlib.import_module("matplotlib.pyplot").get_cmap(
-                *given, **named
-            )
-        },
-    ),
-    "PIL.Image": (
-        "",
-        lambda image: {"ANTIALIAS": image.LANCZOS, "LINEAR": image.BILINEAR, "CUBIC": image.BICUBIC},
-    ),
-    "PIL.ImageDraw": (
-        "ImageDraw",
-        lambda _: {"textsize": lambda self, *text, **named: self.textbbox((0, 0), *text, **named)[2:]},
-    ),
-    "PIL.ImageFont": (
-        "FreeTypeFont",
-        lambda _: {"getsize": lambda self, *text, **named: self.getbbox(*text, **named)[2:]},
-    ),
-    "numpy": ("", _numpy),
-    "torch.nn.parallel.distributed": (
-        "DistributedDataParallel",
-        lambda _: {"_use_replicated_tensor_module": False, "_sync_params": _sync_params},
-    ),
-    "mmcv.parallel.distributed": (
-        "MMDistributedDataParallel",
-        lambda _: {"_run_ddp_forward": _run_ddp_forward},
-    ),
-    "torchvision.ops": ("", lambda _: _TORCHVISION),
-    "torchvision.ops.misc": ("", lambda _: _TORCHVISION),
+    "mmcv.parallel.distributed": _Added({"_run_ddp_forward": _run_ddp_forward}, "MMDistributedDataParallel"),
+    "torchvision.ops": _Added(_TORCHVISION),
+    "torchvision.ops.misc": _Added(_TORCHVISION),
 }
 
 
@@ -234,16 +195,23 @@ def _knowing_old_styles(use: Callable) -> Callable:
     return use_style
 
 
-# By the name of a module: the attribute that holds a function, its name, and what makes the new function of it.
-_WIDENED: dict[str, tuple[str, str, Callable[[Callable], Callable]]] = {
-    "torch": ("", "load", _reading_more),
-    "torch.serialization": ("", "load", _reading_more),
-    "torch.nn.parallel._functions": ("", "_get_stream", _taking_an_index),
-    "mmcv.parallel._functions": ("", "_get_stream", _taking_an_index),
-    "yapf.yapflib.yapf_api": ("", "FormatCode", _ignoring_verify),
-    "matplotlib.style": ("", "use", _knowing_old_styles),
-    "matplotlib.style.core": ("", "use", _knowing_old_styles),
-    "argparse": ("ArgumentParser", "parse_known_args", _reading_either_rank),
+class _Widened(NamedTuple):
+    """A function of a module, or of the class that ``owner`` names, and what makes the new function of it."""
+
+    name: str
+    widen: Callable[[Callable], Callable]
+    owner: str = ""
+
+
+_WIDENED = {
+    "torch": _Widened("load", _reading_more),
+    "torch.serialization": _Widened("load", _reading_more),
+    "torch.nn.parallel._functions": _Widened("_get_stream", _taking_an_index),
+    "mmcv.parallel._functions": _Widened("_get_stream", _taking_an_index),
+    "yapf.yapflib.yapf_api": _Widened("FormatCode", _ignoring_verify),
+    "matplotlib.style": _Widened("use", _knowing_old_styles),
+    "matplotlib.style.core": _Widened("use", _knowing_old_styles),
+    "argparse": _Widened("parse_known_args", _reading_either_rank, "ArgumentParser"),
 }
 
 
@@ -285,27 +253,31 @@ def _map_elements(module: ModuleType) -> dict[str, Any]:
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     name = module.__name__
     if name in _ADDED:
-        attribute, names = _ADDED[name]
-        owner = getattr(module, attribute) if attribute else module
-        for key, value in names(module).items():
-            if key not in vars(owner):
-                bridge.replace(owner, key, value)
-                yield key
-    elif name in _WIDENED:
-        attribute, key, widen = _WIDENED[name]
-        owner = getattr(module, attribute) if attribute else module
-        function = vars(owner).get(key)
-        if function in _originals:  # It was imported from a module that is patched.
-            bridge.at_uninstall(functools.partial(setattr, owner, key, _originals[function]))
-        elif function is not None:
-            widened = widen(function)
-            _originals[widened] = function
-            bridge.replace(owner, key, widened)
+        added = _ADDED[name]
+        names = added.names if isinstance(added.names, dict) else added.names(module)
+        owner = getattr(module, added.owner) if added.owner else module
+        for key in names.keys() - vars(owner).keys():
+            bridge.replace(owner, key, names[key])
             yield key
+    elif name in _WIDENED:
+        widened = _WIDENED[name]
+        owner = getattr(module, widened.owner) if widened.owner else module
+        function = vars(owner).get(widened.name)
+        if function in _originals:  # It was imported from a module that is patched.
+            bridge.at_uninstall(functools.partial(setattr, owner, widened.name, _originals[function]))
+        elif function is not None:
+            replacement = widened.widen(function)
+            _originals[replacement] = function
+            bridge.replace(owner, widened.name, replacement)
+            yield widened.name
     else:
         for key, value in _map_elements(module).items():
             bridge.replace(module, key, value)
             yield key
+
+
+def _is_wanted(name: str) -> bool:
+    return name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2]))
 
 
 class _OlderVersions(Bridge):
@@ -315,11 +287,6 @@ class _OlderVersions(Bridge):
             self.reached[module.__name__] = reached
 
 
-bridge = _OlderVersions(
-    "older_versions",
-    "torch",
-    lambda name: name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2])),
-    _patch,
-)
+bridge = _OlderVersions("older_versions", "torch", _is_wanted, _patch)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched
