@@ -120,3 +120,19 @@ def test_a_deviation_must_be_positive(std):
     for kind in (DetDataPreprocessor, DrivingDataPreprocessor):
         with pytest.raises(ValueError, match="std must be"):
             kind(mean=(0, 0, 0), std=std)
+
+
+@pytest.mark.parametrize("kind", [DetDataPreprocessor, DrivingDataPreprocessor])
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double", "float"])
+def test_a_cast_model_gets_its_images_in_its_type(kind, cast):
+    """The mean is not rounded, also if the type is widened again."""
+    mean, std = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
+    model = torch.nn.Sequential(kind(mean, std), torch.nn.Linear(1, 1))
+    image = torch.full((3, 4, 4), 125, dtype=torch.uint8)
+    given = {"inputs": [image if kind is DetDataPreprocessor else image[None]]}
+    exact = model[0](given)["inputs"]
+    getattr(model, cast)()
+    out = model[0](given)["inputs"]
+    assert out.dtype == model[1].weight.dtype
+    torch.testing.assert_close(out, exact.to(out.dtype))
+    assert torch.equal(model.float()[0](given)["inputs"], exact)

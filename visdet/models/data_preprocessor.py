@@ -1,6 +1,6 @@
 """The data preprocessors, which turn collated samples into a padded or stacked and normalised batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,27 @@ from visdet.registry import MODELS
 from visdet.structures import DrivingDataSample
 
 
+class FollowsModel(BaseDataPreprocessor):
+    """A data preprocessor whose images have the type to which the model is cast, as by ``model.to(torch.bfloat16)``.
+
+    Images are computed in float32 or better. A mean of 123.675 would be 123.5 in bfloat16.
+    """
+
+    image_dtype = torch.float32
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        self.image_dtype = fn(torch.zeros((), dtype=self.image_dtype)).dtype
+        for name, buffer in exact.items():
+            moved = self.get_buffer(name)
+            if moved.element_size() < buffer.element_size():
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+
 @MODELS.register_module()
-class DetDataPreprocessor(ImgDataPreprocessor):
+class DetDataPreprocessor(FollowsModel, ImgDataPreprocessor):
     """Normalises images, pads them at the bottom and right to the size of the largest, and stacks them.
 
     Images of a planned batch (see docs/batches.md) are padded to the ``batch_input_shape`` that the samples have. The
@@ -53,7 +72,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
         self.reverses_channels = bgr_to_rgb or rgb_to_bgr
 
     def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
-        """Return ``dict(inputs=[B, C, H, W] float32, data_samples=...)`` on the model's device.
+        """Return ``dict(inputs=[B, C, H, W], data_samples=...)`` on the model's device and in its type.
 
         Args:
             data: ``inputs``, a list of [C, h, w] images or one [B, C, h, w] tensor, and ``data_samples``, a list or
@@ -85,7 +104,7 @@ class DetDataPreprocessor(ImgDataPreprocessor):
             F.pad(self._normalized(image), (0, width - w, 0, height - h), value=self.pad_value)
             for image, (h, w) in zip(images, image_sizes, strict=True)
         ]
-        return {"inputs": torch.stack(padded), "data_samples": data_samples}
+        return {"inputs": torch.stack(padded).to(self.image_dtype), "data_samples": data_samples}
 
     def _normalized(self, image: Tensor) -> Tensor:
         image = (image.flip(0) if self.reverses_channels else image).float()
@@ -121,13 +140,13 @@ def check_packed(batch: Any) -> None:
 
 
 @MODELS.register_module()
-class DrivingDataPreprocessor(BaseDataPreprocessor):
+class DrivingDataPreprocessor(FollowsModel):
     """Moves frames to the device, stacks them and normalises the images there.
 
     It takes the items of PackDrivingInputs as ``pseudo_collate`` collates them: a list of ``inputs`` [V, 3, H, W] and
     a list of DrivingDataSamples. It returns ``dict(inputs=..., data_samples=...)`` on the device, with ``inputs``
-    float32 [B, V, 3, H, W] and the same samples. The true boxes, lines and trajectories of the samples stay on the
-    host, where the model pads those of a batch and moves them together.
+    [B, V, 3, H, W] in the type of the model and the same samples. The true boxes, lines and trajectories of the samples
+    stay on the host, where the model pads those of a batch and moves them together.
 
     Args:
         mean, std: the mean and the standard deviation of each channel, in the order after the channels have been
@@ -178,4 +197,4 @@ class DrivingDataPreprocessor(BaseDataPreprocessor):
         images = (images.flip(2) if self.bgr_to_rgb else images).float()
         if self._has_statistics:
             images = torch.addcmul(self._shift, images, self._scale)
-        return {"inputs": images, "data_samples": samples}
+        return {"inputs": images.to(self.image_dtype), "data_samples": samples}
