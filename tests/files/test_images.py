@@ -114,7 +114,7 @@ def test_convert_goes_on_after_strange_pictures(tmp_path):
     names = ["huge.png", "large.png", "text.jpg", "pipe.jpg"]
     rows = "".join(f"{name},cat,1,2,11,12\n" for name in names)
     (tmp_path / "boxes.csv").write_text("image,label,xmin,ymin,xmax,ymax\n" + rows)
-    files, left_out = convert(tmp_path, tmp_path, left_out_share=1)
+    files, left_out = convert(tmp_path, tmp_path / "out", val_share=0, left_out_share=1)
     sizes = {
         row["file_name"]: (row["width"], row["height"]) for row in json.loads(files[0].read_text())["images"]
     }
