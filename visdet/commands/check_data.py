@@ -4,6 +4,10 @@ visdet check-data CONFIG --out-dir work_dirs/check
 """
 
 import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from visdet.command_line import add_config_arguments, folder_name
 
@@ -16,11 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_SHOWN_FAULTS = 50  # of each split
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command. The status is 1 if something keeps the config from training on its data."""
     from mmengine.registry import init_default_scope
 
-    from visdet.engine import UserError, dataset_config, load_config
+    from visdet.engine import dataset_config, load_config
 
     from . import browse
 
@@ -38,59 +45,50 @@ def run(args: argparse.Namespace) -> int:
             split == "test" and cfg.test_dataloader == cfg.get("val_dataloader")
         ):
             continue
-        try:
-            say_split(dataset_config(cfg, split), split, heads, seen)
-        except UserError as error:
-            problems += 1
-            print(f"{split}: a run stops here: {error}")
+        found = problems_of_split(dataset_config(cfg, split), split, heads, seen)
+        for problem in found[:_SHOWN_FAULTS]:
+            print(f"{split}: a run stops here: {problem}")
+        if len(found) > _SHOWN_FAULTS:
+            print(f"{split}: and at {len(found) - _SHOWN_FAULTS} more places")
+        problems += len(found)
     if not problems:
-        browse.run(
-            argparse.Namespace(
-                config=args.config,
-                cfg_options=args.cfg_options,
-                output_dir=args.out_dir,
-                number=12,
-                not_show=True,
-                split="train",
-                show_interval=0.0,
-                seed=0,
+        with _without_warnings():
+            browse.run(
+                argparse.Namespace(
+                    config=args.config,
+                    cfg_options=args.cfg_options,
+                    output_dir=args.out_dir,
+                    number=12,
+                    not_show=True,
+                    split="train",
+                    show_interval=0.0,
+                    seed=0,
+                )
             )
-        )
     return min(problems, 1)
 
 
-def say_split(config: dict, split: str, heads: dict[str, int], seen: dict[str, str]) -> None:
-    """Print what the data set of a split holds.
+def problems_of_split(config: dict, split: str, heads: dict[str, int], seen: dict[str, str]) -> list[str]:
+    """Print what the data set of a split holds, and return what keeps a run from using it with this model.
 
     Args:
         config: the config of the data set. split: its name.
         heads: the numbers of classes of the model. seen: the split of each image so far, to which those are added.
-
-    Raises:
-        UserError: the data set cannot be used with this model.
     """
     from visdet.datasets import CocoDataset
-    from visdet.datasets.coco_report import coco_report
-    from visdet.errors import ConfigError, UserError, listed
+    from visdet.errors import UserError, listed
     from visdet.registry import DATASETS
-    from visdet.structures.coco_json import load_coco_json
 
     kind = DATASETS.get(config["type"])
     is_coco = isinstance(kind, type) and issubclass(kind, CocoDataset)
-    dataset = DATASETS.build({**config, "lazy_init": True} if is_coco else config)
-    problem: UserError | None = None
-    if is_coco:
-        try:
-            dataset.full_init()
-        except UserError as error:
-            problem = error
-        content = load_coco_json(dataset.ann_file, dataset.backend_args, not dataset.test_mode)
-        lines = coco_report(content, dataset.data_prefix["img"], dataset.metainfo["classes"])
-        print(f"{split}, {dataset.ann_file}: " + "\n  ".join(lines))
-    if problem:
-        raise problem
-    print(f"{split}: {len(dataset)} samples")
-    if is_coco:
+    try:
+        dataset = DATASETS.build({**config, "lazy_init": True} if is_coco else config)
+    except UserError as error:
+        return [str(error)]
+    problems = problems_of_coco(dataset, split) if is_coco else []
+    if not problems:
+        print(f"{split}: {len(dataset)} samples")
+    if is_coco and not problems:
         paths = [dataset.get_data_info(index)["img_path"] for index in range(len(dataset))]
         shared = [path for path in paths if path in seen]
         if shared:
@@ -99,4 +97,47 @@ def say_split(config: dict, split: str, heads: dict[str, int], seen: dict[str, s
     count = len(dataset.metainfo.get("classes") or ()) if hasattr(dataset, "metainfo") else 0
     wrong = [f"{name}={number}" for name, number in heads.items() if count and number != count]
     if wrong:
-        raise ConfigError(f"the data has {count} classes, but the model {', '.join(wrong)}; set {count}")
+        problems.append(f"the data has {count} classes, but the model {', '.join(wrong)}; set {count}")
+    return problems
+
+
+def problems_of_coco(dataset: Any, split: str) -> list[str]:
+    """Load a CocoDataset, print the report of its file, and return what keeps a run from using it."""
+    from visdet.datasets.coco import add_sizes
+    from visdet.datasets.coco_report import coco_report
+    from visdet.errors import UserError
+    from visdet.structures.coco_json import faults_of, load_coco_json, read_json
+
+    path, needs_annotations = dataset.ann_file, not dataset.test_mode
+    folder = dataset.data_prefix["img"]
+    try:
+        faults = faults_of(read_json(path, dataset.backend_args), needs_annotations)
+        if faults:
+            return [f"annotation file {path}{fault}" for fault in faults]
+        content = load_coco_json(path, dataset.backend_args, needs_annotations)
+        number = add_sizes(content["images"], folder, dataset.backend_args)
+        lines = coco_report(content, folder, dataset.metainfo["classes"])
+        if number:
+            lines.append(f"images whose files were opened for their width and height: {number}")
+        print(f"{split}, {path}: " + "\n  ".join(lines))
+        with _without_warnings():
+            dataset.full_init()
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out the warnings on annotation files in the block, which the report says."""
+    from mmengine.logging import MMLogger
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("annotation file ")
+
+    logger = MMLogger.get_current_instance()
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -170,7 +170,11 @@ class CocoDataset(BaseDataset):
         is_coco = tuple(self.metainfo["classes"]) == COCO_CLASSES
         with where_to_get(_WHERE_COCO_IS.format(self.data_root or ".") if is_coco else _WHERE_DATA_ARE_NAMED):
             content = load_coco_json(self.ann_file, self.backend_args, needs_annotations=not self.test_mode)
-        add_sizes(content["images"], self.data_prefix["img"], self.backend_args)
+        number = add_sizes(content["images"], self.data_prefix["img"], self.backend_args)
+        if number:
+            self._warn(
+                f"{number} images have neither width nor height, so that their files were opened for it"
+            )
         label_of_category = self._match_categories(content)
         annotations_of_image = defaultdict(list)
         for annotation in content["annotations"]:
@@ -328,24 +332,23 @@ class CocoDataset(BaseDataset):
         print_log(f"annotation file {self.ann_file}: {message}", logger="current", level=logging.WARNING)
 
 
-def add_sizes(images: list[dict], folder: str, backend_args: dict | None = None) -> None:
-    """Give the records of images that have neither a width nor a height those of their files, as viewers show them.
+def add_sizes(images: list[dict], folder: str, backend_args: dict | None = None) -> int:
+    """Give the records of images without a width and a height those of their files, as viewers show them.
 
     Args:
         images: the records. folder: the folder of the images. backend_args: mmengine's file backend.
+
+    Returns:
+        the number of these records.
     """
     lacking = [image for image in images if lacks_size(image)]
-    if lacking:
-        print_log(
-            f"{len(lacking)} images have neither width nor height in their annotation file, so that {folder} is read",
-            logger="current",
-        )
     join_path = get_file_backend(folder).join_path
     for image in lacking:
         path = join_path(folder, image["file_name"])
         content = None if backend_args is None else fileio.get(path, backend_args=backend_args)
         with open_image(path, content) as picture:
             image["width"], image["height"] = sizes_of(picture)[0]
+    return len(lacking)
 
 
 @checked

@@ -1,0 +1,127 @@
+"""The command check-data: all faults of a file at once, each said once, and images without width and height."""
+
+import json
+import logging
+
+import pytest
+from coco_files import NAMES, annotation, write_coco
+from PIL import Image
+
+from visdet.commands.check_data import problems_of_split
+
+BOXES = [annotation(number, 1 + number % 2, [5, 6, 10, 12]) for number in range(1, 7)]
+
+
+def checked(folder, damage=lambda content: None, heads=None, **config):
+    """Return the problems of a data set whose file is changed by ``damage``."""
+    content = write_coco(folder, [dict(row) for row in BOXES])
+    damage(content)
+    (folder / "ann.json").write_text(json.dumps(content))
+    settings = dict(
+        type="visdet.CocoDataset",
+        ann_file="ann.json",
+        data_root=str(folder),
+        data_prefix=dict(img="images/"),
+        metainfo=dict(classes=NAMES),
+    )
+    return problems_of_split(settings | config, "train", heads or {}, {})
+
+
+def without_keys(content):
+    del content["images"][0]["file_name"], content["annotations"][1]["bbox"], content["categories"][2]["name"]
+    content["annotations"][2]["image_id"] = None
+
+
+def with_bad_values(content):
+    content["images"][0]["width"] = 0
+    content["categories"][0]["name"] = 7
+    for row, changes in zip(
+        content["annotations"],
+        (dict(bbox=[1, 2, 3]), dict(area="9"), dict(iscrowd=2), dict(image_id="1"), dict(ignore="0")),
+        strict=False,
+    ):
+        row |= changes
+
+
+def with_equal_ids(content):
+    for row in content["annotations"]:
+        row["id"] //= 2
+    content["images"][1]["id"] = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (
+            without_keys,
+            [
+                "images[0] has no key 'file_name'",
+                "annotations[1] has no key 'bbox'",
+                "image_id of annotations[2] must be",
+                "categories[2] has no key 'name'",
+            ],
+        ),
+        (
+            with_bad_values,
+            [
+                "image_id of annotations[3] is '1' (a text)",
+                "width and height must be positive",
+                "the name of a category",
+                *("bbox must be four", "area must be", "iscrowd must be", "ignore must be"),
+            ],
+        ),
+        (
+            with_equal_ids,
+            ["id 1 occurs twice in 'images'", "id 1 occurs twice in 'ann", "id 2 occurs twice in 'ann"],
+        ),
+        (lambda content: content.pop("images"), ["needs a list under the key 'images'"]),
+    ],
+)
+def test_all_faults_of_a_file_are_listed(tmp_path, damage, expected):
+    problems = checked(tmp_path, damage, {"model.bbox_head.num_classes": 80})
+    assert all(str(tmp_path) in problem for problem in problems[:-1])
+    assert "the data has 3 classes, but the model model.bbox_head.num_classes=80" in problems[-1]
+    assert len(problems) == len(expected) + 1
+    for part in expected:
+        assert any(part in problem for problem in problems), part
+
+
+def test_the_report_says_a_warning_once(tmp_path, capsys, caplog):
+    def overhang(content):
+        content["annotations"][0]["bbox"] = [5, 6, 90, 12]
+
+    with caplog.at_level(logging.WARNING):
+        assert checked(tmp_path, overhang) == []
+    printed = capsys.readouterr()
+    assert "boxes that go beyond their image: 1" in printed.out and "classes without a box: 2" in printed.out
+    assert "clipped to their image" not in printed.out + printed.err + caplog.text
+
+
+@pytest.mark.parametrize("sides", ["absent", "null"])
+def test_images_without_width_and_height(tmp_path, capsys, sides):
+    def remove(content):
+        for image in content["images"]:
+            image |= dict(width=None, height=None)
+            if sides == "absent":
+                del image["width"], image["height"]
+        content["annotations"][0]["bbox"] = [5, 6, 30, 12]
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.new("RGB", (40, 30)).save(tmp_path / "images/1.png", exif=exif)
+
+    assert checked(tmp_path, remove) == []
+    printed = capsys.readouterr().out
+    assert (
+        "opened for their width and height: 2" in printed
+        and "beyond their image: 1 (id 1 in 2.png)" in printed
+    )
+    (tmp_path / "images/1.png").unlink()
+    assert (
+        "1.png does not exist"
+        in checked(tmp_path, lambda content: (remove(content), (tmp_path / "images/1.png").unlink()))[0]
+    )
+
+
+def test_a_data_set_that_cannot_be_built_is_one_problem(tmp_path):
+    (problem,) = checked(tmp_path, filter_cfg=dict(min_size="3"))
+    assert "min_size must be" in problem
