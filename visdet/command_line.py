@@ -59,14 +59,26 @@ def positive_int(text: str) -> int:
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "config": {"help": "a config file, or the name of a config that `visdet configs` lists"},
+    "config": {
+        "help": "a config file, or the name of a config that `visdet configs` lists; or a checkpoint, which holds its "
+        "config"
+    },
     "--cfg-options": {
         "nargs": "+",
         "action": CfgOptions,
         "metavar": "KEY=VALUE",
         "help": "change values of the config, such as train_cfg.max_iters=100",
     },
-    "checkpoint": {"help": "a checkpoint file, its http(s) address, or a name of docs/model_zoo.md"},
+    "checkpoint": {
+        "nargs": "?",
+        "help": "a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. It may "
+        "stand alone in place of CONFIG CHECKPOINT",
+    },
+    "images": {
+        "nargs": "*",
+        "help": "images, videos, and folders that are searched for them with their subfolders; the number of a camera, "
+        "such as 0, or the address of a stream, rtsp://...",
+    },
     "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
     "--graph": {
         "action": argparse.BooleanOptionalAction,
@@ -87,18 +99,54 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--score-thr": {
         "type": float,
-        "help": "leave out objects with a lower score (default: the score of the best F1 of each class in the newest "
-        "evaluation in the folder of the checkpoint, or 0.3 if there is none)",
+        "help": "leave out objects with a lower score (default: the score of the best F1 of each class in the "
+        "checkpoint's own validation, or 0.3 if there was none)",
     },
 }
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add the argument ``config``, the option ``--cfg-options`` and others that several commands share, by name."""
+    parser.set_defaults(required_names=[name for name in others if name in ("checkpoint", "images")])
     for name in ("config", "--cfg-options", *others):
         argument: Any = parser.add_argument(name, **_SHARED[name])
         if name == "config":
             argument.completer = complete_config  # argcomplete reads it.
+
+
+def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
+    """Let a checkpoint stand alone in place of CONFIG CHECKPOINT, and return what is wrong with the arguments.
+
+    Args:
+        args: the arguments of a command. If it has ``config`` and ``checkpoint``, a checkpoint that is given in the
+            place of the config becomes both, and what follows becomes the first of its ``images``.
+        others: what argparse has left over. It ends the list of names at the first option between them.
+    """
+    if not hasattr(args, "checkpoint"):
+        return wrong_arguments([], others)
+    from visdet.engine.checkpoints.held_config import names_checkpoint
+
+    names = [name for name in (args.config, args.checkpoint) if name is not None]
+    if hasattr(args, "images"):
+        names += args.images
+    if not any(other.startswith("-") for other in others):
+        names, others = names + others, []
+    first = names.pop(0)
+    if names_checkpoint(first):
+        args.config = args.checkpoint = first
+    else:
+        args.config, args.checkpoint = first, names.pop(0) if names else None
+    if hasattr(args, "images"):
+        args.images, names = names, []
+    missing = [name for name in getattr(args, "required_names", ()) if not getattr(args, name)]
+    return wrong_arguments(missing, names + others)
+
+
+def wrong_arguments(missing: list[str], others: list[str]) -> str | None:
+    """Return the message on names that are missing and on arguments that are left over, or None."""
+    if missing:
+        return f"the following arguments are required: {', '.join(missing)}"
+    return f"unrecognized arguments: {' '.join(others)}" if others else None
 
 
 def complete_config(prefix: str, **_: Any) -> list[str]:

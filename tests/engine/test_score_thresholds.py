@@ -1,6 +1,7 @@
 """The thresholds of an evaluation reach the pictures and the detector."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from test_inference import PIPELINE
 from toy_run import toy_config, train
 
 import visdet
-from visdet.engine import Detector, build_runner
-from visdet.engine.inference.score_thresholds import measured_thresholds
+from visdet.engine import Detector, build_runner, read_checkpoint
+from visdet.engine.checkpoints.score_thresholds import measured_thresholds
 from visdet.errors import UserError
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
@@ -22,19 +23,27 @@ METRICS = [{"type": "ToyAccuracy"}, {"type": "CocoMetric"}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train(folder, val_evaluator=METRICS, train_cfg__max_iters=150, train_cfg__val_interval=150)
+    options = {"default_hooks__checkpoint__interval": 75, "train_cfg__val_interval": 150}
+    train(folder, val_evaluator=METRICS, train_cfg__max_iters=150, **options)
     return folder
 
 
-def test_a_validation_writes_what_the_detector_reads(folder):
-    record = json.loads((folder / "precision_recall.json").read_text())
-    classes = record["coco"]["classes"]
-    assert list(record) == ["coco"] and list(classes) == ["dark", "bright"]
-    assert not list(folder.glob("*.png")), "a validation draws no curves"
+def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_path):
+    """One that was saved before its validation gets them, too; an evaluation that lies beside it does not matter."""
+    assert not list(folder.glob("precision_recall*")) and not list(folder.glob("*.png"))
+    content = read_checkpoint(folder / "iter_150.pth")
+    kept = content["meta"]["score_thresholds"]
+    assert kept == read_checkpoint(folder / "best.pth")["meta"]["score_thresholds"]
+    assert read_checkpoint(folder / "iter_75.pth")["meta"]["score_thresholds"] == {}
+    expected = [kept.get(name, 0.3) for name in ("dark", "bright")]
+    shutil.copyfile(folder / "iter_150.pth", tmp_path / "a.pth")
+    (tmp_path / "precision_recall.json").write_text(
+        '{"coco": {"classes": {"dark": {"best_threshold": 0.9}}}}'
+    )
     cfg = toy_config(folder, test_dataloader__dataset__pipeline=PIPELINE)
-    expected = [0.3 if c["best_threshold"] is None else c["best_threshold"] for c in classes.values()]
     assert expected != [0.3, 0.3]
-    detector = Detector(cfg, folder / "iter_150.pth", "cpu")
+    detector = Detector(cfg, tmp_path / "a.pth", "cpu")
+    assert detector.origin_of_thresholds == "the checkpoint's validation"
     assert detector.score_thresholds == expected
     image = np.full((32, 32, 3), 60, np.uint8)
     (label,) = detector(image, score_threshold=0).labels.tolist()
@@ -60,19 +69,23 @@ def test_a_test_draws_the_curves_and_uses_the_thresholds_of_the_checkpoint(folde
     runner.test()
     names = sorted(path.name for path in (tmp_path / "test").iterdir() if path.is_file())
     assert {"coco_confusion_matrix.png", "coco_precision_recall.png", "precision_recall.json"} <= set(names)
-    assert used and all(given == measured_thresholds(folder / "iter_150.pth") for given in used)
+    kept = read_checkpoint(folder / "iter_150.pth")["meta"]["score_thresholds"]
+    assert used and all(given == kept for given in used)
 
 
 def test_a_file_that_is_damaged_is_named_and_other_classes_do_not_count(folder, tmp_path):
     (tmp_path / "precision_recall.json").write_text(
         '{"coco": {"classes": {"other": {"best_threshold": 0.9}}}}'
     )
-    assert measured_thresholds(tmp_path / "a.pth") == {"other": 0.9}
+    assert measured_thresholds({}, tmp_path / "a.pth") == (
+        {"other": 0.9},
+        str(tmp_path / "precision_recall.json"),
+    )
     for text in ("{", "[]", '{"coco": 3}'):
         (tmp_path / "precision_recall.json").write_text(text)
         with pytest.raises(UserError, match=r"precision_recall\.json cannot be used, remove it"):
-            measured_thresholds(tmp_path / "a.pth")
-    assert measured_thresholds(None) == measured_thresholds("https://a/b.pth") == {}
+            measured_thresholds({}, tmp_path / "a.pth")
+    assert measured_thresholds({}, None)[0] == measured_thresholds({}, "https://a/b.pth")[0] == {}
 
 
 @pytest.mark.parametrize(

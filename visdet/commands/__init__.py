@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import visdet
-from visdet.command_line import check_installation, prepare_process
+from visdet.command_line import check_installation, prepare_process, sort_names
 
 __all__ = ["main"]
 
@@ -40,9 +40,10 @@ _DESCRIPTION = """Train, evaluate and use detectors that config files describe.
 First steps, in any folder:
   visdet configs                                           # the configs of the package
   visdet train deformable_detr/deformable-detr_shapes      # on images that are drawn first
-  visdet infer CONFIG CHECKPOINT IMAGE|VIDEO|FOLDER ...    # detections in your own images
+  visdet infer work_dirs/.../best.pth IMAGE|VIDEO|FOLDER ...    # detections in your own images
 
-A CONFIG is a file of yours, or the name of one of the package's configs. `visdet COMMAND --help` explains a command."""
+A CONFIG is a file of yours, or the name of one of the package's configs. A checkpoint holds its config.
+`visdet COMMAND --help` explains a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
     with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
         importlib.import_module("argcomplete").autocomplete(parser)
-    options = parser.parse_args(arguments or sys.argv[1:] or ["--help"])
+    options, others = parser.parse_known_args(arguments or sys.argv[1:] or ["--help"])
+    if options.command != "doctor":  # It tells what is not installed.
+        check_installation(f"visdet {options.command}")
+    if problem := sort_names(options, others):
+        commands.choices[options.command].error(problem)
     if options.command in _PRINTING:  # The reader of the output, such as head, may end before.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if status := _run(options.command, modules[options.command], options):
@@ -74,9 +79,8 @@ def _described(text: str) -> dict[str, Any]:
 
 
 def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | None:
-    if name == "doctor":  # It tells what is not installed.
+    if name == "doctor":
         return module.run(arguments)
-    check_installation(f"visdet {name}")
     from visdet.engine import tool_session
 
     with tool_session():

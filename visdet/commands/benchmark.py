@@ -1,7 +1,7 @@
 """Measure how long a model of a config takes for images, eager and by CUDA graphs, and how much memory it needs.
 
 visdet benchmark deformable_detr/deformable-detr_shapes
-visdet benchmark my_config.py work_dirs/my_config/best_*.pth --batch-size 8 --amp --shape 800 1333
+visdet benchmark work_dirs/my_config/best.pth --batch-size 8 --amp --shape 800 1333
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Write a trained model for another runtime, run what was written there, and compare it with the model.
 
-visdet export deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth --format onnx \\
+visdet export work_dirs/deformable-detr_shapes/best.pth --format onnx \\
     --check data/shapes/annotations/instances_val.json --out exported
 """
 

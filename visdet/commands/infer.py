@@ -3,7 +3,7 @@
 Without --out-dir, each run gets a folder of its own. A camera is named by its number, and a stream by its address.
 Ctrl-C ends them, and what was found until then is written.
 
-visdet infer deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth data/shapes/val
+visdet infer work_dirs/deformable-detr_shapes/best.pth data/shapes/val
 """
 
 import argparse
@@ -19,13 +19,8 @@ from visdet.command_line import add_config_arguments, folder_name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser, "checkpoint", "--score-thr", "--graph", "--batch-size", "--amp", "--device")
-    parser.add_argument(
-        "images",
-        nargs="+",
-        help="images, videos, and folders that are searched for them with their subfolders; the number of a camera, "
-        "such as 0, or the address of a stream, rtsp://...",
-    )
+    names = ("checkpoint", "images")
+    add_config_arguments(parser, *names, "--score-thr", "--graph", "--batch-size", "--amp", "--device")
     parser.add_argument(
         "--out-dir",
         type=folder_name,
@@ -66,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
         load_config,
         say,
     )
+    from visdet.engine.checkpoints.score_thresholds import told_thresholds
     from visdet.engine.process.places import check_out_file
 
     cfg, _ = load_config(args.config, args.cfg_options)
@@ -75,6 +71,12 @@ def run(args: argparse.Namespace) -> None:
     files, left_out = find_images(args.images, args.out_dir)
     check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
+    if args.score_thr is None:
+        say(
+            told_thresholds(
+                detector.dataset_meta["classes"], detector.score_thresholds, detector.origin_of_thresholds
+            )
+        )
     found, failures = detect_files(
         detector,
         files,

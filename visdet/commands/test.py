@@ -1,6 +1,6 @@
 """Evaluate a checkpoint on the test set of its config.
 
-visdet test deformable_detr/deformable-detr_shapes work_dirs/deformable-detr_shapes/best_*.pth
+visdet test work_dirs/deformable-detr_shapes/best.pth
 """
 
 import argparse

@@ -63,7 +63,6 @@ def run(args: argparse.Namespace) -> None:
 
     from visdet.engine import UserError, check_work_dir, dataset_config, load_config
     from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
-    from visdet.engine.inference.score_thresholds import measured_thresholds
     from visdet.engine.stages import StagedModel
     from visdet.registry import DATASETS, VISUALIZERS
 
@@ -77,12 +76,14 @@ def run(args: argparse.Namespace) -> None:
             f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "
             "cameras. visdet browse draws the samples of any data set"
         )
-    model: Any = load_model(cfg, args.checkpoint, dataset.metainfo) if args.checkpoint else None
+    model: Any = None
+    thresholds: dict[str, float] = {}
+    if args.checkpoint:
+        model, thresholds = load_model(cfg, args.checkpoint, dataset.metainfo)
     visualizer = VISUALIZERS.build(
         {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
     )
     visualizer.dataset_meta = dataset.metainfo
-    thresholds = measured_thresholds(args.checkpoint)
     for option, names in ((args.score_thr, "classes"), (args.map_score_thr, "map_classes")):
         if option is not None:
             thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), option)
@@ -108,15 +109,17 @@ def run(args: argparse.Namespace) -> None:
         write_scene(drawn, out_dir / f"scene_{scene:03d}")
 
 
-def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "torch.nn.Module":
-    """Return the config's model with the weights of the checkpoint, in evaluation mode.
+def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "tuple[torch.nn.Module, dict[str, float]]":
+    """Return the model in evaluation mode with the weights of the checkpoint, and the checkpoint's thresholds.
 
     Its rows of classes are in the order of the data set's meta information.
     """
     import torch
 
+    from visdet.engine import say
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
     from visdet.engine.checkpoints.class_names import class_lists, lists_of_checkpoint, matched_by_name
+    from visdet.engine.checkpoints.score_thresholds import measured_thresholds, told_thresholds
     from visdet.engine.checkpoints.weights import load_weights, weights_of, without_prefix
     from visdet.engine.config.build_errors import build_model
 
@@ -125,7 +128,9 @@ def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "torch.nn.Modu
     weights = without_prefix(weights_of(content, checkpoint), model)
     weights = matched_by_name(model, weights, lists_of_checkpoint(content), class_lists(metainfo), checkpoint)
     load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    thresholds, origin = measured_thresholds(content, checkpoint)
+    say(told_thresholds(thresholds, thresholds.values(), origin))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), thresholds
 
 
 def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:

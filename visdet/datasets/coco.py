@@ -205,6 +205,8 @@ class CocoDataset(BaseDataset):
         classes = self.metainfo["classes"]
         categories = content["categories"]
         matched = match_categories(categories, classes, self.ann_file)
+        number_of = {label: number for number, label in matched.items()}
+        self.category_ids = [number_of.get(label) for label in range(len(classes))]
         num_boxes = Counter(annotation["category_id"] for annotation in content["annotations"])
         names = {category["id"]: category["name"] for category in categories}
         left_out = {

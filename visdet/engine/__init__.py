@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from visdet.option_values import CfgOptions
 
     from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
+    from .checkpoints.held_config import load_config
     from .checkpoints.resume import newest_readable_checkpoint
     from .config.load import (
         check_required_keys,
         complete_config,
         dataset_config,
-        load_config,
     )
     from .errors import CheckpointError, ConfigError, UserError
     from .hooks import (
@@ -61,8 +61,8 @@ else:
                 "check_required_keys",
                 "complete_config",
                 "dataset_config",
-                "load_config",
             ],
+            "checkpoints.held_config": ["load_config"],
             "process.console": ["say"],
             "process.session": ["tool_session"],
             "process.distributed": ["checked_launcher"],

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visdet.checks.arguments import checked, with_other_names
+from visdet.errors import InvalidInputError
 
-from .config.load import check_required_keys, load_config
+from .checkpoints.held_config import load_config, names_checkpoint
+from .config.load import check_required_keys
 from .config.other_names import NAMES_OF_TRAINING
 from .process.console import say
-from .process.places import check_work_dir
+from .process.places import check_work_dir, free_folder
 
 if TYPE_CHECKING:
     from mmengine.config import Config
@@ -36,7 +38,7 @@ class TrainingResult:
 @checked
 @with_other_names(NAMES_OF_TRAINING)
 def train(
-    config: "str | os.PathLike | Config",
+    config: "str | os.PathLike | Config | None" = None,
     options: Mapping[str, Any] | None = None,
     /,
     *,
@@ -54,7 +56,9 @@ def train(
     Args:
         config: a config file, the name of one of the package's configs, or a loaded config, which is not changed.
         options: values of the config to change by their dotted keys, such as ``{"train_cfg.max_iters": 100}``.
-        work_dir: the folder to write. The default is ``work_dirs/<name of the config>``.
+            Without one, it is that of the checkpoint ``from_``.
+        work_dir: the folder to write. The default is ``work_dirs/<name of the config>``. If it holds another run, and
+            this one does not resume, the next free one of ``<work_dir>_2``, ``<work_dir>_3`` … is taken.
         from_: weights to start from: a file, an http(s) address, or a name of docs/model_zoo.md, of visdet, mmdet, the
             original implementations or transformers. Those that do not fit the model, such as those of other classes,
             begin anew, and the log names them.
@@ -70,6 +74,12 @@ def train(
     """
     if isinstance(resume, bool):
         resume = "auto" if resume else None
+    if config is None and names_checkpoint(from_):
+        config = from_
+    if config is None:
+        raise InvalidInputError(
+            "train: config must be a path, a name, or a checkpoint that is given as from_, got None"
+        )
     cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=True)
     from .checkpoints.checkpoint import LAST_CHECKPOINT
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
@@ -83,6 +93,8 @@ def train(
         cfg.load_from, cfg.strict_load = os.path.expanduser(from_), False
     if resume:
         set_resume(cfg, os.fspath(resume))
+    elif not cfg.get("resume"):
+        cfg.work_dir = _free_folder(cfg)
     with training_defaults():
         runner = build_runner(cfg)
         runner.train()
@@ -95,10 +107,27 @@ def train(
     )
 
 
+def _free_folder(cfg: "Config") -> str:
+    """Return the first folder of ``work_dir``, ``work_dir_2`` … that holds no run, the same one in all processes."""
+    from mmengine.dist import broadcast_object_list
+
+    from .build import enter_environment
+
+    if cfg.launcher != "none":
+        enter_environment(cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}, cfg.launcher)
+    chosen = [free_folder(cfg.work_dir)]
+    broadcast_object_list(chosen)
+    if chosen[0] != cfg.work_dir:
+        say(
+            f"{cfg.work_dir} holds another run, which --resume would continue; this one writes to {chosen[0]}"
+        )
+    return chosen[0]
+
+
 @checked
 def evaluate(
     config: "str | os.PathLike | Config",
-    checkpoint: str | os.PathLike,
+    checkpoint: str | os.PathLike | None = None,
     options: Mapping[str, Any] | None = None,
     /,
     *,
@@ -114,7 +143,8 @@ def evaluate(
 
     Args:
         config, options, work_dir, graph, launcher, overrides: see :func:`train`.
-        checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md.
+        checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. It may be given in place of
+            the config, which it holds.
         out: a JSON file to write the predictions of every sample to, in COCO's format of results if it is named
             ``*.bbox.json``.
         show_dir: a folder to write pictures of predictions and ground truth to.
@@ -123,6 +153,10 @@ def evaluate(
     Raises:
         UserError: the config, an option, the checkpoint or the data cannot be used. The message says why.
     """
+    if checkpoint is None and names_checkpoint(config):
+        checkpoint = config
+    if checkpoint is None:
+        raise InvalidInputError("evaluate: checkpoint must be a path, an address or a name, got None")
     cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=False)
     from .prepare import build_runner, draw_detections, write_detections
     from .process.default_device import cpu_by_default

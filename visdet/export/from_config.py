@@ -15,7 +15,8 @@ from torch import nn
 
 from visdet.checks.heads import classes_of_heads
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
-from visdet.engine.config.load import dataset_config, load_config
+from visdet.engine.checkpoints.held_config import load_config
+from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import Detector, dataset_meta_of, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
 from visdet.engine.inference.image_files import find_images, is_video

@@ -29,13 +29,13 @@ from ..errors import (
     nearest_names,
 )
 from ..process.console import say
+from .held_config import SUFFIXES, URL_SCHEMES
 from .plain_state import to_plain
 from .published import PUBLISHED
 from .weights import check_finite, weights_of
 
 LAST_CHECKPOINT = "last_checkpoint"
-_URL_SCHEMES = ("http://", "https://")
-_SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
+LAST, BEST = "last.pth", "best.pth"  # links in the folder of a run
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
 _IF_TRUSTED = (
@@ -58,6 +58,14 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.save(to_plain(checkpoint, "checkpoint"), buffer)
     write_atomically(path, buffer.getbuffer())
+
+
+def add_thresholds(path: str | Path, thresholds: dict[str, float]) -> None:
+    """Write the thresholds of a validation into a checkpoint that was saved before it, as a run does."""
+    content = read_checkpoint(path)
+    if "score_thresholds" in content["meta"]:  # Another runner may have written it.
+        content["meta"]["score_thresholds"] = thresholds
+        write_checkpoint(content, path)
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = False) -> dict[str, Any]:
@@ -176,11 +184,11 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
         MissingCheckpointError: ``path`` is neither. The message names the checkpoints of its folder.
     """
     path = str(path)
-    is_known = path.startswith(_URL_SCHEMES) or path in PUBLISHED
+    is_known = path.startswith(URL_SCHEMES) or path in PUBLISHED
     if is_known or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
         return
     folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    files = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in _SUFFIXES)
+    files = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in SUFFIXES)
     wrong = "is a folder; give one of its files" if os.path.isdir(path) else "does not exist"
     near = nearest_names(Path(path).name, [*files, *PUBLISHED])
     known = f"did you mean {' or '.join(near)}?" if near else ", ".join(files[:8]) or "its folder has none"
@@ -200,7 +208,7 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
         check_finite(weights_of(content, filename), filename, allow_nonfinite)
         return content
 
-    for prefix in ("", *_URL_SCHEMES):
+    for prefix in ("", *URL_SCHEMES):
         CheckpointLoader.register_scheme(prefix, load_from_file_or_url, force=True)
 
 
@@ -240,7 +248,7 @@ def _address_of(path: str) -> str | None:
     """Return the address that a path or a name of :data:`PUBLISHED` stands for, or None for a file."""
     if path in PUBLISHED and not os.path.isfile(path):
         return PUBLISHED[path][1]
-    return path if path.startswith(_URL_SCHEMES) else None
+    return path if path.startswith(URL_SCHEMES) else None
 
 
 def _checksum_of(address: str) -> str | None:

@@ -14,8 +14,9 @@ from visdet.registry import DATASETS
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
 from .accumulated_gradients import restore_gradients
-from .checkpoint import LAST_CHECKPOINT, read_checkpoint
+from .checkpoint import BEST, LAST, LAST_CHECKPOINT, read_checkpoint
 from .class_names import class_lists, lists_of_checkpoint, matched_by_name
+from .held_config import say_differences
 from .plain_state import restore_message_hub, to_plain
 from .published import converted
 from .random_state import preserved_random_state, set_random_state
@@ -52,10 +53,9 @@ def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any
     folder = Path(work_dir)
     pointer = folder / LAST_CHECKPOINT
     named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    if named and not any(folder.glob("*.pth")) and Path(named).is_file():
+    if named and not _checkpoints_in(folder) and Path(named).is_file():
         folder = Path(named).parent
-    # A link may point at a file that has been removed.
-    files = [path for path in folder.glob("*.pth") if path.is_file()]
+    files = _checkpoints_in(folder)
     candidates = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
     last, remarks = None, []
     if named:
@@ -76,6 +76,12 @@ def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any
         if path == last:
             remarks.append(f"checkpoint {path} holds no training state")
     return None, remarks
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder without the links to the newest and the best one."""
+    # Another link may point at a file that has been removed.
+    return [path for path in folder.glob("*.pth") if path.is_file() and path.name not in (LAST, BEST)]
 
 
 def read_to_resume(
@@ -165,6 +171,8 @@ def load_into(
         raise CheckpointError(
             _refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
         )
+    if runner._train_loop is None:
+        say_differences(runner.cfg, content, path)
     weights = matched_by_name(model, weights, trained, wanted, path, strict)
     runner.class_lists = wanted or trained
     content = {**content, "state_dict": weights}

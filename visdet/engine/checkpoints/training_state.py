@@ -7,6 +7,7 @@ import mmengine
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from ..optim.wrappers import optimizers_of, unwrapped
+from .score_thresholds import thresholds_of
 
 
 def training_state(
@@ -30,6 +31,8 @@ def training_state(
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "mmengine_version": mmengine.__version__,
             "dataset_meta": getattr(runner.train_dataloader.dataset, "metainfo", None),
+            "category_ids": _category_ids(runner.train_dataloader.dataset),
+            "score_thresholds": _own_thresholds(runner, meta.get("iter")),
             "iterations_per_epoch": len(runner.train_dataloader),
             "optimizers": {name: type(optimizer).__name__ for name, optimizer in optimizers.items()},
         },
@@ -41,6 +44,22 @@ def training_state(
     if save_param_scheduler and runner.param_schedulers is not None:
         state["param_schedulers"] = _states(runner.param_schedulers)
     return state
+
+
+def _category_ids(dataset: Any) -> list[Any] | None:
+    """Return the number of each class in the annotation file of a data set, which may be within others, or None."""
+    while not hasattr(dataset, "category_ids"):
+        inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
+        if not (inner := [one for one in inner if one is not None]):
+            return None
+        dataset = inner[0]
+    return list(dataset.category_ids)
+
+
+def _own_thresholds(runner: Any, iteration: int | None) -> dict[str, float]:
+    """Return the thresholds of scores of the validation after this iteration, if there has been one."""
+    was_validated = iteration is not None and runner.message_hub.get_info("validated_at_iter") == iteration
+    return thresholds_of(runner.val_loop.evaluator.metrics) if was_validated and runner.val_loop else {}
 
 
 def _states(schedules: list | dict) -> list | dict:

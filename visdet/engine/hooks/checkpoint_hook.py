@@ -1,6 +1,7 @@
 """A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from mmengine.dist import is_main_process
@@ -11,8 +12,9 @@ from visdet.files.writing import write_atomically
 from visdet.registry import HOOKS
 
 from ..checkpoints.accumulated_gradients import gather_gradients
-from ..checkpoints.checkpoint import LAST_CHECKPOINT
+from ..checkpoints.checkpoint import BEST, LAST, LAST_CHECKPOINT, add_thresholds
 from ..checkpoints.random_state import gather_random_states
+from ..checkpoints.score_thresholds import thresholds_of
 from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError
 from ..process.places import check_free_space, check_work_dir
@@ -114,6 +116,25 @@ class CheckpointHook(_CheckpointHook):
         self.saved_at = meta["iter"]
         if is_main_process():
             write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), path.encode())
+            self._link_newest(runner)
+
+    def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
+        """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration."""
+        super().after_val_epoch(runner, metrics)
+        is_of_now = self.saved_at == runner.iter and is_main_process()
+        if is_of_now and self.last_ckpt and os.path.isfile(self.last_ckpt):
+            add_thresholds(self.last_ckpt, thresholds_of(runner.val_evaluator.metrics))
+
+    def _link_newest(self, runner: Any) -> None:
+        """Let ``last.pth`` be the newest checkpoint, and ``best.pth`` the best one, or the newest if there is none."""
+        best = [path for path in self._best_paths().values() if path]
+        for name, path in ((LAST, self.last_ckpt), (BEST, best[0] if best else self.last_ckpt)):
+            link = os.path.join(runner.work_dir, name)
+            is_of_user = os.path.exists(link) and not os.path.islink(link)
+            if path and os.path.isfile(path) and not is_of_user:
+                with suppress(OSError):  # Some file systems have no links.
+                    os.symlink(os.path.relpath(path, runner.work_dir), f"{link}.partial")
+                    os.replace(f"{link}.partial", link)
 
     def _names_differ(self) -> bool:
         """Return whether checkpoints of different steps have different names."""
@@ -150,9 +171,12 @@ class CheckpointHook(_CheckpointHook):
         for key, path in previous.items():
             if current.get(key) is None:
                 current[key] = path
-            elif path and path != current[key] and is_main_process():
-                _remove(path)
         self._set_best_paths(current)
+        if is_main_process():
+            self._link_newest(runner)
+            for path in previous.values():
+                if path and path not in current.values():
+                    _remove(path)
 
     def _best_paths(self) -> dict[str, str | None]:
         if len(self.key_indicators) == 1:

@@ -13,7 +13,8 @@ import visdet
 from visdet.registry import HOOKS
 from visdet.structures.tables import table_text
 
-from ..inference.score_thresholds import write_curves
+from ..checkpoints.checkpoint import BEST
+from ..checkpoints.score_thresholds import write_curves
 from ..optim.wrappers import unwrapped
 from ..process.console import is_main_process, say
 from ..process.places import short_path
@@ -62,16 +63,14 @@ class RunReportHook(Hook):
             say(f"{name:<10} {row}")
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
-        """Keep the newest metrics, and write the precision over the recall of each class."""
+        """Keep the newest metrics."""
         self.metrics = metrics or {}
-        if is_main_process():
-            write_curves(runner.val_evaluator.metrics, runner.work_dir, with_pictures=False)
 
     def after_test_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Keep the metrics, and write and draw the precision over the recall of each class."""
         self.metrics = metrics or {}
         if is_main_process():
-            self.files = write_curves(runner.test_evaluator.metrics, runner.work_dir, with_pictures=True)
+            self.files = write_curves(runner.test_evaluator.metrics, runner.work_dir)
 
     def after_train(self, runner: Any) -> None:
         """Print the AP of each class and the paths of the written files."""
@@ -102,6 +101,8 @@ class RunReportHook(Hook):
         say("look at it:")
         folder = shlex.quote(short_path(runner.work_dir))
         say(f"  tensorboard --logdir {folder}")
+        if os.path.exists(os.path.join(runner.work_dir, BEST)):
+            say(f"  visdet infer {folder}/{BEST} IMAGE|VIDEO|FOLDER ...")
         say(f"  visdet curves {folder}")
 
     def after_test(self, runner: Any) -> None:

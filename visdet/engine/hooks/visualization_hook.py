@@ -11,10 +11,16 @@ from mmengine.structures import BaseDataElement
 
 from visdet.registry import HOOKS
 
+from ..checkpoints.score_thresholds import (
+    DEFAULT_THRESHOLD,
+    measured_thresholds,
+    thresholds_of,
+    told_thresholds,
+)
 from ..errors import ConfigError
 from ..inference.picture_paths import PicturePaths
 from ..inference.sample_images import image_of, is_bgr
-from ..inference.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, thresholds_in
+from ..process.console import say
 
 
 def val_pictures_folder(runner: Any) -> str:
@@ -70,6 +76,12 @@ class DetVisualizationHook(Hook):
         self._pictures = PicturePaths("")
         self._trains = False
         self._measured: dict[str, float] = {}
+        self._origin = "there is no checkpoint"
+
+    @property
+    def draws_tests(self) -> bool:
+        """Whether the images of a test are drawn."""
+        return self.draw or self.test_out_dir is not None
 
     def _thresholds(self, runner: Any) -> float | dict[str, float]:
         if self.score_thr is not None:
@@ -77,6 +89,10 @@ class DetVisualizationHook(Hook):
         # Visualizers of other packages know one number only.
         is_ours = hasattr(runner.visualizer, "add_contact_sheet")
         return self._measured if self._measured and is_ours else DEFAULT_THRESHOLD
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+        """Take over the thresholds of the checkpoint's own validation."""
+        self._measured, self._origin = measured_thresholds(checkpoint, runner.cfg.get("load_from"))
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""
@@ -115,10 +131,7 @@ class DetVisualizationHook(Hook):
         """Draw the sheet."""
         if not self._sheet or not self._trains:
             return
-        reports = [getattr(metric, "curve_report", None) for metric in runner.val_evaluator.metrics]
-        self._measured = thresholds_in(
-            {str(n): report.to_dict() for n, report in enumerate(reports) if report}
-        )
+        self._measured = thresholds_of(runner.val_evaluator.metrics)
         step = runner.iter
         images, samples = zip(*self._sheet, strict=True)
         for out_file in (os.path.join(val_pictures_folder(runner), f"iter_{step}.png"), None):
@@ -132,9 +145,12 @@ class DetVisualizationHook(Hook):
             )
 
     def before_test_epoch(self, runner: Any) -> None:
-        """Start counting images, and look for the thresholds of the checkpoint."""
-        self._measured = measured_thresholds(runner.cfg.get("load_from"))
+        """Start counting images, and say by which thresholds they are drawn."""
         self._images_tested = 0
+        if self.draws_tests and self.score_thr is None:
+            names = (runner.visualizer.dataset_meta or {}).get("classes", ())
+            given = [self._measured.get(name, DEFAULT_THRESHOLD) for name in names]
+            say(told_thresholds(names, given, self._origin))
         if self.test_out_dir is not None:
             self._pictures = PicturePaths(os.path.join(runner.log_dir, self.test_out_dir))
 
@@ -146,7 +162,7 @@ class DetVisualizationHook(Hook):
         outputs: list[BaseDataElement] | None = None,
     ) -> None:
         """Draw every image if ``draw`` or ``test_out_dir`` is set."""
-        if not (self.draw or self.test_out_dir):
+        if not self.draws_tests:
             return
         for inputs, sample in zip(data_batch["inputs"], outputs or (), strict=True):
             self._images_tested += 1

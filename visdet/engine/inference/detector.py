@@ -32,9 +32,11 @@ from visdet.structures.class_names import checked_classes
 
 from ..checkpoints.checkpoint import read_checkpoint
 from ..checkpoints.class_names import class_lists, lists_of_checkpoint
+from ..checkpoints.held_config import load_config, names_checkpoint, say_differences
+from ..checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
-from ..config.load import complete_config, dataset_config, load_config
+from ..config.load import complete_config, dataset_config
 from ..config.other_names import NAMES_OF_DETECTING, NAMES_OF_LOADING
 from ..errors import ConfigError, UserError
 from ..graphs.methods import graphs_for
@@ -47,7 +49,6 @@ from .given_images import GivenImage, as_array, each_image, frames_per_second, i
 from .image_files import is_stream, is_video, one_or_several, pictures_folder
 from .picture_paths import PicturePaths
 from .read_ahead import computed_ahead
-from .score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
@@ -60,7 +61,8 @@ class Detector:
     """Detects objects in images by the model and the test pipeline of a config, with a checkpoint's weights.
 
     Args:
-        cfg: the config that the checkpoint was trained with, as for :func:`init_detector`.
+        cfg: the config that the checkpoint was trained with, as for :func:`init_detector`; or a checkpoint, which
+            holds its config.
         checkpoint: a file, an http(s) address, or a name of docs/model_zoo.md. Without one, the weights are random.
         device: the device to run on. The default is the GPU if there is one, and otherwise the CPU.
 
@@ -68,7 +70,8 @@ class Detector:
         dataset_meta: a dict with ``classes`` and, if it is known, ``palette``. It comes from the checkpoint, or from
             the config's test data set if the checkpoint has none.
         score_thresholds: for each class, the lowest score of the detections that are kept by default. That is the score
-            of the best F1 in the newest evaluation in the folder of the checkpoint, and 0.3 if there is none.
+            of the best F1 in the checkpoint's own validation, and 0.3 if there was none.
+        origin_of_thresholds: where they come from.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
@@ -84,6 +87,8 @@ class Detector:
         checkpoint: str | os.PathLike | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        if checkpoint is None and names_checkpoint(cfg):
+            checkpoint = cfg
         cfg, _ = load_config(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
@@ -97,6 +102,7 @@ class Detector:
                 "visdet.evaluate, to write and draw the predictions for the data set of the config"
             )
         content = {} if path is None else read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
+        say_differences(cfg, content, path or "")
         self.model: nn.Module = build_model(cfg, cfg.model)
         self.dataset_meta = dataset_meta_of(cfg, content, path, self.model)
         classes = self.dataset_meta["classes"]
@@ -116,7 +122,7 @@ class Detector:
                 allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")),
             )
         self.model.to(self.device).eval()
-        measured = measured_thresholds(path)
+        measured, self.origin_of_thresholds = measured_thresholds(content, path)
         self.score_thresholds = [
             measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
         ]
@@ -270,8 +276,8 @@ def init_detector(
     """Return a detector for images: ``init_detector(config, checkpoint)("street.jpg").boxes``.
 
     Args:
-        config: the config that the checkpoint was trained with: a file, the name of one of the package's configs, or a
-            loaded config, which is not changed.
+        config: a checkpoint, which holds its config; or the config that the checkpoint was trained with: a file, the
+            name of one of the package's configs, or a loaded config, which is not changed.
         checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. Without one, the weights are
             random.
         device: the device to run on, such as 'cpu' or 'cuda:1'. The default is the GPU if there is one.

@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import UserError
 
+_OF_A_RUN = ("*.pth", "last_checkpoint", "*/*.log")
 _LOCK = ".training.lock"
 # The data workers of a run that was killed end within five seconds, and hold its lock until then.
 _PATIENCE = 8.0
@@ -20,6 +21,15 @@ def short_path(path: str) -> str:
     """Return ``path`` relative to the current folder if it lies below that folder, otherwise ``path`` itself."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
+
+
+def free_folder(folder: str) -> str:
+    """Return the first of ``folder``, ``folder_2``, ``folder_3`` … that holds no checkpoint and no log of a run."""
+    place, number = folder, 1
+    while any(any(Path(place).glob(pattern)) for pattern in _OF_A_RUN):
+        number += 1
+        place = f"{folder}_{number}"
+    return place
 
 
 def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:

@@ -1,0 +1,204 @@
+"""The config that a checkpoint holds. It is read as values, so that no code of a stranger's file runs."""
+
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from visdet.errors import listed
+
+from ..config.foreign_scope import adopt_mmdet_scope
+from ..config.load import load_config as load_written_config
+from ..config.packaged import find_config
+from ..config.text import leaves
+from ..errors import CheckpointError, ConfigError
+from ..process.console import say
+
+URL_SCHEMES = ("http://", "https://")
+SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
+# What belongs to the run that wrote the checkpoint, or is for the user of the file to decide.
+_OF_THE_RUN = (
+    *("work_dir", "load_from", "resume", "launcher", "experiment_name"),
+    *("trust_checkpoint", "allow_nonfinite_weights", "strict_load"),
+)
+# The keys whose values name a class or a function.
+_NAMING = ("type", "constructor", "runner_type")
+# The packages whose classes registries have under the last part of their dotted names.
+_REGISTERED = ("visdet", "mmdet", "mmcv", "mmengine", "torch")
+_TIME_OF_A_RUN = re.compile(r"_\d{8}_\d{6}$")
+
+
+def names_checkpoint(given: Any) -> bool:
+    """Return whether a text or a path names a checkpoint: by its suffix, as an address, or as published weights."""
+    if not isinstance(given, str | os.PathLike):
+        return False
+    name = os.fspath(given)
+    if name.startswith(URL_SCHEMES) or name.endswith(SUFFIXES):
+        return True
+    if find_config(name) or os.path.exists(name):
+        return False
+    from .published import PUBLISHED  # This imports torch, which takes a second.
+
+    return name in PUBLISHED
+
+
+def load_config(
+    config: str | os.PathLike | Config, options: dict[str, Any] | None = None, work_dir: str | None = None
+) -> tuple[Config, list[str]]:
+    """Return a config as :func:`visdet.engine.config.load.load_config` does, which may be that of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint holds no config, or one that runs code and is not trusted by the option
+            ``trust_checkpoint``.
+    """
+    if names_checkpoint(config):
+        from .checkpoint import read_checkpoint
+
+        path, trust = os.path.expanduser(os.fspath(config)), bool((options or {}).get("trust_checkpoint"))
+        config = config_of(read_checkpoint(path, trust=trust), path, trust)
+    return load_written_config(config, options, work_dir)
+
+
+def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Config:
+    """Return the config that a checkpoint holds, without what belongs to the run that wrote it.
+
+    Args:
+        content: the checkpoint. path: its path, its address or its published name.
+        trust: whether code in the config may run: values that are no literals, modules of ``custom_imports``, and types
+            that are named by the module of their class.
+
+    Raises:
+        CheckpointError: there is no config, or it needs ``trust``. The message names what would run.
+    """
+    from .published import PUBLISHED
+
+    meta = content.get("meta")
+    meta = meta if isinstance(meta, Mapping) else {}
+    text = meta.get("cfg") or meta.get("config")
+    if path in PUBLISHED:
+        return load_written_config(PUBLISHED[path][0])[0]
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"checkpoint {path} holds no config. Give the one that it was trained with before it: CONFIG {path}"
+        )
+    values, code = _values(text, path)
+    if trust and code:
+        names: dict[str, Any] = {}
+        exec(compile(text, path, "exec"), names)
+        values = {name: names[name] for name in _names_of(text)}
+    name = _TIME_OF_A_RUN.sub("", str(meta.get("experiment_name") or Path(path).stem))
+    own = {key: value for key, value in values.items() if key not in _OF_THE_RUN}
+    cfg = Config(own, cfg_text=text, filename=f"{Path(name).name}.py")
+    adopt_mmdet_scope(cfg)
+    if not trust:
+        code += _code_in(cfg.to_dict())
+        if code:
+            raise CheckpointError(
+                f"the config in checkpoint {path} runs code: {listed(code, 6)}. If you trust its origin, add "
+                "`--cfg-options trust_checkpoint=True`; or give a config of yours before the checkpoint"
+            )
+        _use_registered_names(cfg._cfg_dict)
+    return cfg
+
+
+def say_differences(cfg: Config, content: Mapping[str, Any], path: str) -> None:
+    """Say where a config that is given differs from that of the checkpoint in the model and the steps before it."""
+    try:
+        held = config_of(content, path)
+    except (CheckpointError, ConfigError):
+        return  # It holds none, or one that cannot be compared without running its code.
+    here, there = _what_predicts(cfg), _what_predicts(held)
+    keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
+    if keys:
+        told = listed((f"{key} is {here.get(key)!r:.60} (there {there.get(key)!r:.60})" for key in keys), 4)
+        say(f"the config that is given differs from that of {path}, and is used: {told}")
+
+
+def _what_predicts(cfg: Config) -> dict[str, Any]:
+    """Return the values that change predictions by their paths."""
+    values = cfg.to_dict()
+    dataset = (values.get("test_dataloader") or {}).get("dataset") or {}
+    parts = {"model": values.get("model"), "test_dataloader.dataset.pipeline": dataset.get("pipeline")}
+    return {path: list(value) if isinstance(value, tuple) else value for path, value in leaves(parts)}
+
+
+def _names_of(text: str) -> list[str]:
+    """Return the names that the text of a config sets."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    names = [node.targets[0].id for node in nodes if isinstance(node.targets[0], ast.Name)]
+    return [name for name in names if name != "_base_"]
+
+
+def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values in the text of a config, and the names whose values are no literals."""
+    values, code = {}, []
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"the config in checkpoint {path} cannot be read: {error}") from error
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if not isinstance(node, ast.Assign) or not isinstance(target, ast.Name):
+            code.append(ast.unparse(node)[:60])
+        elif target.id != "_base_":
+            try:
+                values[target.id] = _literal(node.value)
+            except (ValueError, TypeError, SyntaxError, RecursionError) as error:
+                code.append(f"{target.id} = {str(error)[:60]}")
+    return values, code
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``. A ValueError has another one."""
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError(ast.unparse(node))
+        return {
+            _literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
+        }
+    if isinstance(node, ast.List):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(item) for item in node.elts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("dict", "float"):
+        given = [_literal(item) for item in node.args]
+        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+        return dict(*given, **named) if node.func.id == "dict" else float(*given)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise ValueError(ast.unparse(node)) from error
+
+
+def _code_in(values: dict[str, Any]) -> list[str]:
+    """Return the modules that a config would import, by ``custom_imports`` or as the name of a class."""
+    imports = (values.get("custom_imports") or {}).get("imports") or []
+    code = [f"custom_imports {name}" for name in ([imports] if isinstance(imports, str) else imports)]
+    for place, name in leaves(values):
+        key = place.rpartition(".")[2]
+        if not isinstance(name, str) or key not in (*_NAMING, "_scope_", "default_scope"):
+            continue
+        package, dot, _ = name.partition(".")
+        last = name.rpartition(".")[2]
+        # A registry that has no class of a name imports a module of that name.
+        is_module = key in _NAMING and last.isidentifier() and importlib.util.find_spec(last) is not None
+        is_foreign = package not in _REGISTERED and bool(dot or key not in _NAMING)
+        if is_module or is_foreign:
+            code.append(f"{place}={name!r}")
+    return code
+
+
+def _use_registered_names(node: Any) -> None:
+    """Replace the dotted name of a class by the last part, under which a registry has it."""
+    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
+        _use_registered_names(item)
+    for key in _NAMING:
+        if isinstance(node, dict) and isinstance(node.get(key), str):
+            node[key] = node[key].rpartition(".")[2]
