@@ -1,7 +1,7 @@
 """The parts of an operator's benchmark file, which are cases, their work, and the peers that they are compared with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Case:
     tolerance: Callable[
         [torch.dtype], dict[str, float]
     ]  # for "output" and the gradient of each differentiable argument
-    peers: Sequence[Peer] = ()  # goals_ratio refers to the first, which is usually plain torch
+    peers: Sequence[Peer] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     batched: tuple[int, ...] = ()  # positions of arguments whose first dimension is the batch
     checked_batches: tuple[int, ...] | None = (
@@ -83,8 +83,6 @@ class Case:
     )
     graph: bool = False  # on a GPU, replay from a CUDA graph, with the inputs warm in L2
     heavy: bool = False  # on a CPU, run only if --cases selects the case
-    goals_us: dict[torch.dtype, dict[str, float]] = field(default_factory=dict)  # for an H200
-    goals_ratio: dict[str, float] = field(default_factory=dict)  # in float32 on a CPU, to the first peer
 
     @property
     def title(self) -> str:

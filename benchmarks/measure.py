@@ -60,7 +60,7 @@ def measure(
         if entry is not None:
             result["peers"][peer.name] = entry
     if case.peers:
-        _add_ratios(result, case, dtype, device)
+        _add_ratios(result)
     return result
 
 
@@ -76,8 +76,6 @@ def _add_passes(
     """Time the passes of the operator. If one fails, its reason is kept and the others are still timed."""
     device = grad_output.device
     work = case.work(dtype)
-    is_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
-    goals = case.goals_us.get(dtype, {}) if is_h200 else {}
     passes = result["passes"]
     for kind in passes_for(device) if case.differentiable else ("forward",):
         try:
@@ -90,8 +88,6 @@ def _add_passes(
             "time": dataclasses.asdict(timing),
             **_figures(parts, timing.median_us, floors, case.graph),
         }
-        if kind in goals:
-            passes[kind]["goal_us"] = goals[kind]
 
 
 def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) -> dict[str, Any]:
@@ -159,18 +155,14 @@ def _time_peer(call: Call, kind: str, grad_output: Tensor, graph: bool, seconds:
     return time_pass(call, kind, grad_output, False, seconds)
 
 
-def _add_ratios(result: dict[str, Any], case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Add the ratio of each peer's times to the operator's, and the goals for these ratios."""
+def _add_ratios(result: dict[str, Any]) -> None:
+    """Add the ratio of each peer's times to the operator's."""
     for entry in result["peers"].values():
         entry["times_slower"] = {
             kind: timing["median_us"] / result["passes"][kind]["time"]["median_us"]
             for kind, timing in entry["passes"].items()
             if kind in result["passes"]
         }
-    if device.type == "cpu" and dtype == torch.float32:
-        slower = result["peers"].get(case.peers[0].name, {}).get("times_slower", {})
-        for kind in slower.keys() & case.goals_ratio.keys():
-            result["passes"][kind].update(ratio=slower[kind], goal_ratio=case.goals_ratio[kind])
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -16,17 +16,17 @@ def write_tables(report: Report, folder: Path) -> None:
 
 
 def short_table(report: Report) -> str:
-    """Return a table with case, dtype, pass, time, percent of the floor, ratios of peers and goals."""
+    """Return a table with case, dtype, pass, time, percent of the floor, ratios of peers."""
     peers = _peers(report)
-    rows = [["case", "dtype", "pass", "median", "floor", *peers, "goal"]]
+    rows = [["case", "dtype", "pass", "median", "floor", *peers]]
     for result in report["results"]:
         name = [f"{result['op']}/{result['case']}", result["dtype"]]
         if not result["gate"]["passed"]:
-            rows.append([*name, "not timed: red gate", *[""] * (len(peers) + 3)])
+            rows.append([*name, "not timed: red gate", *[""] * (len(peers) + 2)])
         for kind, figures in result["passes"].items():
             ratios = [_ratio(result, peer, kind) for peer in peers]
             median, percent = _time(figures["time"]["median_us"]), f"{figures['percent_of_floor']:.0f} %"
-            rows.append([*name, _label(kind), median, percent, *ratios, _goal(figures)])
+            rows.append([*name, _label(kind), median, percent, *ratios])
     return "\n".join(table(rows[0], rows[1:]))
 
 
@@ -76,7 +76,7 @@ def _times(report: Report) -> list[str]:
             f"gathered {prefix}B/s",
             f"{prefix}FLOP/s",
         ),
-        *("floor", "% of floor", *peers, "goal"),
+        *("floor", "% of floor", *peers),
     ]
     rows = []
     for result in report["results"]:
@@ -91,7 +91,6 @@ def _times(report: Report) -> list[str]:
                     f"{figures['percent_of_floor']:.0f}",
                 ]
                 + [_peer(result, peer, kind) for peer in peers]
-                + [_goal(figures)]
             )
     return table(header, rows)
 
@@ -157,17 +156,6 @@ def _peer(result: dict[str, Any], peer: str, kind: str) -> str:
     if kind not in entry["passes"]:
         return ""
     return f"{_time(entry['passes'][kind]['median_us'])} ({entry['times_slower'][kind]:.3g}×)"
-
-
-def _goal(figures: dict[str, Any]) -> str:
-    if "goal_us" in figures:
-        verdict = "met" if figures["time"]["median_us"] <= figures["goal_us"] else "missed"
-        return f"≤ {_time(figures['goal_us'])} {verdict}"
-    if "ratio" in figures:
-        return (
-            f"≥ {figures['goal_ratio']:g}x {'met' if figures['ratio'] >= figures['goal_ratio'] else 'missed'}"
-        )
-    return ""
 
 
 def _time(us: float) -> str:

@@ -158,20 +158,13 @@ def _case(
     )
 
 
-def _goals(forward: float, backward: float, half: tuple[float, float] | None = None) -> dict[str, Any]:
-    goals = {torch.float32: {"forward": forward, "backward": backward}}
-    if half is not None:
-        goals |= {dtype: dict(forward=half[0], backward=half[1]) for dtype in (torch.bfloat16, torch.float16)}
-    return dict(goals_us=goals)
-
-
 CASES = [
     _case("tiny", Q=7, P=3, levels=((8, 16), (4, 8))),
-    _case("det-b1", **_goals(42, 190, (25, 130)), goals_ratio={"forward": 20, "both": 12}),
-    _case("det-b1-visible", visible=1.0, heavy=True, **_goals(150, 850)),
-    _case("det-b6", B=6, heavy=True, **_goals(170, 950)),
-    _case("map-b1", Q=100, P=300, heavy=True, **_goals(90, 400)),
-    _case("map-b1-visible", Q=100, P=300, visible=1.0, heavy=True, **_goals(360, 2000)),
-    _case("map-b6", B=6, Q=100, P=300, heavy=True, **_goals(520, 2200)),
+    _case("det-b1"),
+    _case("det-b1-visible", visible=1.0, heavy=True),
+    _case("det-b6", B=6, heavy=True),
+    _case("map-b1", Q=100, P=300, heavy=True),
+    _case("map-b1-visible", Q=100, P=300, visible=1.0, heavy=True),
+    _case("map-b6", B=6, Q=100, P=300, heavy=True),
     _case("paths", Q=1024, P=500, heavy=True, peers=(EVERY_POINT,)),  # SparseDriveV2's candidates on NAVSIM
 ]

@@ -136,7 +136,7 @@ def _case(name: str, B: int = 1, Q: int = 900, P: int = 13, levels: Levels = LEV
 
 CASES = [
     _case("tiny", Q=7, P=3, levels=((8, 16), (4, 8))),
-    _case("det-b1", goals_ratio={"forward": 20, "both": 12}),
+    _case("det-b1"),
     _case("det-b6", B=6, heavy=True),
     _case("map-b1", Q=100, P=300, heavy=True),
     _case("map-b6", B=6, Q=100, P=300, heavy=True),

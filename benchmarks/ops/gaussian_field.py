@@ -89,14 +89,12 @@ CASES = [
         B=500,
         N=1000,
         graph=True,
-        goals_us={torch.float32: {"forward": 6, "backward": 12}},
     ),
-    _case("small", B=5000, N=1000, goals_ratio={"forward": 10, "both": 10}),
+    _case("small", B=5000, N=1000),
     _case(
         "pairs-1e9",
         B=100_000,
         N=10_000,
         heavy=True,
-        goals_us={torch.float32: {"forward": 520, "backward": 2200}},
     ),
 ]
