@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -22,18 +21,24 @@ class Frame:
 
     ids: np.ndarray
     places: np.ndarray
-    scores: Any = None
-    labels: Any = None
+    scores: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
     def above(self, threshold: float) -> "Frame":
-        return self._rows(self.scores >= threshold)
+        """Return the predicted objects whose score is at least ``threshold``."""
+        assert self.scores is not None
+        return self.rows(self.scores >= threshold)
 
     def of_class(self, label: int) -> "Frame":
-        return self._rows(self.labels == label)
+        """Return the objects of a class, of frames with classes."""
+        assert self.labels is not None
+        return self.rows(self.labels == label)
 
-    def _rows(self, keep: np.ndarray) -> "Frame":
-        parts = (self.ids, self.places, self.scores, self.labels)
-        return Frame(*(None if part is None else part[keep] for part in parts))  # type: ignore[arg-type]
+    def rows(self, keep: np.ndarray) -> "Frame":
+        """Return the objects for which the mask ``keep`` [n] is True."""
+        scores = None if self.scores is None else self.scores[keep]
+        labels = None if self.labels is None else self.labels[keep]
+        return Frame(self.ids[keep], self.places[keep], scores, labels)
 
 
 @dataclass
@@ -117,6 +122,7 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
 
     assigned = zip(*linear_sum_assignment(cost), strict=True)
     pairs = [(row, column) for row, column in assigned if np.isfinite(between[row, column])]
+    assert predicted.scores is not None
     for row, column in pairs:
         identity, track = int(truth.ids[row]), int(predicted.ids[column])
         if track_of.get(identity, track) == track:

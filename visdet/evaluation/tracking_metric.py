@@ -22,6 +22,7 @@ from .nuscenes_metric import CLASS_RANGE
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
 _MAX_DISTANCE_M = 2.0
+_SUMMARY = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
 
 
 @METRICS.register_module()
@@ -31,7 +32,7 @@ class TrackingMetric(DrivingBoxMetric):
     ``AMOTA`` is the mean over recalls of max(0, MOTAR), which is 0 for a recall that is not reached. ``AMOTP`` is the
     mean distance in metres, which is 2 for a recall that is not reached. The score of a track is the mean score of its
     boxes, and gaps in tracks are filled by linear interpolation. Values are means over the classes that have true
-    boxes, but ``IDS`` is a sum. Cones, barriers and construction vehicles are not tracked.
+    boxes, and NaN if none has, but ``IDS`` is a sum. Cones, barriers and construction vehicles are not tracked.
 
     Ground truth: ``gt_bboxes_3d``, ``gt_labels_3d``, ``instance_id``, ``token``, ``scene_token``, ``timestamp``,
     ``T_global`` and, optionally, ``ego2global_translation``. Predictions: ``boxes_3d``, ``scores_3d``, ``labels_3d``,
@@ -47,11 +48,12 @@ class TrackingMetric(DrivingBoxMetric):
     Raises:
         ValueError: a prediction has no ``instance_ids``, or a class has no range.
 
-    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics.
+    Source: nuscenes-devkit's tracking evaluation (tracking_nips_2019), without pandas and motmetrics. In small
+    sets, rounding may decide whether a recall is reached exactly, and AMOTA may then differ from the devkit's by 0.08.
     """
 
     default_prefix = "Tracking"
-    metric_names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS", "*_AMOTA")
+    metric_names = (*_SUMMARY, "*_AMOTA")
 
     def __init__(
         self,
@@ -101,22 +103,20 @@ class TrackingMetric(DrivingBoxMetric):
             scenes.setdefault(frame["scene"], []).append(frame)
         labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
         tracks = [self._tracks(scene, labels) for scene in scenes.values()]
-        scenes_of = {
-            name: [
-                [(true.of_class(label), found.of_class(label)) for true, found in scene] for scene in tracks
-            ]
-            for label, name in labels.items()
-        }
-        scores = {name: _scores_of_class(scenes) for name, scenes in scenes_of.items()}
-        rows = {name: row for name, row in scores.items() if row is not None}
-        names = ("AMOTA", "AMOTP", "MOTA", "recall", "IDS")
-        combine = {name: np.sum if name == "IDS" else np.mean for name in names}
-        metrics = {
-            name: float(combine[name]([row[name] for row in rows.values()])) if rows else float("nan")
-            for name in names
-        }
+        rows: dict[str, dict[str, float]] = {}
+        for label, name in labels.items():
+            of_class = [_of_class(scene, label) for scene in tracks]
+            if any(len(truth.ids) for scene in of_class for truth, _ in scene):
+                rows[name] = _scores_of_class(of_class)
+        metrics = {}
+        for name in _SUMMARY:
+            values = [row[name] for row in rows.values()]
+            if name == "IDS":
+                metrics[name] = float(sum(values))
+            else:
+                metrics[name] = float(np.mean(values)) if values else float("nan")
         table = table_text(
-            ("class", *names), [(name, *(row[key] for key in names)) for name, row in rows.items()]
+            ("class", *_SUMMARY), [(name, *map(row.get, _SUMMARY)) for name, row in rows.items()]
         )
         print_log(table + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
@@ -157,10 +157,12 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
     return [replace(frame, scores=means[np.searchsorted(tracks, frame.ids)]) for frame in frames]
 
 
-def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float] | None:
-    """Return the scores of one class, or ``None`` if it has no true boxes."""
-    if not any(len(truth.ids) for scene in scenes for truth, _ in scene):
-        return None
+def _of_class(scene: list[tuple[Frame, Frame]], label: int) -> list[tuple[Frame, Frame]]:
+    return [(truth.of_class(label), found.of_class(label)) for truth, found in scene]
+
+
+def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float]:
+    """Return the scores of one class, which has true boxes."""
     curve = motar_curve(scenes, _MAX_DISTANCE_M)
     motar = [0.0 if point is None or np.isnan(point.motar) else point.motar for point in curve]
     motp = [_MAX_DISTANCE_M if point is None or np.isnan(point.motp) else point.motp for point in curve]
