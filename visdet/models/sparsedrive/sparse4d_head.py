@@ -1,6 +1,6 @@
 """Sparse4D's head: a decoder over instances, for boxes and for polylines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,14 +8,13 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import map_tensors
 from visdet.registry import MODELS, TASK_UTILS
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import to_device
-from .base_target import Assignment, PaddedInstances, PairCosts
 from .boxes.box3d_target import DenoisingQueries
+from .heads_of_tasks import HeadOfTasks
 from .instance_operations import InstanceOperations
 from .sparse4d_loss import Sparse4DLoss
 from .temporal.frame_clock import FrameStep
@@ -52,12 +51,37 @@ class _Memory:
     history: tuple[bool, ...]
 
 
+def _outputs_of_layers(
+    layers: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    N: int,
+    queries: Sequence[DenoisingQueries],
+) -> dict[str, Any]:
+    """Return what all layers predict for N instances and, if there are some, for the denoising queries behind them.
+
+    Args:
+        layers: classes [B, N + G·n, C], anchors [B, N + G·n, D] and quality of each layer.
+        queries: those before and after the queries of the previous frame have joined.
+    """
+    outputs: dict[str, Any] = dict(
+        classification=[cls[:, :N] for cls, _, _ in layers],
+        prediction=[anchors[:, :N] for _, anchors, _ in layers],
+        quality=[None if quality is None else quality[:, :N] for _, _, quality in layers],
+    )
+    if queries:
+        outputs |= dict(
+            dn_classification=[cls[:, N:] for cls, _, _ in layers],
+            dn_prediction=[anchors[:, N:] for _, anchors, _ in layers],
+            dn_targets=[(one.cls_target, one.reg_target, one.valid_mask) for one in queries],
+        )
+    return outputs
+
+
 def _built(config: dict[str, Any] | None, registry: Any) -> Any:
     return None if config is None else registry.build(config)
 
 
 @MODELS.register_module()
-class Sparse4DHead(InstanceOperations):
+class Sparse4DHead(InstanceOperations, HeadOfTasks):
     """Detects boxes or polylines by decoder layers that refine instances.
 
     An instance consists of a feature and an anchor. The layers attend to the images, to the other instances and to the
@@ -129,25 +153,23 @@ class Sparse4DHead(InstanceOperations):
         self.anchor_encoder = MODELS.build(anchor_encoder)
         self.sampler = _built(sampler, TASK_UTILS)
         self.decoder = _built(decoder, TASK_UTILS)
-        self.criterion = Sparse4DLoss(
-            self.sampler,
-            _built(loss_cls, MODELS),
-            _built(loss_reg, MODELS),
-            [1.0] * 10 if reg_weights is None else list(reg_weights),
-            cls_threshold_to_reg,
-            num_single_frame_decoder,
-            task_prefix,
-        )
-        configs = {
-            "temp_gnn": temp_graph_model,
-            "gnn": graph_model,
-            "norm": norm_layer,
-            "ffn": ffn,
-            "deformable": deformable_model,
-            "refine": refine_layer,
-        }
+        configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, norm=norm_layer, ffn=ffn)
+        configs |= dict(deformable=deformable_model, refine=refine_layer)
         self.embed_dims = self.instance_bank.embed_dims
         self.build_operations(configs, order, self.embed_dims, decouple_attn)
+        layers: Any = self.layers
+        self.criterion = Sparse4DLoss(
+            sampler=self.sampler,
+            loss_cls=_built(loss_cls, MODELS),
+            loss_reg=_built(loss_reg, MODELS),
+            reg_weights=[1.0] * 10 if reg_weights is None else list(reg_weights),
+            cls_threshold_to_reg=cls_threshold_to_reg,
+            num_single_frame_decoder=num_single_frame_decoder,
+            task_prefix=task_prefix,
+            gt_cls_key=gt_cls_key,
+            gt_reg_key=gt_reg_key,
+            num_classes=min((layer.num_cls for layer in layers if hasattr(layer, "num_cls")), default=None),
+        )
 
     def init_weights(self) -> None:
         """Initialise the matrices of all operations but 'refine' by Xavier, and then each part by its own rule."""
@@ -219,7 +241,7 @@ class Sparse4DHead(InstanceOperations):
             feature, anchor, attn_mask = self._join(feature, anchor, denoising)
         embed = self.anchor_encoder(anchor)
         embed_of_attention = as_autocast_input(embed)
-        classification, prediction, quality = [], [], []
+        predicted: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
                 feature = self._attend_to_memory(layer, feature, embed_of_attention, memory, attn_mask)
@@ -235,33 +257,22 @@ class Sparse4DHead(InstanceOperations):
                 feature = layer(feature, anchor, embed, feature_maps, metas)
             else:
                 anchor, cls, qt = layer(feature, anchor, embed, time_interval=time_interval)
-                classification.append(cls)
-                prediction.append(anchor)
-                quality.append(qt)
-                if len(prediction) == self.num_single_frame_decoder < self.operation_order.count("refine"):
+                predicted.append((cls, anchor, qt))
+                if len(predicted) == self.num_single_frame_decoder < self.operation_order.count("refine"):
                     feature, anchor, bank_state = bank.update(bank_state, feature, anchor, cls)
                     feature, anchor, updated = self._update_denoising(feature, anchor, denoising, state)
                 embed = self.anchor_encoder(anchor)
                 embed_of_attention = as_autocast_input(embed)
-                if len(prediction) > self.num_single_frame_decoder and memory.embed is not None:
+                if len(predicted) > self.num_single_frame_decoder and memory.embed is not None:
                     memory.embed = embed_of_attention[:, : bank.num_temp_instances]
 
         N = bank.num_anchor
-        output: dict[str, Any] = dict(
-            classification=[cls[:, :N] for cls in classification],
-            prediction=[anchors[:, :N] for anchors in prediction],
-            quality=[None if qt is None else qt[:, :N] for qt in quality],
-            instance_feature=feature[:, :N],
-            anchor_embed=embed[:, :N],
-        )
+        of_frame = () if denoising is None else (denoising, updated or denoising)
+        output = _outputs_of_layers(predicted, N, of_frame)
+        output |= dict(instance_feature=feature[:, :N], anchor_embed=embed[:, :N])
         queries = None
-        if denoising is not None:
-            joined = updated or denoising
-            output.update(
-                dn_classification=[cls[:, N:] for cls in classification],
-                dn_prediction=[anchors[:, N:] for anchors in prediction],
-                dn_targets=[(one.cls_target, one.reg_target, one.valid_mask) for one in (denoising, joined)],
-            )
+        if of_frame:
+            joined = of_frame[1]
             queries = self.sampler.cache_dn(
                 feature[:, N:], anchor[:, N:], joined.cls_target, joined.valid_mask, joined.id_target
             )
@@ -351,65 +362,22 @@ class Sparse4DHead(InstanceOperations):
         )
         return feature, anchor, updated
 
-    def ground_truth(self, data: dict[str, Any]) -> dict[str, PaddedInstances]:
-        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, padded and on the device, by task.
+    def criteria(self) -> dict[str, Sparse4DLoss]:
+        """Return the criterion of the only task."""
+        return {self.task_prefix: self.criterion}
 
-        Raises:
-            InvalidInputError: a label on the host is not a class of the refinement layers.
-        """
-        layers: Any = self.layers
-        num_classes = min((layer.num_cls for layer in layers if hasattr(layer, "num_cls")), default=None)
-        for index, labels in enumerate(data[self.gt_cls_key]):
-            # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
-            # are there already are not looked at, because the host would have to wait for them.
-            if (
-                num_classes is not None
-                and labels.device.type == "cpu"
-                and not ((labels >= 0) & (labels < num_classes)).all()
-            ):
-                raise InvalidInputError(
-                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{num_classes - 1}, "
-                    f"got {labels.unique().tolist()}"
-                )
-        device = self.instance_bank.anchor.device
-        truth = self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
-        return {self.task_prefix: truth}
-
-    def _with_queries(self, model_outs: dict[str, Any]) -> dict[str, Any]:
-        """Return the outputs, in training with denoising queries.
+    def outputs_by_task(self, model_outs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the outputs of the only task, in training with denoising queries.
 
         If this process has none, they are empty, because another process may have some.
         """
-        if "dn_prediction" in model_outs or not (self.training and self.sampler.num_dn_groups > 0):
-            return model_outs
-        none = {name: [x[:, :0] for x in model_outs[name]] for name in ("prediction", "classification")}
-        boxes = none["prediction"][-1].detach()
-        label = boxes[..., 0].long()
-        targets = [(label, boxes, label.bool())] * 2
-        return {
-            **model_outs,
-            **{f"dn_{name}": of_layers for name, of_layers in none.items()},
-            "dn_targets": targets,
-        }
-
-    def pair_costs(
-        self, model_outs: dict[str, Any], truth: Mapping[str, Any], only_last: bool = False
-    ) -> dict[str, PairCosts]:
-        """Return what it costs to assign ``truth`` to the predictions of all layers, or of the last one, by task."""
-        outs = self._with_queries(model_outs)
-        return {self.task_prefix: self.criterion.pair_costs(outs, truth[self.task_prefix], only_last)}
-
-    def losses(
-        self,
-        model_outs: dict[str, Any],
-        data: dict[str, Any],
-        truth: Mapping[str, Any],
-        costs: Mapping[str, PairCosts],
-        assigned: Mapping[str, Assignment],
-    ) -> dict[str, Tensor]:
-        """Return the losses by name; see ``Sparse4DLoss.losses``. Of each argument, the head's own task is read."""
-        task = self.task_prefix
-        return self.criterion.losses(self._with_queries(model_outs), truth[task], costs[task], assigned[task])
+        if "dn_prediction" not in model_outs and self.training and self.sampler.num_dn_groups > 0:
+            none = {name: [x[:, :0] for x in model_outs[name]] for name in ("prediction", "classification")}
+            boxes = none["prediction"][-1].detach()
+            label = boxes[..., 0].long()
+            model_outs = model_outs | {f"dn_{name}": of_layers for name, of_layers in none.items()}
+            model_outs["dn_targets"] = [(label, boxes, label.bool())] * 2
+        return {self.task_prefix: model_outs}
 
     def select(self, model_outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:
         """Return the results of the batch on its device. All work runs on the device."""

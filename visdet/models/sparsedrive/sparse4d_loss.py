@@ -7,19 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visdet.errors import InvalidInputError
+
 from ..transfer import constants_on
 from .base_target import Assignment, PaddedInstances, PairCosts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sparse4DLoss:
-    """The losses of a ``Sparse4DHead``, for matched instances and for denoising queries.
+    """The criterion of a ``Sparse4DHead``: its ground truth, the costs of matching it, and the losses.
+
+    There are losses of matched instances and of denoising queries.
 
     ``pair_costs`` and ``losses`` run on the device of one process alone. Between them, ``assigned_instances`` solves
     the assignments and averages the counts over the processes. Every process takes part in that, whatever its ground
     truth, so that no process waits for another one in vain.
 
-    Attributes: see ``Sparse4DHead``.
+    Attributes:
+        num_classes: the least number of classes of the refinement layers, or None without one.
+        learns: whether there are losses. Otherwise, only the predictions of the last layer are matched.
+        others: see ``Sparse4DHead``.
     """
 
     sampler: Any
@@ -29,13 +36,33 @@ class Sparse4DLoss:
     cls_threshold_to_reg: float
     num_single_frame_decoder: int
     task_prefix: str
+    gt_cls_key: str
+    gt_reg_key: str
+    num_classes: int | None
+    learns: bool = True
 
-    def pair_costs(
-        self, model_outs: dict[str, Any], truth: PaddedInstances, only_last: bool = False
-    ) -> PairCosts:
+    def ground_truth(self, data: dict[str, Any], device: torch.device) -> PaddedInstances:
+        """Return what ``data`` holds under ``gt_cls_key`` and ``gt_reg_key``, padded and on the device.
+
+        Raises:
+            InvalidInputError: a label on the host is not a class of the refinement layers.
+        """
+        for index, labels in enumerate(data[self.gt_cls_key]):
+            # A GPU would stop with an assertion of a kernel, which names neither the sample nor the label. Labels that
+            # are there already are not looked at, because the host would have to wait for them.
+            if self.num_classes is None or labels.device.type != "cpu":
+                continue
+            if not ((labels >= 0) & (labels < self.num_classes)).all():
+                raise InvalidInputError(
+                    f"loss: data_samples[{index}].{self.gt_cls_key} must lie in 0..{self.num_classes - 1}, "
+                    f"got {labels.unique().tolist()}"
+                )
+        return self.sampler.ground_truth(data[self.gt_cls_key], data[self.gt_reg_key], device)
+
+    def pair_costs(self, model_outs: dict[str, Any], truth: PaddedInstances) -> PairCosts:
         """Return what it costs to assign ``truth`` to the predictions of all decoder layers, or of the last one."""
         with torch.autocast(truth.labels.device.type, enabled=False):
-            cls, reg = _stacked(model_outs, slice(-1, None) if only_last else slice(None))
+            cls, reg = _stacked(model_outs, slice(None) if self.learns else slice(-1, None))
             pairs = self.sampler.pair_costs(cls.detach(), reg[..., : len(self.reg_weights)].detach(), truth)
             valid = [is_valid.sum().float() for _, _, is_valid in self._denoising_targets(model_outs)]
             return pairs._replace(num_denoising=torch.stack(valid)) if valid else pairs
@@ -52,6 +79,8 @@ class Sparse4DLoss:
             pairs: the result of ``pair_costs`` for all layers. assigned: the result of ``assigned_instances`` for
             these.
         """
+        if not self.learns:
+            return {}
         device_type = model_outs["prediction"][0].device.type
         with torch.autocast(device_type, enabled=False):
             cls, reg = _stacked(model_outs)

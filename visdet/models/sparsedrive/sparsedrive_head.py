@@ -1,24 +1,24 @@
 """SparseDrive's head: boxes, map, and on top of them motion and planning."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mmengine.model import BaseModule
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.execution.capture import in_parallel
 from visdet.registry import MODELS
 
 from .base_target import Assignment, PairCosts, padded_rows
 from .boxes.box3d_target import DenoisingQueries
+from .heads_of_tasks import HeadOfTasks, side_by_side
+from .sparse4d_loss import Sparse4DLoss
 from .temporal.frame_clock import FrameStep
 
 
 @MODELS.register_module()
-class SparseDriveHead(BaseModule):
+class SparseDriveHead(HeadOfTasks):
     """Detection, map, motion and planning on one feature pyramid.
 
     Args:
@@ -65,6 +65,7 @@ class SparseDriveHead(BaseModule):
                 f"SparseDriveHead: task_prefix of det_head and map_head must differ, got {self.map_head.task_prefix!r}"
             )
         if self.with_motion_plan:
+            self.det_head.criterion.learns = not freeze_perception
             self.motion_plan_head = MODELS.build(motion_plan_head)
             # Each box of the results gets its trajectories.
             decoder, boxes = self.motion_plan_head.motion_decoder, self.det_head.decoder
@@ -92,16 +93,18 @@ class SparseDriveHead(BaseModule):
             name: getattr(self, f"{name}_head") for name in ("det", "map") if self.task_config[f"with_{name}"]
         }
 
-    def _perceived(self, call: Callable[[str, Any], Any], reads: Any = ()) -> dict[str, Any]:
-        """Return the results of ``call(task, head)`` by task, of detection and map side by side.
+    def criteria(self) -> dict[str, Sparse4DLoss]:
+        """Return the criterion of detection and of map. If both stay as they are, only boxes are matched."""
+        heads = [self.det_head] if self.freeze_perception else self._perception().values()
+        return {head.task_prefix: head.criterion for head in heads}
 
-        Args:
-            reads: the tensors that both read and that were made for this call.
-        """
-        heads = self._perception()
-        calls = [functools.partial(call, *task) for task in heads.items()]
-        results = in_parallel(calls[0], calls[1], reads) if len(calls) == 2 else [calls[0]()]
-        return dict(zip(heads, results, strict=True))
+    def outputs_by_task(self, model_outs: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
+        """Return the outputs of detection and map."""
+        outs = dict(zip(("det", "map"), model_outs, strict=False))
+        by_task: dict[str, Any] = {}
+        for name, head in self._perception().items():
+            by_task |= head.outputs_by_task(outs[name])
+        return by_task
 
     def enter(self, state: dict[str, Any] | None, batch_size: int, step: FrameStep | None) -> dict[str, Any]:
         """Return the state with which a frame starts. This is all work on the host that ``forward`` needs.
@@ -139,9 +142,11 @@ class SparseDriveHead(BaseModule):
         state = self.enter(None, len(feature_maps[0]), None) if state is None else state
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_perception):
             queries = {"det": denoising}
-            outputs = self._perceived(
-                lambda task, head: head(feature_maps, metas, state[task], queries.get(task)), feature_maps
-            )
+            calls = {
+                name: functools.partial(head, feature_maps, metas, state[name], queries.get(name))
+                for name, head in self._perception().items()
+            }
+            outputs = side_by_side(calls, feature_maps)
         after = {name: state for name, (_, state) in outputs.items()}
         det_output, map_output = (outputs[name][0] if name in outputs else None for name in ("det", "map"))
         motion_output = planning_output = None
@@ -158,64 +163,29 @@ class SparseDriveHead(BaseModule):
         return (det_output, map_output, motion_output, planning_output), after
 
     def ground_truth(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the instances of the batch by task, padded and on the device.
-
-        Args:
-            data: the ground truth of all tasks, lists of one tensor per sample.
-
-        Returns:
-            ``PaddedInstances`` for ``det`` and ``map``, and for ``motion`` the future steps [B, N, T, 2] and masks
-            [B, N, T] of the boxes.
-        """
-        heads = [self.det_head] if self.freeze_perception else self._perception().values()
-        truth: dict[str, Any] = _merged(head.ground_truth(data) for head in heads)
+        """Return the instances of each task, and for ``motion`` the future steps [B, N, T, 2] and their masks."""
+        truth = super().ground_truth(data)
         if self.with_motion_plan:
             device = next(self.parameters()).device
-            truth["motion"] = tuple(
-                padded_rows([row.cpu().float() for row in data[name]], device)
-                for name in ("gt_agent_fut_trajs", "gt_agent_fut_masks")
+            steps, masks = data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"]
+            truth["motion"] = (
+                padded_rows([row.cpu().float() for row in steps], device),
+                padded_rows([row.cpu().float() for row in masks], device),
             )
         return truth
-
-    def pair_costs(
-        self, model_outs: tuple[dict[str, Any] | None, ...], truth: dict[str, Any]
-    ) -> dict[str, PairCosts]:
-        """Return what it costs to assign instances to predictions, by task. All work runs on the device.
-
-        Args:
-            model_outs: the result of ``forward``. truth: the result of ``ground_truth``.
-        """
-        if self.freeze_perception:
-            return self.det_head.pair_costs(model_outs[0], truth, only_last=True)
-        outs = dict(zip(("det", "map"), model_outs, strict=False))
-        return _merged(self._perceived(lambda task, head: head.pair_costs(outs[task], truth)).values())
 
     def losses(
         self,
         model_outs: tuple[dict[str, Any] | None, ...],
         data: dict[str, Any],
-        truth: dict[str, Any],
-        costs: dict[str, PairCosts],
-        assigned: dict[str, Assignment],
+        truth: Mapping[str, Any],
+        costs: Mapping[str, PairCosts],
+        assigned: Mapping[str, Assignment],
     ) -> dict[str, Tensor]:
-        """Return the losses of all tasks by name. All work runs on the device.
-
-        Args:
-            model_outs: the result of ``forward``. data: the ground truth of the ego vehicle.
-            truth: the result of ``ground_truth``. costs: the result of ``pair_costs``.
-            assigned: the result of ``assigned_instances``.
-        """
-        det_output, map_output, motion_output, planning_output = model_outs
-        losses: dict[str, Tensor] = {}
-        if not self.freeze_perception:
-            outs = {"det": det_output, "map": map_output}
-            losses = _merged(
-                self._perceived(
-                    lambda task, head: head.losses(outs[task], data, truth, costs, assigned)
-                ).values()
-            )
+        """Return the losses of all tasks by name; see the base class. Motion learns from the boxes that are matched."""
+        losses = super().losses(model_outs, data, truth, costs, assigned)
         if self.with_motion_plan:
-            # It learns from the boxes that the last layer of detection has matched.
+            _, _, motion_output, planning_output = model_outs
             matched = assigned[self.det_head.task_prefix]
             futures = self.motion_plan_head.motion_sampler.futures(*truth["motion"], matched.index[-1])
             num_matched = matched.num_positive[len(matched.index) - 1]
@@ -234,7 +204,3 @@ class SparseDriveHead(BaseModule):
                 det_output, motion_output, planning_output, data
             )
         return selected
-
-
-def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
