@@ -22,6 +22,8 @@ from torchvision import tv_tensors
 
 from visdet.datasets.samplers import AspectRatioBatchSampler, PlannedBatchSampler
 from visdet.datasets.samplers.batch_sizes import choose_sizes, last_batches
+from visdet.datasets.samplers.planned_images import PlannedImages
+from visdet.datasets.samplers.run_plan import plan_of
 from visdet.datasets.transforms.base import planned_size
 from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 from visdet.engine.data.loaders import build_dataloader
@@ -274,6 +276,16 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
     batches = PlannedBatchSampler(sampler_of(dataset, seed=1), 4)
     next(iter(batches))  # an epoch given up halfway
     assert [(batch[:], batch.seeds, batch.plan) for batch in batches] == epoch(1)
+
+
+@pytest.mark.parametrize("steps", [MULTI_SCALE, [halved]], ids=["said", "read"])
+def test_the_plan_follows_from_the_data_set_and_its_pipeline_alone(steps):
+    images = PlannedImages(data(coco_like(30), *steps), seed=4)
+    plan = plan_of(images, 5)
+    torch.manual_seed(1)
+    assert plan_of(images, 5) == plan == plan_of(PlannedImages(data(coco_like(30), *steps), seed=4), 5)
+    assert len(plan.groups) <= 5 and plan.is_known == (steps is MULTI_SCALE)
+    assert (plan.groups == plan.batches.sizes) == plan.is_known
 
 
 def test_an_endless_sampler():

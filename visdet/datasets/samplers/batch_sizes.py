@@ -1,6 +1,7 @@
 """The few sizes to which the images of a run are padded, and the batches of them at the end of an epoch."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from random import Random
 from typing import TypeVar
 
@@ -62,7 +63,7 @@ def choose_sizes(images: Sequence[Size], max_sizes: int, are_all: bool = False) 
         add_best()
         chosen.insert(position, chosen.pop())
     sizes = {tuple(candidates[k].tolist()) for k in chosen}
-    return tuple(sorted(sizes, key=lambda size: (area(size), size)))
+    return tuple(sorted(sorted(sizes), key=area))
 
 
 def _largest(sizes: Sequence[Size], most: int) -> list[Size]:
@@ -73,12 +74,20 @@ def _largest(sizes: Sequence[Size], most: int) -> list[Size]:
     found = BatchPlan(None, tuple(sizes)).largest()
     limit = _HARDLY_MORE * max(map(area, found))
     while len(found) > 1:
-        pairs = [(union([a, b]), max(area(a), area(b))) for i, a in enumerate(found) for b in found[:i]]
-        both, _ = min(pairs, key=lambda pair: (area(pair[0]) - pair[1], pair))
+        both = _cheapest_union(found)
         if len(found) <= most and area(both) > limit:
             break
         found = [size for size in found if not holds(both, size)] + [both]
     return found
+
+
+def _cheapest_union(sizes: Sequence[Size]) -> Size:
+    """Return the union of those two sizes for which it has the fewest pixels beyond those of the larger one."""
+    costs = []
+    for one, other in combinations(sizes, 2):
+        both, larger = union([one, other]), max(area(one), area(other))
+        costs.append((area(both) - larger, both, larger))
+    return min(costs)[1]
 
 
 def _rounded(side: int, sides: np.ndarray, step: int) -> int:
@@ -113,23 +122,9 @@ def last_batches(
     batches: list[tuple[Size, list[T]]] = []
     for top, members in zip(tops, groups, strict=True):
         levels = [size for size in sizes if holds(top, size)]
-        waiting: dict[Size, list[T]] = {level: [] for level in levels}
-
-        def level_of(item: T, levels: Sequence[Size]) -> Size | None:
-            return next((level for level in levels if holds(level, size_of(item))), None)
-
-        for item in members:
-            waiting[level_of(item, levels) or top].append(item)
-        for position, level in enumerate(levels):
-            larger = {id(item): level_of(item, levels[position + 1 :]) for item in waiting[level]}
-            full = len(waiting[level]) // number * number
-            if position + 1 < len(levels):  # Those whose next size is the smallest leave this one.
-                waiting[level].sort(key=lambda item: area(larger[id(item)] or top), reverse=True)
-                for item in waiting[level][full:]:
-                    waiting[larger[id(item)] or top].append(item)
-            else:
-                mixed += waiting[level][full:]
-            batches += [(level, waiting[level][at : at + number]) for at in range(0, full, number)]
+        left, full = _batches_of_levels(members, size_of, levels, number)
+        batches += full
+        mixed += left
     rng.shuffle(batches)
     for start in range(0, len(mixed), number):
         members = mixed[start : start + number]
@@ -140,6 +135,40 @@ def last_batches(
     return batches
 
 
+def _batches_of_levels(
+    items: Sequence[T], size_of: Callable[[T], Size], levels: Sequence[Size], number: int
+) -> tuple[list[T], list[tuple[Size, list[T]]]]:
+    """Return the items that are left over, and full batches of the others with their sizes.
+
+    Args:
+        items: the images, each of which fits into the last level.
+        levels: sizes of batches, smallest area first. What is left over of one goes into a larger one.
+    """
+
+    def level_of(item: T, first: int) -> int:
+        """Return the position of the smallest level from ``first`` on that holds an item."""
+        fitting = (k for k in range(first, len(levels)) if holds(levels[k], size_of(item)))
+        return next(fitting, len(levels) - 1)
+
+    batches: list[tuple[Size, list[T]]] = []
+    waiting: list[list[T]] = [[] for _ in levels]
+    for item in items:
+        waiting[level_of(item, 0)].append(item)
+    for position, level in enumerate(levels):
+        here = waiting[position]
+        full = len(here) // number * number
+        if position + 1 < len(levels):
+            # Those whose next level is the smallest leave this one. Sorting keeps the order of equal ones.
+            def next_area(item: T, after: int = position + 1) -> int:
+                return area(levels[level_of(item, after)])
+
+            here = sorted(here, key=next_area, reverse=True)
+            for item in here[full:]:
+                waiting[level_of(item, position + 1)].append(item)
+        batches += [(level, here[start : start + number]) for start in range(0, full, number)]
+    return here[full:], batches
+
+
 def _groups(
     items: Sequence[T], size_of: Callable[[T], Size], tops: Sequence[Size], number: int
 ) -> tuple[list[list[T]], list[T]]:
@@ -147,26 +176,35 @@ def _groups(
 
     All groups but the last have a multiple of ``number`` items.
     """
+
+    def item_area(item: T) -> int:
+        return area(size_of(item))
+
+    def pair_area(pair: tuple[T, list[T]]) -> int:
+        return item_area(pair[0])
+
     groups: list[list[T]] = [[] for _ in tops]
     for item in items:
         groups[max(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
     left: list[T] = []
     for k, group in enumerate(groups[:-1]):
         surplus = len(group) % number
-        later = range(k + 1, len(tops))
-        smallest = sorted(group, key=lambda item: area(size_of(item)))
-        leaving = [item for item in smallest if any(holds(tops[j], size_of(item)) for j in later)]
-        coming = [(j, item) for j in later for item in groups[j] if holds(tops[k], size_of(item))]
         if surplus == 0:
             continue
-        if len(leaving) >= surplus:
-            for item in leaving[:surplus]:
+        later = range(k + 1, len(tops))
+        smallest = sorted(group, key=item_area)
+        group_of = {id(item): j for item in group for j in reversed(later) if holds(tops[j], size_of(item))}
+        leaving = [item for item in smallest if id(item) in group_of][:surplus]
+        if len(leaving) == surplus:
+            for item in leaving:
                 group.remove(item)
-                groups[next(j for j in later if holds(tops[j], size_of(item)))].append(item)
-        elif len(coming) >= number - surplus:
-            coming.sort(key=lambda pair: area(size_of(pair[1])))
-            for j, item in coming[: number - surplus]:
-                groups[j].remove(item)
+                groups[group_of[id(item)]].append(item)
+            continue
+        coming = [(item, groups[j]) for j in later for item in groups[j] if holds(tops[k], size_of(item))]
+        if len(coming) >= number - surplus:
+            coming.sort(key=pair_area)
+            for item, origin in coming[: number - surplus]:
+                origin.remove(item)
                 group.append(item)
         else:
             left += smallest[:surplus]
