@@ -1,6 +1,7 @@
 """The functions of the extensions that pool features of cameras or points into cells seen from above.
 
-They are ``bev_pool_ext`` (BEVFusion), ``bev_pool_v2_ext`` (BEVDet), ``voxel_pooling_ext``, ``voxel_pooling_train_ext``
+They are ``bev_pool_ext`` (BEVFusion), ``occ_pool_ext`` (OccFormer), ``bev_pool_v2_ext`` (BEVDet), ``bev_pool_v3_ext``
+of depths and features (FlashOcc's successors), ``voxel_pooling_ext``, ``voxel_pooling_train_ext``
 and ``voxel_pooling_inference_ext`` (BEVDepth), and ``voxel.voxel_layer`` (BEVFusion and mmdet3d up to 0.18).
 ``visdet.compat.extensions`` makes this module importable under these names, within any package.
 """
@@ -83,6 +84,12 @@ _FUNCTIONS = functions_of(
             f"<out_grad:out depth>depth_grad feat>feat_grad depth feat {_RANKS}",
         ),
         "bev_pool_v2_forward": (_bev_pool_v2, f"depth feat >out {_RANKS}"),
+        "bev_pool_v3_backward": (
+            _bev_pool_v2,
+            "<out_grad:out depth>depth_grad feat>feat_grad depth feat ranks_depth ranks_feat ranks_bev n_points "
+            "ranks_depth_fs ranks_feat_fs ranks_bev_fs interval_starts_fs interval_lengths_fs",
+        ),
+        "bev_pool_v3_forward": (_bev_pool_v2, f"depth feat >out {_RANKS}"),
         "dynamic_voxelize": (ops.dynamic_voxelize, "points >coors voxel_size coors_range NDim?:ndim"),
         "hard_voxelize": (
             mmcv_functions.hard_voxelize,
@@ -101,5 +108,6 @@ _FUNCTIONS = functions_of(
     "dynamic_point_to_voxel_backward": dynamic_point_to_voxel_backward,
     "dynamic_point_to_voxel_forward": dynamic_point_to_voxel_forward,
 }
+_FUNCTIONS |= {f"occ_pool_{way}": _FUNCTIONS[f"bev_pool_{way}"] for way in ("forward", "backward")}
 globals().update(_FUNCTIONS)
 __all__ = list(_FUNCTIONS)

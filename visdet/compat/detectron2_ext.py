@@ -24,7 +24,7 @@ def has_cuda() -> bool:
     return False
 
 
-_FUNCTIONS = functions_of(
+FUNCTIONS = functions_of(
     "detectron2._C",
     {
         "deform_conv_forward": (
@@ -50,8 +50,8 @@ _FUNCTIONS = functions_of(
         ),
     },
 )
-globals().update(_FUNCTIONS)
-__all__ = [*_FUNCTIONS, "get_compiler_version", "get_cuda_version", "has_cuda"]
+globals().update(FUNCTIONS)
+__all__ = [*FUNCTIONS, "get_compiler_version", "get_cuda_version", "has_cuda"]
 
 __getattr__ = deferred("detectron2._C")
 

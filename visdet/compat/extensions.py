@@ -14,21 +14,27 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``detectron2._C`` (deformable convolution and rotated boxes), the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and
   of ``pcdet.ops``, ``iou3d_cuda``, ``pointnet2_ops._ext``, ``chamfer`` (SurroundOcc) and ``_msmv_sampling_cuda``
   (SparseBEV, SparseOcc)
+* ``nms_ext``, ``roi_align_ext`` and the other extensions of ``mmdet.ops`` of mmdetection 2.0 to 2.2
 * ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
   and setuptools have dropped
+
+``load`` and ``load_inline`` of ``torch.utils.cpp_extension`` return the module of one of these names, too, and compile
+nothing. They compile other names as before.
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from ._bridge import Installable
+from ._bridge import Bridge, Installable
 from ._deferred import deferred
 
 __all__ = ["NAMES", "install", "installed", "missing_extension", "provided", "uninstall"]
@@ -56,7 +62,17 @@ _WITHIN_PACKAGES = {
     "deformable_aggregation_ext": "aggregation_ext",
     "deformable_aggregation_ext_a800": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
+    **{
+        extension: f"mmdet_ext:{extension}"
+        for extension in (
+            *("nms_ext", "roi_align_ext", "roi_pool_ext", "deform_conv_ext", "deform_pool_ext", "carafe_ext"),
+            *("carafe_naive_ext", "sigmoid_focal_loss_ext", "masked_conv2d_ext", "corner_pool_ext"),
+        )
+    },
+    "utils.compiling_info": "mmdet_ext:compiling_info",
     "bev_pool_ext": "bev_ext",
+    "occ_pool_ext": "bev_ext",
+    "bev_pool_v3_ext": "bev_ext",
     "bev_pool_v2_ext": "bev_ext",
     "voxel.voxel_layer": "bev_ext",
     "voxel_pooling_ext": "bev_ext",
@@ -75,6 +91,8 @@ _WITHIN_PACKAGES = {
     "local_aggregate_prob._C": "gaussian_prob_ext",
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
 }
+# With something before these names, too, as in "e2e_deformable_aggregation_ext".
+_ENDS = re.compile(r"(?:.*_)?(deformable_aggregation(?:_with_depth)?_ext|sigmoid_focal_loss_ext)")
 _PACKAGES = ("flash_attn",)
 _NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
@@ -99,6 +117,7 @@ def uninstall() -> None:
     """Remove the provided modules from ``sys.modules``. Modules that have imported them keep them."""
     if bridge in sys.meta_path:
         sys.meta_path.remove(bridge)
+    _compiling.uninstall()
     for name in provided():
         module = sys.modules.pop(name)
         parent, _, child = name.rpartition(".")
@@ -140,13 +159,18 @@ class Extensions(Installable):
         """Do the same as ``install``, but without importing torch before an extension is imported."""
         if not self.is_installed:
             sys.meta_path.append(self)
+        if self.only is None:
+            _compiling.watch()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         provider = _PROVIDERS.get(name)
         parts = name.split(".")
-        for end in (parts[-1], ".".join(parts[-2:])):
+        ends = [parts[-1], ".".join(parts[-2:])]
+        if ending := _ENDS.fullmatch(parts[-1]):
+            ends.append(ending[1])
+        for end in ends:
             provider = provider or _WITHIN_PACKAGES.get(end)
         if self.only not in (None, name) or (provider is None and not _DEFERRED.fullmatch(name)):
             return None
@@ -159,6 +183,12 @@ class _Loader(Loader):
     def __init__(self, provider: str | None) -> None:
         self.provider = provider
 
+    @property
+    def has_operators(self) -> bool:
+        """Whether the module stands for a compiled one."""
+        name, _, _ = (self.provider or ".").partition(":")
+        return "." not in name and name not in _NO_OPERATORS
+
     def exec_module(self, module: ModuleType) -> None:
         if self.provider is None:
             module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
@@ -168,11 +198,11 @@ class _Loader(Loader):
         module.__doc__ = source.__doc__
         names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
         found = source.FUNCTIONS[extension] if extension else {name: getattr(source, name) for name in names}
-        if source.__name__.startswith("visdet.") and name not in _NO_OPERATORS:
+        if self.has_operators:
             from ._counts import counted
 
             found = {
-                name: counted(f"{module.__name__}.{name}", value) if inspect.isfunction(value) else value
+                name: counted(f"{module.__name__}.{name}", value) if inspect.isroutine(value) else value
                 for name, value in found.items()
             }
         vars(module).update(found)
@@ -180,5 +210,39 @@ class _Loader(Loader):
             module.__getattr__ = deferred(module.__name__) if extension else source.__getattr__  # type: ignore[method-assign]
 
 
+def _is_compiling(name: str) -> bool:
+    return name == "torch.utils.cpp_extension"
+
+
+def _serve_compiled(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    """Replace the functions that compile an extension by ones that return what visdet provides under its name."""
+    for name in ("load", "load_inline"):
+        bridge.replace(module, name, _serving(getattr(module, name)))
+        yield name
+
+
+def _serving(compiles: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiles)
+    def load(name: str, *arguments: Any, **named: Any) -> Any:
+        is_module = named.get("is_python_module", True)
+        return (_compiled(name) if is_module else None) or compiles(name, *arguments, **named)
+
+    return load
+
+
+def _compiled(name: str) -> ModuleType | None:
+    """Return the module that visdet provides for an extension of this name, or None if it provides none."""
+    if name in provided():
+        return sys.modules[name]
+    spec = bridge.find_spec(name, None)
+    if spec is None or not isinstance(spec.loader, _Loader) or not spec.loader.has_operators:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 bridge = Extensions()
+_compiling = Bridge("extensions", "torch", _is_compiling, _serve_compiled)
 installed = bridge.installed
