@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def describe(device: torch.device) -> dict[str, str]:
     """Return {label: value} of everything that a measurement depends on."""
-    facts = {"device": _device_name(device)}
+    facts = {"device": _device_name(device), "processor": processor_name()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["multiprocessors"] = str(properties.multi_processor_count)
@@ -39,6 +39,11 @@ def describe(device: torch.device) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return processor_name()
+
+
+def processor_name() -> str:
+    """Return the name of the host's processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -2,8 +2,11 @@
 
 The command is ``python -m benchmarks.runs``. JPEG files are drawn into a temporary folder: photographs whose sizes are
 distributed as those of COCO, or other sizes (``--sizes``), scenes of six cameras of 900 x 1600 pixels, and a video.
-``visdet train`` and ``visdet test`` run in processes of their own, on several GPUs (``--gpus``) under torchrun. A row
-has the mean time of an iteration in the second half of a run, the part of it that waits for data, and the memory that
+``visdet train`` and ``visdet test`` run in processes of their own, on several GPUs (``--gpus``) under torchrun.
+
+A row has the mean time of an iteration in the second half of a run, and the part of it that waits for data. Beside it
+are the median time for which the main thread computes, and the time for which the GPU is busy and the number of its
+kernels, both in one iteration that is profiled. The largest of these bound the run. A row also has the memory that
 torch reserves on the GPU, in the first quarter of the run and at its end: once the sizes are captured, it should not
 grow. The hours of the published schedules on COCO are computed from these times. Without a GPU, small configs take the
 place of the published ones, so that everything runs but the figures mean nothing.
@@ -63,6 +66,9 @@ COLUMNS = (
         "batch, workers, GPUs",
         "ms an iteration",
         "waiting for data",
+        "main thread",
+        "GPU busy, kernels",
+        "bound by",
         "reserved MiB, end",
     ),
     "schedule on one GPU, on eight",
@@ -85,16 +91,72 @@ RUNS = {
     "test": (_DETR, _SMALL, 1, 8, 0),
     "video": (_DETR, _SMALL, 1, 0, 0),
 }
-_LINE = re.compile(r"time: ([\d.]+) +data_time: ([\d.]+)(?:.* reserved_MiB: ([\d.]+))?")
+_TIMES = ("time", "data_time", "host_s", "busy_s", "kernels", "reserved_MiB")
 
 
 @HOOKS.register_module(force=True)  # The module is also run as the main one.
-class ReservedMemory(Hook):
-    """Logs the memory that torch reserves on the GPU, which holds that of the graphs, too."""
+class RunMeter(Hook):
+    """Logs for how long the main thread computes and the GPU is busy, and the memory that torch reserves on the GPU.
+
+    Reserved memory holds that of the graphs, too. The iteration after the first quarter of the run is profiled.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.thread_s = time.thread_time()
+        self.profile: Any = None
+
+    def before_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+        if runner.iter == runner.max_iters // 4 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profile.start()
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
-        reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-        runner.message_hub.update_scalar("train/reserved_MiB", reserved >> 20)
+        write, now = runner.message_hub.update_scalar, time.thread_time()
+        if self.profile is not None:
+            torch.cuda.synchronize()
+            self.profile.stop()
+            kernels = kernel_times(self.profile)
+            write("train/kernels", len(kernels))
+            write("train/busy_s", union_of(kernels) / 1e6)
+            self.profile, now = None, time.thread_time()
+        else:
+            write("train/host_s", now - self.thread_s)
+        self.thread_s = now
+        write("train/reserved_MiB", (torch.cuda.memory_reserved() if torch.cuda.is_available() else 0) >> 20)
+
+
+def kernel_times(profile: Any) -> list[tuple[float, float]]:
+    """Return the beginnings and ends of the kernels of a profile, in microseconds."""
+    on_gpu = torch.autograd.DeviceType.CUDA
+    copies = ("Memcpy", "Memset")
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == on_gpu and not event.name.startswith(copies)
+    ]
+
+
+def union_of(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def bound_of(result: dict[str, Any]) -> str:
+    """Return what bound a run: what takes the largest part of an iteration, or "–" if that is not known."""
+    parts = {
+        "data": result.get("waiting_ms"),
+        "main thread": result.get("host_ms"),
+        "GPU": result.get("busy_ms"),
+    }
+    known = {name: ms for name, ms in parts.items() if ms}
+    return max(known, key=lambda name: known[name]) if known else "–"
 
 
 def draw_coco(folder: Path, count: int, kind: str) -> None:
@@ -144,7 +206,7 @@ def settings_of(name: str, folder: Path, options: argparse.Namespace) -> dict[st
         "train_cfg": {"_delete_": True, "type": "IterBasedTrainLoop", "max_iters": options.iterations},
         "param_scheduler": [],
         "custom_imports": {"imports": ["benchmarks.runs"]},
-        "custom_hooks": [{"type": "ReservedMemory"}],
+        "custom_hooks": [{"type": "RunMeter"}],
         "default_hooks": {"logger": {"interval": interval}},
         "log_processor": {"window_size": interval},
         **dict.fromkeys(("val_dataloader", "val_evaluator", "val_cfg")),
@@ -212,18 +274,31 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     changes = [*options.cfg_options, *([three] if name == "sparsedrive" and options.device != "cpu" else [])]
     command += ["--cfg-options", *changes] if changes else []
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = "".join(path.read_text() for path in folder.glob("work/*/*.log"))
-    rows = np.array([[float(cell or 0) for cell in found] for found in _LINE.findall(log)])
+    rows = rows_of("".join(path.read_text() for path in folder.glob("work/*/*.log")))
     if done.returncode or not len(rows):
         raise SystemExit(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stdout[-3000:]}")
-    ms, waiting_ms, _ = (1e3 * rows[len(rows) // 2 :].mean(0)).tolist()
-    reserved = [float(rows[: len(rows) // 4 + 1, 2].max()), float(rows[:, 2].max())]
+    late = rows[len(rows) // 2 :]
+    means = dict(zip(_TIMES, late.mean(0).tolist(), strict=True))
+    reserved = [float(rows[: len(rows) // 4 + 1, -1].max()), float(rows[:, -1].max())]
     return result | {
-        "ms": ms,
-        "waiting_ms": waiting_ms,
+        "ms": 1e3 * means["time"],
+        "waiting_ms": 1e3 * means["data_time"],
+        "host_ms": 1e3 * float(np.median(late[:, _TIMES.index("host_s")])),  # The last row has a checkpoint.
+        "busy_ms": 1e3 * means["busy_s"],
+        "kernels": round(means["kernels"]),
         "reserved_MiB": reserved,
         "command": shlex.join(command),
     }
+
+
+def rows_of(log: str) -> np.ndarray:
+    """Return the numbers of each line of a log that has times, in the order of ``_TIMES``. What it lacks is zero."""
+    rows = []
+    for line in log.splitlines():
+        found = dict(re.findall(r"(\w+): ([\d.]+)", line))
+        if "time" in found and "data_time" in found:
+            rows.append([float(found.get(name, 0)) for name in _TIMES])
+    return np.array(rows)
 
 
 def draw_video(folder: Path) -> Path:
@@ -243,6 +318,9 @@ def cells_of(result: dict[str, Any]) -> list[str]:
     cells = [result["run"], result["sizes"], result["dtype"]]
     cells += [f"{batch}, {result['num_workers']}, {result['gpus']}", f"{result['ms']:.1f}"]
     cells += [f"{result['waiting_ms']:.1f}" if "waiting_ms" in result else "–"]
+    cells += [f"{result['host_ms']:.1f}" if result.get("host_ms") else "–"]
+    cells += [f"{result['busy_ms']:.1f}, {result['kernels']}" if result.get("kernels") else "–"]
+    cells += [bound_of(result)]
     cells += [", ".join(f"{mib:.0f}" for mib in result.get("reserved_MiB", [])) or "–"]
     hours = epochs * COCO_IMAGES / batch * result["ms"] / 3.6e6
     return [*cells, f"{epochs} epochs: {hours:.1f} h, {hours / 8:.1f} h" if epochs else "–"]

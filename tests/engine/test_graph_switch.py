@@ -8,19 +8,19 @@ from mmengine.registry import MODEL_WRAPPERS
 from toy_run import losses, train
 
 from visdet.engine.graphs.methods import graphs_for
-from visdet.engine.stages import has_stages
+from visdet.execution.staged_detector import StagedDetector, has_stages
 from visdet.models import DeformableDETR
 from visdet.models.sparsedrive.sparsedrive import SparseDrive
 
 
-class Staged(torch.nn.Sequential):
-    """A model with the methods that graphs need."""
+class Staged(StagedDetector, torch.nn.Sequential):
+    """A model with the stages that graphs need."""
 
-    def loss(self):
+    def training_batch(self):
         pass
 
-    predict = training_batch = predictions_and_costs = assign = losses = loss
-    prediction_batch = detections = with_detections = loss
+    predictions_and_costs = assign = losses = training_batch
+    prediction_batch = detections = with_detections = training_batch
 
 
 class OtherLosses(Staged):
@@ -33,7 +33,22 @@ class AnotherLoss(Staged):
         pass
 
 
-BOTH = ["GraphedLoss", "GraphedPrediction"]
+class AnotherForward(Staged):
+    def forward(self):
+        pass
+
+
+class AnotherTrainStep(OtherLosses):
+    def train_step(self):
+        pass
+
+
+class OwnLossAndLaterStages(AnotherLoss):
+    def losses(self):
+        pass
+
+
+BOTH = ["GraphedLoss", "GraphedPrediction", "GraphedUpdate"]
 
 
 def test_training_without_a_gpu_is_eager(tmp_path, monkeypatch):
@@ -53,7 +68,10 @@ def test_training_without_a_gpu_is_eager(tmp_path, monkeypatch):
         ({}, True, Staged, BOTH),
         ({}, True, torch.nn.Sequential, []),
         ({}, True, OtherLosses, BOTH),
-        ({}, True, AnotherLoss, BOTH[1:]),
+        ({}, True, AnotherLoss, BOTH[1:2]),
+        ({}, True, AnotherForward, []),
+        ({}, True, AnotherTrainStep, BOTH[1:2]),
+        ({}, True, OwnLossAndLaterStages, BOTH[1:2]),
     ],
 )
 def test_what_the_config_and_the_model_build(config, has_gpu, kind, built, monkeypatch):
@@ -66,7 +84,7 @@ def test_a_method_of_the_model_itself_is_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = Staged()
     model.predict = lambda *_: None
-    assert list(graphs_for({}, model, logging.getLogger("graph"))) == ["loss"]
+    assert list(graphs_for({}, model, logging.getLogger("graph"))) == ["loss", "update"]
 
 
 @pytest.mark.parametrize("model", [DeformableDETR, SparseDrive])
@@ -97,6 +115,6 @@ def test_what_several_processes_replay(obstacle, monkeypatch, tmp_path, caplog):
     if obstacle == "SyncBatchNorm":
         model[1] = torch.nn.SyncBatchNorm(1)
     graphs = graphs_for({}, wrapped, logging.getLogger("graph"))
-    assert [type(graph).__name__ for graph in graphs.values()] == (BOTH[1:] if obstacle else BOTH)
-    assert all(graph.model is model for graph in graphs.values())
+    assert [type(graph).__name__ for graph in graphs.values()] == (BOTH[1:2] if obstacle else BOTH)
+    assert graphs["predict"].model is model and ("loss" not in graphs or graphs["loss"].wrapper is wrapped)
     assert obstacle in caplog.text and bool(caplog.text) == bool(obstacle)

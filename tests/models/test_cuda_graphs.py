@@ -15,6 +15,8 @@ from visdet.engine.graphs import methods as cuda_graphs
 from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.graphs.steps import GraphedStep
+from visdet.engine.optim.gradients import Gradients
+from visdet.engine.optim.optim_wrapper import OptimWrapper as OwnOptimWrapper
 from visdet.engine.stages import StagedModel
 from visdet.execution.tensor_tree import map_tensors
 from visdet.ops.fused import suits_autocast_linear
@@ -294,16 +296,16 @@ def test_nothing_in_a_prediction_waits_for_the_device(variant):
 class RecordedStep(GraphedStep):
     """A step whose graphs are Python functions that keep activations in one place, as CUDA graphs do."""
 
-    def __init__(self, weight, memory):
-        self.memory, self.model = memory, SimpleNamespace(assign=lambda costs, batch: torch.zeros(1))
+    def __init__(self, weight, memory, gradients=None, handed_on=(), assigns_in_graph=True):
+        self.memory, self.model = memory, SimpleNamespace(assign=self.assign, state_after=lambda *_: None)
         self.batch, self.assignment = torch.zeros(2), torch.zeros(1)
-        self.outputs = None
-        self.names, self.parameters = ["a", "b"], [weight]
-        self.values, self.grad_of_losses, self.static_gradients = (
-            torch.zeros(2),
-            torch.zeros(2),
-            [torch.zeros(2)],
-        )
+        self.outputs, self.assigns_in_graph = None, assigns_in_graph
+        self.gradients = gradients or Gradients()
+        self.block = self.gradients.block_of([weight])
+        self.names, self.handed_on = ["a", "b"], list(handed_on)
+        self.values, self.grad_of_losses, self.anchor = torch.zeros(2), torch.zeros(2), torch.zeros(())
+        self.anchor.requires_grad_()
+        self.handed_gradients = [torch.zeros(2) for _ in self.handed_on]
 
         def forward():
             memory.activation = weight.detach() * self.batch
@@ -311,11 +313,52 @@ class RecordedStep(GraphedStep):
         def losses():
             self.values.copy_(memory.activation.square())
 
+        def whole():
+            forward()
+            losses()
+
         def backward():
-            self.static_gradients[0].copy_(2 * memory.activation * self.batch * self.grad_of_losses)
+            gradient = 2 * memory.activation * self.batch * self.grad_of_losses
+            if self.handed_on:
+                self.handed_gradients[0].copy_(gradient)
+            else:
+                self.block.views[0].add_(gradient)
             memory.activation = torch.full((2,), float("nan"))
 
-        self.graphs = [SimpleNamespace(replay=replay) for replay in (forward, losses, backward)]
+        replays = [whole, backward] if assigns_in_graph else [forward, losses, backward]
+        self.graphs = [SimpleNamespace(replay=replay) for replay in replays]
+
+    def assign(self, outputs, batch):
+        assert not self.assigns_in_graph
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("assigns_in_graph", [True, False])
+def test_gradients_of_graphs_add_up_in_one_place(assigns_in_graph):
+    weight, x = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([3.0, 4.0])
+    wrapper = OwnOptimWrapper(torch.optim.SGD([weight], lr=0.5), accumulative_counts=2)
+    memory = SimpleNamespace(replays=0)
+    step = RecordedStep(weight, memory, wrapper.gradients, assigns_in_graph=assigns_in_graph)
+    gradient = 2 * weight.detach() * x.square()
+    expected = weight.detach() - 0.5 * (gradient + gradient * 4) / 2
+    wrapper.update_params(sum(step(x)[0].values()))
+    place = weight.grad.data_ptr()
+    torch.testing.assert_close(weight.grad, gradient / 2)
+    wrapper.update_params(sum(step(2 * x)[0].values()))
+    torch.testing.assert_close(weight.detach(), expected)
+    assert weight.grad.data_ptr() == place and not weight.grad.any()
+    wrapper.update_params((weight * x).sum())  # an eager step between those of graphs
+    assert weight.grad.data_ptr() == place and torch.equal(weight.grad, x / 2)
+
+
+def test_a_hook_of_a_parameter_sees_and_changes_its_gradient():
+    weight, x, seen = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.tensor([3.0, 4.0]), []
+    weight.register_hook(lambda gradient: seen.append(gradient) or 10 * gradient)
+    step = RecordedStep(weight, SimpleNamespace(replays=0), handed_on=[weight])
+    for count in (1, 2):
+        sum(step(x)[0].values()).backward()
+        torch.testing.assert_close(weight.grad, count * 20 * weight.detach() * x.square())
+    assert len(seen) == 2
 
 
 def test_a_backward_after_another_replay_is_refused():
@@ -331,11 +374,11 @@ def test_a_backward_after_another_replay_is_refused():
             sum(before.values()).backward()
         sum(after.values()).backward()
     losses, _ = one(x)
-    torch.autograd.grad(losses["a"], weight, retain_graph=True)
+    losses["a"].backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="must run once"):
-        torch.autograd.grad(losses["b"], weight)
+        losses["b"].backward()
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(one(x)[0]["a"], weight, create_graph=True)
+        one(x)[0]["a"].backward(create_graph=True)
 
 
 @pytest.mark.cuda

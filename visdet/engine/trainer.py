@@ -34,7 +34,7 @@ from .config.run_config import RunConfig
 from .data.data_workers import worker_failures_explained
 from .data.loaders import build_dataloader
 from .errors import log_fatal_error
-from .graphs.methods import GraphedMethod, graphs_for
+from .graphs.methods import graphs_for, share_gradients
 from .graphs.planned import prepare_sizes
 from .loops import EvaluationLoop, TrainLoop, stop_workers
 from .optim.wrappers import unwrapped
@@ -201,6 +201,7 @@ class DetRunner:
         random_state = self._start_from(found)
         self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
         build.let_updates_average(self.optim_wrapper, self.model)
+        share_gradients(self.graphs, self.optim_wrapper)
         build.compile_step(self.cfg, self.steps)
         self.call_hook("before_train")
         if not loop.by_epoch:  # The whole training counts as one epoch.
@@ -443,7 +444,7 @@ class DetRunner:
                 self.call_hook("on_exit")
 
     @functools.cached_property
-    def graphs(self) -> dict[str, GraphedMethod]:
+    def graphs(self) -> dict[str, Any]:
         """What replays the losses and the predictions as CUDA graphs, by the name of the method, if graphs are used."""
         return graphs_for(self.cfg, self.model, self.logger)
 

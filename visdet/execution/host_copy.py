@@ -17,6 +17,11 @@ def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
     return torch.stack(values).double() if values else torch.empty(0)
 
 
+def _arrival_on(device: torch.device) -> torch.cuda.Event:
+    """Return an event for which the host can wait, without a core that is busy meanwhile."""
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+
+
 class HostCopy:
     """A copy of numbers on the host. The host waits for the GPU only when it reads them.
 
@@ -28,7 +33,11 @@ class HostCopy:
         self._names = list(numbers)
         values = stack_numbers(numbers.values())
         self._values = values.to("cpu", non_blocking=True)
-        self._arrival = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._arrival = (
+            torch.cuda.current_stream(values.device).record_event(torch.cuda.Event(blocking=True))
+            if values.is_cuda
+            else None
+        )
 
     @property
     def is_there(self) -> bool:
@@ -54,7 +63,9 @@ class ArrivingSamples:
         self._samples = [
             sample.to("cpu", non_blocking=on_gpu) if hasattr(sample, "to") else sample for sample in samples
         ]
-        self._arrival = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._arrival = (
+            torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True)) if on_gpu else None
+        )
 
     def read(self) -> list[Any]:
         """Return the samples. This waits until the GPU has computed them."""

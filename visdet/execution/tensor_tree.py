@@ -15,6 +15,35 @@ def is_on_host(member: Field[Any]) -> bool:
     return bool(member.metadata.get("on_host", False))
 
 
+class NotOnDevice:
+    """Stands for a field that is ``ON_HOST`` where only the device computes. Whoever reads it gets a RuntimeError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} of a field that is ON_HOST is read where only the device computes")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("a field that is ON_HOST is read where only the device computes")
+
+    __len__ = __iter__ = __getitem__ = __bool__ = __eq__ = __float__ = __index__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def for_device(tree: Any) -> Any:
+    """Return the tree without its fields that are ``ON_HOST``: a ``NotOnDevice`` takes their places."""
+    if isinstance(tree, dict):
+        return {name: for_device(value) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [for_device(value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        changed = {
+            member.name: NotOnDevice() if is_on_host(member) else for_device(getattr(tree, member.name))
+            for member in fields(tree)
+        }
+        return replace(tree, **changed)
+    return tree
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return the tree with each tensor replaced by the result of ``function`` for it."""
     if isinstance(tree, Tensor):

@@ -67,9 +67,9 @@ class CdnQueryGenerator(BaseModule):
         self.label_embedding = nn.Embedding(num_classes, embed_dims)
         self.class_rows = {"classes": ["label_embedding"]}
 
-    def num_groups(self, most_boxes: int) -> int:
+    def num_groups(self, most_boxes: Tensor) -> Tensor | int:
         """Return the number of groups for a batch whose images have at most ``most_boxes`` boxes."""
-        return max(self.limit // max(most_boxes, 1), 1) if self.is_dynamic else self.limit
+        return (self.limit // most_boxes.clamp(min=1)).clamp(min=1) if self.is_dynamic else self.limit
 
     def room(self, most_boxes: int) -> int:
         """Return a number of queries that suffices for all batches whose images have at most ``most_boxes`` boxes."""
@@ -96,9 +96,8 @@ class CdnQueryGenerator(BaseModule):
         chance, other, sign, size = self.draw(B, room, counts.device)
         most = counts.max()
         per_group = 2 * most.clamp(min=1)
-        num_groups = (2 * self.limit // per_group).clamp(min=1) if self.is_dynamic else self.limit
         slot = torch.arange(room, device=counts.device)
-        is_counted = slot < 2 * most * num_groups
+        is_counted = slot < 2 * most * self.num_groups(most)
         is_negative = slot % per_group >= most
         target = (slot % per_group % most.clamp(min=1)).expand(B, room)
         is_made = is_counted & (target < counts.unsqueeze(1))
@@ -229,9 +228,6 @@ class DINO(DeformableDetectionTransformer):
         )
 
     def assign(self, costs: dict[str, Tensor], batch: TrainingBatch) -> dict[str, Tensor]:
-        counts = batch.targets.counts
-        made = sum(counts) * self.dn_query_generator.num_groups(max(counts))
-        return {
-            **super().assign(costs, batch),
-            "dn_num_boxes": self.bbox_head.divisors(made, batch.images.device),
-        }
+        counts = batch.counts
+        made = counts.sum() * self.dn_query_generator.num_groups(counts.max())
+        return {**super().assign(costs, batch), "dn_num_boxes": self.bbox_head.divisors(made)}

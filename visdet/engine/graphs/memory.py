@@ -1,19 +1,68 @@
 """What the CUDA graphs of a model share in memory."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
 
 from visdet.execution.capture import Capture, captures
 
 
+class HasGraphs(Protocol):
+    """Something that replays graphs."""
+
+    def forget_graphs(self) -> None:
+        """Forget the graphs and their memory."""
+
+
+_living: "WeakSet[Any]" = WeakSet()  # all that has graphs
+
+
+def note_owner(owner: HasGraphs) -> None:
+    """Note something that has graphs, which forgets them after a capture that fails."""
+    _living.add(owner)
+
+
+def why_not_captured(capture: Callable[[], Any]) -> str | None:
+    """Run a function that captures graphs, and return why it failed, or None.
+
+    After a failure, all graphs of the process are forgotten. The generator's state regards the capture as unfinished,
+    and graphs keep the state with which they were captured, so that they would no longer draw from the generator.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    random_state = generator.clone_state()
+    try:
+        capture()
+        return None
+    except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
+        reason = str(error)  # The error itself holds all that has been computed.
+    generator.graphsafe_set_state(random_state)
+    for owner in _living:
+        owner.forget_graphs()
+    return reason
+
+
+@contextmanager
+def host_waits(mode: str) -> Iterator[None]:
+    """Run the block such that an operation for which the host waits warns ("warn") or raises an error ("error")."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is a prototype.
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class GraphMemory:
-    """What the graphs of all shapes share: a pool, two streams to capture on, and gradients.
+    """What the graphs of all shapes share: a pool, and two streams to capture on.
 
     Graphs run one after another on one stream, so that what one of them left in the pool may be overwritten by the
-    next. Gradients are copied out of it.
+    next. torch makes no graphs in a pool that all graphs have left.
 
     Attributes:
         replays: how many replays have begun that overwrite the activations of the ones before.
@@ -24,7 +73,6 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()
-        self.gradients: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
     def captures(self) -> Iterator[Capture]:
@@ -43,14 +91,11 @@ class GraphMemory:
         finally:
             torch.cuda.current_stream().wait_stream(self.stream)
 
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the tensor to which graphs write the gradient of a parameter."""
-        if parameter not in self.gradients:
-            self.gradients[parameter] = torch.empty_like(parameter)
-        return self.gradients[parameter]
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """Return a context whose work is recorded in a graph instead of being done."""
+        return torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
 
     def reserved_bytes(self) -> int:
-        """Return the size of the pool and the gradients."""
+        """Return the size of the pool."""
         segments = torch.cuda.memory_snapshot()
-        pool = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)
-        return pool + sum(held.nbytes for held in self.gradients.values())
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self.pool)

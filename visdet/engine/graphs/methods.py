@@ -6,27 +6,28 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from visdet.execution.staged_detector import has_stages
 from visdet.execution.tensor_tree import layout_of, map_tensors
 
-from ..stages import has_stages, losses_by_stages, memory_for, predictions_by_stages, state_after
-from .memory import GraphMemory
+from ..optim.gradients import Gradients
+from ..optim.optim_wrapper import OptimWrapper
+from .memory import GraphMemory, note_owner, why_not_captured
 from .steps import GraphedDetections, GraphedFeatures, GraphedStep
+from .updates import GraphedUpdate
 
 _LEARNS = attrgetter("requires_grad")
-_living: "WeakSet[GraphedMethod]" = WeakSet()
 
 
-def graphs_for(
-    config: Mapping[str, Any], model: nn.Module, logger: logging.Logger
-) -> "dict[str, GraphedMethod]":
+def graphs_for(config: Mapping[str, Any], model: nn.Module, logger: logging.Logger) -> dict[str, Any]:
     """Return what CUDA graphs replay of a model, by the names of its methods. Without a GPU, that is nothing.
+
+    If training steps are replayed, ``update`` replays the updates (see :func:`share_gradients`).
 
     In a run of several processes, each process replays its own graphs. The processes exchange gradients outside the
     graphs, as ``DistributedDataParallel`` does. With another wrapper of models or ``SyncBatchNorm``, training is eager.
@@ -51,7 +52,18 @@ def graphs_for(
     if obstacle and GraphedLoss in kinds:
         logger.info(f"graph: training steps run eagerly, because {obstacle}")
         kinds.remove(GraphedLoss)
-    return {kind.method: kind(module, say=logger.info) for kind in kinds}
+    graphs: dict[str, Any] = {kind.method: kind(module, say=logger.info) for kind in kinds}
+    if GraphedLoss in kinds:
+        graphs["loss"].wrapper = model if is_model_wrapper(model) else None
+        graphs["update"] = GraphedUpdate(say=logger.info)
+    return graphs
+
+
+def share_gradients(graphs: Mapping[str, Any], optim_wrapper: Any) -> None:
+    """Let graphs write gradients where an optimizer's wrapper of visdet expects them, and replay its updates."""
+    if isinstance(optim_wrapper, OptimWrapper) and "update" in graphs:
+        graphs["loss"].gradients = optim_wrapper.gradients
+        optim_wrapper.replay = graphs["update"]
 
 
 class GraphedMethod(ABC):
@@ -63,14 +75,13 @@ class GraphedMethod(ABC):
     ``report`` counts the batches.
 
     Args:
-        model: the detector, which has the stages of ``visdet.engine.stages``. Its parameters and buffers may change
+        model: the detector, which is a ``StagedDetector``. Its parameters and buffers may change
             their values and places, but must stay the same objects, because a search takes milliseconds.
         max_shapes: number of shapes whose graphs are kept. All graphs share one pool of memory.
         say: a function that is called with a text about each capture or failure.
     """
 
     method: ClassVar[str]  # the name of the method whose stages are replayed
-    by_stages: ClassVar[Callable[..., tuple[Any, Any]]]  # the same without graphs
     learns: ClassVar[bool]  # whether it serves calls with gradients or those without
     default_max_shapes: ClassVar[int]
 
@@ -84,7 +95,7 @@ class GraphedMethod(ABC):
         self._memory: GraphMemory | None = None
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         self.counts: Counter[str] = Counter()
-        _living.add(self)
+        note_owner(self)
 
     def __call__(self, inputs: Tensor, data_samples: Sequence[Any], state: Any = None) -> tuple[Any, Any]:
         """Return the result of the stages, and what the model remembers, given what it remembered before."""
@@ -92,7 +103,7 @@ class GraphedMethod(ABC):
             with torch.cuda.device(inputs.device):
                 return self._run(inputs, data_samples, state)
         self.counts["without a GPU"] += 1
-        return self.by_stages(self.model, inputs, data_samples, state)
+        return self._run_without_graphs(inputs, data_samples, state)
 
     def report(self) -> str:
         """Return how many batches were replayed, how many were not and why, and the memory of the graphs."""
@@ -103,6 +114,10 @@ class GraphedMethod(ABC):
         return f"graphs of {self.method}: {total} batches, {', '.join(parts)}; {shapes}"
 
     @abstractmethod
+    def _run_without_graphs(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
+        """Return the result and the state as the model itself computes them."""
+
+    @abstractmethod
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[Any, Any]:
         """Return the result and the state, which ``_compute`` computes."""
 
@@ -111,7 +126,7 @@ class GraphedMethod(ABC):
         """Return what the graphs compute, and the example of it that ``_new_step`` needs."""
 
     @abstractmethod
-    def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> Any:
+    def _new_step(self, batch: Any, example: Any, memory: Any) -> Any:
         """Return a step for one shape. Its ``capture`` records the graphs, and a call replays them."""
 
     def _compute(self, batch: Any, key: Hashable, *begun: Any) -> Any:
@@ -149,25 +164,18 @@ class GraphedMethod(ABC):
 
     def _capture(self, key: Hashable, batch: Any) -> bool:
         """Return whether the graphs for a batch could be captured. Otherwise, all that was computed is freed."""
-        if self._memory is None:
-            self._memory = GraphMemory()
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        random_state = None
+        self._memory = self._memory or GraphMemory()
         try:
             step = self._new_step(batch, self._examples[key], self._memory)
-            random_state = generator.clone_state()
-            step.capture()
-            self._graphs[key] = step
-            return True
-        except RuntimeError as error:  # Something cannot be captured, or the memory does not suffice.
-            reason = str(error)  # The error itself holds all that the step has computed.
-        if random_state is not None:
-            # The generator's current state regards the capture as unfinished. Graphs keep the state with which they
-            # were captured, so that those of other methods would no longer draw from the generator.
-            generator.graphsafe_set_state(random_state)
-            for method in _living:
-                method._forget_graphs()
-        self._forget_graphs()
+        except RuntimeError as error:  # The memory does not suffice.
+            reason: str | None = str(error)  # The error itself holds all that the step has computed.
+        else:
+            reason = why_not_captured(step.capture)
+            if reason is None:
+                self._graphs[key] = step
+                return True
+            del step
+        self.forget_graphs()
         self._has_failed = True
         shape = " x ".join(str(size) for size in batch.images.shape)
         self._say(
@@ -175,12 +183,12 @@ class GraphedMethod(ABC):
         )
         return False
 
-    def _forget_graphs(self) -> None:
-        """Forget the graphs and their pool. torch makes no graphs in a pool that all graphs have left."""
+    def forget_graphs(self) -> None:
+        """Forget the graphs and their pool."""
         self._graphs.clear()
         self._memory = None
 
-    def _key_of_model(self) -> Hashable:
+    def _key_of_model(self) -> tuple[Hashable, ...]:
         """Return all that a captured graph depends on besides the batch: modes, and the addresses of the weights."""
         places = hash((*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers)))
         learning = hash(tuple(map(_LEARNS, self._parameters))) if torch.is_grad_enabled() else None
@@ -195,22 +203,37 @@ class GraphedMethod(ABC):
 class GraphedLoss(GraphedMethod):
     """The losses of a detector, computed by CUDA graphs.
 
-    A step has three graphs: one for ``predictions_and_costs``, one for ``losses``, and in ``backward`` one for all
-    gradients (see ``DeformableDETR``). ``assign`` is called once between the first two. It may wait for the device and
-    exchange numbers with other processes. The graphs may not.
-    The losses are ordinary nodes of the autograd graph, from which the parameters get their gradients. Gradient
-    accumulation, loss scaling, clipping and the optimizer therefore work as without graphs. Random numbers, including
-    dropout's, are the same as in eager steps.
+    A step has two graphs: one for the losses, which ``computed_losses`` returns, and in ``backward`` one for all
+    gradients. If ``assign`` waits for the device, reads the host or exchanges numbers with other processes, it is
+    called between two graphs for the losses.
+    The losses are an ordinary node of the autograd graph, whose backward pass adds the gradients of all parameters to
+    ``parameter.grad``. Gradient accumulation, loss scaling, clipping and the optimizer therefore work as without
+    graphs. Parameters with hooks, and those that ``DistributedDataParallel`` averages, get theirs from autograd. Random
+    numbers, including dropout's, are the same as in eager steps.
+
+    Attributes:
+        gradients: where the gradients lie. wrapper: the wrapper of the model, or None.
     """
 
     method = "loss"
-    by_stages = staticmethod(losses_by_stages)
     learns = True
     # Those that are captured when a run of planned batches begins, and some others.
     default_max_shapes = 24
 
+    def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
+        super().__init__(model, max_shapes, say)
+        self.gradients = Gradients()
+        self.wrapper: Any = None
+
+    def _run_without_graphs(
+        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
+    ) -> tuple[dict[str, Tensor], Any]:
+        return self.model.losses_and_state(inputs, data_samples, state)
+
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[dict[str, Tensor], Any]:
-        batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, state))
+        return self.model.losses_and_state(inputs, data_samples, state, self._losses_and_state)
+
+    def _losses_and_state(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         return self._compute(batch, (layout_of(batch), self._key_of_model()))
 
     def capture(self, inputs: Tensor, data_samples: Sequence[Any]) -> bool:
@@ -219,7 +242,7 @@ class GraphedLoss(GraphedMethod):
         All processes must call this for the same shapes in the same order.
         """
         with torch.cuda.device(inputs.device):
-            batch = self.model.training_batch(inputs, data_samples, *memory_for(self.model, None))
+            batch = self.model.next_training_batch(inputs, data_samples, None)
             key = layout_of(batch), self._key_of_model()
             if key not in self._graphs and not self._has_failed and self._has_room(key):
                 self._examples[key] = None
@@ -227,14 +250,35 @@ class GraphedLoss(GraphedMethod):
         return key in self._graphs
 
     def _compute_eagerly(self, batch: Any) -> tuple[tuple[dict[str, Tensor], Any], Any]:
-        predictions, outputs = self.model.predictions_and_costs(batch)
-        assignment = self.model.assign(outputs, batch)
-        losses = self.model.losses(predictions, batch, assignment)
-        result = losses, state_after(self.model, outputs, batch)
-        return result, map_tensors(lambda part: torch.empty_like(part, device="meta"), assignment)
+        example: list[Any] = []
 
-    def _new_step(self, batch: Any, example: Any, memory: GraphMemory) -> GraphedStep:
-        return GraphedStep(self.model, batch, example, memory)
+        def assign(outputs: Any, batch: Any) -> Any:
+            assignment = self.model.assign(outputs, batch)
+            example.append(map_tensors(_on_meta_device, assignment))
+            return assignment
+
+        losses, outputs = self.model.computed_losses(batch, assign)
+        return (losses, self.model.state_after(outputs, batch)), example[0]
+
+    def _new_step(self, batch: Any, example: Any, memory: Any) -> GraphedStep:
+        return GraphedStep(self.model, batch, example, memory, self.gradients, self._handed_on())
+
+    def _handed_on(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients must come from autograd, because hooks wait for them."""
+        if self.wrapper is not None and self.wrapper.require_backward_grad_sync:
+            return self._parameters
+        return [
+            parameter
+            for parameter in self._parameters
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ]
+
+    def _key_of_model(self) -> tuple[Hashable, ...]:
+        return *super()._key_of_model(), tuple(map(id, self._handed_on()))
+
+
+def _on_meta_device(part: Tensor) -> Tensor:
+    return torch.empty_like(part, device="meta")
 
 
 class GraphedPrediction(GraphedMethod):
@@ -251,7 +295,6 @@ class GraphedPrediction(GraphedMethod):
     """
 
     method = "predict"
-    by_stages = staticmethod(predictions_by_stages)
     learns = False
     default_max_shapes = 64  # validation sees more shapes than training, and keeps no activations of them
 
@@ -269,6 +312,11 @@ class GraphedPrediction(GraphedMethod):
             tensor for part in parts if part is not None for tensor in (*part.parameters(), *part.buffers())
         ]
 
+    def _run_without_graphs(
+        self, inputs: Tensor, data_samples: Sequence[Any], state: Any
+    ) -> tuple[list[Any], Any]:
+        return self.model.predictions_and_state(inputs, data_samples, state)
+
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
         modes = self._modes()
         if modes != self._last_modes:  # In training mode, a graph changes the statistics of normalisations.
@@ -276,13 +324,13 @@ class GraphedPrediction(GraphedMethod):
             self._last_modes = modes
         features = self._begun_features(inputs)
         self._last_detections = None
-        batch = self.model.prediction_batch(inputs, data_samples, *memory_for(self.model, state))
+        batch = self.model.next_prediction_batch(inputs, data_samples, state)
         detections = self._replayed_at_once(batch, features)
         if detections is None:
             key = layout_of(batch), self._key_of_model()
             detections = self._compute(batch, key, features)
             self._last_key = key if key in self._graphs else None
-        state = state_after(self.model, detections, batch)
+        state = self.model.state_after(detections, batch)
         # To free all tensors takes the host a tenth of a millisecond. It is done while the GPU has work.
         del batch
         self._last_detections = detections
@@ -340,7 +388,7 @@ class GraphedPrediction(GraphedMethod):
         """Return all that a captured graph of features depends on."""
         return layout_of(images), hash((*map(Tensor.data_ptr, self._read_by_features),)), self._modes()
 
-    def _forget_graphs(self) -> None:
-        super()._forget_graphs()
+    def forget_graphs(self) -> None:
+        super().forget_graphs()
         self._features.clear()
         self._last_features = self._last_key = None

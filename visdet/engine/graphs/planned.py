@@ -62,7 +62,7 @@ def prepare_sizes(
         captured = 0
         for steps in (method for method in graphs if isinstance(method, GraphedLoss)):
             for number, size, boxes in shapes_of(batches, plan):
-                with optim_wrapper.optim_context(model):
+                with optim_wrapper.optim_context(steps.wrapper or model):
                     captured += steps.capture(**imagined.batch(number, size, boxes))
     sizes = ", ".join(f"{height} x {width}" for height, width in reversed(plan.sizes))
     logger.info(

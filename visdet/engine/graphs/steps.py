@@ -1,85 +1,139 @@
 """The CUDA graphs of a training step and of a prediction, for batches of one shape."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
-from visdet.execution.tensor_tree import layout_of, map_tensors, tensors_of
+from visdet.execution.tensor_tree import for_device, layout_of, map_tensors, tensors_of
 
-from ..stages import state_after
+from ..optim.gradients import Gradients
 from .leaves import leaves_in_place_of, with_leaves
-from .memory import GraphMemory
+from .memory import GraphMemory, host_waits
 
 
 class GraphedStep:
-    """A training step of one shape of batches: three CUDA graphs, and the tensors that they read and write.
+    """A training step of one shape of batches: its CUDA graphs, and the tensors that they read and write.
 
-    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans.
-    ``capture`` makes the graphs. ``example`` has the layout of an assignment. Without it, the constructor makes one,
-    for which processes may exchange numbers.
+    One graph computes the losses, and another one the gradients, which it adds to those of the parameters. If the
+    assignment needs the host or other processes, two graphs compute the losses, and ``assign`` is called between them.
+
+    The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans, and sees
+    what ``assign`` needs. ``capture`` makes the graphs.
 
     The graphs are captured with leaf tensors that share the memory of the parameters, and not with the parameters
     themselves. An earlier step or ``DistributedDataParallel`` may hold the autograd nodes of the parameters. Such nodes
     belong to the stream of that step, which a capture must not use.
+
+    Args:
+        model: the detector. batch: a batch of this shape.
+        example: a tree of the layout of an assignment. Without it, the constructor calls ``assign`` once, for which
+            processes may exchange numbers.
+        memory: what all graphs share.
+        gradients: where the gradients lie.
+        handed_on: parameters that get their gradients from autograd, because hooks of theirs must see them.
     """
 
-    def __init__(self, model: Any, batch: Any, example: Any, memory: GraphMemory) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        example: Any,
+        memory: GraphMemory,
+        gradients: Gradients,
+        handed_on: Sequence[nn.Parameter] = (),
+    ) -> None:
         self.model = model
         self.memory = memory
-        self.batch = map_tensors(Tensor.clone, batch)
-        self.assignment = self._ones_like(example)
+        self.gradients = gradients
+        self.batch = for_device(map_tensors(Tensor.clone, batch))
+        self.assignment: Any = None
+        self.assigns_in_graph = get_world_size() == 1
         self.leaves = leaves_in_place_of(model)
         learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
+        def assign(outputs: Any, _: Any) -> Any:
+            found = example
+            if self.assigns_in_graph:
+                found = self._assigned_on_device(outputs)
+            if found is None:
+                found = model.assign(outputs, batch)
+            self.assignment = map_tensors(self._ones_like, found)
+            return self.assignment
+
         def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-            predictions, costs = model.predictions_and_costs(self.batch)
-            if example is None:
-                self.assignment = self._ones_like(model.assign(costs, self.batch))
-            losses = model.losses(predictions, self.batch, self.assignment)
+            losses, _ = model.computed_losses(self.batch, assign)
             total = torch.stack(list(losses.values())).sum()
             with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
                 return losses, torch.autograd.grad(total, learning, allow_unused=True)
 
         with memory.captures(), _casts_of_its_own(), nothing_changes(model):
-            losses, gradients = with_leaves(model, self.leaves, run)
+            losses, found = with_leaves(model, self.leaves, run)
         self.names = list(losses)
-        used = {leaf for leaf, grad in zip(learning, gradients, strict=True) if grad is not None}
-        self.parameters = [parameter for parameter, leaf in self.leaves.items() if leaf in used]
-        self.static_gradients = [memory.gradient_of(parameter) for parameter in self.parameters]
+        used = {leaf for leaf, grad in zip(learning, found, strict=True) if grad is not None}
+        self.block = gradients.block_of(
+            [parameter for parameter, leaf in self.leaves.items() if leaf in used]
+        )
+        self.parameters: list[Any] = self.block.parameters
+        hooked = set(handed_on)
+        self.handed_on = [parameter for parameter in self.parameters if parameter in hooked]
+        self.handed_gradients = [torch.empty_like(parameter) for parameter in self.handed_on]
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
+        # The losses are a function of it for autograd.
+        self.anchor = torch.zeros((), device=memory.stream.device, requires_grad=True)
 
-    def _ones_like(self, assignment: Any) -> Any:
-        return map_tensors(lambda part: torch.ones_like(part, device=self.memory.stream.device), assignment)
+    def _ones_like(self, part: Tensor) -> Tensor:
+        return torch.ones_like(part, device=self.memory.stream.device)
+
+    def _assigned_on_device(self, outputs: Any) -> Any:
+        """Return the assignment if no work on the host is needed for it, and None otherwise."""
+        try:
+            with host_waits("error"):
+                return self.model.assign(outputs, self.batch)
+        except RuntimeError:
+            self.assigns_in_graph = False
+            return None
 
     def capture(self) -> None:
-        """Record the three graphs.
+        """Record the graphs.
 
         Raises:
             RuntimeError: something in them cannot be captured.
         """
-        self.graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        self.graphs: list[Any] = []
         with self.memory.captures() as capture, _casts_of_its_own():
             with_leaves(self.model, self.leaves, self._capture)
         self.tables = capture.tables
 
+    def _recording(self) -> Any:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        return self.memory.recording(self.graphs[-1])
+
     def _capture(self) -> None:
-        forward, losses, backward = (
-            torch.cuda.graph(graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local")
-            for graph in self.graphs
-        )
-        with forward:
-            predictions, self.outputs = self.model.predictions_and_costs(self.batch)
-        with losses:
-            by_name = self.model.losses(predictions, self.batch, self.assignment)
+        with ExitStack() as recording:
+
+            def assign(outputs: Any, _: Any) -> Any:
+                recording.close()
+                recording.enter_context(self._recording())
+                return self.assignment
+
+            recording.enter_context(self._recording())
+            by_name, self.outputs = self.model.computed_losses(
+                self.batch, None if self.assigns_in_graph else assign
+            )
             values = torch.stack(list(by_name.values()))
-        with torch.autocast("cuda", enabled=False), backward:
+        with torch.autocast("cuda", enabled=False), self._recording():
             leaves = [self.leaves[parameter] for parameter in self.parameters]
             gradients = torch.autograd.grad(values, leaves, self.grad_of_losses)
-            _copy(self.static_gradients, gradients)
+            handed = set(self.handed_on)
+            triples = list(zip(self.parameters, self.block.views, gradients, strict=True))
+            added = [(view, new) for parameter, view, new in triples if parameter not in handed]
+            _add([view for view, _ in added], [new for _, new in added])
+            _copy(self.handed_gradients, [new for parameter, _, new in triples if parameter in handed])
         self.values = values.detach()
 
     def __call__(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
@@ -87,18 +141,22 @@ class GraphedStep:
         self.memory.replays += 1
         _copy(self.batch, batch)
         self.graphs[0].replay()
-        state = map_tensors(Tensor.clone, state_after(self.model, self.outputs, batch))
-        _copy(self.assignment, self.model.assign(self.outputs, batch))
-        self.graphs[1].replay()
-        losses = _Replay.apply(self, *self.parameters).unbind()
-        return dict(zip(self.names, losses, strict=True)), state
+        if not self.assigns_in_graph:
+            _copy(self.assignment, self.model.assign(self.outputs, batch))
+            self.graphs[1].replay()
+        state = self.model.state_after(self.outputs, batch)
+        kept = map_tensors(torch.empty_like, state)
+        _copy(kept, state)
+        losses = _Replay.apply(self, self.anchor, *self.handed_on).unbind()
+        return dict(zip(self.names, losses, strict=True)), kept
 
-    def gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
-        """Return the gradients of the parameters, in memory of their own."""
+    def add_gradients(self, grad_of_losses: Tensor) -> list[Tensor]:
+        """Add the gradients to those of the parameters, and return the ones that are handed on."""
+        self.gradients.attach(self.block)
         self.grad_of_losses.copy_(grad_of_losses)
-        self.graphs[2].replay()
-        copies = [torch.empty_like(gradient) for gradient in self.static_gradients]
-        torch._foreach_copy_(copies, self.static_gradients)
+        self.graphs[-1].replay()
+        copies = [torch.empty_like(gradient) for gradient in self.handed_gradients]
+        _copy(copies, self.handed_gradients)
         return copies
 
 
@@ -210,20 +268,17 @@ class _Recorded:
     def capture(self, function: Callable[[], Any]) -> Any:
         """Record the graph, and return the result of the function, which each replay writes anew."""
         self.graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(
-            self.graph, self.memory.pool, self.memory.stream, capture_error_mode="thread_local"
-        )
-        with self.memory.captures() as capture, _casts_of_its_own(), recording:
+        with self.memory.captures() as capture, _casts_of_its_own(), self.memory.recording(self.graph):
             result = function()
         self.tables = capture.tables
         return result
 
 
 class _Replay(torch.autograd.Function):
-    """The losses that a graph has computed, as a function of the parameters."""
+    """The losses that a graph has computed. Its backward pass adds the gradients of the parameters to their sums."""
 
     @staticmethod
-    def forward(ctx: Any, step: GraphedStep, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, step: GraphedStep, anchor: Tensor, *handed_on: Tensor) -> Tensor:
         ctx.step, ctx.replays = step, step.memory.replays
         return step.values.clone()
 
@@ -241,7 +296,7 @@ class _Replay(torch.autograd.Function):
                 "needs has been overwritten. Add the losses up and call backward once, or train with --no-graph"
             )
         memory.replays += 1
-        return None, *ctx.step.gradients(grad_of_losses)
+        return None, None, *ctx.step.add_gradients(grad_of_losses)
 
 
 @contextmanager
@@ -271,12 +326,27 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
 
 def _copy(into: Any, values: Any) -> None:
     """Copy the tensors of a tree into another tree. All dense tensors of a dtype are one kernel."""
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, value in zip(tensors_of(into), tensors_of(values), strict=True):
-        is_dense = target.is_contiguous() and value.is_contiguous()
-        key = (target.dtype, value.dtype, value.device) if is_dense else id(target)
-        targets, sources = groups.setdefault(key, ([], []))
-        targets.append(target)
-        sources.append(value)
-    for targets, sources in groups.values():
+    for targets, sources in _alike(tensors_of(into), tensors_of(values)):
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _add(sums: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add tensors to others. All tensors whose numbers lie in the same order are one kernel."""
+    for targets, sources in _alike(sums, values):
+        torch._foreach_add_(targets, sources)
+
+
+def _alike(
+    targets: Sequence[Tensor], values: Sequence[Tensor]
+) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Return pairs of lists that one kernel can serve: dense tensors of a dtype, and each other tensor by itself."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, value in zip(targets, values, strict=True):
+        is_dense = target.stride() == value.stride() and (
+            target.is_contiguous() or target.is_contiguous(memory_format=torch.channels_last)
+        )
+        key = (target.dtype, value.dtype, value.device) if is_dense else id(target)
+        members, sources = groups.setdefault(key, ([], []))
+        members.append(target)
+        sources.append(value)
+    return groups.values()

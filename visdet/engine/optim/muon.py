@@ -106,16 +106,17 @@ class MuonWithAuxAdam(AdamW):
             state = self.state[parameter]
             if "momentum_buffer" not in state:  # The state may be AdamW's.
                 state.clear()
-                state["step"] = torch.zeros(())  # AdamW expects it in a state that it loads.
+                # AdamW expects it in a state that it loads. A CUDA graph counts on the device.
+                state["step"] = torch.zeros((), device=parameter.device if group["capturable"] else None)
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["step"] += 1
             momentum = state["momentum_buffer"].lerp_(gradient, 1 - decay)
             directions.append(gradient.lerp(momentum, decay))
         scale = lr * _RMS_OF_ADAMW * max(parameters[0].shape) ** 0.5
-        for parameter, update in zip(
-            parameters, orthogonalized(torch.stack(directions), group["ns_steps"]), strict=True
-        ):
-            parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-scale)
+        updates = orthogonalized(torch.stack(directions), group["ns_steps"])
+        on_device = isinstance(lr, Tensor)  # A number that the host does not know cannot be an ``alpha``.
+        for parameter, update in zip(parameters, updates * scale if on_device else updates, strict=True):
+            parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-1 if on_device else -scale)
 
 
 def orthogonalized(matrices: Tensor, steps: int) -> Tensor:

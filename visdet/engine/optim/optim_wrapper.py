@@ -1,6 +1,6 @@
 """Optimizer wrappers that do not wait for the device and that train with mixed precision on any device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,15 +13,18 @@ from torch.optim import Optimizer
 from visdet.errors import InvalidInputError, UserError
 from visdet.registry import OPTIM_WRAPPERS
 
+from .gradients import Gradients
+
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
-    """mmengine's optimizer wrapper without two of its costs on a GPU.
+    """mmengine's optimizer wrapper without some of its costs on a GPU.
 
     * With ``paramwise_cfg``, mmengine makes a parameter group of each parameter, and torch's optimizers launch their
       kernels once for each group. Here, groups with the same options become one.
     * mmengine reads the norm of the gradients for the log before it launches the update, so that the GPU is idle in
       between. Here, the norm is kept for ``take_grad_norm``, and goes to the log with the losses.
+    * Gradients that a graph writes lie in one block, and ``replay`` computes the update of all parameters as a graph.
 
     Args: see :class:`mmengine.optim.OptimWrapper`.
 
@@ -30,11 +33,15 @@ class OptimWrapper(_OptimWrapper):
             of the model need not. ``DistributedDataParallel`` launches several kernels for each parameter.
         spoils_gradients_of_bad_losses: whether the gradients of a loss that is NaN or infinite become NaN. After the
             gradients have been averaged, every process then sees that the loss of one of them is bad.
+        gradients: the block of memory in which the gradients lie, if a graph or the average has put them there.
+        replay: a function of this wrapper that does what ``update`` does, such as a :class:`GraphedUpdate`.
+        grad_norm: the norm of the gradients of the last update before they were clipped, or None.
     """
 
     averages_gradients: bool = False
     spoils_gradients_of_bad_losses: bool = False
-    _grad_norm: Tensor | None = None
+    replay: "Callable[[OptimWrapper], None] | None" = None
+    grad_norm: Tensor | None = None
 
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: dict | None = None
@@ -42,6 +49,9 @@ class OptimWrapper(_OptimWrapper):
         self.groups_as_built = optimizer.param_groups
         optimizer.param_groups = _merged(optimizer.param_groups)
         super().__init__(optimizer, accumulative_counts=accumulative_counts, clip_grad=clip_grad)
+        self.gradients = Gradients(
+            parameter for group in self.groups_as_built for parameter in group["params"]
+        )
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Say which iterations are counted. Unlike mmengine's, this does not say that a resumed run loses gradients."""
@@ -73,7 +83,19 @@ class OptimWrapper(_OptimWrapper):
         """Average the gradients over the processes if that is due, clip them and update the parameters."""
         if self.averages_gradients:
             self._average_gradients()
+        if self.replay is None or step_args:
+            self.update(**step_args)
+        else:
+            self.replay(self)
+
+    def update(self, **step_args: Any) -> None:
+        """Clip the gradients and update the parameters."""
         super().step(**step_args)
+
+    def zero_grad(self, **options: Any) -> None:
+        """Forget the gradients. Those in a block of memory become zeros and stay where they are."""
+        if not self.gradients.zero():
+            super().zero_grad(**options)
 
     def _learning(self) -> list[Tensor]:
         groups = self.optimizer.param_groups
@@ -81,25 +103,24 @@ class OptimWrapper(_OptimWrapper):
 
     def _average_gradients(self) -> None:
         learning = self._learning()
-        gradients = [parameter.grad for parameter in learning if parameter.grad is not None]
-        if len(gradients) < len(learning):
+        without = sum(parameter.grad is None for parameter in learning)
+        if without:
             raise UserError(
-                f"{len(learning) - len(gradients)} parameters of the model had no part in a loss, so the processes "
+                f"{without} parameters of the model had no part in a loss, so the processes "
                 "cannot average their gradients. Freeze them, or set find_unused_parameters=True in the config"
             )
-        block = torch.cat([gradient.flatten() for gradient in gradients])
-        all_reduce(block, "mean")
-        parts = zip(block.split([gradient.numel() for gradient in gradients]), gradients, strict=True)
-        torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in parts])
+        self.gradients.attach(self.gradients.block_of(learning))
+        for block in self.gradients.flat() or ():
+            all_reduce(block, "mean")
 
     def _clip_grad(self) -> None:
         parameters = [parameter for parameter in self._learning() if parameter.grad is not None]
         # torch's clipping by value returns None instead of a norm.
-        self._grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
+        self.grad_norm = self.clip_func(parameters, **self.clip_grad_kwargs) if parameters else None
 
     def take_grad_norm(self) -> dict[str, Tensor]:
         """Return the norm of the gradients of an update by its name in the log, once after the update."""
-        norm, self._grad_norm = self._grad_norm, None
+        norm, self.grad_norm = self.grad_norm, None
         return {} if norm is None else {self.grad_name: norm}
 
 
@@ -171,13 +192,11 @@ class AmpOptimWrapper(OptimWrapper):
         """Accumulate the gradients of ``loss``. If the dtype is float16, the loss is scaled first."""
         super().backward(loss if self.loss_scaler is None else self.loss_scaler.scale(loss), **backward_args)
 
-    def step(self, **step_args: Any) -> None:
-        """Clip the gradients and update the parameters."""
+    def update(self, **step_args: Any) -> None:
+        """Clip the gradients and update the parameters, unless a float16 gradient is not finite."""
         if self.loss_scaler is None:
-            super().step(**step_args)
+            super().update(**step_args)
             return
-        if self.averages_gradients:
-            self._average_gradients()
         if self.clip_grad_kwargs:
             self.loss_scaler.unscale_(self.optimizer)
             self._clip_grad()

@@ -12,6 +12,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
+from visdet.execution.staged_detector import StagedDetector
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
@@ -40,13 +41,16 @@ class TrainingBatch:
         images: [B, 3, H, W].
         image_sizes: [B, 2], the (height, width) without padding, or None if no image is padded.
         targets: the ground truth of the images.
-        counts: [B] int64, the number of boxes of each image, on the device.
     """
 
     images: Tensor
     image_sizes: Tensor | None
     targets: PaddedTargets
-    counts: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[B] int64, the number of boxes of each image, on the device."""
+        return self.targets.lengths
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def _built(config: dict[str, Any], **defaults: Any) -> Any:
     return MODELS.build({**defaults, **config})
 
 
-class DeformableDetectionTransformer(BaseDetector):
+class DeformableDetectionTransformer(StagedDetector, BaseDetector):
     """The base class of Deformable DETR and its descendants.
 
     images -> backbone -> neck -> flat pyramid -> encoder -> start of the decoder -> decoder -> head.
@@ -175,11 +179,6 @@ class DeformableDetectionTransformer(BaseDetector):
         if self.as_two_stage:
             nn.init.xavier_uniform_(self.memory_trans_fc.weight)
 
-    def loss(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> dict[str, Tensor]:
-        batch = self.training_batch(inputs, data_samples)
-        predictions, costs = self.predictions_and_costs(batch)
-        return self.losses(predictions, batch, self.assign(costs, batch))
-
     def training_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> TrainingBatch:
         """Return images and targets as tensors.
 
@@ -194,8 +193,7 @@ class DeformableDetectionTransformer(BaseDetector):
         room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room_for(most, least))
         targets = targets.padded_to(room).with_labels_below(self.bbox_head.num_classes)
         may_be_padded = plan.get("batch_is_padded", False)
-        counts = to_device(targets.counts, inputs.device)
-        return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets, counts)
+        return TrainingBatch(inputs, padded_sizes(inputs, sizes, may_be_padded), targets)
 
     def predictions_and_costs(
         self, batch: TrainingBatch
@@ -209,15 +207,19 @@ class DeformableDetectionTransformer(BaseDetector):
         """Return the assignment of least cost as tensors, which a kernel computes for costs on a GPU."""
         return self.bbox_head.assign(costs, batch.targets)
 
+    def check(self, batch: TrainingBatch) -> None:
+        """Raise an InvalidInputError if a label is not a class. The host waits for the batch to be on the device."""
+        if batch.targets.has_unknown_label:
+            classes = self.bbox_head.num_classes
+            raise InvalidInputError(
+                f"loss: gt_instances.labels must lie in 0..{classes - 1} (num_classes={classes})"
+            )
+
     def losses(
         self, predictions: dict[str, SetPrediction], batch: TrainingBatch, assignment: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the losses by name. All work runs on the device."""
         return self.bbox_head.losses(predictions, batch.targets, assignment)
-
-    def predict(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> list[DetDataSample]:
-        detections = self.detections(self.prediction_batch(inputs, data_samples))
-        return self.with_detections(detections, data_samples)
 
     def prediction_batch(self, inputs: Tensor, data_samples: Sequence[DetDataSample]) -> PredictionBatch:
         """Return the images and the sizes by which their boxes are clipped and scaled, as tensors.

@@ -17,7 +17,6 @@ from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
-from ..transfer import to_device
 from .decoder_start import DecoderStart
 from .transformer import refine_boxes
 
@@ -222,32 +221,22 @@ class DeformableDETRHead(BaseModule):
     def assign(self, costs: Mapping[str, Tensor], targets: PaddedTargets) -> dict[str, Tensor]:
         """Return, for each set, the target of every prediction and the numbers that divide its losses.
 
-        The assignments are solved where the costs are. On a GPU, the host waits for the batch to be there, but not for
-        the predictions.
+        The assignments are solved where the costs are, and on a GPU, the host does not wait for them.
 
         Returns:
             for each set NAME, NAMEindex [D, B, Q], the result of ``solve_padded``, and NAMEnum_boxes [2],
             the divisors of the class loss and of the other losses.
-
-        Raises:
-            InvalidInputError: a label of the targets is not a class.
         """
-        device, counts = targets.labels.device, targets.counts
-        if targets.has_unknown_label:
-            raise InvalidInputError(
-                f"loss: gt_instances.labels must lie in 0..{self.num_classes - 1} (num_classes={self.num_classes})"
-            )
         result = {}
         for name, cost in costs.items():
-            result[f"{name}index"] = solve_padded(cost, counts)
-            matched = sum(min(count, cost.shape[-1]) for count in counts)
-            result[f"{name}num_boxes"] = self.divisors(matched, device)
+            result[f"{name}index"] = solve_padded(cost, targets.lengths)
+            result[f"{name}num_boxes"] = self.divisors(targets.lengths.clamp(max=cost.shape[-1]).sum())
         return result
 
-    def divisors(self, matched: int, device: torch.device) -> Tensor:
+    def divisors(self, matched: Tensor) -> Tensor:
         """Return the divisors [2] of the class loss and of the other losses for a number of matched predictions."""
-        num_boxes = to_device([matched], device, torch.float32)
-        mean_boxes = mean_count(num_boxes, device)
+        num_boxes = matched.float().reshape(1)
+        mean_boxes = mean_count(num_boxes, num_boxes.device)
         cls_boxes = mean_boxes if self.sync_cls_avg_factor else num_boxes.clamp(min=1.0)
         return torch.cat((cls_boxes, mean_boxes))
 

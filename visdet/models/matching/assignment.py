@@ -38,7 +38,7 @@ def for_solver(costs: Tensor) -> Tensor:
     return finite.transpose(-1, -2).to(torch.float64, memory_format=torch.contiguous_format)
 
 
-def solve_padded(costs: Tensor, counts: Sequence[int]) -> Tensor:
+def solve_padded(costs: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     """Return the target of each prediction, [..., B, Q] int64 in 0..N-1, or N for predictions without a target.
 
     On a GPU, the host does not wait for the result. Elsewhere, scipy solves the problems.
@@ -52,10 +52,10 @@ def solve_padded(costs: Tensor, counts: Sequence[int]) -> Tensor:
     # scipy.optimize is slow to import, and it is not needed before the first matching.
     from scipy import optimize
 
-    on_host = costs.cpu().numpy()
+    on_host, lengths = costs.cpu().numpy(), torch.as_tensor(counts).tolist()
     num_padded, num_predictions = on_host.shape[-2:]
     targets = np.full((*on_host.shape[:-2], num_predictions), num_padded, dtype=np.int64)
     for position in np.ndindex(on_host.shape[:-2]):
-        chosen, predictions = optimize.linear_sum_assignment(on_host[position][: counts[position[-1]]])
+        chosen, predictions = optimize.linear_sum_assignment(on_host[position][: lengths[position[-1]]])
         targets[position][predictions] = chosen
     return to_device(targets, costs.device)

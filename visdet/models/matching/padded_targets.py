@@ -29,7 +29,7 @@ class PaddedTargets:
         boxes_xyxy: [..., N, 4] in pixels of the image without padding.
         labels: [..., N] int64.
         image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
-        counts: number of boxes of each image, without padding.
+        counts: number of boxes of each image, without padding. lengths: [B] int64, the same on the device.
         unknown_label: a copy on the host of whether ``with_labels_below`` found a label that is not a class. It is
             None if that was not called.
     """
@@ -39,6 +39,11 @@ class PaddedTargets:
     image_whwh: Tensor
     counts: list[int] = field(metadata=ON_HOST)
     unknown_label: HostCopy | None = field(default=None, metadata=ON_HOST)
+    lengths: Tensor = None  # type: ignore[assignment]  # It follows from the counts.
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", to_device(self.counts, self.labels.device, torch.int64))
 
     @property
     def has_unknown_label(self) -> bool:

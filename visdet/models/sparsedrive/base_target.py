@@ -30,13 +30,18 @@ class PaddedInstances:
         labels: [B, N] int64.
         values: float32, encoded boxes [B, N, D] or all orderings of lines [B, N, O, D].
         weights: [B, N, D], the weight of each number in cost and loss.
-        counts: number of instances of each sample, without padding.
+        counts: number of instances of each sample, without padding. lengths: [B] int64, the same on the device.
     """
 
     labels: Tensor
     values: Tensor
     weights: Tensor
     counts: list[int] = field(metadata=ON_HOST)
+    lengths: Tensor = None  # type: ignore[assignment]  # It follows from the counts.
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", to_device(self.counts, self.labels.device, torch.int64))
 
     @classmethod
     def of(
@@ -131,7 +136,7 @@ def assigned_instances(
     """
     indices, counts = {}, []
     for name, pairs in costs.items():
-        index = solve_padded(pairs.costs, truth[name].counts)
+        index = solve_padded(pairs.costs, truth[name].lengths)
         indices[name] = index
         counts.append((index < pairs.costs.shape[-2]).sum((1, 2)).float())
         if pairs.num_denoising is not None:

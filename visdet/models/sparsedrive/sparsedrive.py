@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from visdet.execution.staged_detector import TemporalDetector
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.ops import feature_maps_format
 from visdet.registry import MODELS
@@ -36,7 +37,7 @@ class TemporalState:
 
 
 @MODELS.register_module()
-class SparseDrive(BaseDetector):
+class SparseDrive(TemporalDetector, BaseDetector):
     """A detector for frames of several cameras: backbone, neck, head, and in training a branch for dense depth.
 
     Args:
@@ -176,12 +177,6 @@ class SparseDrive(BaseDetector):
             raise ValueError(f"{type(self).__name__}: data_samples with the cameras and poses are needed")
         return self.step(inputs, data_samples)[0]
 
-    def loss(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> dict[str, Tensor]:
-        """Return the losses of the head, and ``loss_dense_depth`` with a depth branch."""
-        batch = self.training_batch(inputs, data_samples)
-        predictions, costs_and_state = self.predictions_and_costs(batch)
-        return self.losses(predictions, batch, self.assign(costs_and_state, batch))
-
     def training_batch(
         self, inputs: Tensor, data_samples: Sequence[DrivingDataSample], state: TemporalState | None = None
     ) -> DrivingBatch:
@@ -239,14 +234,8 @@ class SparseDrive(BaseDetector):
             )
         return losses
 
-    @torch.no_grad()
-    def predict(self, inputs: Tensor, data_samples: Sequence[DrivingDataSample]) -> list[DrivingDataSample]:
-        """Return the samples with ``pred_instances_3d``, ``pred_map`` and ``pred_plan`` of the model's tasks.
-
-        Nothing links the frames of two calls, so that no instance has a track id.
-        """
-        detections = self.detections(self.prediction_batch(inputs, data_samples))
-        samples = self.with_detections(detections, data_samples)
+    def unlinked(self, samples: list[DrivingDataSample]) -> list[DrivingDataSample]:
+        """Return the samples without track ids, because nothing links their frames to others."""
         for sample in samples:
             if "instance_ids" in sample.get("pred_instances_3d", ()):
                 sample.pred_instances_3d.instance_ids.fill_(-1)
@@ -262,6 +251,7 @@ class SparseDrive(BaseDetector):
         """Return the feature pyramid, which ``detections`` takes. It does not depend on anything but the images."""
         return self.extract_feat(images)
 
+    @torch.no_grad()
     def detections(self, batch: DrivingBatch, features: Any = None) -> tuple[dict[str, Any], Any]:
         """Return the results of all frames and the state after them. All work runs on the device.
 

@@ -1,0 +1,187 @@
+"""The update of the parameters, replayed as a CUDA graph."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..optim.muon import MuonWithAuxAdam
+from ..optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
+from .memory import GraphMemory, host_waits, note_owner, why_not_captured
+
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+
+
+class GraphedUpdate:
+    """What ``OptimWrapper.update`` does, replayed as a graph: unscaling, clipping and the step of the optimizer.
+
+    Learning rates lie on the device in all updates, and are copied there when they have changed. The first update is
+    not captured, because it makes the state of the optimizer. An update is captured when gradients, parameters and
+    state lie where those of the update before lay, and the options of all groups are the same. If an update cannot be
+    a graph, it runs as without graphs, and ``say`` tells why.
+
+    Args:
+        say: a function that is called with a text if updates run eagerly.
+    """
+
+    def __init__(self, say: Callable[[str], Any] = print) -> None:
+        self._say = say
+        self._is_first = True
+        self._unsuited = ""  # why updates run as without graphs
+        self._has_failed = False
+        self._rates: list[Tensor] = []
+        self._values: list[float] = []
+        self._graph: Any = None
+        self._key: Hashable = None  # what the graph depends on, or what the last eager update depended on
+        self._norm: Tensor | None = None
+        self._memory: GraphMemory | None = None
+        self.counts: Counter[str] = Counter()
+        note_owner(self)
+
+    def __call__(self, wrapper: OptimWrapper) -> None:
+        """Update the parameters."""
+        if self._is_first:
+            self._is_first = False
+            self._unsuited = why_not_a_graph(wrapper)
+            self._tell(self._unsuited)
+        if self._unsuited:
+            self.counts["eager"] += 1
+            wrapper.update()
+            return
+        with torch.cuda.device(wrapper.optimizer.param_groups[0]["params"][0].device):
+            self._run(wrapper)
+
+    def report(self) -> str:
+        """Return how many updates were replayed."""
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
+        return f"graph of update: {sum(self.counts.values())} updates, {counts}"
+
+    def forget_graphs(self) -> None:
+        """Forget the graph and its memory."""
+        self._graph = self._key = self._norm = self._memory = None
+
+    def _run(self, wrapper: OptimWrapper) -> None:
+        self._copy_rates(wrapper.optimizer)
+        key = key_of(wrapper)
+        if key != self._key:
+            self._graph = self._norm = None
+        elif self._graph is None and not self._has_failed:
+            self._capture(wrapper)
+        if self._graph is None:
+            self._update_eagerly(wrapper)
+            return
+        self.counts["replayed"] += 1
+        self._graph.replay()
+        wrapper.grad_norm = None if self._norm is None else self._norm.clone()
+
+    def _update_eagerly(self, wrapper: OptimWrapper) -> None:
+        """Update the parameters by the same operations as the graph, and see whether the host waits for one."""
+        self.counts["eager"] += 1
+        with warnings.catch_warnings(record=True) as found, rates_on_device(wrapper.optimizer, self._rates):
+            warnings.simplefilter("always")
+            with host_waits("warn"):
+                wrapper.update()
+        if not self._has_failed and any(_SYNCHRONIZES in str(warning.message) for warning in found):
+            self._fail("it waits for the device")
+        self._key = key_of(wrapper)
+
+    def _copy_rates(self, optimizer: Optimizer) -> None:
+        """Bring the learning rates of all groups to the device, if they have changed."""
+        values = [float(group["lr"]) for group in optimizer.param_groups]
+        if len(values) != len(self._rates):
+            device = optimizer.param_groups[0]["params"][0].device
+            self._rates = [torch.zeros((), device=device) for _ in values]
+            self._values = []
+        if values != self._values:
+            for rate, value in zip(self._rates, values, strict=True):
+                rate.fill_(value)
+            self._values = values
+
+    def _capture(self, wrapper: OptimWrapper) -> None:
+        """Record the graph. Nothing is updated."""
+
+        def record() -> None:
+            self._graph, self._norm = self._recorded(wrapper)
+
+        reason = why_not_captured(record)
+        if reason is not None:
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self._has_failed = True
+        self._tell(reason)
+
+    def _recorded(self, wrapper: OptimWrapper) -> tuple[Any, Tensor | None]:
+        """Return the graph of an update, and the norm of the gradients that it writes."""
+        self._memory = self._memory or GraphMemory()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            rates_on_device(wrapper.optimizer, self._rates),
+            self._memory.captures(),
+            self._memory.recording(graph),
+        ):
+            wrapper.update()
+        return graph, wrapper.grad_norm
+
+    def _tell(self, reason: str) -> None:
+        if reason:
+            self._say(f"graph: the update of the parameters runs eagerly, because {reason}")
+
+
+def why_not_a_graph(wrapper: Any) -> str:
+    """Return why the updates of a wrapper cannot be a graph, or "" if nothing speaks against it."""
+    optimizer = wrapper.optimizer
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    if type(wrapper) not in (OptimWrapper, AmpOptimWrapper):
+        return f"{type(wrapper).__name__} may do more than visdet's wrappers"
+    is_known = kind.__module__.startswith("torch.optim") and (
+        kind is SGD or "capturable" in optimizer.defaults
+    )
+    if not is_known and kind is not MuonWithAuxAdam:
+        return f"{kind.__name__} may compute on the host"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"hooks of {kind.__name__}.step may change it"
+    if not all(isinstance(group["lr"], int | float) for group in groups):
+        return "a learning rate is not a number"
+    if not all(parameter.is_cuda for group in groups for parameter in group["params"]):
+        return "a parameter is not on a GPU"
+    return ""
+
+
+def key_of(wrapper: OptimWrapper) -> Hashable:
+    """Return all that a graph of an update depends on besides numbers on the device and learning rates."""
+    optimizer = wrapper.optimizer
+    options, places = [], []
+    for group in optimizer.param_groups:
+        options.append(tuple((k, repr(v)) for k, v in group.items() if k not in ("params", "lr")))
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                places += [parameter.data_ptr(), parameter.grad.data_ptr()]
+    for state in optimizer.state.values():
+        places += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
+    return tuple(options), hash(tuple(places)), repr(wrapper.clip_grad_kwargs)
+
+
+@contextmanager
+def rates_on_device(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """Run the block with learning rates and counts of steps on the device, as a graph needs them."""
+    groups = optimizer.param_groups
+    before = [{name: group.get(name) for name in ("lr", "capturable", "fused")} for group in groups]
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(rates[0].device)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+        # SGD has no other implementation that reads the rate on the device.
+        group.update({"fused": True} if isinstance(optimizer, SGD) else {"capturable": True})
+    try:
+        yield
+    finally:
+        for group, options in zip(groups, before, strict=True):
+            group.update({name: value for name, value in options.items() if name in group})
