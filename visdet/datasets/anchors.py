@@ -97,13 +97,11 @@ def map_anchors(infos: Sequence[dict], num_anchors: int, num_points: int = 20, s
     Raises:
         ValueError: a frame has no ``map_annos``, or no frame has a line.
     """
-    means = [
-        part[:, :2].mean(axis=0)
-        for annotated in _values(infos, "map_annos")
-        for label, lines in annotated.items()
-        for line in lines
-        for part in cut_to_region(line, label == 0)
-    ]
+    means = []
+    for annotated in _values(infos, "map_annos"):
+        for label, lines in annotated.items():
+            for line in lines:
+                means += [part[:, :2].mean(axis=0) for part in cut_to_region(line, label == 0)]
     if not means:
         raise InvalidInputError(f"none of {len(infos)} frames has a line in map_annos within the region")
     ahead = np.linspace(-_MAP_ANCHOR_LENGTH_M / 2, _MAP_ANCHOR_LENGTH_M / 2, num_points)

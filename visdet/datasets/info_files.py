@@ -244,8 +244,13 @@ def sort_frames(infos: Sequence[dict], file: str) -> tuple[np.ndarray, np.ndarra
     scene_starts: dict[str, int] = {}
     for time, scene, _ in keys:
         scene_starts[scene] = min(time, scene_starts.get(scene, time))
-    # Scenes that two vehicles have recorded at the same time must not be interleaved.
-    order = sorted(range(len(keys)), key=lambda i: (scene_starts[keys[i][1]], keys[i][1], keys[i][0]))
+
+    def place(index: int) -> tuple[int, str, int]:
+        # Scenes that two vehicles have recorded at the same time must not be interleaved.
+        time, scene, _ = keys[index]
+        return scene_starts[scene], scene, time
+
+    order = sorted(range(len(keys)), key=place)
     scenes = np.zeros(len(order), dtype=np.int64)
     for position, (before, here) in enumerate(pairwise(order), start=1):
         (time_before, scene_before, _), (time, scene, has_no_sweeps) = keys[before], keys[here]

@@ -123,11 +123,7 @@ class NuScenes3DDetTrackDataset(Dataset):
         self.MAP_CLASSES = checked_names("map_classes", map_classes or self.METAINFO["map_classes"])
         self._label_of_class = {name: label for label, name in enumerate(self.CLASSES)}
         self._warned_about: set[str] = set()
-        root, out_dir = data_root or "FOLDER", Path(ann_file).parent
-        with where_to_get(
-            f"get nuScenes from nuscenes.org, unpack it in {root} and make its info files: visdet prepare-nuscenes "
-            f"{root} --out-dir {out_dir}; for frames of your own, set ann_file and data_root"
-        ):
+        with where_to_get(_where_from(ann_file, data_root)):
             self._infos, self.metadata = load_infos(self._resolve(ann_file))
         self._all_frames, self._all_scenes = sort_frames(self._infos, str(ann_file))
         times = np.array([time for time, _, _ in frame_keys(self._infos)], dtype=np.int64)
@@ -421,6 +417,14 @@ def without_repeats(tracks: np.ndarray) -> tuple[np.ndarray, list[int]]:
     numbers, counts = np.unique(tracks[tracks >= 0], return_counts=True)
     repeated = numbers[counts > 1]
     return np.where(np.isin(tracks, repeated), -1, tracks), repeated.tolist()
+
+
+def _where_from(ann_file: str, data_root: str | None) -> str:
+    root, out_dir = data_root or "FOLDER", Path(ann_file).parent
+    return (
+        f"get nuScenes from nuscenes.org, unpack it in {root} and make its info files: visdet prepare-nuscenes "
+        f"{root} --out-dir {out_dir}; for frames of your own, set ann_file and data_root"
+    )
 
 
 def lidar_to_global(info: dict) -> np.ndarray:

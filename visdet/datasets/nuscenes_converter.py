@@ -266,11 +266,17 @@ def _ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) -
     }
 
 
+def _nearest(messages: list[dict], time_us: int) -> dict:
+    """Return the message that is nearest to a time."""
+    distances = [abs(message["utime"] - time_us) for message in messages]
+    return messages[distances.index(min(distances))]
+
+
 def _ego_status(messages: tuple[list[dict], list[dict]] | None, time_us: int) -> np.ndarray:
     """Return acceleration, rotation rate, velocity (3 each) and steering angle, float32 [10], or zeros if unknown."""
     if messages is None or not all(messages):
         return np.zeros(10, dtype=np.float32)
-    pose, steering = (min(kind, key=lambda one: abs(one["utime"] - time_us)) for kind in messages)
+    pose, steering = (_nearest(kind, time_us) for kind in messages)
     return np.array(
         [*pose["accel"], *pose["rotation_rate"], *pose["vel"], steering["value"]], dtype=np.float32
     )

@@ -44,9 +44,7 @@ class NuScenesMap:
         self.roi_size = tuple(roi_size)
         nodes = {node["token"]: (node["x"], node["y"]) for node in layers["node"]}
         polygons = {record["token"]: self._polygon(record, nodes) for record in layers["polygon"]}
-        lines = {
-            record["token"]: [nodes[token] for token in record["node_tokens"]] for record in layers["line"]
-        }
+        lines = {record["token"]: _places(record["node_tokens"], nodes) for record in layers["line"]}
 
         def areas(name: str) -> list:
             found = [polygons[record["polygon_token"]] for record in layers[name]]
@@ -54,18 +52,15 @@ class NuScenesMap:
 
         self._crossings = shapely.STRtree(areas("ped_crossing"))
         self._roads = shapely.STRtree(areas("road_segment") + areas("lane"))
-        dividers = [
-            lines[record["line_token"]]
-            for name in ("lane_divider", "road_divider")
-            for record in layers[name]
-        ]
+        records = layers["lane_divider"] + layers["road_divider"]
+        dividers = [lines[record["line_token"]] for record in records]
         self._dividers = shapely.STRtree([shapely.LineString(line) for line in dividers if len(line) > 1])
 
     def _polygon(self, record: dict, nodes: dict) -> Any:
-        rings = [record["exterior_node_tokens"], *(hole["node_tokens"] for hole in record["holes"])]
-        outer, *holes = ([nodes[token] for token in ring] for ring in rings)
+        outer = _places(record["exterior_node_tokens"], nodes)
         if len(outer) < 3:
             return self._shapely.Polygon()
+        holes = [_places(hole["node_tokens"], nodes) for hole in record["holes"]]
         return self._shapely.Polygon(outer, [hole for hole in holes if len(hole) > 2])
 
     def around(self, lidar_to_world: np.ndarray) -> dict[int, list[np.ndarray]]:
@@ -78,28 +73,28 @@ class NuScenesMap:
         corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
         region = shapely.Polygon(corners @ turn.T + center)
 
+        def to_lidar(points: np.ndarray) -> np.ndarray:
+            return (points - center) @ turn
+
         def local(tree: Any) -> list:
             cut = [tree.geometries[i].intersection(region) for i in tree.query(region, "intersects")]
-            return [
-                shapely.transform(geometry, lambda points: (points - center) @ turn)
-                for geometry in cut
-                if not geometry.is_empty
-            ]
+            return [shapely.transform(geometry, to_lidar) for geometry in cut if not geometry.is_empty]
 
+        rings = [area.exterior for area in self._merged(local(self._crossings))]
+        dividers: list[np.ndarray] = []
+        for part in local(self._dividers):
+            dividers += [np.array(line.coords) for line in _parts(part, "LineString")]
         return {
-            0: [
-                np.array((ring if ring.is_ccw else ring.reverse()).coords)
-                for ring in (area.exterior for area in self._merged(local(self._crossings)))
-            ],
-            1: [
-                np.array(line.coords) for part in local(self._dividers) for line in _parts(part, "LineString")
-            ],
+            0: [np.array((ring if ring.is_ccw else ring.reverse()).coords) for ring in rings],
+            1: dividers,
             2: self._boundaries(local(self._roads), half),
         }
 
     def _merged(self, crossings: list) -> list:
         """Return the crossings, after merging those that touch and have the same direction."""
-        pieces = [piece for crossing in crossings for piece in _parts(crossing, "Polygon") if piece.area > 0]
+        pieces: list[Any] = []
+        for crossing in crossings:
+            pieces += [piece for piece in _parts(crossing, "Polygon") if piece.area > 0]
         directions = [self._direction(piece) for piece in pieces]
         tree, left = self._shapely.STRtree(pieces), set(range(len(pieces)))
         merged: list[Any] = []
@@ -133,6 +128,11 @@ class NuScenesMap:
                 merged = shapely.line_merge(shapely.MultiLineString(cut), directed=True)
                 lines += [np.array(line.coords) for line in _parts(merged, "LineString")]
         return lines
+
+
+def _places(tokens: Iterable[str], nodes: dict) -> list:
+    """Return the (x, y) of nodes."""
+    return [nodes[token] for token in tokens]
 
 
 def _parts(geometry: Any, kind: str) -> Iterable:

@@ -32,13 +32,17 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
     """
     found = [info for info in load_infos(path)[0] if isinstance(info, dict)]
     cameras = next((info["cams"] for info in found if info.get("cams")), ())
-    labels = [label for info in found for label in info.get("map_annos") or () if isinstance(label, int)]
-    names = sorted({str(name) for info in found for name in np.ravel(info.get("gt_names", ()))})
+    labels: set[int] = {2}
+    all_names: set[str] = set()
+    for info in found:
+        labels.update(label for label in info.get("map_annos") or () if isinstance(label, int))
+        all_names.update(map(str, np.ravel(info.get("gt_names", ()))))
+    names = sorted(all_names)
     dataset = NuScenes3DDetTrackDataset(
         path,
         data_root=data_root,
         classes=names or None,
-        map_classes=[str(label) for label in range(max(labels, default=2) + 1)],
+        map_classes=[str(label) for label in range(max(labels) + 1)],
         num_cameras=len(cameras),
     )
     boxes: Counter[str] = Counter()
@@ -49,11 +53,10 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         info, record = dataset.get_info(index), dataset.get_data_info(index)
         boxes.update(info.get("gt_names", np.zeros(0, str)).tolist())
         used.update(record.get("gt_names", np.zeros(0, str)).tolist())
-        for label, line in (
-            (label, line) for label, part in info.get("map_annos", {}).items() for line in part
-        ):
-            parts = cut_to_region(line, label == 0) if len(line) > 1 else []
-            lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
+        for label, of_class in info.get("map_annos", {}).items():
+            for line in of_class:
+                parts = cut_to_region(line, label == 0) if len(line) > 1 else []
+                lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
             check_no_pipe(name, where)
@@ -80,7 +83,8 @@ def _lines(
 ) -> list[str]:
     infos = [dataset.get_info(index) for index in range(len(dataset))]
     times = np.array([info["timestamp"] for info in infos], dtype=np.int64)
-    absent = [key.name for key in FRAME_KEYS if any(key.name not in info for info in infos)]
+    in_all = set(infos[0]).intersection(*infos)
+    absent = [key.name for key in FRAME_KEYS if key.name not in in_all]
     times_of_scene = np.split(times, dataset.scene_starts[1:])
     seconds = np.concatenate([np.diff(part) for part in times_of_scene]) / 1e6
     rate = f", {np.median(seconds):.2g} s apart" if len(seconds) else ""

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,7 +93,7 @@ class DrivingMetric(BaseMetric):
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the frames of all processes by name. ``size`` is not used."""
-        gathered = [frame for part in all_gather_object(self.results) for frame in part]
+        gathered = list(chain.from_iterable(all_gather_object(self.results)))
         frames = _by_token(gathered, type(self).__name__)
         if not frames:
             print_log(f"{type(self).__name__}: no frame was evaluated", logger="current")

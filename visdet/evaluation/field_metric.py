@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class FieldMetric(BaseMetric):
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the points of all processes. ``size`` is not used."""
-        results = [result for part in all_gather_object(self.results) for result in part]
+        results = list(chain.from_iterable(all_gather_object(self.results)))
         self.results.clear()
         return {f"{self.prefix}/{name}": value for name, value in self.compute_metrics(results).items()}
 

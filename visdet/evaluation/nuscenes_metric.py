@@ -121,28 +121,24 @@ class NuScenesMetric(DrivingBoxMetric):
             curves = {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
             row = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
             row["AP"] = float(np.mean(list(row.values())))
-            row |= {
-                error: np.nan if error in _UNDEFINED.get(name, ()) else tp_error(curves[_TP_DISTANCE], error)
-                for error in TP_ERRORS
-            }
+            undefined = _UNDEFINED.get(name, ())
+            for error in TP_ERRORS:
+                row[error] = np.nan if error in undefined else tp_error(curves[_TP_DISTANCE], error)
             rows[name] = row
-        known = {
-            key: [row[key] for row in rows.values() if not np.isnan(row[key])] for key in ("AP", *TP_ERRORS)
-        }
-        means = {key: float(np.mean(row)) if row else float("nan") for key, row in known.items()}
+        means = {}
+        for key in ("AP", *TP_ERRORS):
+            known = [row[key] for row in rows.values() if not np.isnan(row[key])]
+            means[key] = float(np.mean(known)) if known else float("nan")
         summary = _summary(means.pop("AP"), means, with_attributes)
         if self.anchors is not None:
             anchors = read_anchors(self.anchors)
             summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
         columns = [*(f"AP@{distance}" for distance in _DISTANCES), "AP", *TP_ERRORS[:-1]]
-        counts = [sum(len(frame.values) for frame in truths) for truths, _ in boxes]
-        table = table_text(
-            ("class", "boxes", *columns),
-            [
-                (name, n, *(row[key] for key in columns))
-                for n, (name, row) in zip(counts, rows.items(), strict=True)
-            ],
-        )
+        lines = []
+        for (truths, _), (name, row) in zip(boxes, rows.items(), strict=True):
+            count = sum(len(frame.values) for frame in truths)
+            lines.append((name, count, *map(row.get, columns)))
+        table = table_text(("class", "boxes", *columns), lines)
         print_log(table + summary_line(summary), logger="current")
         self.curve_report = self._report(boxes, classes, len(results))
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
@@ -179,11 +175,10 @@ class NuScenesMetric(DrivingBoxMetric):
             np.concatenate([part.values for part in kept]), np.concatenate([part.scores for part in kept])
         )
         taken = take_nearest(np.concatenate(truth), predicted, _TP_DISTANCE)
-        labels = [
-            np.repeat(np.arange(len(boxes)), list(map(len, part)))
-            for part in (truth, [k.values for k in kept])
-        ]
-        return labels[0], labels[1], taken
+        classes = np.arange(len(boxes))
+        true_labels = np.repeat(classes, [len(part) for part in truth])
+        predicted_labels = np.repeat(classes, [len(part.values) for part in kept])
+        return true_labels, predicted_labels, taken
 
     def _boxes_of_class(self, results: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
         reach = self.range_of(name)

@@ -138,11 +138,9 @@ def horizons(steps: np.ndarray, steps_per_second: int, name: str) -> dict[str, f
     """
     summary: dict[str, float] = {}
     ends = range(steps_per_second, len(steps) + 1, steps_per_second)
-    for convention, value_of in (
-        ("uniad", lambda end: steps[end - 1]),
-        ("vad", lambda end: np.mean(steps[:end])),
-    ):
-        values = [float(value_of(end)) for end in ends]
+    at_ends = [float(steps[end - 1]) for end in ends]
+    up_to_ends = [float(np.mean(steps[:end])) for end in ends]
+    for convention, values in (("uniad", at_ends), ("vad", up_to_ends)):
         summary |= {f"{convention}_{name}_{second}s": value for second, value in enumerate(values, start=1)}
         summary[f"{convention}_{name}"] = float(np.mean(values)) if values else float("nan")
     return summary

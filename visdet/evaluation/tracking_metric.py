@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -99,14 +101,14 @@ class TrackingMetric(DrivingBoxMetric):
         """Return AMOTA, AMOTP, MOTA, IDS and recall, and the AMOTA of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         scenes: dict[str, list[dict]] = {}
-        for frame in sorted(results, key=lambda frame: frame["time"]):
+        for frame in sorted(results, key=itemgetter("time")):
             scenes.setdefault(frame["scene"], []).append(frame)
         labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
         tracks = [self._tracks(scene, labels) for scene in scenes.values()]
         rows: dict[str, dict[str, float]] = {}
         for label, name in labels.items():
             of_class = [_of_class(scene, label) for scene in tracks]
-            if any(len(truth.ids) for scene in of_class for truth, _ in scene):
+            if any(len(truth.ids) for truth, _ in chain.from_iterable(of_class)):
                 rows[name] = _scores_of_class(of_class)
         metrics = {}
         for name in _SUMMARY:
@@ -167,7 +169,7 @@ def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float
     motar = [0.0 if point is None or np.isnan(point.motar) else point.motar for point in curve]
     motp = [_MAX_DISTANCE_M if point is None or np.isnan(point.motp) else point.motp for point in curve]
     reached = [point for point in curve if point is not None]
-    best = max(reached, key=lambda point: point.mota, default=None)
+    best = max(reached, key=attrgetter("mota"), default=None)
     found = 0 if best is None else best.matches + best.switches
     return {
         "AMOTA": float(np.mean(motar)),

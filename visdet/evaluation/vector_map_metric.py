@@ -81,14 +81,16 @@ class VectorMapMetric(DrivingMetric):
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP and the AP of each class."""
         classes = self.classes or self.dataset_meta["map_classes"]
-        sampled = [
-            frame | {key: _resample_all(frame[key], self.num_points) for key in ("gt_lines", "lines")}
-            for frame in results
-        ]
+        sampled = []
+        for frame in results:
+            truth = _resample_all(frame["gt_lines"], self.num_points)
+            lines = _resample_all(frame["lines"], self.num_points)
+            sampled.append(frame | {"gt_lines": truth, "lines": lines})
         middle = len(self.thresholds) // 2
-        curves, table = {}, {}
+        curves, table, counts = {}, {}, {}
         for label, name in enumerate(classes):
             scores, hits, num_truths = self._hits(sampled, label)
+            counts[name] = num_truths
             curves[name] = score_curve(scores, hits[middle], num_truths)
             table[name] = _precisions(scores, hits, num_truths)
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
@@ -101,9 +103,6 @@ class VectorMapMetric(DrivingMetric):
                 values.append(_precisions(*self._hits([frame | constant for frame in sampled], label)))
             metrics["anchors_mAP"] = float(np.mean(values))
         metrics |= {f"{name}_AP": float(np.mean(row)) for name, row in table.items()}
-        counts = {
-            name: sum(int((f["gt_labels"] == k).sum()) for f in results) for k, name in enumerate(classes)
-        }
         text = table_text(
             ("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP"),
             [(name, counts[name], *row, metrics[f"{name}_AP"]) for name, row in table.items()],

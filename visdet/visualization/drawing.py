@@ -1,7 +1,8 @@
 """Drawing of boxes and labels on RGB arrays, and arranging of pictures on sheets."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -86,9 +87,7 @@ def _draw_label(
         inside_x = min(max(x, 0), max(canvas_size[0] - width, 0))
         inside_y = min(max(y, 0), max(canvas_size[1] - height, 0))
         places.append((abs(inside_y - y), (inside_x, inside_y, inside_x + width, inside_y + height)))
-    fitting = [
-        place for moved, place in places if not moved and not any(_overlap(place, other) for other in taken)
-    ]
+    fitting = [place for moved, place in places if not moved and not _meets_any(place, taken)]
     place = fitting[0] if fitting else min(places)[1]
     draw.rectangle((*place[:2], place[2] - 1, place[3] - 1), fill=colour)
     luminance = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
@@ -97,8 +96,9 @@ def _draw_label(
     return place
 
 
-def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def _meets_any(a: tuple[int, int, int, int], others: Iterable[tuple[int, int, int, int]]) -> bool:
+    """Return whether a rectangle (x1, y1, x2, y2) overlaps one of others."""
+    return any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for b in others)
 
 
 def side_by_side(images: Sequence[np.ndarray], captions: Sequence[str] | None = None) -> np.ndarray:
@@ -119,10 +119,11 @@ def contact_sheet(
     Raises:
         ValueError: there is no image.
     """
-    images = [image for row in rows for image in row]
+    images = list(chain.from_iterable(rows))
     if not images:
         raise ValueError("contact_sheet: rows must hold at least one image")
-    cell_h, cell_w = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    cell_h = max(image.shape[0] for image in images)
+    cell_w = max(image.shape[1] for image in images)
     num_columns = max(len(row) for row in rows)
     shown, file = legible(*(captions or ()))
     font = _font(file, max(13, round(cell_h / 30)))

@@ -178,10 +178,11 @@ def draw_frame(
 def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
     """Return the views in two rows. Places without a camera stay dark."""
     names, columns = list(views), -(-len(views) // 2)
-    is_known = views.keys() <= {name for row in _PLACES for name in row}
-    rows = _PLACES if is_known else (names[:columns], names[columns:])
+    is_known = views.keys() <= set(_PLACES[0] + _PLACES[1])
+    front, back = _PLACES if is_known else (names[:columns], names[columns:])
     dark = np.full((1, 1, 3), _BACKGROUND, dtype=np.uint8)
-    return contact_sheet([[views.get(name, dark) for name in row] for row in rows], gap=0)
+    sheet = [[views.get(name, dark) for name in front], [views.get(name, dark) for name in back]]
+    return contact_sheet(sheet, gap=0)
 
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -144,12 +145,12 @@ class SampleVisualizer(Visualizer):
             pred_score_thr: predictions with a lower score are not drawn.
         """
         columns = self.sheet_columns if columns is None else columns
-        drawn = [
-            [_shrunk(picture) for picture in self.draw_sample(image, sample, pred_score_thr=pred_score_thr)]
-            for image, sample in zip(images, data_samples, strict=True)
-        ]
-        groups = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
-        rows = [[picture for pictures in group for picture in pictures] for group in groups]
+        drawn = []
+        for image, sample in zip(images, data_samples, strict=True):
+            pictures = self.draw_sample(image, sample, pred_score_thr=pred_score_thr)
+            drawn.append([_shrunk(picture) for picture in pictures])
+        starts = range(0, len(drawn), columns)
+        rows = [list(chain.from_iterable(drawn[start : start + columns])) for start in starts]
         has_all = all(len(pictures) == len(self.captions) for pictures in drawn)
         captions = self.captions * min(columns, len(drawn)) if has_all else None
         self._publish(name, contact_sheet(rows, captions), out_file=out_file, step=step)

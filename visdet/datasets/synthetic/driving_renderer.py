@@ -340,7 +340,9 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
 
 def dividers_of(road: Road) -> list[float]:
     """Return the lateral offsets of the lane dividers. The one at 0 separates the two directions."""
-    edges = {round(offset + sign * 1.75, 2) for offset, _ in road.lanes for sign in (-1, 1)}
+    edges = set()
+    for offset, _ in road.lanes:
+        edges |= {round(offset - 1.75, 2), round(offset + 1.75, 2)}
     return sorted(edges)
 
 

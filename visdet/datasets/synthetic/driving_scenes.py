@@ -3,6 +3,8 @@
 import itertools
 import pickle
 from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,22 +91,23 @@ def make_driving_scenes(
         stamp,
         maker="make_driving_scenes",
         what=f"{num_train + num_val + num_test} driving scenes",
-        draw=lambda partial: _write(partial, stamp, num_workers),
+        draw=partial(_write, stamp=stamp, num_workers=num_workers),
     )
 
 
-def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
+def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
     counts = {split: stamp[f"num_{split}"] for split in _SPLITS}
     for name in ("LIDAR_TOP", *(name for name, *_ in RIG)):
-        (partial / "samples" / name).mkdir(parents=True)
-    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_driving_scenes")
+        (folder / "samples" / name).mkdir(parents=True)
+    draw_in_processes(_draw_share, (folder, counts, stamp), num_workers, "make_driving_scenes")
     metadata = {"version": f"driving-scenes-{_GENERATOR_VERSION}"}
     for split in counts:
-        frames = [info for part in partial.glob(f"{split}-*.part.pkl") for info in load_infos(part)[0]]
-        frames.sort(key=lambda info: info["timestamp"])
-        save_infos(partial / f"driving_infos_{split}.npz", frames, metadata)
-    for part in partial.glob("*.part.pkl"):
-        part.unlink()
+        frames: list[dict] = []
+        for part in folder.glob(f"{split}-*.part.pkl"):
+            frames += load_infos(part)[0]
+            part.unlink()
+        frames.sort(key=itemgetter("timestamp"))
+        save_infos(folder / f"driving_infos_{split}.npz", frames, metadata)
 
 
 def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_workers: int) -> None:

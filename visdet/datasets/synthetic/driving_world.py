@@ -1,6 +1,6 @@
 """The world of the synthetic driving scenes: a road, and the motion of the ego vehicle and of all other agents."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,14 +153,11 @@ def _drive(
     hold = rng.uniform(2.0, 8.0)
     kind = rng.random()
     factor = 1.0 if kind < 0.5 else change if kind < 0.8 else 0.0
-    return _follow(
-        times,
-        road,
-        start,
-        direction,
-        desired,
-        lambda time: desired * factor if begin <= time < begin + hold else desired,
-    )[0]
+
+    def wanted(time: float) -> float:
+        return desired * factor if begin <= time < begin + hold else desired
+
+    return _follow(times, road, start, direction, desired, wanted)[0]
 
 
 def _follow(
@@ -170,7 +167,7 @@ def _follow(
     direction: int,
     speed: float,
     wanted: Callable[[float], float],
-    obstacles: Callable[[float, float], Iterable[tuple[float, float]]] = lambda time, station: (),
+    obstacles: Sequence[Callable[[float, float], tuple[float, float]]] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return stations [T] and speeds [T] of a driver who slows down in turns and keeps a distance from obstacles.
 
@@ -180,7 +177,7 @@ def _follow(
         start: the first station. direction: +1 along the road, -1 against it.
         speed: the speed at the start in m/s.
         wanted: a function from the time to the wanted speed in m/s.
-        obstacles: a function from the time and the station to the (free distance in m, speed in m/s) of each obstacle.
+        obstacles: a function of each obstacle, from the time and the station to its (free distance in m, speed in m/s).
 
     Source: the intelligent driver model, Treiber, Hennecke and Helbing 2000.
     """
@@ -198,7 +195,8 @@ def _follow(
             curve = np.sqrt(ahead**2 + 2 * _BRAKING * _AHEAD_M[: len(ahead)]).min()
             target = max(min(wanted(now), curve), 0.1)
             acceleration = _ACCELERATION * (1 - min(speed / target, 2.0) ** 4)
-            for gap, other in obstacles(now, station):
+            for obstacle in obstacles:
+                gap, other = obstacle(now, station)
                 closing = speed * (speed - other) / (2 * np.sqrt(_ACCELERATION * _BRAKING))
                 room = _STANDING_GAP_M + max(0.0, _HEADWAY_S * speed + closing)
                 acceleration = min(acceleration, _ACCELERATION * (1 - (room / max(gap, 0.1)) ** 2))
@@ -227,7 +225,7 @@ def _drive_ego(
     desired = rng.uniform(4.5, 9.0)
     speed = desired if rng.random() < 0.6 else rng.uniform(0.0, desired)
     met: list[tuple] = []
-    obstacles = []
+    obstacles: list[Callable[[float, float], tuple[float, float]]] = []
     if rng.random() < 0.5:
         gap = rng.uniform(6.0, 22.0)
         slower = min(desired * rng.uniform(0.4, 1.0), 1.0 + speed)
@@ -235,12 +233,12 @@ def _drive_ego(
         met.append((_car_or_truck(rng), travelled, np.full_like(times, lane), 1))
         reach = _EGO_ROOM[0] / 2 + _MEAN_SIZE[met[-1][0]][0] * 0.6 + 1.4
         pace = np.gradient(travelled, STEP_S)
-        obstacles.append(
-            lambda now, station: (
-                np.interp(now, times, travelled) - station - reach,
-                np.interp(now, times, pace),
-            )
-        )
+
+        def vehicle(now: float, station: float) -> tuple[float, float]:
+            gap = np.interp(now, times, travelled) - station - reach
+            return float(gap), float(np.interp(now, times, pace))
+
+        obstacles.append(vehicle)
     ahead = [crossing for crossing in road.crossings if 12 < crossing < 45]
     if ahead and rng.random() < 0.6:
         crossing, side, walk = ahead[0], rng.choice((-1, 1)), rng.uniform(1.0, 1.8)
@@ -262,15 +260,11 @@ def _drive_ego(
             return (gap, 0.0) if is_near and gap > -1.0 else (1e3, 0.0)
 
         obstacles.append(wait)
-    stations, speeds = _follow(
-        times,
-        road,
-        0.0,
-        1,
-        speed,
-        lambda _: desired,
-        lambda now, station: [obstacle(now, station) for obstacle in obstacles],
-    )
+
+    def wanted(now: float) -> float:
+        return desired
+
+    stations, speeds = _follow(times, road, 0.0, 1, speed, wanted, obstacles)
     return stations, speeds, met
 
 

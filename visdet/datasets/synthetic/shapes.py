@@ -3,6 +3,7 @@
 import colorsys
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -144,17 +145,23 @@ def _surface(rng: np.random.Generator, local: np.ndarray, around: np.ndarray) ->
     u, v = local[..., 0], local[..., 1]
     frequency = rng.uniform(5.0, 10.0)
     kind = int(rng.integers(5))
-    patterns = (
-        lambda: np.zeros_like(u),
-        lambda: np.sin(frequency * u),
-        lambda: 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v),
-        lambda: 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5,
-        lambda: 0.3 * (u + v),
-    )
-    pattern = patterns[kind]()
+    pattern = _pattern(kind, u, v, frequency)
     mix = 1 / (1 + np.exp(-4.0 * pattern)) if kind else pattern
     light = 1.05 - 0.15 * np.hypot(u - 0.3, v - 0.3)
     return ((colour + mix[..., None] * (second - colour)) * light[..., None]).astype(np.float32)
+
+
+def _pattern(kind: int, u: np.ndarray, v: np.ndarray, frequency: float) -> np.ndarray:
+    """Return the values of a plain, striped, chequered, dotted or shaded pattern at places (u, v) of a shape."""
+    if kind == 0:
+        return np.zeros_like(u)
+    if kind == 1:
+        return np.sin(frequency * u)
+    if kind == 2:
+        return 2.0 * np.sin(0.7 * frequency * u) * np.sin(0.7 * frequency * v)
+    if kind == 3:
+        return 4.0 * np.cos(frequency * u) * np.cos(frequency * v) - 1.5
+    return 0.3 * (u + v)
 
 
 def _colour(rng: np.random.Generator, saturation: tuple, value: tuple) -> np.ndarray:
@@ -212,21 +219,21 @@ def make_shapes(
         stamp,
         maker="make_shapes",
         what=f"{num_train + num_val} shapes images",
-        draw=lambda partial: _write(partial, stamp, num_workers),
+        draw=partial(_write, stamp=stamp, num_workers=num_workers),
     )
 
 
-def _write(partial: Path, stamp: dict, num_workers: int | None) -> None:
+def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
     counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
     for split in counts:
-        (partial / split).mkdir()
+        (folder / split).mkdir()
     # Each worker draws every num_workers-th image.
-    draw_in_processes(_draw_share, (partial, counts, stamp), num_workers, "make_shapes")
-    (partial / "annotations").mkdir()
+    draw_in_processes(_draw_share, (folder, counts, stamp), num_workers, "make_shapes")
+    (folder / "annotations").mkdir()
     for split, count in counts.items():
-        annotations = partial / "annotations" / f"instances_{split}.json"
-        annotations.write_text(json.dumps(_merge(partial, split, count, stamp["image_size"])))
-    for part in partial.glob("*.part.json"):
+        annotations = folder / "annotations" / f"instances_{split}.json"
+        annotations.write_text(json.dumps(_merge(folder, split, count, stamp["image_size"])))
+    for part in folder.glob("*.part.json"):
         part.unlink()
 
 

@@ -67,10 +67,10 @@ class BBoxRotation(BaseTransform):
             if key in results:
                 results[key] = (results[key] @ turn_xy.T).astype(np.float32)
         if "map_annos" in results:
-            results["map_annos"] = {
-                label: [np.asarray(line)[:, :2] @ turn_xy.T for line in lines]
-                for label, lines in results["map_annos"].items()
-            }
+            turned = {}
+            for label, lines in results["map_annos"].items():
+                turned[label] = [np.asarray(line)[:, :2] @ turn_xy.T for line in lines]
+            results["map_annos"] = turned
         if "points" in results:
             results["points"] = results["points"].copy()
             results["points"][:, :2] = results["points"][:, :2] @ turn_xy.T

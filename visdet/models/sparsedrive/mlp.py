@@ -1,6 +1,7 @@
 """Perceptrons of the published models, and several of them computed side by side."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class SideBySide(nn.Module):
         places: list[Tensor] = []
         for depth in range(len(perceptrons[0]) // 3):
             # Weight, bias, scale and shift of each perceptron.
-            given = [[next(numbers) for _ in range(4)] for _ in perceptrons]
+            given = [tuple(islice(numbers, 4)) for _ in perceptrons]
             columns = self.width if depth else self.inputs
             weights = [F.pad(weight, (0, columns - weight.shape[1]), value=-1) for weight, *_ in given]
             places.append(torch.stack([w.repeat(self.width // len(w), 1).T for w in weights]))
@@ -123,9 +124,9 @@ class SideBySide(nn.Module):
 
 def _parameters(perceptrons: Sequence[Any]) -> list[Tensor]:
     """Return weight, bias, scale and shift of the first layer of each perceptron, then of the second layers, ..."""
-    return [
-        tensor
-        for first in range(0, len(perceptrons[0]), 3)
-        for linear, _, norm in (perceptron[first : first + 3] for perceptron in perceptrons)
-        for tensor in (linear.weight, linear.bias, norm.weight, norm.bias)
-    ]
+    parameters: list[Tensor] = []
+    for first in range(0, len(perceptrons[0]), 3):
+        for perceptron in perceptrons:
+            linear, _, norm = perceptron[first : first + 3]
+            parameters += [linear.weight, linear.bias, norm.weight, norm.bias]
+    return parameters

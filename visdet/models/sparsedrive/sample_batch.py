@@ -70,12 +70,11 @@ def batch_of(data_samples: Sequence[DrivingDataSample], evaluates: bool = False)
     Raises:
         InvalidInputError: some samples lack a field that others have, or have it in another shape.
     """
-    names = dict.fromkeys(
-        name
-        for sample in data_samples
-        for name, _ in sample.items()
-        if (name in _READ_IN_EVALUATION if evaluates else not name.startswith("pred_"))
-    )
+    names: dict[str, None] = {}
+    for sample in data_samples:
+        for name, _ in sample.items():
+            if name in _READ_IN_EVALUATION if evaluates else not name.startswith("pred_"):
+                names[name] = None
     batch: dict[str, Any] = {}
     for name in names:
         lacking = [index for index, sample in enumerate(data_samples) if name not in sample]

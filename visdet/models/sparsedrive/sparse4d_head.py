@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -204,10 +205,11 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         ids = None
         if all(self.gt_id_key in sample for sample in metas["img_metas"]):
             ids = [torch.as_tensor(sample[self.gt_id_key]).cpu() for sample in metas["img_metas"]]
-        labels, boxes = ([row.cpu() for row in metas[key]] for key in (self.gt_cls_key, self.gt_reg_key))
+        labels = [row.cpu() for row in metas[self.gt_cls_key]]
+        boxes = [row.cpu() for row in metas[self.gt_reg_key]]
         device = self.instance_bank.anchor.device
         queries = self.sampler.get_dn_anchors(labels, boxes, ids, pads=device.type != "cpu")
-        return map_tensors(lambda x: to_device(x, device), queries)
+        return map_tensors(partial(to_device, device=device), queries)
 
     def forward(
         self,
@@ -372,11 +374,14 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         If this process has none, they are empty, because another process may have some.
         """
         if "dn_prediction" not in model_outs and self.training and self.sampler.num_dn_groups > 0:
-            none = {name: [x[:, :0] for x in model_outs[name]] for name in ("prediction", "classification")}
-            boxes = none["prediction"][-1].detach()
+            predictions = [x[:, :0] for x in model_outs["prediction"]]
+            boxes = predictions[-1].detach()
             label = boxes[..., 0].long()
-            model_outs = model_outs | {f"dn_{name}": of_layers for name, of_layers in none.items()}
-            model_outs["dn_targets"] = [(label, boxes, label.bool())] * 2
+            model_outs = model_outs | {
+                "dn_classification": [x[:, :0] for x in model_outs["classification"]],
+                "dn_prediction": predictions,
+                "dn_targets": [(label, boxes, label.bool())] * 2,
+            }
         return {self.task_prefix: model_outs}
 
     def select(self, model_outs: dict[str, Any], data: dict[str, Any]) -> dict[str, Tensor]:

@@ -158,16 +158,13 @@ class Sparse4DLoss:
         reg_scale: Tensor,
     ) -> dict[str, Tensor]:
         """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
-        scores, boxes = (
-            torch.stack([x.float() for x in model_outs[name]])
-            for name in ("dn_classification", "dn_prediction")
-        )
+        scores = torch.stack([x.float() for x in model_outs["dn_classification"]])
+        boxes = torch.stack([x.float() for x in model_outs["dn_prediction"]])
         num_layers, background = len(scores), scores.shape[-1]
         scores, boxes = scores.flatten(0, 2), boxes.flatten(0, 2)
         is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
-        cls_target, reg_target, is_valid = (
-            torch.cat([of_query[later] for later in is_later]) for of_query in zip(*queries, strict=True)
-        )
+        of_layers = [queries[later] for later in is_later]
+        cls_target, reg_target, is_valid = (torch.cat(parts) for parts in zip(*of_layers, strict=True))
         elements = {
             f"{self.task_prefix}_loss_cls": self.loss_cls(
                 scores,

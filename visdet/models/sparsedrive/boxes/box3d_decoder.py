@@ -1,5 +1,6 @@
 """The decoder that turns box predictions into results, and what it shares with the decoders of other tasks."""
 
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def results_of(selected: dict[str, Any]) -> list[dict[str, Any]]:
             the ``is_kept`` of their dict are left out.
     """
     # All copies are on their way before the host waits for the last one.
-    on_host = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), selected)
+    on_host = map_tensors(methodcaller("to", "cpu", non_blocking=True), selected)
     for device in {tensor.device for tensor in tensors_of(selected) if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     num_samples = len(next(iter(tensors_of(on_host)), ()))

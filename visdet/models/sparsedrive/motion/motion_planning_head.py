@@ -31,6 +31,17 @@ def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Ten
     return sine_embedding(y_and_x * (2 * math.pi), hidden_dim // 2).flatten(-2)
 
 
+def _most_confident(output: dict[str, Any], probability: Tensor, count: int) -> list[Tensor]:
+    """Return the features and the embeddings [B, at most count, C] of the instances of the greatest probabilities.
+
+    Args:
+        output: the raw outputs of a head. probability: [B, N, classes]. count: the greatest number of instances.
+    """
+    feature, embed = output["instance_feature"], output["anchor_embed"]
+    _, rows = topk(probability.amax(-1), min(count, feature.shape[1]), feature, embed)
+    return rows
+
+
 _NUSCENES_CLASSES = 10
 
 
@@ -110,20 +121,13 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.planning_sampler = TASK_UTILS.build(planning_sampler)
         self.motion_decoder = TASK_UTILS.build(motion_decoder)
         self.planning_decoder = TASK_UTILS.build(planning_decoder)
-        self.motion_loss_cls, self.motion_loss_reg = (
-            MODELS.build(motion_loss_cls),
-            MODELS.build(motion_loss_reg),
-        )
-        self.plan_loss_cls, self.plan_loss_reg = MODELS.build(plan_loss_cls), MODELS.build(plan_loss_reg)
+        self.motion_loss_cls = MODELS.build(motion_loss_cls)
+        self.motion_loss_reg = MODELS.build(motion_loss_reg)
+        self.plan_loss_cls = MODELS.build(plan_loss_cls)
+        self.plan_loss_reg = MODELS.build(plan_loss_reg)
         self.plan_loss_status = MODELS.build(plan_loss_status)
-        configs = {
-            "temp_gnn": temp_graph_model,
-            "gnn": graph_model,
-            "norm": norm_layer,
-            "cross_gnn": cross_graph_model,
-            "ffn": ffn,
-            "refine": refine_layer,
-        }
+        configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, cross_gnn=cross_graph_model)
+        configs |= dict(norm=norm_layer, ffn=ffn, refine=refine_layer)
         self.build_operations(configs, operation_order, embed_dims, decouple_attn)
         self.motion_anchor = self._anchors("motion_anchor", motion_anchor, (num_classes, fut_mode, fut_ts, 2))
         self.class_rows = {"classes": ["motion_anchor"]}
@@ -182,15 +186,11 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
                 "MotionPlanningHead: detection must give ids: set its head's with_instance_id"
             )
         feature, embed = det_output["instance_feature"], det_output["anchor_embed"]
-        B, N = feature.shape[:2]
+        N = feature.shape[1]
         probability = det_output["classification"][-1].float().sigmoid()
-        confidence = probability.amax(-1)
-        _, (feature_best, embed_best) = topk(confidence, min(self.num_det, N), feature, embed)
-        map_feature, map_embed = map_output["instance_feature"], map_output["anchor_embed"]
-        map_confidence = map_output["classification"][-1].float().sigmoid().amax(-1)
-        count = min(self.num_map, map_feature.shape[1])
-        _, (map_feature, map_embed) = topk(map_confidence, count, map_feature, map_embed)
-
+        map_probability = map_output["classification"][-1].float().sigmoid()
+        most_confident = _most_confident(det_output, probability, self.num_det)
+        map_feature, map_embed = _most_confident(map_output, map_probability, self.num_map)
         queue = self.instance_queue
         ego_feature, ego_anchor, past, past_anchor, is_absent, state = queue.get(
             state, det_output, feature_maps, mask, anchor_handler
@@ -200,36 +200,25 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         ego_motion = queue.ego_motion_embed(state)
         if ego_motion is not None:
             ego_embed = ego_embed + ego_motion
-        memory = past.flatten(0, 1).to(feature.dtype), past_embed.flatten(0, 1), is_absent.flatten(0, 1)
+        past = past.flatten(0, 1).to(feature.dtype)
+        memory = past, past_embed.flatten(0, 1), self.fc_before(past), is_absent.flatten(0, 1)
         motion_modes, plan_modes = self._mode_queries(probability, det_output["prediction"][-1])
-
         feature, embed = torch.cat([feature, ego_feature], 1), torch.cat([embed, ego_embed], 1)
-        best_feature, best_embed = (
-            torch.cat([feature_best, ego_feature], 1),
-            torch.cat([embed_best, ego_embed], 1),
-        )
+        pairs = zip(most_confident, (ego_feature, ego_embed), strict=True)
+        best_feature, best_embed = (torch.cat(pair, 1) for pair in pairs)
         best = best_feature, best_embed, self.fc_before(best_feature)
-        past_value = self.fc_before(memory[0])
         outputs = []
         for op, layer, norm in self.steps():
             if op == "temp_gnn":
-                of_each, pos_of_each = (x.flatten(0, 1).unsqueeze(1) for x in (feature, embed))
-                past, past_pos, is_absent = memory
-                attended = self.attend(
-                    layer, of_each, pos_of_each, past, past_pos, past_value, key_padding_mask=is_absent
-                )
-                feature = attended.reshape(B, N + 1, -1)
+                feature = self._attend_to_past(layer, feature, embed, memory)
             elif op == "gnn":
                 feature = self.attend(layer, feature, embed, *best)
             elif op == "cross_gnn":
                 feature = layer(feature, key=map_feature, query_pos=embed, key_pos=map_embed)
             elif op == "refine":
                 query = (feature + embed).unsqueeze(2)
-                outputs.append(
-                    layer(
-                        motion_modes + query[:, :N], plan_modes + query[:, N:], feature[:, N:], embed[:, N:]
-                    )
-                )
+                motion_query, plan_query = motion_modes + query[:, :N], plan_modes + query[:, N:]
+                outputs.append(layer(motion_query, plan_query, feature[:, N:], embed[:, N:]))
             else:
                 feature = layer(feature) if norm is None else layer(feature, norm=norm)
         motion_cls, motion_reg, plan_cls, plan_reg, status = map(list, zip(*outputs, strict=True))
@@ -242,6 +231,22 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         planning: dict[str, Any] = dict(classification=plan_cls, prediction=plan_reg, status=status)
         planning |= dict(period=state.ego_period, anchor_queue=list(state.ego_anchors))
         return motion, planning, state
+
+    def _attend_to_past(
+        self, layer: nn.Module, feature: Tensor, embed: Tensor, memory: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return the instances [B, N, C] after each has attended to its own past.
+
+        Args:
+            memory: features, embeddings and values [B * N, frames, C] of the last frames of each instance, and a mask
+                [B * N, frames] that is True where it was not there.
+        """
+        past, past_embed, past_value, is_absent = memory
+        of_each, embed_of_each = feature.flatten(0, 1).unsqueeze(1), embed.flatten(0, 1).unsqueeze(1)
+        attended = self.attend(
+            layer, of_each, embed_of_each, past, past_embed, past_value, key_padding_mask=is_absent
+        )
+        return attended.reshape(feature.shape)
 
     def _mode_queries(self, probability: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries of the modes of motion [B, N, M, C] and of planning [1, 1, 3 * M, C].
