@@ -59,6 +59,17 @@ def test_own_data_config_resolves(tmp_path, base):
     assert config.val_evaluator.ann_file == "data/mine/val.json"
 
 
+def test_the_lines_of_fine_tuning_are_appended_to_the_config_of_own_data(tmp_path):
+    from visdet.engine import load_config
+
+    path = tmp_path / "my_config.py"
+    path.write_text(CONFIG + snippets("docs/fine_tuning.md")[0])
+    config, _ = load_config(str(path))
+    assert config.model.type == "DINO" and config.model.bbox_head.num_classes == 3
+    assert config.model.backbone.type == "ResNet" and config.model.backbone.init_cfg is None
+    assert config.train_dataloader.dataset.metainfo.classes == ("bolt", "nut", "washer")
+
+
 RATIO_ROW = re.compile(
     r"^\| \[`(\w+)`\]\((.*?)\) \| .*\(`([\w-]+)`, (\w+)\) \| "
     r"([\d.]+) µs \| ([\d.]+) µs \| ([\w. ]+) \| ([\d.]+)x \| ([\d.]+)x \|$",
