@@ -47,6 +47,7 @@ class Detections:
         image: the pixels, RGB uint8 [H, W, 3]. The default is to read the file of the sample when they are needed.
         draw: a function of the pixels and a sample that returns the picture.
         frame: the number of the frame, if the image is one of a video.
+        time: when the frame is shown, in seconds.
 
     Attributes:
         boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image.
@@ -55,6 +56,7 @@ class Detections:
         classes: the names of all labels.
         path: the file of the image or the video, or None.
         frame: the number of the frame in the video from 0 on, or None.
+        time: when the frame is shown, in seconds since the start of the video, or None.
         shape: the (height, width) of the image.
         sample: the sample with the detections that are kept.
 
@@ -70,11 +72,13 @@ class Detections:
         image: np.ndarray | None = None,
         draw: Callable[[np.ndarray, DetDataSample], np.ndarray] | None = None,
         frame: int | None = None,
+        time: float | None = None,
     ) -> None:
         self.classes = checked_names("Detections: classes", classes)
         found = sample.pred_instances
         self.path: str | None = sample.get("img_path")
         self.frame = frame
+        self.time = time
         if "ori_shape" not in sample:
             raise InvalidInputError(
                 "a sample has no ori_shape: it must be among the meta_keys of PackDetInputs in the pipeline"
@@ -119,7 +123,7 @@ class Detections:
             return list(self)[index]
         sample = self.sample.new()
         sample.pred_instances = self.sample.pred_instances[index]
-        return Detections(sample, self.classes, 0.0, self._image, self._draw, self.frame)
+        return Detections(sample, self.classes, 0.0, self._image, self._draw, self.frame, self.time)
 
     @checked
     def filter(
@@ -164,12 +168,14 @@ class Detections:
     def to_dict(self) -> dict[str, Any]:
         """Return the record of the image in ``predictions.json`` of ``visdet infer``, in types of JSON.
 
-        Its keys are ``file``, ``frame`` (of videos only), ``height``, ``width`` and ``detections``. That is a list of
-        dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2 decimals).
+        Its keys are ``file``, ``frame`` and ``time`` (of videos only; seconds, 3 decimals), ``height``, ``width`` and
+        ``detections``. That is a list of dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2
+        decimals).
         """
         return {
             "file": self.path,
             **({} if self.frame is None else {"frame": self.frame}),
+            **({} if self.time is None else {"time": round(self.time, 3)}),
             "height": self.shape[0],
             "width": self.shape[1],
             "detections": [

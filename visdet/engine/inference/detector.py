@@ -222,7 +222,9 @@ class Detector:
             samples = self._predict([item for _, item in batch], amp, graph)
             for (image, _), sample in zip(batch, samples, strict=True):
                 classes = self.dataset_meta["classes"]
-                yield Detections(sample, classes, thresholds, image.pixels, self._picture, image.frame)
+                yield Detections(
+                    sample, classes, thresholds, image.pixels, self._picture, image.frame, image.time
+                )
 
     def _read(self, image: GivenImage) -> tuple[GivenImage, dict[str, Any]]:
         return image, self.item_of(image)

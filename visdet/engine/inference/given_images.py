@@ -20,17 +20,19 @@ _KINDS = "paths, numpy arrays, tensors, images of Pillow, or lists and iterators
 
 
 class GivenImage(NamedTuple):
-    """An image: its file, or its pixels, RGB uint8 [H, W, 3]. A frame of a video has all three values.
+    """An image: its file, or its pixels, RGB uint8 [H, W, 3]. A frame of a video has all values.
 
     Attributes:
         path: the file of the image or of its video, or None.
         pixels: the pixels, or None to read the file.
         frame: the number of the frame in its video from 0 on, or None.
+        time: when the frame is shown, in seconds since the start of its video, or None.
     """
 
     path: str | None = None
     pixels: np.ndarray | None = None
     frame: int | None = None
+    time: float | None = None
 
 
 def is_one_image(given: Any) -> bool:
@@ -86,7 +88,7 @@ def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImag
         video = video_of(given)
         for path in find_images([os.fspath(given)])[0] if video is None else [video]:
             if is_video(path):
-                yield from (GivenImage(path, frame, number) for number, frame in enumerate(_frames(path)))
+                yield from _frames(path)
             else:
                 yield GivenImage(path)
     elif isinstance(given, Image.Image):
@@ -178,21 +180,30 @@ def _opened(path: str) -> Any:
 
 
 def frames_per_second(path: str) -> float:
-    """Return how many frames a video shows in a second, or 25 if it does not say."""
+    """Return how many frames a video shows in a second on average, or 25 if it does not say."""
+    return _rate_of(_opened(path))
+
+
+def _rate_of(video: Any) -> float:
     import cv2
 
-    rate = _opened(path).get(cv2.CAP_PROP_FPS)
+    rate = video.get(cv2.CAP_PROP_FPS)
     return rate if 0 < rate < 1000 else 25.0
 
 
-def _frames(path: str) -> Iterator[np.ndarray]:
-    """Yield the frames of a video as RGB arrays, one at a time."""
+def _frames(path: str) -> Iterator[GivenImage]:
+    """Yield the frames of a video as RGB arrays with their numbers and times, one at a time."""
     import cv2
 
     video = _opened(path)
     is_read, frame = video.read()
     if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
+    number, time = 0, max(video.get(cv2.CAP_PROP_POS_MSEC) / 1000, 0.0)
     while is_read:
-        yield cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
+        yield GivenImage(path, cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), number, time)
         is_read, frame = video.read()
+        number += 1
+        shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        # A stream may give no times, and a damaged file the same one again.
+        time = shown if shown > time else time + 1 / _rate_of(video)

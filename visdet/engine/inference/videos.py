@@ -2,18 +2,23 @@
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from visdet.errors import UserError
 
 from ..process.console import say
 from ..process.places import check_out_file
 from .detections import Detections
+from .mp4_times import set_frame_times
 from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
+
+_ROUNDING = 0.1  # of the time between two frames; containers round times to milliseconds
 
 
 def written_as_video(
@@ -24,7 +29,7 @@ def written_as_video(
     Args:
         found: the detections in the frames.
         path: the .mp4 file to write.
-        rate: the number of frames in a second.
+        rate: the number of frames in a second on average. The frames are shown at the times of ``found``.
 
     Raises:
         UserError: the file cannot be written or is one that is read, or a frame has another size than the first one.
@@ -42,9 +47,10 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     writer: Any = None
     part = f"{path[:-4]}.part.mp4"  # The file of the other name may be among those that are still to be read.
     is_read = False
+    times: list[float] = []
     try:
         # Threads predict and draw the next frames while one is written.
-        for result, picture in computed_ahead(lambda result: (result, result.draw()), found, 3, 1):
+        for result, picture in computed_ahead(_drawn, found, 3, 1):
             files = [str(result.path), path]
             if is_read := all(map(os.path.exists, files)) and os.path.samefile(*files):
                 raise UserError(f"save_video must not name a video that is read, got {path!r}")
@@ -56,12 +62,30 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
                 raise UserError(f"save_video: the frames must be of one size, got {first} and {size}")
             rgb = np.asarray(picture.crop((0, 0, *size)))
             writer.write(np.ascontiguousarray(rgb[..., ::-1]))
+            times.append(len(times) / rate if result.time is None else result.time)
             yield result
     finally:
         if writer is not None:
             writer.release()
+            _set_times(part, times, rate)
         if os.path.exists(part):
             os.remove(part) if is_read else os.replace(part, path)
+
+
+def _drawn(result: Detections) -> tuple[Detections, Image.Image]:
+    return result, result.draw()
+
+
+def _set_times(path: str, times: list[float], rate: float) -> None:
+    """Let the frames of a video that was written at one rate be shown at their times, the first one at once."""
+    durations = [after - before for before, after in pairwise(times)]
+    if all(abs(duration * rate - 1) < _ROUNDING for duration in durations):
+        return
+    if not set_frame_times(path, [*durations, durations[-1]]):
+        say(
+            "the frames of the original are shown at uneven times, but those of the written video at a rate of "
+            f"{rate:g} in a second"
+        )
 
 
 def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
