@@ -84,7 +84,8 @@ class Package:
     def _check(self, name: str, tensor: Tensor, fact: dict[str, Any], sizes: dict[str, int]) -> None:
         """Compare an input with its description. ``sizes`` are those that inputs before it have by name."""
         if not isinstance(tensor, Tensor) or tensor.dtype != getattr(torch, fact["type"]):
-            found = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
+            kind = "" if isinstance(tensor, Tensor) else f" of {type(tensor).__module__}"
+            found = str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.") + kind
             raise ExportError(f"the input {name} must be a tensor of {fact['type']}, got {found}")
         ranges = [self.description["ranges"].get(size, (size, size)) for size in fact["shape"]]
         if tensor.dim() != len(ranges) or not all(

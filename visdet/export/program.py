@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from .plain_operators import in_plain_operators
 from .standard_operators import standard_operators
 
 MAX_BATCH = 64
@@ -48,7 +49,7 @@ class Program:
     def standard(self) -> ExportedProgram:
         """The graph with torch's operators alone, for all other runtimes."""
         with standard_operators(self.module, self.custom_op):
-            return self._traced(self.module)
+            return in_plain_operators(self._traced(self.module))
 
     def _traced(self, module: nn.Module) -> ExportedProgram:
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}

@@ -25,6 +25,7 @@ from .check import Run, arrays, compare, graphed, latencies
 from .errors import ExportError
 from .families import family_of
 from .families.family import Family
+from .folding import with_folded_norms
 from .formats import FORMATS, Format
 from .package import checksums, remove_results, write_description
 from .precision import LIMITS, Tolerance, with_features_in
@@ -96,8 +97,9 @@ def export(
     module = format_module(format)
     size = None if shape is None else (int(shape[0]), int(shape[1]))
     family = family_of(with_features_in(model, precision), size, batch)
+    written = with_features_in(with_folded_norms(model), precision)
     program = replace(
-        family.program(),
+        family_of(written, size, batch).program(),
         custom_op=custom_op,
         calibration=calibration(family) if precision == "int8" else None,
     )

@@ -53,8 +53,6 @@ class _Standard(TorchFunctionMode):
         self.sizes, self.nodes = sizes, NODES.get(custom_op, {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.argsort:
-            return _argsort(*args, **(kwargs or {}))
         if func is F.layer_norm:
             # onnxruntime's kernel of a sum with its normalisation is slower than the two. It needs three axes.
             return func(args[0].unsqueeze(0), *args[1:], **(kwargs or {})).squeeze(0)
@@ -75,21 +73,31 @@ class _Standard(TorchFunctionMode):
         return _FORMULAS[name](self.sizes, *args)
 
 
-def _argsort(tensor: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Tensor:
-    """ONNX's TopK puts the first of equal numbers first. It has no other stable sorting."""
-    return tensor.topk(tensor.shape[dim], dim, largest=descending).indices
+_RING = 2  # pixels
 
 
-def _summed(sizes: Sizes, maps: Tensor, grids: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _summed(
+    sizes: Sizes,
+    level_shapes: Tensor,
+    maps: Tensor,
+    grids: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> Tensor:
     """Return weighted sums [N, C, Q] of the samples of maps [N, C, S] at the grids [N, P, Q, 2] of each level.
 
-    The weights of a level are [N, G, P, Q]. Queries come last, because runtimes are slow in short rows. Coordinates
-    beyond half a map outside are limited, because runtimes convert them to integers.
+    The weights of a level are [N, G, P, Q]. Queries come last, because runtimes are slow in short rows.
+
+    A ring of zeros around each map, and coordinates that end within it, leave nothing to what a runtime does beyond a
+    map: some read a neighbouring row there, or convert far, infinite and NaN coordinates to any pixel.
     """
     levels = maps.split([height * width for height, width in sizes], 2)
     sums = []
-    for size, level_maps, grid, weight in zip(sizes, levels, grids, weights, strict=True):
-        samples = F.grid_sample(level_maps.unflatten(2, size), grid.clamp(-2.0, 2.0), align_corners=False)
+    for level, (size, level_maps, grid, weight) in enumerate(zip(sizes, levels, grids, weights, strict=True)):
+        extent = level_shapes[level].flip(-1).to(grid.dtype)
+        outside = 1 + _RING / extent  # in the middle between two pixels of the ring
+        limited = torch.where(grid.abs() < outside, grid, outside) * (extent / (extent + 2 * _RING))
+        ringed = F.pad(level_maps.unflatten(2, size), (_RING,) * 4)
+        samples = F.grid_sample(ringed, limited, align_corners=False)
         samples = samples.unflatten(1, (weight.shape[1], -1))
         sums.append((samples * weight.unsqueeze(2)).sum(3))  # [N, G, C / G, Q]
     return functools.reduce(torch.add, sums).flatten(1, 2)
@@ -120,6 +128,7 @@ def _ms_deform_attn_fused(
     weights = logits.float().softmax(-1).flatten(2).transpose(1, 2)  # [B, G * K, Q]
     sums = _summed(
         sizes,
+        level_shapes,
         maps,
         grids.reshape(B * G, K, Q, 2).split(num_points, 1),
         weights.reshape(B * G, 1, K, Q).split(num_points, 2),
@@ -136,15 +145,28 @@ def _deformable_aggregation(
     locations = locations.permute(0, 3, 2, 1, 4).flatten(0, 1)  # [B * V, P, Q, 2]
     grid = 2 * torch.where(((locations > 0) & (locations < 1)).all(-1, keepdim=True), locations, -1.0) - 1
     weights = weights.permute(0, 3, 4, 5, 2, 1).flatten(0, 1)  # [B * V, L, G, P, Q]
-    total = _summed(sizes, maps, [grid] * L, weights.unbind(1))
+    total = _summed(sizes, level_shapes[0], maps, [grid] * L, weights.unbind(1))
     return total.unflatten(0, (-1, V)).sum(1).transpose(1, 2).to(features.dtype)
+
+
+def _box_key_points(_: Sizes, *arguments: Any) -> Tensor:
+    return box_key_points_reference(*arguments)
+
+
+def _gaussian_field(_: Sizes, *arguments: Any) -> Tensor:
+    """Every pair counts, whatever the tolerance, which comes last."""
+    return gaussian_field_reference(*arguments[:4])
+
+
+def _order_in_space(_: Sizes, positions: Tensor) -> Tensor:
+    """No formula reads an order."""
+    return torch.zeros_like(positions[:, 0], dtype=torch.int64)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "ms_deform_attn_fused": _ms_deform_attn_fused,
     "deformable_aggregation": _deformable_aggregation,
-    "box_key_points": lambda _, *arguments: box_key_points_reference(*arguments),
-    # Every pair counts, whatever the tolerance, and no formula reads an order.
-    "gaussian_field": lambda _, *arguments: gaussian_field_reference(*arguments[:4]),
-    "order_in_space": lambda _, positions: torch.zeros_like(positions[:, 0], dtype=torch.int64),
+    "box_key_points": _box_key_points,
+    "gaussian_field": _gaussian_field,
+    "order_in_space": _order_in_space,
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from visdet.files.writing import written_whole
+
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
 from ..package import Package
@@ -31,7 +33,8 @@ def write(program: Program, folder: Path) -> None:
             verbose=False,
         )
     assert graph is not None
-    graph.save(folder / "model.onnx", external_data=False)
+    with written_whole(folder / "model.onnx") as path:
+        graph.save(path, external_data=False)
     if program.calibration is not None:
         quantize(folder / "model.onnx", program.calibration)
     model = onnx.load(folder / "model.onnx")

@@ -311,16 +311,23 @@ class ResNet(Backbone):
                     nn.init.zeros_(block.main_layers[-1][1].get_parameter("weight"))
         self.load_pretrained()
 
+    @property
+    def layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """All convolutions, the stem's first, each with its normalisation."""
+        layers: list[tuple[nn.Module, nn.Module]] = [(self.conv1, getattr(self, self.norm1_name))]
+        for name in self.stage_names:
+            for block in getattr(self, name):
+                layers += block.layers
+        return layers
+
     def forward(self, x: Tensor, padding: Padding | None = None) -> tuple[Tensor, ...]:
         """Return the maps [B, C_i, H_i, W_i] of stages ``out_indices`` from images x [B, in_channels, H, W].
 
         With a ``padding``, they are those of each image alone.
         """
-        stem = self.conv1, getattr(self, self.norm1_name)
         stages = [getattr(self, name) for name in self.stage_names]
-        folded = fold_frozen_norms(
-            [stem, *(layer for stage in stages for block in stage for layer in block.layers)]
-        )
+        layers = self.layers
+        stem, folded = layers[0], fold_frozen_norms(layers)
         if _is_faster_with_channels_last(x, bool(folded)):
             x = x.contiguous(memory_format=torch.channels_last)
         # A ReLU after the pooling gives the same numbers and gradients, and has a quarter of the pixels.

@@ -1,0 +1,147 @@
+"""A folder of an exported model: what its loaders compare, and what an export leaves behind if it does not end well."""
+
+import importlib
+import json
+import resource
+
+import pytest
+import torch
+
+import visdet
+from tests.export.test_export import IN_ONNX, needs
+from visdet.errors import UserError
+from visdet.export import ExportError
+from visdet.export.formats import pt2
+from visdet.models.gaussian_field import LearnableGaussianField
+
+FORMATS = [
+    "pt2",
+    pytest.param("onnx", marks=IN_ONNX),
+    pytest.param("openvino", marks=[IN_ONNX, needs("openvino")]),
+]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return a function that exports a small field once for each format, and returns the folder."""
+    folders = {}
+
+    def exported(format):
+        if format not in folders:
+            folders[format] = tmp_path_factory.mktemp(format)
+            torch.manual_seed(0)
+            visdet.export(LearnableGaussianField(5), folders[format], format)
+        return folders[format]
+
+    return exported
+
+
+def load(folder, format):
+    return importlib.import_module(f"visdet.export.formats.{format}").load(folder)
+
+
+def edited(folder, **changes):
+    path = folder / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+POINTS = torch.rand(7, 3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (POINTS.double(), "points must be a tensor of float32, got float64"),
+        (POINTS.half(), "points must be a tensor of float32, got float16"),
+        (POINTS.bfloat16(), "points must be a tensor of float32, got bfloat16"),
+        (POINTS.byte(), "points must be a tensor of float32, got uint8"),
+        (POINTS.int(), "points must be a tensor of float32, got int32"),
+        (POINTS.numpy(), "points must be a tensor of float32, got float32 of numpy"),
+        (POINTS.tolist(), "points must be a tensor of float32, got list of builtins"),
+        (POINTS[:, :2], r"sizes of points must be within .*, got \[7, 2\]"),
+        (POINTS[:0], r"sizes of points must be within .*, got \[0, 3\]"),
+        (None, "the input points is missing"),
+    ],
+)
+def test_inputs_are_those_of_the_description(folder_of, format, points, message):
+    run = load(folder_of(format), format)
+    assert run({"points": POINTS, "other": POINTS.int()})["field"].shape == (7,)
+    with pytest.raises(ExportError, match=message):
+        run({} if points is None else {"points": points})
+
+
+def test_inputs_have_one_batch_and_any_order(folder_of):
+    folder = folder_of("pt2")
+    fact = {"type": "float32", "shape": ["batch", 2]}
+    package = visdet.export.Package(folder, {"inputs": {"a": fact, "b": fact}, "ranges": {"batch": [1, 4]}})
+    a, b = torch.zeros(2, 2), torch.ones(3, 2)
+    assert list(package.accepted({"b": b[:2], "a": a})) == ["a", "b"]
+    with pytest.raises(ExportError, match="the batch of b is 3, but that of another input is 2"):
+        package.accepted({"a": a, "b": b})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_and_outputs_are_those_of_the_description(folder_of, format, tmp_path):
+    for path in folder_of(format).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    described = json.loads((tmp_path / "model.json").read_text())
+    edited(tmp_path, outputs={"other": ""})
+    with pytest.raises(ExportError, match=r"has the outputs \['other'\], but the model has \['field'\]"):
+        load(tmp_path, format)
+    edited(tmp_path, outputs=described["outputs"])
+    name = next(iter(described["sha256"]))
+    content = bytearray((tmp_path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ExportError, match=f"{name} is not the file that model.json describes"):
+        load(tmp_path, format)
+    (tmp_path / name).unlink()
+    with pytest.raises(ExportError, match=f"lacks {name}"):
+        load(tmp_path, format)
+
+
+def test_a_folder_of_an_older_version_loads(folder_of, tmp_path):
+    for path in folder_of("pt2").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    described = json.loads((tmp_path / "model.json").read_text())
+    for name in ("sha256", "options", "inputs"):
+        del described[name]
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    assert load(tmp_path, "pt2")({"points": POINTS})["field"].shape == (7,)
+
+
+def test_an_export_that_does_not_end_leaves_no_evidence(tmp_path, monkeypatch):
+    (tmp_path / "model.py").write_text("the user's own")
+    visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
+    assert json.loads((tmp_path / "model.json").read_text())["checked"]
+    assert json.loads((tmp_path / "report.json").read_text())["checked"]
+    monkeypatch.setattr(pt2, "write", lambda program, folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.py"}
+    assert not json.loads((tmp_path / "model.json").read_text())["checked"]
+
+
+def test_other_results_are_not_called_checked(tmp_path, monkeypatch):
+    load = pt2.load
+    monkeypatch.setattr(
+        pt2, "load", lambda folder: lambda given: {n: v + 1 for n, v in load(folder)(given).items()}
+    )
+    with pytest.raises(ExportError, match="field by"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "pt2")
+    for name in ("model.json", "report.json"):
+        assert not json.loads((tmp_path / name).read_text())["checked"]
+
+
+@pytest.mark.parametrize("format", FORMATS[:2])
+def test_a_full_disk_is_a_message(tmp_path, format):
+    """Files may have so many bytes, as if the disk were full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        with pytest.raises(UserError, match=rf"model\.{format} .*cannot be written"):
+            visdet.export(LearnableGaussianField(5), tmp_path, format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.json"]
