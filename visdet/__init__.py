@@ -14,16 +14,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops
+    from .data_folder import evaluate, train
     from .engine.inference.detections import Detections
     from .engine.inference.detector import Detector, init_detector
-    from .engine.run import TrainingResult, evaluate, train
+    from .engine.run import TrainingResult
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "engine.inference.detections": ["Detections"],
             "engine.inference.detector": ["Detector", "init_detector"],
-            "engine.run": ["TrainingResult", "evaluate", "train"],
+            "data_folder": ["evaluate", "train"],
+            "engine.run": ["TrainingResult"],
             "ops": [],
             "export": [],
         },

@@ -58,6 +58,13 @@ def positive_int(text: str) -> int:
     return number
 
 
+def folder_name(text: str) -> str:
+    """Return the folder that an option of the command line gives."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got ''")
+    return text
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "config": {
         "help": "a config file, or the name of a config that `visdet configs` lists; or a checkpoint, which holds its "
@@ -78,6 +85,11 @@ _SHARED: dict[str, dict[str, Any]] = {
         "nargs": "*",
         "help": "images, videos, and folders that are searched for them with their subfolders; the number of a camera, "
         "such as 0, or the address of a stream, rtsp://...",
+    },
+    "--data": {
+        "metavar": "FOLDER",
+        "type": folder_name,
+        "help": "pictures with boxes in a format that visdet convert reads: COCO, YOLO, Pascal VOC, CSV tables",
     },
     "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
     "--graph": {
@@ -105,11 +117,12 @@ _SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, *others: str, needs_config: bool = True) -> None:
     """Add the argument ``config``, the option ``--cfg-options`` and others that several commands share, by name."""
     parser.set_defaults(required_names=[name for name in others if name in ("checkpoint", "images")])
     for name in ("config", "--cfg-options", *others):
-        argument: Any = parser.add_argument(name, **_SHARED[name])
+        is_optional: dict[str, Any] = {"nargs": "?"} if name == "config" and not needs_config else {}
+        argument: Any = parser.add_argument(name, **_SHARED[name], **is_optional)
         if name == "config":
             argument.completer = complete_config  # argcomplete reads it.
 
@@ -123,7 +136,7 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
         others: what argparse has left over. It ends the list of names at the first option between them.
     """
     if not hasattr(args, "checkpoint"):
-        return wrong_arguments([], others)
+        return wrong_arguments(args.command, [], others)
     from visdet.engine.checkpoints.held_config import names_checkpoint
 
     names = [name for name in (args.config, args.checkpoint) if name is not None]
@@ -139,14 +152,26 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     if hasattr(args, "images"):
         args.images, names = names, []
     missing = [name for name in getattr(args, "required_names", ()) if not getattr(args, name)]
-    return wrong_arguments(missing, names + others)
+    return wrong_arguments(args.command, missing, names + others)
 
 
-def wrong_arguments(missing: list[str], others: list[str]) -> str | None:
+def wrong_arguments(command: str, missing: list[str], others: list[str]) -> str | None:
     """Return the message on names that are missing and on arguments that are left over, or None."""
     if missing:
         return f"the following arguments are required: {', '.join(missing)}"
-    return f"unrecognized arguments: {' '.join(others)}" if others else None
+    if not others:
+        return None
+    message = f"unrecognized arguments: {' '.join(others)}"
+    if command == "train":
+        from visdet.engine.config.other_names import NAMES_OF_TRAINING
+
+        names = [
+            other.strip("-").partition("=")[0].replace("-", "_") for other in others if other.startswith("-")
+        ]
+        for name in names:
+            if name in NAMES_OF_TRAINING:
+                message += f"; for --{name} write {NAMES_OF_TRAINING[name]}"
+    return message
 
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
@@ -163,13 +188,6 @@ def add_options(parser: argparse.ArgumentParser, **options: tuple[Any, str]) -> 
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         kind = seed_number if name == "seed" else folder_name if name == "out_dir" else type(default)
         parser.add_argument(flag, type=kind, default=default, help=text)
-
-
-def folder_name(text: str) -> str:
-    """Return the folder that an option of the command line gives."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a folder, got ''")
-    return text
 
 
 def seed_number(text: str) -> int:

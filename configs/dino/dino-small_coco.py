@@ -14,13 +14,15 @@ train_pipeline = [
     *_base_.train_pipeline[4:],
 ]
 test_pipeline = [_base_.read[0], resize, _base_.read[1], dict(type="PackDetInputs")]
-train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+train_dataloader = dict(batch_size=4, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 
 model = dict(
     type="DINO",
     num_queries=100,
+    backbone=dict(base_channels=24),
+    neck=dict(in_channels=[48, 96, 192]),
     positional_encoding=dict(offset=0.0, temperature=20),
     bbox_head=dict(type="DINOHead", num_classes=80, loss_cls=dict(loss_weight=4.0)),
     dn_cfg=dict(label_noise_scale=0.2, box_noise_scale=0.5, group_cfg=dict(dynamic=True, num_dn_queries=20)),
@@ -29,3 +31,4 @@ model = dict(
 optim_wrapper = dict(
     optimizer=dict(type="MuonWithAuxAdam", lr=5e-3, momentum=0.9, ns_steps=4, weight_decay=1e-2)
 )
+train_cfg = dict(max_iters=700, val_begin=20, val_interval=100)

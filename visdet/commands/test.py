@@ -10,7 +10,7 @@ from visdet.command_line import add_config_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser, "checkpoint", "--work-dir", "--graph", "--launcher", "--amp")
+    add_config_arguments(parser, "checkpoint", "--data", "--work-dir", "--graph", "--launcher", "--amp")
     parser.add_argument(
         "--out",
         metavar="FILE.json",
@@ -23,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    from visdet.engine import evaluate
+    from visdet.data_folder import evaluate
 
     evaluate(
         args.config,
         args.checkpoint,
         args.cfg_options,
+        data=args.data,
         work_dir=args.work_dir,
         out=args.out,
         show_dir=args.show_dir,

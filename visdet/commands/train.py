@@ -1,5 +1,8 @@
-"""Train the model of a config, and validate it as the config says.
+"""Train the model of a config, or a model on a folder of pictures, and validate it.
 
+visdet train --data FOLDER                              # pictures with boxes as COCO, YOLO, Pascal VOC or CSV
+visdet train --data FOLDER --model dino-small --epochs 50 --batch-size 8
+visdet train --from work_dirs/first/best.pth --iters 200
 visdet train deformable_detr/deformable-detr_shapes
 visdet train my_config.py --work-dir work_dirs/first --cfg-options train_cfg.max_iters=1000
 visdet train my_config.py --from model.safetensors      # fine-tune published weights
@@ -9,7 +12,7 @@ torchrun --nproc-per-node 2 -m visdet train CONFIG      # on two GPUs
 import argparse
 import os
 
-from visdet.command_line import add_config_arguments
+from visdet.command_line import add_config_arguments, positive_int, seed_number
 
 _LOGGERS = {
     "wandb": {"type": "WandbVisBackend"},
@@ -22,7 +25,22 @@ _LOGGERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_arguments(parser, "--work-dir", "--graph", "--launcher")
+    add_config_arguments(parser, "--data", "--work-dir", "--graph", "--launcher", needs_config=False)
+    parser.add_argument(
+        "--model",
+        help="model for --data: the name of a config of the package, without its folder and the end _coco "
+        "(default: dino-small)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--iters", type=positive_int, help="iterations of the run, over which the schedule stretches"
+    )
+    length.add_argument("--epochs", type=positive_int, help="epochs of the run")
+    parser.add_argument("--batch-size", type=positive_int, help="images of a training iteration")
+    parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--workers", type=int, help="processes that read the images")
+    parser.add_argument("--device", help="'cpu', 'cuda' or 'cuda:1' (default: the GPU if there is one)")
+    parser.add_argument("--seed", type=seed_number, help="seed of all random numbers")
     parser.add_argument(
         "--from",
         dest="from_",
@@ -54,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    from visdet.engine import train
+    from visdet.data_folder import train
 
     options = args.cfg_options or {}
     if args.logger:
@@ -63,6 +81,15 @@ def run(args: argparse.Namespace) -> None:
     train(
         args.config,
         options,
+        data=args.data,
+        model=args.model,
+        iters=args.iters,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        workers=args.workers,
+        device=args.device,
+        seed=args.seed,
         work_dir=args.work_dir,
         from_=args.from_,
         resume=args.resume,

@@ -94,7 +94,7 @@ def train(
     if resume:
         set_resume(cfg, os.fspath(resume))
     elif not cfg.get("resume"):
-        cfg.work_dir = _free_folder(cfg)
+        cfg.work_dir = agreed_folder(cfg.work_dir, cfg.launcher, cfg.get("env_cfg"))
     with training_defaults():
         runner = build_runner(cfg)
         runner.train()
@@ -107,20 +107,20 @@ def train(
     )
 
 
-def _free_folder(cfg: "Config") -> str:
-    """Return the first folder of ``work_dir``, ``work_dir_2`` … that holds no run, the same one in all processes."""
+def agreed_folder(folder: str, launcher: str | None, env_cfg: dict | None = None) -> str:
+    """Return the first of ``folder``, ``folder_2`` … that holds no run, the same one in all processes."""
     from mmengine.dist import broadcast_object_list
 
     from .build import enter_environment
+    from .process.distributed import checked_launcher
 
-    if cfg.launcher != "none":
-        enter_environment(cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}, cfg.launcher)
-    chosen = [free_folder(cfg.work_dir)]
+    launcher = checked_launcher(launcher)
+    if launcher != "none":
+        enter_environment(env_cfg or {"dist_cfg": {"backend": "nccl"}}, launcher)
+    chosen = [free_folder(folder)]
     broadcast_object_list(chosen)
-    if chosen[0] != cfg.work_dir:
-        say(
-            f"{cfg.work_dir} holds another run, which --resume would continue; this one writes to {chosen[0]}"
-        )
+    if chosen[0] != folder:
+        say(f"{folder} holds another run, which --resume would continue; this one writes to {chosen[0]}")
     return chosen[0]
 
 

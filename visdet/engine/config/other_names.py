@@ -1,27 +1,35 @@
 """Names that people try for the arguments of functions, and what the argument is called here."""
 
 NAMES_OF_TRAINING = {
-    "epochs": "train_cfg=dict(max_epochs=...)",
-    "max_epochs": "train_cfg=dict(max_epochs=...)",
-    "iterations": "train_cfg=dict(max_iters=...)",
-    "max_iters": "train_cfg=dict(max_iters=...)",
-    "batch": "train_dataloader=dict(batch_size=...)",
-    "batch_size": "train_dataloader=dict(batch_size=...)",
-    "workers": "train_dataloader=dict(num_workers=...)",
-    "num_workers": "train_dataloader=dict(num_workers=...)",
-    "lr": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "lr0": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "learning_rate": "optim_wrapper=dict(optimizer=dict(lr=...))",
-    "seed": "randomness=dict(seed=...)",
-    "output_dir": "work_dir=...",
-    "project": "work_dir=...",
-    "weights": "from_=...",
-    "pretrained": "from_=...",
-    "checkpoint": "from_=...",
-    "fp16": "amp=True",
-    "half": "amp=True",
-    "gpus": "CUDA_VISIBLE_DEVICES in the environment, or torchrun",
-    "device": "CUDA_VISIBLE_DEVICES in the environment",
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "num_epochs"), "train_cfg=dict(max_epochs=...), or epochs=... (--epochs)"
+    ),
+    **dict.fromkeys(
+        ("iterations", "max_iters", "steps", "max_steps"),
+        "train_cfg=dict(max_iters=...), or iters=... (--iters)",
+    ),
+    **dict.fromkeys(
+        ("batch", "batch_size", "bs"),
+        "train_dataloader=dict(batch_size=...), or batch_size=... (--batch-size)",
+    ),
+    **dict.fromkeys(
+        ("workers", "num_workers"), "train_dataloader=dict(num_workers=...), or workers=... (--workers)"
+    ),
+    **dict.fromkeys(
+        ("lr", "lr0", "learning_rate"), "optim_wrapper=dict(optimizer=dict(lr=...)), or lr=... (--lr)"
+    ),
+    "seed": "randomness=dict(seed=...), or seed=... (--seed)",
+    **dict.fromkeys(("output_dir", "project", "save_dir", "out_dir"), "work_dir=... (--work-dir)"),
+    **dict.fromkeys(("weights", "pretrained", "checkpoint", "pretrain_weights"), "from_=... (--from)"),
+    **dict.fromkeys(("fp16", "half", "mixed_precision"), "amp=True (--amp)"),
+    **dict.fromkeys(("dataset", "dataset_dir", "data_root"), "data=FOLDER (--data)"),
+    **dict.fromkeys(("gpus", "devices", "device"), "device=... (--device), or torchrun for several GPUs"),
+    **dict.fromkeys(
+        ("imgsz", "img_size", "image_size", "resolution"),
+        "the scale of Resize in the pipelines of the config; each model has a size of its own",
+    ),
+    "grad_accum_steps": "optim_wrapper=dict(accumulative_counts=...)",
+    "patience": "custom_hooks=[dict(type='EarlyStoppingHook', ...)]",
 }
 NAMES_OF_DETECTING = {
     **dict.fromkeys(
