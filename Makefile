@@ -54,17 +54,19 @@ OMP_NUM_THREADS := $(shell test "$(IDLE)" -lt 130 2> /dev/null && echo 1 || echo
 endif
 endif
 demo: setup
+	rm -rf $(WORK_DIR)
 	$(BIN)/visdet train $(CONFIG) --work-dir $(WORK_DIR) $(AMP)
 	@$(BIN)/visdet curves $(WORK_DIR)
 	@echo
 	@echo "Look at    $(WORK_DIR)/val_pictures/  (truth beside detections)   $(WORK_DIR)/curves.png"
 	@echo "Curves     $(BIN)/tensorboard --logdir $(WORK_DIR)"
-	@echo "Detect     $(BIN)/visdet infer $(CONFIG) $(WORK_DIR)/best_*.pth data/shapes/val"
+	@echo "Detect     $(BIN)/visdet infer $(WORK_DIR)/best.pth data/shapes/val"
 
 DRIVE := work_dirs/sparsedrive_toy
 DRIVE_SCENES := data/driving_scenes
 # The validation of the second stage measures the boxes and the map of the first one, too.
 demo-drive: setup $(DRIVE_SCENES)/kmeans_plan_1.npy
+	rm -rf $(DRIVE)_stage1 $(DRIVE)_stage2
 	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage1.py --work-dir $(DRIVE)_stage1 $(AMP) \
 		--cfg-options val_dataloader=None val_cfg=None val_evaluator=None
 	$(BIN)/visdet train configs/sparsedrive/sparsedrive_toy_stage2.py --work-dir $(DRIVE)_stage2 $(AMP) \
