@@ -17,12 +17,14 @@ the fractional index of their depth as a third coordinate. ``visdet.compat.exten
 under the names of the extensions, also within a package.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visdet import ops
 
-from ._entries import functions_of
+from ._served import SERVED, Gradient, GradOutput, serves
 
 
 def tables_of_cameras(
@@ -68,18 +70,66 @@ def _aggregate(
         raise type(error)(f"{error} (mc_ms_feat {shape} was taken for {layout})") from error
 
 
-_ARGUMENTS = "mc_ms_feat spatial_shape scale_start_index sampling_location weights"
-_GRADIENTS = (
-    "<grad_output mc_ms_feat>grad_mc_ms_feat sampling_location>grad_sampling_location weights>grad_weights"
+@serves(_aggregate, "deformable_aggregation_ext.deformable_aggregation_forward")
+def deformable_aggregation_forward(
+    mc_ms_feat: Tensor,
+    spatial_shape: Tensor,
+    scale_start_index: Tensor,
+    sampling_location: Tensor,
+    weights: Tensor,
+) -> Any: ...
+
+
+@serves(
+    _aggregate,
+    "deformable_aggregation_ext.deformable_aggregation_backward",
+    grad_mc_ms_feat="mc_ms_feat",
+    grad_sampling_location="sampling_location",
+    grad_weights="weights",
 )
-_FUNCTIONS = functions_of(
-    "deformable_aggregation_ext",
-    {
-        "deformable_aggregation_forward": (_aggregate, _ARGUMENTS),
-        "deformable_aggregation_backward": (_aggregate, f"{_ARGUMENTS} {_GRADIENTS}"),
-        "deformable_aggregation_with_depth_forward": (_aggregate, f"{_ARGUMENTS} num_depths"),
-        "deformable_aggregation_with_depth_backward": (_aggregate, f"{_ARGUMENTS} num_depths {_GRADIENTS}"),
-    },
+def deformable_aggregation_backward(
+    mc_ms_feat: Tensor,
+    spatial_shape: Tensor,
+    scale_start_index: Tensor,
+    sampling_location: Tensor,
+    weights: Tensor,
+    grad_output: GradOutput,
+    grad_mc_ms_feat: Gradient,
+    grad_sampling_location: Gradient,
+    grad_weights: Gradient,
+) -> None: ...
+
+
+@serves(_aggregate, "deformable_aggregation_ext.deformable_aggregation_with_depth_forward")
+def deformable_aggregation_with_depth_forward(
+    mc_ms_feat: Tensor,
+    spatial_shape: Tensor,
+    scale_start_index: Tensor,
+    sampling_location: Tensor,
+    weights: Tensor,
+    num_depths: int,
+) -> Any: ...
+
+
+@serves(
+    _aggregate,
+    "deformable_aggregation_ext.deformable_aggregation_with_depth_backward",
+    grad_mc_ms_feat="mc_ms_feat",
+    grad_sampling_location="sampling_location",
+    grad_weights="weights",
 )
-globals().update(_FUNCTIONS)
-__all__ = list(_FUNCTIONS)
+def deformable_aggregation_with_depth_backward(
+    mc_ms_feat: Tensor,
+    spatial_shape: Tensor,
+    scale_start_index: Tensor,
+    sampling_location: Tensor,
+    weights: Tensor,
+    num_depths: int,
+    grad_output: GradOutput,
+    grad_mc_ms_feat: Gradient,
+    grad_sampling_location: Gradient,
+    grad_weights: Gradient,
+) -> None: ...
+
+
+__all__ = list(SERVED["deformable_aggregation_ext"])

@@ -6,14 +6,16 @@ and ``voxel_pooling_inference_ext`` (BEVDepth), and ``voxel.voxel_layer`` (BEVFu
 ``visdet.compat.extensions`` makes this module importable under these names, within any package.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visdet import ops
 
 from . import _mmcv_functions as mmcv_functions
-from ._entries import functions_of
-from .mmcv_ext import dynamic_point_to_voxel_backward, dynamic_point_to_voxel_forward
+from . import mmcv_ext_voxels  # noqa: F401
+from ._served import SERVED, FirstRows, Gradient, GradOutput, Result, serves
 
 
 def _bev_pool_gradient(out_grad: Tensor, geom_feats: Tensor) -> Tensor:
@@ -67,47 +69,162 @@ def _voxel_pooling_of_products(
     return total
 
 
-_SIZES = "interval_lengths interval_starts b:B d:D h:H w:W"
-_RANKS = "ranks_depth ranks_feat ranks_bev interval_lengths interval_starts"
-_GRID = "num_voxel_x,num_voxel_y,num_voxel_z:size"
-_POOLING = (
-    _voxel_pooling,
-    f"batch_size num_points num_channels {_GRID} geom_xyz input_features >output_features >pos_memo",
+@serves(
+    ops.bev_pool,
+    "bev_ext.bev_pool_forward",
+    "bev_ext.occ_pool_forward",
+    x="feats",
+    geom_feats="coords",
+    b="B",
+    d="D",
+    h="H",
+    w="W",
 )
-_FUNCTIONS = functions_of(
-    "bev_ext",
-    {
-        "bev_pool_backward": (_bev_pool_gradient, f"out_grad geom_feats {_SIZES}"),
-        "bev_pool_forward": (ops.bev_pool, f"x:feats geom_feats:coords {_SIZES}"),
-        "bev_pool_v2_backward": (
-            _bev_pool_v2,
-            f"<out_grad:out depth>depth_grad feat>feat_grad depth feat {_RANKS}",
-        ),
-        "bev_pool_v2_forward": (_bev_pool_v2, f"depth feat >out {_RANKS}"),
-        "bev_pool_v3_backward": (
-            _bev_pool_v2,
-            "<out_grad:out depth>depth_grad feat>feat_grad depth feat ranks_depth ranks_feat ranks_bev n_points "
-            "ranks_depth_fs ranks_feat_fs ranks_bev_fs interval_starts_fs interval_lengths_fs",
-        ),
-        "bev_pool_v3_forward": (_bev_pool_v2, f"depth feat >out {_RANKS}"),
-        "dynamic_voxelize": (ops.dynamic_voxelize, "points >coors voxel_size coors_range NDim?:ndim"),
-        "hard_voxelize": (
-            mmcv_functions.hard_voxelize,
-            "points ~voxels ~coors ~num_points_per_voxel voxel_size coors_range max_points max_voxels NDim? "
-            "deterministic?",
-        ),
-        "voxel_pooling_forward_wrapper": _POOLING,
-        "voxel_pooling_inference_forward_wrapper": (
-            _voxel_pooling_of_products,
-            f"batch_size,num_cams,num_depth,num_height,num_width:shape num_channels {_GRID} geom_xyz "
-            "depth_features context_features >output_features",
-        ),
-        "voxel_pooling_train_forward_wrapper": _POOLING,
-    },
-) | {
-    "dynamic_point_to_voxel_backward": dynamic_point_to_voxel_backward,
-    "dynamic_point_to_voxel_forward": dynamic_point_to_voxel_forward,
-}
-_FUNCTIONS |= {f"occ_pool_{way}": _FUNCTIONS[f"bev_pool_{way}"] for way in ("forward", "backward")}
-globals().update(_FUNCTIONS)
-__all__ = list(_FUNCTIONS)
+def bev_pool_forward(
+    x: Tensor,
+    geom_feats: Tensor,
+    interval_lengths: object,
+    interval_starts: object,
+    b: int,
+    d: int,
+    h: int,
+    w: int,
+) -> Any: ...
+
+
+@serves(_bev_pool_gradient, "bev_ext.bev_pool_backward", "bev_ext.occ_pool_backward")
+def bev_pool_backward(
+    out_grad: Tensor,
+    geom_feats: Tensor,
+    interval_lengths: object,
+    interval_starts: object,
+    b: object,
+    d: object,
+    h: object,
+    w: object,
+) -> Any: ...
+
+
+@serves(_bev_pool_v2, "bev_ext.bev_pool_v2_forward", "bev_ext.bev_pool_v3_forward")
+def bev_pool_v2_forward(
+    depth: Tensor,
+    feat: Tensor,
+    out: Result,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    interval_lengths: object,
+    interval_starts: object,
+) -> None: ...
+
+
+@serves(_bev_pool_v2, "bev_ext.bev_pool_v2_backward", out_grad="out", depth_grad="depth", feat_grad="feat")
+def bev_pool_v2_backward(
+    out_grad: GradOutput,
+    depth_grad: Gradient,
+    feat_grad: Gradient,
+    depth: Tensor,
+    feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    interval_lengths: object,
+    interval_starts: object,
+) -> None: ...
+
+
+@serves(_bev_pool_v2, "bev_ext.bev_pool_v3_backward", out_grad="out", depth_grad="depth", feat_grad="feat")
+def bev_pool_v3_backward(
+    out_grad: GradOutput,
+    depth_grad: Gradient,
+    feat_grad: Gradient,
+    depth: Tensor,
+    feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    n_points: object,
+    ranks_depth_fs: object,
+    ranks_feat_fs: object,
+    ranks_bev_fs: object,
+    interval_starts_fs: object,
+    interval_lengths_fs: object,
+) -> None: ...
+
+
+@serves(ops.dynamic_voxelize, "bev_ext.dynamic_voxelize", NDim="ndim")
+def dynamic_voxelize(
+    points: Tensor, coors: Result, voxel_size: Any, coors_range: Any, NDim: int | None = None
+) -> None: ...
+
+
+@serves(mmcv_functions.hard_voxelize, "bev_ext.hard_voxelize")
+def hard_voxelize(
+    points: Tensor,
+    voxels: FirstRows,
+    coors: FirstRows,
+    num_points_per_voxel: FirstRows,
+    voxel_size: Any,
+    coors_range: Any,
+    max_points: int,
+    max_voxels: int,
+    NDim: object = None,
+    deterministic: object = None,
+) -> Any: ...
+
+
+@serves(
+    _voxel_pooling,
+    "bev_ext.voxel_pooling_forward_wrapper",
+    "bev_ext.voxel_pooling_train_forward_wrapper",
+    num_voxel_x="size",
+    num_voxel_y="size",
+    num_voxel_z="size",
+)
+def voxel_pooling_forward_wrapper(
+    batch_size: object,
+    num_points: object,
+    num_channels: object,
+    num_voxel_x: int,
+    num_voxel_y: int,
+    num_voxel_z: int,
+    geom_xyz: Tensor,
+    input_features: Tensor,
+    output_features: Result,
+    pos_memo: Result,
+) -> None: ...
+
+
+@serves(
+    _voxel_pooling_of_products,
+    "bev_ext.voxel_pooling_inference_forward_wrapper",
+    batch_size="shape",
+    num_cams="shape",
+    num_depth="shape",
+    num_height="shape",
+    num_width="shape",
+    num_voxel_x="size",
+    num_voxel_y="size",
+    num_voxel_z="size",
+)
+def voxel_pooling_inference_forward_wrapper(
+    batch_size: int,
+    num_cams: int,
+    num_depth: int,
+    num_height: int,
+    num_width: int,
+    num_channels: int,
+    num_voxel_x: int,
+    num_voxel_y: int,
+    num_voxel_z: int,
+    geom_xyz: Tensor,
+    depth_features: Tensor,
+    context_features: Tensor,
+    output_features: Result,
+) -> None: ...
+
+
+for _name in ("dynamic_point_to_voxel_backward", "dynamic_point_to_voxel_forward"):
+    SERVED["bev_ext"][_name] = SERVED["mmcv._ext"][_name]
+globals().update(SERVED["bev_ext"])
+__all__ = list(SERVED["bev_ext"])

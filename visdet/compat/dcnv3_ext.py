@@ -4,12 +4,14 @@
 with one level: each group is a head, and the mask holds the weights.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visdet import ops
 
-from ._entries import functions_of
+from ._served import GradOutput, serves
 
 __all__ = ["dcnv3_backward", "dcnv3_forward"]
 
@@ -70,8 +72,23 @@ def dcnv3_forward(
     return out.view(B, Hout, Wout, -1)
 
 
-_BACKWARD = (
-    "input offset mask kernel_h kernel_w stride_h stride_w pad_h pad_w dilation_h dilation_w group group_channels "
-    "offset_scale <grad_output im2col_step? remove_center? -> input offset mask"
-)
-dcnv3_backward = functions_of("DCNv3", {"dcnv3_backward": (dcnv3_forward, _BACKWARD)})["dcnv3_backward"]
+@serves(dcnv3_forward, "DCNv3.dcnv3_backward", returns=("input", "offset", "mask"))
+def dcnv3_backward(
+    input: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    group_channels: int,
+    offset_scale: float,
+    grad_output: GradOutput,
+    im2col_step: object = None,
+    remove_center: bool = False,
+) -> Any: ...

@@ -12,11 +12,8 @@ from visdet import ops
 from . import _mmcv_functions as own
 from ._counts import counted
 from ._deferred import deferred
-from ._entries import functions_of, gradients_of
-from .mmcv_ext import DEFORM, MODULATED
+from ._served import SERVED, Gradient, GradOutput, Result, gradients_of, serves
 from .msda_ext import get_compiler_version, get_cuda_version
-
-_MODULATED = f"kernel_h kernel_w {MODULATED}"
 
 
 def has_cuda() -> bool:
@@ -24,34 +21,192 @@ def has_cuda() -> bool:
     return False
 
 
-FUNCTIONS = functions_of(
-    "detectron2._C",
-    {
-        "deform_conv_forward": (
-            ops.deform_conv2d,
-            f"input weight offset >output columns ones {DEFORM} im2col_step",
-        ),
-        "deform_conv_backward_input": (
-            ops.deform_conv2d,
-            f"input offset <grad_output input>grad_input offset>grad_offset weight columns {DEFORM} im2col_step",
-        ),
-        "deform_conv_backward_filter": (
-            own.scaled_deform_conv,
-            f"input offset <grad_output weight>grad_weight columns ones {DEFORM} scale im2col_step",
-        ),
-        "modulated_deform_conv_forward": (
-            own.modulated_deform_conv,
-            f"input weight bias ones offset mask >output columns {_MODULATED}",
-        ),
-        "modulated_deform_conv_backward": (
-            own.modulated_deform_conv,
-            "input weight bias ones offset mask columns input>grad_input weight>grad_weight bias>grad_bias "
-            f"offset>grad_offset mask>grad_mask <grad_output:output {_MODULATED}",
-        ),
-    },
+@serves(
+    ops.deform_conv2d,
+    "detectron2._C.deform_conv_forward",
+    dH="stride",
+    dW="stride",
+    padH="padding",
+    padW="padding",
+    dilationH="dilation",
+    dilationW="dilation",
+    group="groups",
+    deformable_group="deform_groups",
 )
-globals().update(FUNCTIONS)
-__all__ = [*FUNCTIONS, "get_compiler_version", "get_cuda_version", "has_cuda"]
+def deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    output: Result,
+    columns: object,
+    ones: object,
+    kW: object,
+    kH: object,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    im2col_step: object,
+) -> None: ...
+
+
+@serves(
+    ops.deform_conv2d,
+    "detectron2._C.deform_conv_backward_input",
+    grad_input="input",
+    grad_offset="offset",
+    dH="stride",
+    dW="stride",
+    padH="padding",
+    padW="padding",
+    dilationH="dilation",
+    dilationW="dilation",
+    group="groups",
+    deformable_group="deform_groups",
+)
+def deform_conv_backward_input(
+    input: Tensor,
+    offset: Tensor,
+    grad_output: GradOutput,
+    grad_input: Gradient,
+    grad_offset: Gradient,
+    weight: Tensor,
+    columns: object,
+    kW: object,
+    kH: object,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    im2col_step: object,
+) -> None: ...
+
+
+@serves(
+    own.scaled_deform_conv,
+    "detectron2._C.deform_conv_backward_filter",
+    grad_weight="weight",
+    dH="stride",
+    dW="stride",
+    padH="padding",
+    padW="padding",
+    dilationH="dilation",
+    dilationW="dilation",
+    group="groups",
+    deformable_group="deform_groups",
+)
+def deform_conv_backward_filter(
+    input: Tensor,
+    offset: Tensor,
+    grad_output: GradOutput,
+    grad_weight: Gradient,
+    columns: object,
+    ones: object,
+    kW: object,
+    kH: object,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    scale: float,
+    im2col_step: object,
+) -> None: ...
+
+
+@serves(
+    own.modulated_deform_conv,
+    "detectron2._C.modulated_deform_conv_forward",
+    stride_h="stride",
+    stride_w="stride",
+    pad_h="padding",
+    pad_w="padding",
+    dilation_h="dilation",
+    dilation_w="dilation",
+    group="groups",
+    deformable_group="deform_groups",
+)
+def modulated_deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: object,
+    offset: Tensor,
+    mask: Tensor,
+    output: Result,
+    columns: object,
+    kernel_h: object,
+    kernel_w: object,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    deformable_group: int,
+    with_bias: bool,
+) -> None: ...
+
+
+@serves(
+    own.modulated_deform_conv,
+    "detectron2._C.modulated_deform_conv_backward",
+    grad_input="input",
+    grad_weight="weight",
+    grad_bias="bias",
+    grad_offset="offset",
+    grad_mask="mask",
+    grad_output="output",
+    stride_h="stride",
+    stride_w="stride",
+    pad_h="padding",
+    pad_w="padding",
+    dilation_h="dilation",
+    dilation_w="dilation",
+    group="groups",
+    deformable_group="deform_groups",
+)
+def modulated_deform_conv_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: object,
+    offset: Tensor,
+    mask: Tensor,
+    columns: object,
+    grad_input: Gradient,
+    grad_weight: Gradient,
+    grad_bias: Gradient,
+    grad_offset: Gradient,
+    grad_mask: Gradient,
+    grad_output: GradOutput,
+    kernel_h: object,
+    kernel_w: object,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    deformable_group: int,
+    with_bias: bool,
+) -> None: ...
+
+
+__all__ = [*SERVED["detectron2._C"], "get_compiler_version", "get_cuda_version", "has_cuda"]
 
 __getattr__ = deferred("detectron2._C")
 

@@ -25,7 +25,6 @@ nothing. They compile other names as before.
 import functools
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -83,9 +82,17 @@ _WITHIN_PACKAGES = {
         extension: f"points_ext:{extension}"
         for extension in (
             *("assign_score_withk_ext", "ball_query_ext", "furthest_point_sample_ext", "gather_points_ext"),
-            *("group_points_ext", "interpolate_ext", "iou3d_cuda", "knn_ext", "roiaware_pool3d_ext"),
-            *("sparse_conv_ext", "iou3d_nms_cuda", "pointnet2_batch_cuda", "pointnet2_stack_cuda"),
-            *("roiaware_pool3d_cuda", "roipoint_pool3d_cuda", "pointnet2_ops._ext", "_msmv_sampling_cuda"),
+            *("group_points_ext", "interpolate_ext", "knn_ext", "pointnet2_batch_cuda"),
+            *("pointnet2_stack_cuda", "pointnet2_ops._ext"),
+        )
+    },
+    "_msmv_sampling_cuda": "views_ext:_msmv_sampling_cuda",
+    "sparse_conv_ext": "sparse_ext:sparse_conv_ext",
+    **{
+        extension: f"boxes_ext:{extension}"
+        for extension in (
+            *("iou3d_cuda", "iou3d_nms_cuda", "roiaware_pool3d_ext", "roiaware_pool3d_cuda"),
+            "roipoint_pool3d_cuda",
         )
     },
     "local_aggregate_prob._C": "gaussian_prob_ext",
@@ -193,16 +200,18 @@ class _Loader(Loader):
         if self.provider is None:
             module.__getattr__ = deferred(module.__name__)  # type: ignore[method-assign]
             return
+        from ._served import SERVED
+
         name, _, extension = self.provider.partition(":")
         source = importlib.import_module(name if "." in name else f"visdet.compat.{name}")
         module.__doc__ = source.__doc__
         names = getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")])
-        found = source.FUNCTIONS[extension] if extension else {name: getattr(source, name) for name in names}
+        found = SERVED[extension] if extension else {name: getattr(source, name) for name in names}
         if self.has_operators:
             from ._counts import counted
 
             found = {
-                name: counted(f"{module.__name__}.{name}", value) if inspect.isroutine(value) else value
+                name: counted(f"{module.__name__}.{name}", value) if callable(value) else value
                 for name, value in found.items()
             }
         vars(module).update(found)

@@ -6,12 +6,11 @@ from torch import Tensor
 
 from visdet import ops
 
-from ._entries import functions_of
+from ._served import GradOutput, serves
 
 __all__ = ["local_aggregate", "local_aggregate_backward"]
 
-KEPT = "means3D_int radii image H W D count means3D pts points_int cov3D opacities semantics"
-GRADIENTS = "means3D opacities semantics cov3D"
+GRADIENTS = ("means3D", "opacities", "semantics", "cov3D")
 
 
 def kept(arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,9 +26,20 @@ def local_aggregate(*arguments: Any) -> tuple[Any, ...]:
     return 0, ops.local_aggregate(*arguments), *kept(arguments)
 
 
-local_aggregate_backward = functions_of(
-    "local_aggregate._C",
-    {
-        "local_aggregate_backward": (ops.local_aggregate, f"{KEPT} <grad_output -> {GRADIENTS}"),
-    },
-)["local_aggregate_backward"]
+@serves(ops.local_aggregate, "local_aggregate._C.local_aggregate_backward", returns=GRADIENTS)
+def local_aggregate_backward(
+    means3D_int: Tensor,
+    radii: Tensor,
+    image: object,
+    H: int,
+    W: int,
+    D: int,
+    count: object,
+    means3D: Tensor,
+    pts: Tensor,
+    points_int: Tensor,
+    cov3D: Tensor,
+    opacities: Tensor,
+    semantics: Tensor,
+    grad_output: GradOutput,
+) -> Any: ...

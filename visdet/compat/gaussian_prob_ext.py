@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from visdet import ops
 
-from ._entries import functions_of
-from .gaussian_ext import GRADIENTS, KEPT, kept
+from ._served import GradOutput, serves
+from .gaussian_ext import GRADIENTS, kept
 
 __all__ = ["local_aggregate", "local_aggregate_backward"]
 
@@ -15,12 +17,26 @@ def local_aggregate(*arguments: Any) -> tuple[Any, ...]:
     return 0, *ops.local_aggregate_prob(*arguments), arguments[0].new_empty(0), *kept(arguments)
 
 
-local_aggregate_backward = functions_of(
-    "local_aggregate_prob._C",
-    {
-        "local_aggregate_backward": (
-            ops.local_aggregate_prob,
-            f"{KEPT} logits bin_logits density probability <grad_logits <grad_bin_logits <grad_density -> {GRADIENTS}",
-        )
-    },
-)["local_aggregate_backward"]
+@serves(ops.local_aggregate_prob, "local_aggregate_prob._C.local_aggregate_backward", returns=GRADIENTS)
+def local_aggregate_backward(
+    means3D_int: Tensor,
+    radii: Tensor,
+    image: object,
+    H: int,
+    W: int,
+    D: int,
+    count: object,
+    means3D: Tensor,
+    pts: Tensor,
+    points_int: Tensor,
+    cov3D: Tensor,
+    opacities: Tensor,
+    semantics: Tensor,
+    logits: object,
+    bin_logits: object,
+    density: object,
+    probability: object,
+    grad_logits: GradOutput,
+    grad_bin_logits: GradOutput,
+    grad_density: GradOutput,
+) -> Any: ...

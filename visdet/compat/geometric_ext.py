@@ -3,11 +3,13 @@
 ``visdet.compat.extensions`` makes this module importable under that name.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ._entries import functions_of
+from ._served import GradOutput, serves
 
 __all__ = ["geometric_kernel_attn_cuda_backward", "geometric_kernel_attn_cuda_forward"]
 
@@ -39,13 +41,17 @@ def geometric_kernel_attn_cuda_forward(
     return out.view(B, Q, G * C)
 
 
-geometric_kernel_attn_cuda_backward = functions_of(
-    "GeometricKernelAttention",
-    {
-        "geometric_kernel_attn_cuda_backward": (
-            geometric_kernel_attn_cuda_forward,
-            "value spatial_shapes level_start_index sampling_loc attn_weight <grad_output im2col_step? -> value "
-            "attn_weight",
-        )
-    },
-)["geometric_kernel_attn_cuda_backward"]
+@serves(
+    geometric_kernel_attn_cuda_forward,
+    "GeometricKernelAttention.geometric_kernel_attn_cuda_backward",
+    returns=("value", "attn_weight"),
+)
+def geometric_kernel_attn_cuda_backward(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+    grad_output: GradOutput,
+    im2col_step: object = None,
+) -> Any: ...

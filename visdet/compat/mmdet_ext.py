@@ -5,8 +5,7 @@ Labels are those of these versions, in which the background is the last class. B
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +14,10 @@ from visdet import ops
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 from . import _mmcv_functions as own
-from ._entries import functions_of, gradients_of
-from .detectron2_ext import FUNCTIONS as DEFORMABLE_CONVOLUTION
+from . import detectron2_ext  # noqa: F401  (declares deformable convolution)
+from ._served import SERVED, Gradient, GradOutput, OneOf, Result, gradients_of, serves
 from .msda_ext import get_compiler_version
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
-
-__all__ = ["FUNCTIONS"]
 
 
 def _nms(dets: Tensor, iou_thr: float) -> Tensor:
@@ -87,75 +84,210 @@ def _corner_pool_gradient(mode: str, input: Tensor, grad_output: Tensor) -> list
     return list(gradients_of(f"corner_pool_ext.{mode}_backward", pool, [input], [grad_output]))
 
 
-_V1 = "out_h,out_w:output_size spatial_scale sample_num"
-_V2 = "spatial_scale out_h,out_w:output_size"
-_CARAFE = "kernel_size group_size scale_factor"
-_ROWS: dict[str, dict[str, Any]] = {
-    "nms_ext": {
-        "nms": (_nms, "dets iou_thr"),
-        "soft_nms": (_soft_nms, "dets iou_thr method=naive/linear/gaussian sigma min_score"),
-        "nms_match": (own.nms_match, "dets iou_thr:iou_threshold"),
-    },
-    "roi_align_ext": {
-        "forward_v1": (_roi_align_v1, f"features rois {_V1} >output"),
-        "backward_v1": (_roi_align_v1, f"<grad_output rois {_V1} features>grad_input"),
-        "forward_v2": (_roi_align_v2, f"features rois {_V2} sample_num aligned"),
-        "backward_v2": (
-            _roi_align_v2_gradient,
-            f"grad rois {_V2} batch,channels,height,width:map_size sample_num aligned",
-        ),
-    },
-    "roi_pool_ext": {
-        "forward": (
-            roi_pool_with_argmax,
-            "features:input rois pooled_h,pooled_w:output_size spatial_scale >output >argmax",
-        ),
-        "backward": (own.roi_pool_gradient, "grad_output rois argmax spatial_scale >grad_input"),
-    },
-    "sigmoid_focal_loss_ext": {
-        "forward": (_focal_loss, "input target num_classes gamma alpha"),
-        "backward": (_focal_loss_gradient, "input target d_loss num_classes gamma alpha"),
-    },
-    "masked_conv2d_ext": {
-        "masked_im2col_forward": (
-            own.masked_im2col,
-            "features mask_h_idx mask_w_idx kernel_h kernel_w pad_h pad_w >data_col",
-        ),
-        "masked_col2im_forward": (
-            own.masked_col2im,
-            "col mask_h_idx mask_w_idx height width channels >output:output",
-        ),
-    },
-    "carafe_ext": {
-        "forward": (own.carafe, f"features >rfeatures masks rmasks {_CARAFE} routput >output"),
-        "backward": (
-            ops.carafe,
-            f"<grad_output rfeatures:features masks {_CARAFE} rgrad_output rgrad_input_hs rgrad_input "
-            "rgrad_masks features>grad_input masks>grad_masks",
-        ),
-    },
-    "carafe_naive_ext": {
-        "forward": (ops.carafe, f"features masks {_CARAFE} >output"),
-        "backward": (
-            ops.carafe,
-            f"<grad_output features masks {_CARAFE} features>grad_input masks>grad_masks",
-        ),
-    },
-    "deform_pool_ext": {},
+SoftMethod: TypeAlias = Annotated[int, OneOf("naive", "linear", "gaussian")]
+
+
+@serves(_nms, "nms_ext.nms")
+def nms(dets: Tensor, iou_thr: float) -> Any: ...
+
+
+@serves(_soft_nms, "nms_ext.soft_nms")
+def soft_nms(dets: Tensor, iou_thr: float, method: SoftMethod, sigma: float, min_score: float) -> Any: ...
+
+
+@serves(own.nms_match, "nms_ext.nms_match", iou_thr="iou_threshold")
+def nms_match(dets: Tensor, iou_thr: float) -> Any: ...
+
+
+@serves(_roi_align_v1, "roi_align_ext.forward_v1", out_h="output_size", out_w="output_size")
+def forward_v1(
+    features: Tensor,
+    rois: Tensor,
+    out_h: int,
+    out_w: int,
+    spatial_scale: float,
+    sample_num: int,
+    output: Result,
+) -> None: ...
+
+
+@serves(
+    _roi_align_v1,
+    "roi_align_ext.backward_v1",
+    out_h="output_size",
+    out_w="output_size",
+    grad_input="features",
+)
+def backward_v1(
+    grad_output: GradOutput,
+    rois: Tensor,
+    out_h: int,
+    out_w: int,
+    spatial_scale: float,
+    sample_num: int,
+    grad_input: Gradient,
+) -> None: ...
+
+
+@serves(_roi_align_v2, "roi_align_ext.forward_v2", out_h="output_size", out_w="output_size")
+def forward_v2(
+    features: Tensor,
+    rois: Tensor,
+    spatial_scale: float,
+    out_h: int,
+    out_w: int,
+    sample_num: int,
+    aligned: bool,
+) -> Any: ...
+
+
+@serves(
+    _roi_align_v2_gradient,
+    "roi_align_ext.backward_v2",
+    out_h="output_size",
+    out_w="output_size",
+    batch="map_size",
+    channels="map_size",
+    height="map_size",
+    width="map_size",
+)
+def backward_v2(
+    grad: Tensor,
+    rois: Tensor,
+    spatial_scale: float,
+    out_h: int,
+    out_w: int,
+    batch: int,
+    channels: int,
+    height: int,
+    width: int,
+    sample_num: int,
+    aligned: bool,
+) -> Any: ...
+
+
+@serves(
+    roi_pool_with_argmax,
+    "roi_pool_ext.forward",
+    features="input",
+    pooled_h="output_size",
+    pooled_w="output_size",
+)
+def roi_pool_forward(
+    features: Tensor,
+    rois: Tensor,
+    pooled_h: int,
+    pooled_w: int,
+    spatial_scale: float,
+    output: Result,
+    argmax: Result,
+) -> None: ...
+
+
+@serves(own.roi_pool_gradient, "roi_pool_ext.backward")
+def roi_pool_backward(
+    grad_output: Tensor, rois: Tensor, argmax: Tensor, spatial_scale: object, grad_input: Result
+) -> None: ...
+
+
+@serves(_focal_loss, "sigmoid_focal_loss_ext.forward")
+def sigmoid_focal_loss_forward(
+    input: Tensor, target: Tensor, num_classes: object, gamma: float, alpha: float
+) -> Any: ...
+
+
+@serves(_focal_loss_gradient, "sigmoid_focal_loss_ext.backward")
+def sigmoid_focal_loss_backward(
+    input: Tensor, target: Tensor, d_loss: Tensor, num_classes: object, gamma: float, alpha: float
+) -> Any: ...
+
+
+@serves(own.masked_im2col, "masked_conv2d_ext.masked_im2col_forward")
+def masked_im2col_forward(
+    features: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    pad_h: int,
+    pad_w: int,
+    data_col: Result,
+) -> None: ...
+
+
+@serves(own.masked_col2im, "masked_conv2d_ext.masked_col2im_forward")
+def masked_col2im_forward(
+    col: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    height: int,
+    width: int,
+    channels: object,
+    output: Result,
+) -> None: ...
+
+
+@serves(own.carafe, "carafe_ext.forward")
+def carafe_forward(
+    features: Tensor,
+    rfeatures: Result,
+    masks: Tensor,
+    rmasks: object,
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+    routput: object,
+    output: Result,
+) -> None: ...
+
+
+@serves(ops.carafe, "carafe_ext.backward", rfeatures="features", grad_input="features", grad_masks="masks")
+def carafe_backward(
+    grad_output: GradOutput,
+    rfeatures: Tensor,
+    masks: Tensor,
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+    rgrad_output: object,
+    rgrad_input_hs: object,
+    rgrad_input: object,
+    rgrad_masks: object,
+    grad_input: Gradient,
+    grad_masks: Gradient,
+) -> None: ...
+
+
+@serves(ops.carafe, "carafe_naive_ext.forward")
+def carafe_naive_forward(
+    features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int, output: Result
+) -> None: ...
+
+
+@serves(ops.carafe, "carafe_naive_ext.backward", grad_input="features", grad_masks="masks")
+def carafe_naive_backward(
+    grad_output: GradOutput,
+    features: Tensor,
+    masks: Tensor,
+    kernel_size: int,
+    group_size: int,
+    scale_factor: int,
+    grad_input: Gradient,
+    grad_masks: Gradient,
+) -> None: ...
+
+
+SERVED["deform_pool_ext"] = {}
+SERVED["deform_conv_ext"] = {
+    name.replace("filter", "parameters"): function for name, function in SERVED["detectron2._C"].items()
 }
-FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {
-    extension: functions_of(extension, rows) for extension, rows in _ROWS.items()
-}
-FUNCTIONS["deform_conv_ext"] = {
-    name.replace("filter", "parameters"): function for name, function in DEFORMABLE_CONVOLUTION.items()
-}
-FUNCTIONS["compiling_info"] = {
+SERVED["compiling_info"] = {
     "get_compiler_version": get_compiler_version,
     "get_compiling_cuda_version": get_compiling_cuda_version,
 }
-FUNCTIONS["corner_pool_ext"] = {}
+SERVED["corner_pool_ext"] = {}
 for _mode in ("top", "bottom", "left", "right"):
-    FUNCTIONS["corner_pool_ext"] |= {
+    SERVED["corner_pool_ext"] |= {
         f"{_mode}_forward": functools.partial(_corner_pool, _mode),
         f"{_mode}_backward": functools.partial(_corner_pool_gradient, _mode),
     }

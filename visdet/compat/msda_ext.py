@@ -4,12 +4,14 @@
 and ``detrex._C``. Tensors may be float16, bfloat16, float32 or float64.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from visdet import ops
 
-from ._entries import functions_of
+from ._served import GradOutput, serves
 
 __all__ = ["get_compiler_version", "get_cuda_version", "ms_deform_attn_backward", "ms_deform_attn_forward"]
 
@@ -30,17 +32,20 @@ def ms_deform_attn_forward(
     return ops.ms_deform_attn(value, spatial_shapes, level_start_index, sampling_loc, attn_weight)
 
 
-# It returns the gradients of the value, the locations and the weights.
-ms_deform_attn_backward = functions_of(
-    "MultiScaleDeformableAttention",
-    {
-        "ms_deform_attn_backward": (
-            ms_deform_attn_forward,
-            "value spatial_shapes level_start_index sampling_loc attn_weight <grad_output im2col_step? -> value "
-            "sampling_loc attn_weight",
-        )
-    },
-)["ms_deform_attn_backward"]
+@serves(
+    ms_deform_attn_forward,
+    "MultiScaleDeformableAttention.ms_deform_attn_backward",
+    returns=("value", "sampling_loc", "attn_weight"),
+)
+def ms_deform_attn_backward(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+    grad_output: GradOutput,
+    im2col_step: object = None,
+) -> Any: ...
 
 
 def get_compiler_version() -> str:

@@ -1,0 +1,210 @@
+"""Functions of compiled extensions, each declared by its signature and computed by an operator of visdet.
+
+The extension's functions write into tensors that their callers allocate::
+
+    @serves(ops.carafe, "mmcv._ext.carafe_naive_forward")
+    def carafe_naive_forward(
+        features: Tensor, masks: Tensor, output: Result, kernel_size: int, group_size: int, scale_factor: int
+    ) -> None: ...
+
+The operator gets the arguments that have the names of its own, or that ``serves`` is told to hand on under another
+name. Several arguments under one name are handed on as a tuple. An argument of the type ``object`` has no effect. A
+function with gradients runs the operator again on what it is given, and differentiates it. Where it is not given an
+argument whose gradient it computes, the operator is linear in that argument, and zeros take its place. Where an
+operator takes None for a tensor, extensions have an empty tensor. Named arguments that a signature does not have are
+ignored.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from inspect import Parameter
+from typing import Annotated, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "SERVED",
+    "BoxMode",
+    "FirstRows",
+    "GradOutput",
+    "Gradient",
+    "OneOf",
+    "PoolMode",
+    "Result",
+    "gradients_of",
+    "serves",
+]
+
+SERVED: dict[str, dict[str, Callable[..., Any]]] = {}
+"""The functions of each extension by their names, of the modules of this package that have been imported."""
+
+
+class OneOf(tuple[str, ...]):
+    """The names that the operator gets for the numbers from 0 on."""
+
+    def __new__(cls, *names: str) -> "OneOf":
+        return super().__new__(cls, names)
+
+
+Result: TypeAlias = Annotated[Tensor, "the operator's next result is written here"]
+FirstRows: TypeAlias = Annotated[Tensor, "the operator's next result is written into the first rows"]
+GradOutput: TypeAlias = Annotated[Tensor, "the gradient of the operator's next result"]
+Gradient: TypeAlias = Annotated[Tensor, "the gradient of an argument of the operator is written here"]
+BoxMode: TypeAlias = Annotated[int, OneOf("iou", "iof")]
+PoolMode: TypeAlias = Annotated[int, OneOf("max", "avg")]
+
+
+def serves(
+    operator: Callable[..., Any], *entries: str, returns: Sequence[str] = (), **names: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that serves the function with the decorated signature.
+
+    Args:
+        operator: what computes it.
+        entries: the extension and the name of the function in it, such as "mmcv._ext.nms"; of several extensions, if
+            they have the same function.
+        returns: the arguments of the operator whose gradients the function returns.
+        names: by the name of an argument, the operator's name for it, or for what a ``Gradient`` is the gradient of.
+    """
+
+    def declare(signature: Callable[..., Any]) -> Callable[..., Any]:
+        for entry in entries:
+            extension, _, name = entry.rpartition(".")
+            function = _Function(entry, operator, signature, returns, names)
+            SERVED.setdefault(extension, {})[name] = function.as_function(name)
+        return SERVED[extension][name]
+
+    return declare
+
+
+class _Function:
+    """A function of an extension."""
+
+    def __init__(
+        self,
+        entry: str,
+        operator: Callable[..., Any],
+        signature: Callable[..., Any],
+        returns: Sequence[str],
+        names: dict[str, str],
+    ) -> None:
+        self.entry, self.operator, self.returns = entry, operator, returns
+        parameters = list(inspect.signature(signature).parameters.values())
+        self.signature = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
+        types = {parameter.name: parameter.annotation for parameter in parameters}
+        self.choices = {name: _choices(given) for name, given in types.items()}
+        self.results = [name for name in types if types[name] in (Result, FirstRows)]
+        self.first_rows = [name for name in types if types[name] == FirstRows]
+        self.grad_outputs = [name for name in types if types[name] == GradOutput]
+        self.gradients = {name: names[name] for name in types if types[name] == Gradient}
+        self.taken = {
+            name: parameter.annotation for name, parameter in inspect.signature(operator).parameters.items()
+        }
+        assert names.keys() <= types.keys() and {*names.values(), *returns} <= self.taken.keys(), entry
+        self.sources: dict[str, list[str]] = {}
+        for name in [*names, *(types.keys() - names.keys())]:
+            target = names.get(name, name)
+            if target in self.taken and name not in self.gradients and types[name] is not object:
+                self.sources.setdefault(target, []).append(name)
+
+    def as_function(self, name: str) -> Callable[..., Any]:
+        def function(*args: Any, **named: Any) -> Any:
+            return self(*args, **named)
+
+        function.__name__ = name
+        function.__signature__ = self.signature  # type: ignore[attr-defined]
+        return function
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        given = self.signature.bind(*args, **named).arguments
+        passed = {
+            target: self._value(target, names, given)
+            for target, names in self.sources.items()
+            if names[0] in given
+        }
+        if not (self.grad_outputs or self.returns or self.gradients):
+            return self._write(given, self.operator(**passed))
+        return self._differentiate(given, passed)
+
+    def _value(self, target: str, names: list[str], given: dict[str, Any]) -> Any:
+        """Return what the operator gets for an argument."""
+        values = [given[name] for name in names]
+        value: Any = values[0] if len(names) == 1 else tuple(values)
+        annotation = self.taken[target]
+        if choices := self.choices[names[0]]:
+            if not 0 <= value < len(choices):
+                meanings = ", ".join(f"{number} ({choice})" for number, choice in enumerate(choices))
+                raise ValueError(f"{self.entry}: {names[0]} must be one of {meanings}, got {value!r}")
+            return choices[value]
+        if annotation is bool:
+            return bool(value)
+        return None if annotation == Tensor | None and value is not None and value.numel() == 0 else value
+
+    def _differentiate(self, given: dict[str, Any], passed: dict[str, Any]) -> Any:
+        targets = {source: given[name] for name, source in self.gradients.items()}
+        inputs: dict[str, Tensor] = {}
+        for name in [*targets, *self.returns]:
+            value = passed[name] if name in passed else torch.zeros_like(targets[name])
+            if value is not None:
+                inputs[name] = value
+
+        def run(*leaves: Tensor) -> Any:
+            return self.operator(**passed | dict(zip(inputs, leaves, strict=True)))
+
+        grad_outputs = [given[name] for name in self.grad_outputs]
+        grads = gradients_of(self.entry, run, list(inputs.values()), grad_outputs)
+        for name, grad in zip(inputs, grads, strict=True):
+            if targets.get(name) is not None:
+                _copy(self.entry, f"the gradient of {name}", targets[name], grad)
+        return grads if self.returns else None
+
+    def _write(self, given: dict[str, Any], result: Any) -> Any:
+        """Write results into their tensors, and return what is left of them."""
+        if not self.results:
+            return result
+        results = list(result) if isinstance(result, tuple) else [result]
+        for name, values in zip(self.results, results, strict=False):
+            target = given[name]
+            if not isinstance(values, Tensor):
+                target.fill_(values)
+                continue
+            if name in self.first_rows:
+                if target.dim() and len(target) < len(values):
+                    sizes = ", ".join(map(str, [f"{len(values)} or more", *values.shape[1:]]))
+                    raise ValueError(f"{self.entry}: {name} must be [{sizes}], got {list(target.shape)}")
+                target = target[: len(values)]
+            _copy(self.entry, name, target, values)
+        rest = results[len(self.results) :]
+        return rest[0] if rest else None
+
+
+def _choices(annotation: Any) -> OneOf | None:
+    return next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, OneOf)), None)
+
+
+def _copy(entry: str, name: str, target: Tensor, values: Tensor) -> None:
+    if target.shape != values.shape:
+        raise ValueError(f"{entry}: {name} must be {list(values.shape)}, got {list(target.shape)}")
+    target.copy_(values)
+
+
+def gradients_of(
+    entry: str, function: Callable[..., Any], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``function(*inputs)`` for the inputs, given those of its first results, or of its sum.
+
+    Raises:
+        ValueError: the gradient of a result does not have the result's shape.
+    """
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        grad_outputs = grad_outputs or [torch.ones_like(results[0])]
+        results = results[: len(grad_outputs)]
+    for result, grad in zip(results, grad_outputs, strict=True):
+        if result.shape != grad.shape:
+            raise ValueError(f"{entry}: grad_output must be {list(result.shape)}, got {list(grad.shape)}")
+    grads = [grad.to(result.dtype) for result, grad in zip(results, grad_outputs, strict=True)]
+    return torch.autograd.grad(results, leaves, grads, allow_unused=True, materialize_grads=True)

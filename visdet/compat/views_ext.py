@@ -1,0 +1,100 @@
+"""The functions of ``_msmv_sampling_cuda`` (SparseBEV, SparseOcc), which sample the views of several cameras."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visdet import ops
+
+from ._served import GradOutput, serves
+
+
+def _sample_views(
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+    feat_c6: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sums [B, Q, C, P] over levels of the samples of each point in the view that it names.
+
+    The maps [B, V, H, W, C] are sampled at (x, y) in 0..1, from the center of the first pixel to that of the last, and
+    pixels beside a map are 0. Each map gets a border of zeros, and each view of each level is a camera of
+    ``visdet.ops.deformable_aggregation``, which leaves out the cameras that a point is not in.
+    """
+    features = [feat_c2, feat_c3, feat_c4, feat_c5, *([] if feat_c6 is None else [feat_c6])]
+    (B, Q, P, _), V = sampling_loc.shape, features[0].shape[1]
+    maps = [torch.nn.functional.pad(one, (0, 0, 1, 1, 1, 1)) for one in features]
+    sizes = torch.tensor(
+        [one.shape[2:4] for one in maps], device=sampling_loc.device
+    )  # [L, 2] (height, width)
+    shapes = sizes.repeat_interleave(V, 0)
+    starts = shapes.prod(1).cumsum(0) - shapes.prod(1)
+    widths = sizes.flip(1).to(sampling_loc.dtype)
+    at = (sampling_loc[..., None, :2] * (widths - 3) + 1.5) / widths  # [B, Q, P, L, 2]
+    view = (sampling_loc[..., 2] * (V - 1)).round()
+    is_in = view[..., None] == torch.arange(V, device=view.device)  # [B, Q, P, V]
+    locations = torch.where(is_in[..., None, :, None], at[..., None, :], -1.0).view(B, Q * P, 1, -1, 2)
+    weights = attn_weight[..., None].expand(*attn_weight.shape, V).reshape(B, Q * P, 1, -1, 1, 1)
+    values = torch.cat([one.flatten(1, 3) for one in maps], 1)
+    summed = ops.deformable_aggregation(values, shapes[:, None], starts[:, None], locations, weights)
+    return summed.unflatten(1, (Q, P)).transpose(2, 3).contiguous()
+
+
+@serves(_sample_views, "_msmv_sampling_cuda._ms_deform_attn_cuda_c2345_forward")
+def sample_four_levels(
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+) -> Any: ...
+
+
+@serves(
+    _sample_views,
+    "_msmv_sampling_cuda._ms_deform_attn_cuda_c2345_backward",
+    returns=("feat_c2", "feat_c3", "feat_c4", "feat_c5", "sampling_loc", "attn_weight"),
+)
+def sample_four_levels_backward(
+    grad_output: GradOutput,
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+) -> Any: ...
+
+
+@serves(_sample_views, "_msmv_sampling_cuda._ms_deform_attn_cuda_c23456_forward")
+def sample_five_levels(
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    feat_c6: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+) -> Any: ...
+
+
+@serves(
+    _sample_views,
+    "_msmv_sampling_cuda._ms_deform_attn_cuda_c23456_backward",
+    returns=("feat_c2", "feat_c3", "feat_c4", "feat_c5", "feat_c6", "sampling_loc", "attn_weight"),
+)
+def sample_five_levels_backward(
+    grad_output: GradOutput,
+    feat_c2: Tensor,
+    feat_c3: Tensor,
+    feat_c4: Tensor,
+    feat_c5: Tensor,
+    feat_c6: Tensor,
+    sampling_loc: Tensor,
+    attn_weight: Tensor,
+) -> Any: ...
