@@ -208,63 +208,61 @@ class CocoMetric(BaseMetric):
             )
         classes = self._dataset_meta["classes"]
         self.classwise_results, self.curve_report = [], None
-        first_of_id: dict[Any, dict] = {}
-        for result in results:
-            self._check_id(result, first_of_id)
-        # Samplers repeat images to fill batches.
-        results = list({(result["img_id"], result.get("img_path")): result for result in results}.values())
+        results = self._different_images(results)
         if self.outfile_prefix is not None:
             self._write(_detections(results))
-        if self._ann_file is None:  # Several data sets may use the same ids.
-            results = [
-                {
-                    **result,
-                    "img_id": number,
-                    "truth": [{**row, "image_id": number} for row in result["truth"]],
-                }
-                for number, result in enumerate(
-                    sorted(results, key=lambda result: id_order(result["img_id"]))
-                )
-            ]
-        detections = _detections(results)
         if self.format_only:
             return {}
-        image_ids = {result["img_id"] for result in results}
         if self._ann_file is None:
-            truth = [annotation for result in results for annotation in result["truth"]]
-        else:
-            label_of = self._label_of_category
-            truth = [
-                _annotation(
-                    one["image_id"],
-                    label_of[one["category_id"]],
-                    one["bbox"],
-                    box_area(one),
-                    is_ignored(one),
-                )
-                for one in self._content["annotations"]
-                if one["category_id"] in label_of
-            ]
-            self._check_images(image_ids, {image["id"] for image in self._content["images"]})
+            results = _numbered(results)
+        image_ids = {result["img_id"] for result in results}
+        truth = self._truth_of(results, image_ids)
+        detections = _detections(results)
         evaluation = evaluate_boxes(
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
         )
         self.curve_report = box_report(truth, detections, image_ids, classes)
-        self.classwise_results = [
-            {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
-            | {item: evaluation.average_precision(label=k, **choice) for item, choice in _PRECISIONS.items()}
-            for k, name in enumerate(classes)
-        ]
+        for label, name in enumerate(classes):
+            row = {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
+            for item, choice in _PRECISIONS.items():
+                row[item] = evaluation.average_precision(label=label, **choice)
+            self.classwise_results.append(row)
         metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
         if self.classwise:
+            self._log_classes()
             for row in self.classwise_results:
                 metrics[f"bbox_mAP/{row['name']}"] = metrics[f"{row['name']}_precision"] = row["mAP"]
-            rows = [
-                [value if value != -1 else float("nan") for value in row.values()]
-                for row in self.classwise_results
-            ]
-            print_log("\n" + table_text(("class", "boxes", *_PRECISIONS), rows), logger="current")
         return metrics
+
+    def _different_images(self, results: list[dict]) -> list[dict]:
+        """Return the result of each image once, since samplers repeat images to fill batches."""
+        first_of_id: dict[Any, dict] = {}
+        last_of_image: dict[Any, dict] = {}
+        for result in results:
+            self._check_id(result, first_of_id)
+            last_of_image[result["img_id"], result.get("img_path")] = result
+        return list(last_of_image.values())
+
+    def _truth_of(self, results: list[dict], image_ids: set) -> list[dict]:
+        """Return the true boxes of the images, from the samples or from ``ann_file``."""
+        truth = []
+        if self._ann_file is None:
+            for result in results:
+                truth += result["truth"]
+            return truth
+        self._check_images(image_ids, {image["id"] for image in self._content["images"]})
+        for row in self._content["annotations"]:
+            label = self._label_of_category.get(row["category_id"])
+            if label is not None:
+                truth.append(_annotation(row["image_id"], label, row["bbox"], box_area(row), is_ignored(row)))
+        return truth
+
+    def _log_classes(self) -> None:
+        """Log a table of the precision of each class."""
+        rows = []
+        for row in self.classwise_results:
+            rows.append([float("nan") if value == -1 else value for value in row.values()])
+        print_log("\n" + table_text(("class", "boxes", *_PRECISIONS), rows), logger="current")
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file, key=id_order)
@@ -321,6 +319,19 @@ def _detections(results: list[dict]) -> list[dict]:
         for result in results
         for bbox, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True)
     ]
+
+
+def _numbered(results: list[dict]) -> list[dict]:
+    """Return the results with numbers as ids of their images, since several data sets may use the same ids."""
+
+    def order(result: dict) -> tuple[bool, int | str]:
+        return id_order(result["img_id"])
+
+    numbered = []
+    for number, result in enumerate(sorted(results, key=order)):
+        truth = [{**row, "image_id": number} for row in result["truth"]]
+        numbered.append({**result, "img_id": number, "truth": truth})
+    return numbered
 
 
 def _truth_of_sample(sample: dict) -> list[dict]:
