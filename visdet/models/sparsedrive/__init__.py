@@ -10,15 +10,10 @@ from .encoders import SparseBox3DEncoder, SparsePoint3DEncoder
 from .ffn import AsymmetricFFN
 from .grid_mask import GridMask
 from .key_points import SparseBox3DKeyPointsGenerator, SparsePoint3DKeyPointsGenerator
-from .map import (
-    HungarianLinesAssigner,
-    LinesL1Cost,
-    LinesL1Loss,
-    MapQueriesCost,
-    SparseLineLoss,
-    SparsePoint3DDecoder,
-    SparsePoint3DTarget,
-)
+from .map.lines_cost import HungarianLinesAssigner, LinesL1Cost, MapQueriesCost
+from .map.lines_decoder import SparsePoint3DDecoder
+from .map.lines_losses import LinesL1Loss, SparseLineLoss
+from .map.lines_target import SparsePoint3DTarget
 from .motion.motion_decoder import HierarchicalPlanningDecoder, SparseBox3DMotionDecoder
 from .motion.motion_planning_head import MotionPlanningHead
 from .motion.motion_target import MotionTarget, PlanningTarget

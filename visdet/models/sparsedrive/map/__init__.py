@@ -1,0 +1,1 @@
+"""Polylines of the map: how they are matched, learned and decoded."""
