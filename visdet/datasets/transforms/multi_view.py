@@ -88,9 +88,9 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         reason = ""
         flag, size = _reduction(content, resize, self.turns)
         try:
-            image = cv2.imdecode(np.frombuffer(content, np.uint8), flag) if content else None
-            if image is not None and not self.turns and content.startswith(_TIFF):
-                image = _as_stored(image, path, content)
+            image = None if self.turns else _stored_tiff(path, content)
+            if image is None and content:
+                image = cv2.imdecode(np.frombuffer(content, np.uint8), flag)
         except cv2.error as error:
             image, reason = None, f": {error.err}"
         if image is None:
@@ -119,11 +119,16 @@ def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[i
     return cv2.IMREAD_COLOR | orientation_flag, None
 
 
-def _as_stored(image: np.ndarray, path: str, content: bytes) -> np.ndarray:
-    """Return the stored raster of a TIFF image [H, W, 3], which OpenCV has turned whatever its flags say."""
+def _stored_tiff(path: str, content: bytes) -> np.ndarray | None:
+    """Return the stored raster of a TIFF image that has an orientation, BGR [H, W, 3], or None for any other file.
+
+    OpenCV turns such an image whatever its flags say (findings/opencv_tiff_orientation.sh).
+    """
+    if not content.startswith(_TIFF):
+        return None
     with open_image(path, content) as picture:
         if orientation_of(picture) == 1:
-            return image
+            return None
         return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
 
 
