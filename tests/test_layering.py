@@ -60,9 +60,9 @@ LAYERS_OF_ENGINE = (
     {"errors"},
     {"process", "log_curves"},
     {"config", "data", "optim"},
-    {"checkpoints", "monitored_metrics", "stages", "advice"},
+    {"checkpoints", "late_numbers", "monitored_metrics", "stages", "advice"},
     {"graphs", "loops", "prepare"},
-    {"inference", "build"},
+    {"inference", "build", "run_checkpoints"},
     {"hooks", "summary", "trainer", "run"},
 )
 

@@ -18,7 +18,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import convert_sync_batchnorm, is_model_wrapper, revert_sync_batchnorm
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
-from mmengine.optim import OptimWrapperDict, _ParamScheduler, build_optim_wrapper
+from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop as ByEpoch
 from mmengine.runner import IterBasedTrainLoop as ByIteration
 from mmengine.runner import LogProcessor, TestLoop, ValLoop, get_priority
@@ -47,7 +47,7 @@ from .data.loaders import check_evaluation_data, check_training_data
 from .loops import EpochBasedTrainLoop, EvaluationLoop, IterBasedTrainLoop, TrainLoop
 from .monitored_metrics import check_metrics_are_apart, check_monitored
 from .optim.optim_wrapper import OptimWrapper
-from .optim.wrappers import wrappers_of
+from .optim.wrappers import optimizers_of, wrappers_of
 from .process.console import ConsoleHandler
 from .process.distributed import start_process_group
 from .process.environment import environment
@@ -221,8 +221,21 @@ def check_before_data(runner: Any, *stages: str) -> None:
                 runner.evaluators[stage] = build_evaluator(cfg, stage)
     if "train" in stages:
         with building(cfg, "optim_wrapper"):
-            runner.optim_wrapper = build_optim_wrapper(runner.model, cfg.optim_wrapper)
+            runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+            _check_parameters(runner.optim_wrapper, runner.model)
         check_monitored(runner)
+
+
+def _check_parameters(optim_wrapper: Any, model: nn.Module) -> None:
+    """Refuse an optimizer that the config gives as an object and that trains other parameters than the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers_of(optim_wrapper).values():
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in own for parameter in group["params"]):
+                raise ConfigError(
+                    "optim_wrapper is an object whose optimizer has parameters that the model does not have. Give the "
+                    "model as an object, too, or the optimizer as a dict"
+                )
 
 
 def let_updates_average(optim_wrapper: Any, model: nn.Module) -> None:
@@ -231,17 +244,16 @@ def let_updates_average(optim_wrapper: Any, model: nn.Module) -> None:
         optim_wrapper.averages_gradients = not (model.find_unused_parameters or model.static_graph)
 
 
-def scale_learning_rate(runner: Any, loop: TrainLoop) -> None:
-    """Multiply the learning rates by the images of an update over those for which they are, if the config says so.
+def scale_learning_rate(runner: Any, optim_wrapper: Any, options: dict) -> None:
+    """Multiply the learning rates by the images of an update over those for which they are, if this is enabled.
 
     An update has the batches of all processes and of all iterations whose gradients are accumulated.
     """
-    options = runner.cfg.get("auto_scale_lr") or {}
     if not options.get("enable"):
         return
-    for wrapper in wrappers_of(runner.optim_wrapper).values():
+    for wrapper in wrappers_of(optim_wrapper).values():
         base = options["base_batch_size"] / wrapper._accumulative_counts
-        ratio = float(runner.world_size * loop.dataloader.batch_sampler.batch_size) / float(base)
+        ratio = float(runner.world_size * runner.train_dataloader.batch_sampler.batch_size) / float(base)
         for group in wrapper.optimizer.param_groups:
             group["lr"] = group["lr"] * ratio
         runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")

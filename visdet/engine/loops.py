@@ -1,4 +1,4 @@
-"""How long a run trains and when it is validated, in the form in which mmengine's hooks read it."""
+"""How long a run trains and when it is validated, and what else hooks of mmengine read of a runner."""
 
 import bisect
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from mmengine.evaluator import Evaluator
 from mmengine.runner import EpochBasedTrainLoop as _ByEpoch
 from mmengine.runner import IterBasedTrainLoop as _ByIteration
+from mmengine.runner import Runner
 from mmengine.runner.utils import calc_dynamic_intervals
 from torch.utils.data import DataLoader
 
@@ -32,6 +33,8 @@ class TrainLoop:
         by_epoch: whether epochs are counted, rather than iterations.
         epoch, iter: the epochs and iterations that are done.
         max_epochs, max_iters: how many there are to do. Training by iterations has one epoch.
+        batches_ahead: how many batches more than iterations the data have given, in training by iterations that goes on
+            from a run with larger batches. It is negative after smaller ones.
         val_begin, val_interval: the first epoch or iteration after which the run may be validated, and the interval.
         stop_training: whether to stop, which a hook may set.
     """
@@ -46,7 +49,7 @@ class TrainLoop:
     ) -> None:
         self.runner = runner
         self.dataloader: Any = ResumableBatches.install(dataloader, endless=not self.by_epoch)
-        self.epoch = self.iter = 0
+        self.epoch = self.iter = self.batches_ahead = 0
         self.val_begin = val_begin
         self.val_interval = val_interval
         self._milestones, self._intervals = calc_dynamic_intervals(val_interval, dynamic_intervals)
@@ -62,10 +65,10 @@ class TrainLoop:
         return done >= total or self.stop_training
 
     def is_validation_due(self) -> bool:
-        """Return whether the run is to be validated now."""
-        done, total = self.progress()
+        """Return whether the run is to be validated now, as it always is at its end."""
+        done, _ = self.progress()
         self.val_interval = self._intervals[bisect.bisect(self._milestones, done + 1) - 1]
-        return done >= self.val_begin and (done % self.val_interval == 0 or done == total)
+        return self.is_finished() or (done >= self.val_begin and done % self.val_interval == 0)
 
 
 @_ByEpoch.register
@@ -139,3 +142,82 @@ class EvaluationLoop:
         self.process()
         self._arriving = None
         return self.evaluator.evaluate(len(self.dataloader.dataset))
+
+
+class RunnerInterface:
+    """The attributes and the methods of mmengine's runner that hooks use, for a runner with loops."""
+
+    train_loop: Any
+    val_loop: Any
+    test_loop: Any
+    resumed_from: str | None
+
+    build_evaluator = Runner.build_evaluator
+    build_optim_wrapper = Runner.build_optim_wrapper
+    build_param_scheduler = Runner.build_param_scheduler
+    _build_param_scheduler = Runner._build_param_scheduler
+    register_hooks = Runner.register_hooks
+    register_default_hooks = Runner.register_default_hooks
+    register_custom_hooks = Runner.register_custom_hooks
+    get_hooks_info = Runner.get_hooks_info
+
+    # mmengine's hooks ask whether a loop has been built, and whether training continues from a checkpoint.
+    @property
+    def _train_loop(self) -> TrainLoop | None:
+        return vars(self).get("train_loop")
+
+    @property
+    def _val_loop(self) -> EvaluationLoop | None:
+        return vars(self).get("val_loop")
+
+    @property
+    def _test_loop(self) -> EvaluationLoop | None:
+        return vars(self).get("test_loop")
+
+    @property
+    def _resume(self) -> bool:
+        return self.resumed_from is not None
+
+    @property
+    def epoch(self) -> Any:
+        return self._train_loop.epoch if self._train_loop else 0
+
+    @property
+    def iter(self) -> Any:
+        return self._train_loop.iter if self._train_loop else 0
+
+    @property
+    def max_epochs(self) -> Any:
+        return self.train_loop.max_epochs
+
+    @property
+    def max_iters(self) -> Any:
+        return self.train_loop.max_iters
+
+    @property
+    def val_interval(self) -> Any:
+        return self.train_loop.val_interval
+
+    @property
+    def val_begin(self) -> Any:
+        return self.train_loop.val_begin
+
+    @property
+    def train_dataloader(self) -> Any:
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> Any:
+        return self.val_loop.dataloader
+
+    @property
+    def test_dataloader(self) -> Any:
+        return self.test_loop.dataloader
+
+    @property
+    def val_evaluator(self) -> Any:
+        return self.val_loop.evaluator
+
+    @property
+    def test_evaluator(self) -> Any:
+        return self.test_loop.evaluator

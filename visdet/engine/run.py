@@ -13,7 +13,7 @@ from .checkpoints.held_config import load_config, names_checkpoint
 from .config.load import check_required_keys
 from .config.other_names import NAMES_OF_TRAINING
 from .process.console import say
-from .process.places import check_work_dir, free_folder
+from .process.places import check_work_dir, free_folder, no_empty_folders
 
 if TYPE_CHECKING:
     from mmengine.config import Config
@@ -95,7 +95,7 @@ def train(
         set_resume(cfg, os.fspath(resume))
     elif not cfg.get("resume"):
         cfg.work_dir = agreed_folder(cfg.work_dir, cfg.launcher, cfg.get("env_cfg"))
-    with training_defaults():
+    with no_empty_folders(cfg.work_dir), training_defaults():
         runner = build_runner(cfg)
         runner.train()
     pointer = Path(runner.work_dir, LAST_CHECKPOINT)
@@ -164,12 +164,13 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
-    if out:
-        write_detections(cfg, os.fspath(out))
-    if show_dir:
-        check_work_dir(os.fspath(show_dir), "--show-dir")
-        draw_detections(cfg, os.fspath(show_dir))
-    with cpu_by_default():
+    folders = [cfg.work_dir, os.fspath(show_dir)] if show_dir else [cfg.work_dir]
+    with no_empty_folders(*folders), cpu_by_default():
+        if out:
+            write_detections(cfg, os.fspath(out))
+        if show_dir:
+            check_work_dir(os.fspath(show_dir), "--show-dir")
+            draw_detections(cfg, os.fspath(show_dir))
         metrics = build_runner(cfg).test()
     for path, what in ((out, "predictions"), (show_dir, "pictures")):
         if path:

@@ -2,19 +2,18 @@
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import get_dist_info, master_only
-from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.dist import get_dist_info
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.registry import DefaultScope
-from mmengine.runner import Runner, get_priority, set_random_seed
-from mmengine.runner import save_checkpoint as save_elsewhere
+from mmengine.runner import get_priority, set_random_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -23,11 +22,12 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .checkpoints.checkpoint import read_checkpoint, register_checkpoint_readers, write_checkpoint
-from .checkpoints.plain_state import to_plain
+from .checkpoints.checkpoint import (
+    register_checkpoint_readers,
+)
 from .checkpoints.random_state import preserved_random_state, set_random_state
-from .checkpoints.resume import load_into, read_to_resume, restore
-from .checkpoints.training_state import training_state
+from .checkpoints.run_state import is_kept
+from .checkpoints.schedules import recipe_of
 from .config.build_errors import building
 from .config.load import complete_config
 from .config.run_config import RunConfig
@@ -36,29 +36,33 @@ from .data.loaders import build_dataloader
 from .errors import log_fatal_error
 from .graphs.methods import graphs_for, share_gradients
 from .graphs.planned import prepare_sizes
+from .late_numbers import LateNumbers
 from .loops import EvaluationLoop, TrainLoop, stop_workers
-from .optim.wrappers import unwrapped
-from .process.agreed_signal import AgreedSignal
-from .process.console import say
+from .optim.wrappers import optimizers_of, unwrapped
+from .process.compilations import compilations_told
 from .process.garbage import living_objects_not_collected
 from .process.interrupts import Interrupted, NotedSignal, signals_noted
 from .process.places import only_training_in
+from .run_checkpoints import RunCheckpoints
 from .stages import StagedModel
 
 _VALIDATED = "validated_at_iter"
 
 
 @RUNNERS.register_module()
-class DetRunner:
+class DetRunner(RunCheckpoints):
     """Trains and tests a model by a config, and calls mmengine's hooks.
 
-    Hooks see what mmengine's own Runner has: the same methods are called in the same order, and the attributes have
-    the same names.
+    Hooks see what they see of mmengine's own Runner: their methods are called in the same order, and attributes have
+    the same names. They can call ``build_dataloader``, ``build_evaluator``, ``build_optim_wrapper``,
+    ``build_param_scheduler``, ``scale_lr``, ``register_hook``, ``register_hooks``, ``load_or_resume``,
+    ``load_checkpoint``, ``save_checkpoint`` and ``call_hook``. The other methods of that runner are not here.
 
     * Checkpoints hold tensors and plain types. A crash leaves no incomplete checkpoint. Reading a checkpoint runs no
       code from the file, unless the config says ``trust_checkpoint=True``.
     * A resumed run continues with the seed, the data order and the random state of the earlier run, in its data
-      workers, too. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
+      workers, too. What its config has changed, such as the length or the learning rate, goes on as if it had been so
+      from the start. If the newest checkpoint is damaged, the run resumes from the one before it. ``resume`` is 'auto',
       a path, or True as in mmengine. A validation that was due when the run was killed is made up for.
     * ``load_from`` refuses weights that do not fit, unless the config says ``strict_load=False``. Weights with NaN
       or infinite numbers are refused, unless it says ``allow_nonfinite_weights=True``.
@@ -90,7 +94,10 @@ class DetRunner:
         with self._logging_fatal_errors():
             self._build(cfg)
 
-    from_cfg = classmethod(lambda cls, cfg: cls(cfg))
+    @classmethod
+    def from_cfg(cls, cfg: Config) -> "DetRunner":
+        """Return the runner of a config."""
+        return cls(cfg)
 
     def _build(self, cfg: Config) -> None:
         self.cfg = RunConfig.copy_of(cfg)
@@ -131,8 +138,10 @@ class DetRunner:
         self.metrics: dict[str, float] = {}
         self.has_loaded = False
         self._signal = NotedSignal()
-        self._agreed = AgreedSignal()
+        self.late_numbers = LateNumbers()
+        self.recipe: dict[str, Any] = {}
         self.hooks: list[Hook] = []
+        self._calls: list[_Call] = []
         for hook in build.build_hooks(self.cfg):
             self.register_hook(hook)
         self.logger.info(f"Hooks will be executed in the following order:\n{self.get_hooks_info()}")
@@ -171,6 +180,10 @@ class DetRunner:
         """Return a loader by its config."""
         return build_dataloader(dataloader, self.seed, self.randomness.get("diff_rank_seed", False))
 
+    def scale_lr(self, optim_wrapper: Any, auto_scale_lr: dict | None = None) -> None:
+        """Multiply the learning rates by the images of an update over those for which they are, if this is enabled."""
+        build.scale_learning_rate(self, optim_wrapper, auto_scale_lr or {})
+
     # ------------------------------------------------------------------ training
 
     def train(self) -> nn.Module:
@@ -182,7 +195,7 @@ class DetRunner:
                 self._train()
             except Exception:
                 # A loss that is not finite, and not checked yet, may have caused the error, and is easier understood.
-                self.call_hook("check_losses")
+                self.late_numbers.read()
                 raise
         return self.model
 
@@ -193,9 +206,11 @@ class DetRunner:
             )
         found = self._find_checkpoint()
         build.check_before_data(self, "train", "val")
-        build.scale_learning_rate(self, self.train_loop)  # reads the data
-        self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, self.train_loop)
-        loop, _ = self.train_loop, self.val_loop
+        loop, _ = self.train_loop, self.val_loop  # They read the data.
+        self.scale_lr(self.optim_wrapper, self.cfg.get("auto_scale_lr"))
+        self.param_schedulers = build.build_schedules(self.cfg, self.optim_wrapper, loop)
+        self.recipe = recipe_of(optimizers_of(self.optim_wrapper), self.param_schedulers)
+        self.late_numbers = LateNumbers()
         self.call_hook("before_run")
         build.initialize_weights(self.cfg, unwrapped(self.model))
         random_state = self._start_from(found)
@@ -210,11 +225,15 @@ class DetRunner:
             set_random_state(random_state)
         if self._must_catch_up(loop):
             self._validate()
-        with living_objects_not_collected(), signals_noted() as self._signal:
+        is_compiled = bool(self.cfg.get("compile"))
+        with living_objects_not_collected(), compilations_told(is_compiled), signals_noted() as self._signal:
             self.model.train()
             graphs = self.graphs.values()
             prepare_sizes(unwrapped(self.model), self.optim_wrapper, loop.dataloader, graphs, self.logger)
-            (self._train_by_epochs if loop.by_epoch else self._train_by_iterations)(loop)
+            if loop.by_epoch:
+                self._train_by_epochs(loop)
+            else:
+                self._train_by_iterations(loop)
         if not loop.by_epoch:
             self.call_hook("after_train_epoch")
         self.call_hook("after_train")
@@ -237,7 +256,7 @@ class DetRunner:
                 self._validate()
 
     def _train_by_iterations(self, loop: TrainLoop) -> None:
-        loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=loop.iter)
+        loop.dataloader.batch_sampler.start_at(self.seed, loop.iter, skipped=loop.iter + loop.batches_ahead)
         loop.dataloader_iterator = iter(loop.dataloader)
         while not loop.is_finished():
             self._train_step(loop.iter, next(loop.dataloader_iterator))
@@ -248,9 +267,11 @@ class DetRunner:
     def _train_step(self, index: int, batch: Any) -> None:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
         losses = self.steps.train_step(batch, self.optim_wrapper)
+        device = next(self.model.parameters()).device
+        self.late_numbers.take(self.iter + 1, losses or {}, device, self._signal.number)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
-        if number := self._agreed.hear(self._signal.number, next(self.model.parameters()).device):
-            self.call_hook("save_now")
+        if number := self._signal.number if self.world_size == 1 else self.late_numbers.signal:
+            self._save_interrupted()
             raise Interrupted(number)
         self.train_loop.iter += 1
 
@@ -271,7 +292,7 @@ class DetRunner:
             if loop is None:
                 raise ConfigError(f"the config has no {stage}_dataloader, {stage}_cfg and {stage}_evaluator")
             self.call_hook("before_run")
-            self._start_from(None)
+            self.load_or_resume()
             metrics = self._run_evaluation(stage, loop)
             self.call_hook("after_run")
         return metrics
@@ -290,7 +311,7 @@ class DetRunner:
             # This is noted before, because a hook may write a checkpoint as soon as it knows the metrics.
             self.message_hub.update_info(_VALIDATED, self.iter)
             # A run that goes on from a checkpoint of this iteration makes up for the validation.
-            self._signal.at_once = any(getattr(hook, "saved_at", -1) == self.iter for hook in self.hooks)
+            self._signal.at_once = self._saved_at == self.iter
             if self._signal.at_once and self._signal.number:
                 raise Interrupted(self._signal.number)
             with preserved_random_state():
@@ -299,6 +320,7 @@ class DetRunner:
 
     def _run_evaluation(self, stage: str, loop: EvaluationLoop) -> dict[str, float]:
         """Return the metrics of a stage, which is 'val' or 'test'."""
+        self.late_numbers.read()  # Damaged weights are not validated.
         self.call_hook(f"before_{stage}")
         self.call_hook(f"before_{stage}_epoch")
         self.model.eval()
@@ -316,102 +338,29 @@ class DetRunner:
         self.call_hook(f"after_{stage}")
         return metrics
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _find_checkpoint(self) -> tuple[str, dict[str, Any]] | None:
-        """Return the checkpoint to resume and its content, if there is one, and take over its seed.
-
-        The order of the data depends on the seed. A seed of the config stays.
-        """
-        if not (resume := self.cfg.get("resume")):
-            return None
-        found = read_to_resume(resume, self.load_from, self.work_dir, self.trusts_checkpoints)
-        if found is None:
-            start = f"the weights of {self.load_from}" if self.load_from else "scratch"
-            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
-            return None
-        self.resumed_from, content, remarks = found
-        for remark in remarks if self.rank == 0 else ():
-            self.logger.warning(f"a newer checkpoint is passed over: {remark}")
-        if (seed := content["meta"].get("seed")) is not None and self.randomness.get("seed") is None:
-            self._seed_with({**self.randomness, "seed": seed})
-        return self.resumed_from, content
-
-    def _start_from(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
-        """Restore a checkpoint and return its random state, or load the weights that the config names, if any."""
-        if found is None:
-            if self.load_from and not self.has_loaded:
-                self.load_checkpoint(self.load_from)
-            return None
-        load_into(self, *found, strict=True)
-        state = restore(self, *found)
-        self.logger.info(f"resumed from {found[0]} after {self.epoch} epochs and {self.iter} iterations")
-        return state
-
-    def load_checkpoint(
-        self,
-        filename: str,
-        map_location: Any = "cpu",
-        strict: bool | None = None,
-        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
-    ) -> dict:
-        """Load the weights of a checkpoint into the model and return the checkpoint.
-
-        Args:
-            filename: a file or an http(s) address.
-            map_location: This has no effect and is accepted because mmengine passes it. Tensors are read to the CPU.
-            strict: whether to refuse weights that do not fit. The default is the config's ``strict_load``.
-            revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
-
-        Raises:
-            CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
-        """
-        strict = self.cfg.get("strict_load", True) if strict is None else strict
-        return load_into(
-            self, filename, read_checkpoint(filename, trust=self.trusts_checkpoints), strict, revise_keys
-        )
-
-    @master_only
-    def save_checkpoint(
-        self,
-        out_dir: str,
-        filename: str,
-        file_client_args: dict | None = None,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        meta: dict | None = None,
-        by_epoch: bool = True,
-        backend_args: dict | None = None,
-    ) -> None:
-        """Write a checkpoint in mmengine's layout.
-
-        :meth:`mmengine.runner.Runner.save_checkpoint` describes the arguments. ``meta`` may replace 'epoch' and
-        'iter', which otherwise are the counts after the current step. After a crash, a local file is either the old
-        one or the complete new one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
-        """
-        self.call_hook("write_losses")
-        counts = {"epoch": self.epoch + int(by_epoch), "iter": self.iter + int(not by_epoch)}
-        state = training_state(self, {**counts, **(meta or {})}, save_optimizer, save_param_scheduler)
-        self.call_hook("before_save_checkpoint", checkpoint=state)
-        backend = get_file_backend(out_dir, backend_args=backend_args)
-        if file_client_args is None and isinstance(backend, LocalBackend):
-            write_checkpoint(state, os.path.join(out_dir, filename))
-        else:
-            path = backend.join_path(out_dir, filename)
-            save_elsewhere(
-                to_plain(state), path, file_client_args=file_client_args, backend_args=backend_args
-            )
-
     # ------------------------------------------------------------------ hooks
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call the method of this name of every hook that has one."""
         # Some find a value of the config only when a run begins.
         begins = fn_name in ("before_run", "before_train")
-        with building(self.cfg, "default_hooks", "custom_hooks") if begins else nullcontext():
-            for hook in self.hooks:
-                if hasattr(hook, fn_name):
-                    getattr(hook, fn_name)(self, **kwargs)
+        call = _Call(fn_name, kwargs, list(self.hooks))
+        self._calls.append(call)
+        try:
+            with building(self.cfg, "default_hooks", "custom_hooks") if begins else nullcontext():
+                while call.waiting:
+                    call.of(call.waiting[0], self)
+        finally:
+            self._calls.pop()
+
+    def _call_kept_hooks(self) -> None:
+        """Call the hooks of which a checkpoint holds something, if they wait, so that it has what they have seen.
+
+        A hook that saves a checkpoint may be called before them.
+        """
+        for call in self._calls:
+            for hook in filter(is_kept, list(call.waiting)):
+                call.of(hook, self)
 
     def register_hook(self, hook: Hook | dict, priority: Any = None) -> None:
         """Register a hook or its config. It runs after those of the same or a higher priority."""
@@ -419,11 +368,7 @@ class DetRunner:
         if priority is not None:
             hook.priority = priority
         self.hooks.append(hook)
-        self.hooks.sort(key=lambda one: get_priority(one.priority))
-
-    def get_hooks_info(self) -> str:
-        """Return the hooks of each stage in the order in which they run."""
-        return Runner.get_hooks_info(self)  # type: ignore[arg-type]
+        self.hooks.sort(key=_priority_of)
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
@@ -463,21 +408,20 @@ class DetRunner:
                 log_fatal_error(self.logger, error, self.logger.log_file)
             raise
 
-    # ------------------------------------------------------------------ what hooks read besides
 
-    # mmengine's hooks ask whether a loop has been built, and whether training continues from a checkpoint.
-    _train_loop = property(lambda self: vars(self).get("train_loop"))
-    _val_loop = property(lambda self: vars(self).get("val_loop"))
-    _test_loop = property(lambda self: vars(self).get("test_loop"))
-    _resume = property(lambda self: self.resumed_from is not None)
-    epoch = property(lambda self: self._train_loop.epoch if self._train_loop else 0)
-    iter = property(lambda self: self._train_loop.iter if self._train_loop else 0)
-    max_epochs = property(lambda self: self.train_loop.max_epochs)
-    max_iters = property(lambda self: self.train_loop.max_iters)
-    val_interval = property(lambda self: self.train_loop.val_interval)
-    val_begin = property(lambda self: self.train_loop.val_begin)
-    train_dataloader = property(lambda self: self.train_loop.dataloader)
-    val_dataloader = property(lambda self: self.val_loop.dataloader)
-    test_dataloader = property(lambda self: self.test_loop.dataloader)
-    val_evaluator = property(lambda self: self.val_loop.evaluator)
-    test_evaluator = property(lambda self: self.test_loop.evaluator)
+@dataclass
+class _Call:
+    """A call of a method of all hooks, some of which still wait for it."""
+
+    name: str
+    arguments: dict[str, Any]
+    waiting: list[Hook]
+
+    def of(self, hook: Hook, runner: DetRunner) -> None:
+        self.waiting.remove(hook)
+        if hasattr(hook, self.name):
+            getattr(hook, self.name)(runner, **self.arguments)
+
+
+def _priority_of(hook: Hook) -> int:
+    return get_priority(hook.priority)

@@ -1,5 +1,6 @@
 """Copies of numbers from a GPU to the host, for which the GPU does not wait."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,14 +8,11 @@ import torch
 from torch import Tensor
 
 
-def stack_numbers(numbers: Iterable[Tensor | float]) -> Tensor:
-    """Return tensors of one element and plain numbers as a float64 vector. It is on a GPU if one of them is."""
-    values = [torch.as_tensor(number).detach().reshape(()) for number in numbers]
-    device = next((value.device for value in values if value.is_cuda), None)
-    if device is not None:
-        # A copy from memory that is not pinned would wait for the GPU.
-        values = [v if v.is_cuda else v.pin_memory().to(device, non_blocking=True) for v in values]
-    return torch.stack(values).double() if values else torch.empty(0)
+def stack_numbers(numbers: Iterable[Tensor]) -> Tensor:
+    """Return tensors of one element, all on one device, as a float64 vector."""
+    values = [number.detach().reshape(()) for number in numbers]
+    # Beside a float32, torch would round an integer to one.
+    return torch.stack([v if v.is_floating_point() else v.double() for v in values]).double()
 
 
 def _arrival_on(device: torch.device) -> torch.cuda.Event:
@@ -30,14 +28,17 @@ class HostCopy:
     """
 
     def __init__(self, numbers: Mapping[str, Tensor | float]) -> None:
-        self._names = list(numbers)
-        values = stack_numbers(numbers.values())
-        self._values = values.to("cpu", non_blocking=True)
-        self._arrival = (
-            torch.cuda.current_stream(values.device).record_event(torch.cuda.Event(blocking=True))
-            if values.is_cuda
-            else None
-        )
+        late = {name: value for name, value in numbers.items() if isinstance(value, Tensor) and value.is_cuda}
+        self._late_names = list(late)
+        # A number that is on the host already does not pass through the GPU, and keeps its value.
+        self._numbers = dict.fromkeys(numbers, math.nan)
+        for name in numbers.keys() - late:
+            value = numbers[name]
+            self._numbers[name] = float(value.item() if isinstance(value, Tensor) else value)
+        self._arrival = None
+        if late:
+            self._values = stack_numbers(late.values()).to("cpu", non_blocking=True)
+            self._arrival = _arrival_on(next(iter(late.values())).device)
 
     @property
     def is_there(self) -> bool:
@@ -48,7 +49,8 @@ class HostCopy:
         """Return the numbers by name. This waits until the GPU has computed them."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+            self._numbers.update(zip(self._late_names, self._values.tolist(), strict=True))
+        return self._numbers
 
 
 class ArrivingSamples:
@@ -63,9 +65,7 @@ class ArrivingSamples:
         self._samples = [
             sample.to("cpu", non_blocking=on_gpu) if hasattr(sample, "to") else sample for sample in samples
         ]
-        self._arrival = (
-            torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True)) if on_gpu else None
-        )
+        self._arrival = _arrival_on(torch.device("cuda")) if on_gpu else None
 
     def read(self) -> list[Any]:
         """Return the samples. This waits until the GPU has computed them."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmengine.dist import all_gather_object
 
 _preserved: list[dict[str, Any]] = []
 
@@ -45,13 +44,12 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def gather_random_states() -> list[dict[str, Any]]:
-    """Return the random state of every process, in the order of the ranks.
+def current_random_state() -> dict[str, Any]:
+    """Return the random state with which training goes on.
 
-    Every process of the group must call this. Inside a block of :func:`preserved_random_state`, the result is the
-    state from before the block, with which training continues.
+    Inside a block of :func:`preserved_random_state`, that is the state from before the block.
     """
-    return all_gather_object(_preserved[-1] if _preserved else get_random_state())
+    return _preserved[-1] if _preserved else get_random_state()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmengine.dataset import InfiniteSampler
 from mmengine.dist import get_rank
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -97,6 +98,12 @@ class ResumableBatches:
     @property
     def sampler(self) -> Any:
         return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def never_ends(self) -> bool:
+        """Whether the batch sampler itself, or its sampler, gives batches without end."""
+        samplers = (self.batch_sampler, self.sampler)
+        return any(isinstance(one, InfiniteSampler) or getattr(one, "endless", False) for one in samplers)
 
     @property
     def batch_size(self) -> int:

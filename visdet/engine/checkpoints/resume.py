@@ -1,8 +1,7 @@
-"""Resuming a run: the checkpoint is chosen and read once in each process, and restored once."""
+"""Resuming a run: the checkpoint is chosen, and read once in each process."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,15 @@ from visdet.checks.state_dicts import nonfinite_names
 from visdet.registry import DATASETS
 
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
-from .accumulated_gradients import restore_gradients
+from ..optim.wrappers import unwrapped
 from .checkpoint import BEST, LAST, LAST_CHECKPOINT, read_checkpoint
 from .class_names import class_lists, lists_of_checkpoint, matched_by_name
 from .held_config import say_differences
-from .plain_state import restore_message_hub, to_plain
 from .published import converted
-from .random_state import preserved_random_state, set_random_state
-from .temporal_states import restored_temporal_state
+from .run_state import refusal
 from .weights import check_finite, load_weights, revised, tensors_of, weights_of, without_prefix
 
 AUTO = "auto"
-# What torch's optimizers remember of each number of a parameter.
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tuple[str | None, list[str]]:
@@ -126,7 +120,7 @@ def read_to_resume(
         return None
     parts = ("optimizer", "message_hub", "meta")
     if lacking := [part for part in parts if not isinstance(content.get(part), dict)]:
-        raise CheckpointError(_refusal(path, f"it has no {', '.join(lacking)}"))
+        raise CheckpointError(refusal(path, f"it has no {', '.join(lacking)}"))
     return path, content, remarks
 
 
@@ -169,7 +163,7 @@ def load_into(
         trained.get(kind, names) != names for kind, names in wanted.items()
     ):
         raise CheckpointError(
-            _refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
+            refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
         )
     if runner._train_loop is None:
         say_differences(runner.cfg, content, path)
@@ -193,149 +187,3 @@ def _metainfo(runner: Any) -> Any:
     if class_lists(given) or not dataset:
         return given
     return getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", None)
-
-
-def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] | None:
-    """Restore all that a checkpoint holds, and return the random state with which training is to go on.
-
-    The run has its model, data, optimizer and schedules. The result is None if the checkpoint comes from another
-    number of processes.
-
-    Args:
-        runner: the run.
-        path: the checkpoint, for messages.
-        content: what the checkpoint holds, without its weights, which the run has loaded.
-
-    Raises:
-        CheckpointError: a part does not fit this run. The message names it.
-    """
-    meta, loop = content["meta"], runner.train_loop
-    with _restoring(path, "meta"):
-        loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
-        if min(loop.epoch, loop.iter) < 0:
-            raise ValueError("a count is negative")
-    with _restoring(path, "message_hub"):
-        runner.message_hub.load_state_dict(restore_message_hub(content["message_hub"]))
-    if to_plain(meta.get("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
-        runner.logger.warning(
-            f"{path} comes from a run whose training data have other classes or another metainfo"
-        )
-    _restore_optimizer(runner.optim_wrapper, content, path)
-    _restore_schedules(runner.param_schedulers, content.get("param_schedulers"), path)
-    needed = any(
-        loop.iter % wrapper._accumulative_counts for wrapper in wrappers_of(runner.optim_wrapper).values()
-    )
-    gradients = meta.get("accumulated_gradients", {} if needed else None)
-    with _restoring(path, "meta['accumulated_gradients']"):
-        is_lost = gradients is not None and not restore_gradients(
-            runner.model, runner.optim_wrapper, gradients
-        )
-    if is_lost:
-        runner.logger.warning(
-            f"{path} was saved between two updates, and the gradients that were accumulated since the first are lost: "
-            "it holds none for this accumulative_counts and number of processes"
-        )
-    _adapt_to_epoch_length(runner, path, meta.get("iterations_per_epoch"))
-    with _restoring(path, "meta['temporal_states']"):
-        states = meta.get("temporal_states") or []
-        runner.steps.state = restored_temporal_state(runner.model, states, runner.rank, runner.world_size)
-    states = meta.get("random_states")
-    with _restoring(path, "meta['random_states']"):
-        if states is not None and len(states) == runner.world_size:
-            with preserved_random_state():
-                set_random_state(states[runner.rank])  # a trial
-            return states[runner.rank]
-        if states is not None:
-            runner.logger.warning(
-                f"{path} comes from a run with {len(states)} processes, but this run has {runner.world_size}. Its data "
-                "order and random numbers differ from those of the earlier run"
-            )
-    return None
-
-
-def _restore_optimizer(optim_wrapper: Any, content: dict[str, Any], path: str) -> None:
-    """Load the state of the optimizers, which must be of the same classes and for the same parameters.
-
-    torch does not compare shapes: a fused optimizer would read and write beyond the memory of a smaller tensor.
-    """
-    optimizers = optimizers_of(optim_wrapper)
-    before, now = content["meta"].get("optimizers"), {n: type(o).__name__ for n, o in optimizers.items()}
-    if before is not None and before != now:
-        raise CheckpointError(
-            _refusal(path, f"it has the state of {_text(before)}, but the config has {_text(now)}")
-        )
-    with _restoring(path, "optimizer"):
-        optim_wrapper.load_state_dict(content["optimizer"])
-        for optimizer in optimizers.values():
-            for group in optimizer.param_groups:
-                for position, parameter in enumerate(group["params"]):
-                    state = optimizer.state.get(parameter, {})
-                    for key in set(_MOMENTS).intersection(state):
-                        shape = tuple(getattr(state[key], "shape", ()))
-                        if state[key] is not None and shape != parameter.shape:
-                            raise ValueError(
-                                f"{key} of parameter {position} has the shape {shape}, not {tuple(parameter.shape)}"
-                            )
-
-
-def _restore_schedules(schedules: Any, saved: Any, path: str) -> None:
-    """Load the states of schedules, which are a list or a dict of lists by the names of optimizers."""
-    by_name = schedules if isinstance(schedules, dict) else {"": schedules or []}
-    with _restoring(path, "param_schedulers"):
-        for name, own in by_name.items():
-            states = (saved or {}).get(name) if isinstance(schedules, dict) else saved
-            for schedule, state in zip(own, states or [], strict=False):
-                schedule.load_state_dict({"last_step": state["last_step"], **state})
-
-
-def _adapt_to_epoch_length(runner: Any, path: str, before: int | None) -> None:
-    """Count the iterations anew if an epoch had another number of them in the run that is resumed.
-
-    The run would otherwise leave out batches of an epoch, or the whole epoch.
-
-    Args:
-        runner: the run.
-        path: the checkpoint.
-        before: the number of iterations per epoch of that run, or None if the checkpoint does not say.
-    """
-    loop, now = runner.train_loop, len(runner.train_dataloader)
-    if not loop.by_epoch or before in (None, now):
-        return
-    done = loop.iter - loop.epoch * before
-    loop.iter = loop.epoch * now + done * now // before
-    runner.logger.warning(
-        f"{path} comes from a run with {before} iterations per epoch, but this run has {now}. It goes on after "
-        f"{loop.epoch} epochs and {done * now // before} iterations. Schedules of the learning rate keep the lengths "
-        "in iterations that they had"
-    )
-
-
-@contextmanager
-def _restoring(path: str, part: str) -> Iterator[None]:
-    """Turn an error in restoring a part of a checkpoint into a CheckpointError that names the part."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (
-        AssertionError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        reason = f"its {part} cannot be restored ({type(error).__name__}: {str(error)[:200]})"
-        raise CheckpointError(_refusal(path, reason)) from error
-
-
-def _refusal(path: str, reason: str) -> str:
-    return (
-        f"checkpoint {path} cannot be resumed: {reason}. To start training from its weights, drop --resume and use "
-        f"--from {path}"
-    )
-
-
-def _text(by_name: dict[str, str]) -> str:
-    return ", ".join(f"{value} ({name})" if name else value for name, value in by_name.items())

@@ -3,6 +3,7 @@
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
 from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
+from .logger_hook import LoggerHook
 from .num_class_check_hook import NumClassCheckHook
 from .pipeline_switch_hook import PipelineSwitchHook
 from .progress_hook import ProgressHook
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointHook",
     "DetVisualizationHook",
     "InitializeFieldHook",
+    "LoggerHook",
     "NonFiniteLossError",
     "NumClassCheckHook",
     "PipelineSwitchHook",

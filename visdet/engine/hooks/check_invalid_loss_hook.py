@@ -1,20 +1,19 @@
 """A hook that guards training against losses that are NaN or infinite."""
 
+import functools
 import math
 from typing import Any, Literal
 
 import torch
-from mmengine.dist import all_reduce
+from mmengine.device import get_device
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 
-from visdet.execution.host_copy import HostCopy, stack_numbers
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError, UserError
+from ..late_numbers import LateNumbers, StepNumbers, losses_among
 from ..optim.optim_wrapper import OptimWrapper
-
-_NUM_BAD = "number of processes with a bad loss"
 
 
 class NonFiniteLossError(UserError):
@@ -51,12 +50,20 @@ class CheckInvalidLossHook(Hook):
         self.max_skips = max_skips
         self.interval = interval
         self.skips_in_a_row = 0
-        self._has_dropped_gradients = False  # in the iteration that runs
-        self._has_dropped = False  # in the iteration that is unchecked
-        self._unchecked: tuple[int, HostCopy] | None = None
+        self._has_dropped_gradients = False  # in the iteration that is checked next
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a resumed run goes on with."""
+        return {"skips_in_a_row": self.skips_in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over the count of the run that is resumed."""
+        self.skips_in_a_row = state["skips_in_a_row"]
 
     def before_train(self, runner: Any) -> None:
-        """Let the optimizer skip updates with losses or gradients that are not finite."""
+        """Listen to the losses, and let the optimizer skip updates with losses or gradients that are not finite."""
+        if numbers := getattr(runner, "late_numbers", None):
+            numbers.listen(functools.partial(self._check, runner))
         if self.action != "skip":
             return
         wrapper = runner.optim_wrapper
@@ -71,38 +78,29 @@ class CheckInvalidLossHook(Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
-        """Look at the losses of the iteration. With 'stop' and on a GPU, this is done after the next iteration."""
-        self.check_losses(runner)
-        self._has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
-        if not self.every_n_train_iters(runner, self.interval):
-            return
-        losses = {name: value for name, value in (outputs or {}).items() if "loss" in name}
-        # All processes decide alike: one that stops or counts by itself would leave the others waiting for it.
-        num_bad = (~stack_numbers(losses.values()).isfinite()).any().float()
-        all_reduce(num_bad)
-        self._unchecked = runner.iter + 1, HostCopy({**losses, _NUM_BAD: num_bad})
-        if self.action == "skip" or self._unchecked[1].is_there:
-            self.check_losses(runner)
+        """With 'skip', look at the losses of the iteration. With 'stop', this is done when they have arrived."""
+        numbers = getattr(runner, "late_numbers", None)
+        if numbers is None:  # mmengine's own runner
+            numbers = LateNumbers()
+            numbers.listen(functools.partial(self._check, runner))
+            numbers.take(runner.iter + 1, outputs or {}, get_device())
+            numbers.read()
+        elif self.action == "skip":
+            numbers.read()
 
-    def check_losses(self, runner: Any, checkpoint: Any = None) -> None:
-        """Look at losses that have not been looked at, and at what their update did.
-
-        Raises:
-            NonFiniteLossError: as in the class.
-        """
-        if self._unchecked is None:
+    def _check(self, runner: Any, step: StepNumbers) -> None:
+        """Look at the losses of an iteration, and at what its update did."""
+        has_dropped, self._has_dropped_gradients = self._has_dropped_gradients, False
+        if step.iteration % self.interval:
             return
-        (iteration, copy), self._unchecked = self._unchecked, None
-        losses = copy.read()
-        num_bad = losses.pop(_NUM_BAD)
-        if num_bad == 0 and not self._has_dropped:
+        if not (step.has_bad_loss or has_dropped):
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1
-        bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
-        elsewhere = "a loss of another process" if num_bad else "a gradient is NaN or infinite"
+        bad = {name: value for name, value in losses_among(step.values).items() if not math.isfinite(value)}
+        elsewhere = "a loss of another process" if step.has_bad_loss else "a gradient is NaN or infinite"
         what = ", ".join(f"{name} = {value}" for name, value in bad.items()) or elsewhere
-        where = f"iteration {iteration}: {what}"
+        where = f"iteration {step.iteration}: {what}"
         if self.action == "stop" or self.skips_in_a_row >= self.max_skips:
             last = runner.message_hub.get_info("last_ckpt")
             raise NonFiniteLossError(
@@ -113,9 +111,6 @@ class CheckInvalidLossHook(Hook):
                 "default_hooks.invalid_loss.action=skip passes over single bad batches."
             )
         print_log(f"{where}; the update was skipped", logger="current", level=30)
-
-    # Damaged weights are neither saved nor validated.
-    before_save_checkpoint = before_val = after_train = check_losses
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""

@@ -1,28 +1,24 @@
 """A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
-from contextlib import suppress
 from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
-from visdet.files.writing import write_atomically
 from visdet.registry import HOOKS
 
-from ..checkpoints.accumulated_gradients import gather_gradients
-from ..checkpoints.checkpoint import BEST, LAST, LAST_CHECKPOINT, add_thresholds
-from ..checkpoints.random_state import gather_random_states
+from ..checkpoints.checkpoint import add_thresholds
+from ..checkpoints.newest import name_newest
 from ..checkpoints.score_thresholds import thresholds_of
-from ..checkpoints.temporal_states import gather_temporal_states
 from ..errors import ConfigError
 from ..process.places import check_free_space, check_work_dir
 
 
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
-    """Saves checkpoints with the random and the temporal state and the accumulated gradients of every process.
+    """Saves checkpoints so that a run loses none if it is killed. ``DetRunner.save_checkpoint`` says what they hold.
 
     An old checkpoint is removed only after the new one has been written completely.
 
@@ -30,7 +26,7 @@ class CheckpointHook(_CheckpointHook):
     ``save_best`` are removed from local folders only.
 
     Attributes:
-        saved_at: the number of iterations after which the last checkpoint was saved.
+        saved_at: the number of iterations after which this hook has saved its last checkpoint.
     """
 
     saved_at = -1
@@ -79,24 +75,9 @@ class CheckpointHook(_CheckpointHook):
         here = os.path.join(self.out_dir, os.path.basename(path))
         return here if os.path.isfile(here) else None
 
-    def save_now(self, runner: Any) -> None:
-        """Save what a run needs to go on after this iteration, as ``interrupted.pth``, unless that has been saved."""
-        if self.saved_at != runner.iter + 1:
-            meta = {"epoch": runner.epoch, "iter": runner.iter + 1}
-            self._write(runner, "interrupted.pth", meta, by_epoch=False, save_optimizer=True)
-
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
         outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
         name = self.filename_tmpl.format(step)
-        self._write(runner, name, meta, self.by_epoch, self.save_optimizer)
-        if is_main_process():
-            for old_step in outdated if self._names_differ() else []:
-                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
-
-    def _write(self, runner: Any, name: str, meta: dict, by_epoch: bool, save_optimizer: bool) -> None:
-        meta["random_states"] = gather_random_states()
-        meta["temporal_states"] = gather_temporal_states(runner)
-        meta["accumulated_gradients"] = gather_gradients(runner.model, runner.optim_wrapper)
         path, previous = os.path.join(self.out_dir, name), runner.message_hub.get_info("last_ckpt")
         self._set_last(runner, path)
         try:
@@ -104,10 +85,10 @@ class CheckpointHook(_CheckpointHook):
                 self.out_dir,
                 name,
                 self.file_client_args,
-                save_optimizer=save_optimizer,
+                save_optimizer=self.save_optimizer,
                 save_param_scheduler=self.save_param_scheduler,
                 meta=meta,
-                by_epoch=by_epoch,
+                by_epoch=self.by_epoch,
                 backend_args=self.backend_args,
             )
         except BaseException:
@@ -115,8 +96,9 @@ class CheckpointHook(_CheckpointHook):
             raise
         self.saved_at = meta["iter"]
         if is_main_process():
-            write_atomically(os.path.join(runner.work_dir, LAST_CHECKPOINT), path.encode())
-            self._link_newest(runner)
+            name_newest(runner.work_dir, runner.message_hub)
+            for old_step in outdated if self._names_differ() else []:
+                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration."""
@@ -124,17 +106,6 @@ class CheckpointHook(_CheckpointHook):
         is_of_now = self.saved_at == runner.iter and is_main_process()
         if is_of_now and self.last_ckpt and os.path.isfile(self.last_ckpt):
             add_thresholds(self.last_ckpt, thresholds_of(runner.val_evaluator.metrics))
-
-    def _link_newest(self, runner: Any) -> None:
-        """Let ``last.pth`` be the newest checkpoint, and ``best.pth`` the best one, or the newest if there is none."""
-        best = [path for path in self._best_paths().values() if path]
-        for name, path in ((LAST, self.last_ckpt), (BEST, best[0] if best else self.last_ckpt)):
-            link = os.path.join(runner.work_dir, name)
-            is_of_user = os.path.exists(link) and not os.path.islink(link)
-            if path and os.path.isfile(path) and not is_of_user:
-                with suppress(OSError):  # Some file systems have no links.
-                    os.symlink(os.path.relpath(path, runner.work_dir), f"{link}.partial")
-                    os.replace(f"{link}.partial", link)
 
     def _names_differ(self) -> bool:
         """Return whether checkpoints of different steps have different names."""
@@ -173,7 +144,7 @@ class CheckpointHook(_CheckpointHook):
                 current[key] = path
         self._set_best_paths(current)
         if is_main_process():
-            self._link_newest(runner)
+            name_newest(runner.work_dir, runner.message_hub)
             for path in previous.values():
                 if path and path not in current.values():
                     _remove(path)

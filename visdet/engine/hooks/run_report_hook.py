@@ -46,9 +46,7 @@ class RunReportHook(Hook):
             f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
         }
         if runner.val_loop is not None:
-            unit = "epoch" if runner.train_loop.by_epoch else "iteration"
-            every = f"every {unit}" if runner.val_interval == 1 else f"every {runner.val_interval} {unit}s"
-            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {every}"
+            rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {_validations(runner.train_loop)}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
@@ -135,6 +133,18 @@ class RunReportHook(Hook):
                     ],
                 )
             )
+
+
+def _validations(loop: Any) -> str:
+    """Return when a run is validated, such as "every 5 iterations from iteration 1000 on, and at the end"."""
+    unit, interval = "epoch" if loop.by_epoch else "iteration", loop.val_interval
+    _, total = loop.progress()
+    first = math.ceil(max(loop.val_begin, 1) / interval) * interval
+    if first >= total:
+        return "at the end"
+    every = f"every {unit}" if interval == 1 else f"every {interval} {unit}s"
+    begins = f" from {unit} {first} on" if first > interval else ""
+    return f"{every}{begins}{', and at the end' if total % interval else ''}"
 
 
 def _size(dataset: Any) -> str:

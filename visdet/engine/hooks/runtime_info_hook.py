@@ -1,13 +1,14 @@
 """A version of mmengine's hook for the log that does not wait for the device."""
 
+import functools
 from typing import Any
 
 from mmengine.hooks import LoggerHook
 from mmengine.hooks import RuntimeInfoHook as _RuntimeInfoHook
 
-from visdet.execution.host_copy import HostCopy
 from visdet.registry import HOOKS
 
+from ..late_numbers import StepNumbers
 from .progress_hook import ProgressHook
 
 
@@ -15,31 +16,32 @@ from .progress_hook import ProgressHook
 class RuntimeInfoHook(_RuntimeInfoHook):
     """Writes losses, learning rates and metrics to the message hub, where the log and other hooks read them.
 
-    mmengine's hook waits for the GPU in every iteration to read the losses, and the GPU is idle until the next
-    iteration begins. This one writes the losses of an iteration when the next one has been launched. It waits only
-    where they are read: when a line of the log is due, at the end of an epoch, and before a checkpoint is saved.
+    The losses of an iteration are written when they have arrived (see :class:`LateNumbers`). This hook waits for them
+    only where they are read: when a line of the log is due, and at the end of an epoch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._losses: HostCopy | None = None
         self._has_written = False
+
+    def before_train(self, runner: Any) -> None:
+        """Write the facts of the run, and listen to its numbers."""
+        super().before_train(runner)
+        if numbers := getattr(runner, "late_numbers", None):
+            numbers.listen(functools.partial(self._write, runner))
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
     ) -> None:
-        """Write the losses of the previous iteration, and this one's if they have arrived or a log is due."""
-        self.write_losses(runner)
-        self._losses = HostCopy(outputs or {})
-        if self._losses.is_there or not self._has_written or self._is_due(runner, batch_idx):
-            self.write_losses(runner)
+        """Write the losses if a log is due."""
+        numbers = getattr(runner, "late_numbers", None)
+        if numbers is None:  # mmengine's own runner
+            super().after_train_iter(runner, batch_idx, data_batch, outputs)
+        elif not self._has_written or self._is_due(runner, batch_idx):
+            numbers.read()
 
-    def write_losses(self, runner: Any) -> None:
-        """Write the losses that have not been written yet."""
-        if self._losses is None:
-            return
-        losses, self._losses = self._losses.read(), None
-        for name, value in losses.items():
+    def _write(self, runner: Any, step: StepNumbers) -> None:
+        for name, value in step.values.items():
             runner.message_hub.update_scalar(f"train/{name}", value)
         self._has_written = True
 

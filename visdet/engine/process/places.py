@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -55,6 +55,20 @@ def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
         raise UserError(
             f"folder {work_dir} cannot be written: {reason}; choose another one with {option}"
         ) from error
+
+
+@contextmanager
+def no_empty_folders(*folders: str) -> Iterator[None]:
+    """Remove those of the folders that the block has made, and left empty because it failed."""
+    new = [folder for folder in folders if not os.path.isdir(folder)]
+    try:
+        yield
+    except BaseException:
+        for folder in new:
+            for path, _, _ in os.walk(folder, topdown=False):
+                with suppress(OSError):  # It is not empty.
+                    os.rmdir(path)
+        raise
 
 
 def check_out_file(path: str | Path, option: str = "--out") -> None:

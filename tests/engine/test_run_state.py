@@ -1,0 +1,332 @@
+"""What a checkpoint holds of a run, and what a run takes over from it whose config has changed."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from mmengine.dist import is_main_process
+from mmengine.hooks import EarlyStoppingHook, Hook
+from test_resume import EPOCHS
+from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
+
+from visdet.engine import read_checkpoint
+from visdet.registry import HOOKS
+
+
+@HOOKS.register_module()
+class SavesByItself(Hook):
+    """Saves a checkpoint as a hook of a user does."""
+
+    def __init__(self, at, alone=False, **options):
+        self.at, self.alone, self.options = at, alone, options
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.at and (is_main_process() or not self.alone):
+            runner.save_checkpoint(runner.work_dir, "own.pth", by_epoch=False, **self.options)
+
+
+@HOOKS.register_module()
+class Remembers(Hook):
+    """Counts iterations, and remembers its count."""
+
+    def __init__(self, priority=None):
+        self.count = 0
+        if priority:
+            self.priority = priority
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def hooks_of(runner, kind):
+    return [hook for hook in runner.hooks if isinstance(hook, kind)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optim_wrapper__accumulative_counts": 5}, EPOCHS],
+    ids=["iterations", "accumulated", "inside-an-epoch"],
+)
+def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, capsys, options):
+    options = {**options, "custom_hooks": [{"type": "SavesByItself", "at": 8}]}
+    whole = train(tmp_path / "whole", **options)
+    own = read_checkpoint(tmp_path / "whole" / "own.pth")
+    assert own["meta"]["iter"] == 8 and own["meta"]["epoch"] == int("train_cfg" in options)
+    capsys.readouterr()
+    rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / "own.pth"), **options)
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 8}
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(rest)[name]), name
+    assert "not complete" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        (("meta", "random_states"), "meta['random_states']"),
+        (("hooks", "Remembers"), "hooks['Remembers']"),
+        (("meta", "recipe"), None),
+    ],
+)
+def test_a_checkpoint_that_is_not_complete_says_so(tmp_path, capsys, lost, named):
+    options = {"custom_hooks": [{"type": "Remembers"}], "train_cfg__max_iters": 5}
+    train(tmp_path, **options)
+    content = read_checkpoint(tmp_path / "iter_5.pth")
+    del content[lost[0]][lost[1]]
+    torch.save(content, tmp_path / "less.pth")
+    capsys.readouterr()
+    train(tmp_path / "rest", resume=str(tmp_path / "less.pth"), **{**options, "train_cfg__max_iters": 6})
+    printed = capsys.readouterr().out
+    assert (f"less.pth is not complete: it lacks {named}. " in printed) == (named is not None)
+
+
+@pytest.mark.parametrize("priority", [None, "LOWEST"])
+def test_hooks_keep_their_memory(tmp_path, priority):
+    hooks = [{"type": "Remembers"}, {"type": "Remembers", "priority": priority}]
+    train(tmp_path, custom_hooks=hooks, train_cfg__max_iters=10)
+    rest = train(tmp_path, resume="auto", custom_hooks=hooks, train_cfg__max_iters=14)
+    assert [hook.count for hook in hooks_of(rest, Remembers)] == [14, 14]
+
+
+@pytest.mark.parametrize("best", ["auto", None])
+def test_early_stopping_goes_on_counting(tmp_path, best):
+    """Its best value is that of the first validation, and six validations without a better one end the run."""
+    hook = {"type": "EarlyStoppingHook", "monitor": "toy/images", "rule": "greater", "patience": 6}
+    options = {
+        "custom_hooks": [hook], "train_cfg__val_interval": 2, "train_cfg__max_iters": 40,
+        "default_hooks__checkpoint__save_best": best,
+    }  # fmt: skip
+    train(tmp_path, **{**options, "train_cfg__max_iters": 7})
+    rest = train(tmp_path, resume="auto", **options)
+    whole = train(tmp_path / "whole", **options)
+    for runner in (rest, whole):
+        assert hooks_of(runner, EarlyStoppingHook)[0].best_score == 13
+    assert (rest.iter, whole.iter) == (14, 14)
+
+
+def rates(folder):
+    """Return {iteration: learning rate} of the runs in a folder."""
+    found = {}
+    for file in sorted(folder.glob("*/vis_data/scalars.json")):
+        records = map(json.loads, file.read_text().splitlines())
+        found |= {record["step"]: record["lr"] for record in records if "lr" in record}
+    return found
+
+
+LOGGED = {"default_hooks__logger__interval": 1, "train_cfg__val_interval": 100}
+LONG_EPOCHS = {
+    "train_cfg": {"_delete_": True, "max_epochs": 4, "val_interval": 4},
+    "default_hooks__logger__interval": 1,
+}
+COSINE = {"type": "CosineAnnealingLR", "by_epoch": False}
+
+
+POLY = {"type": "PolyLR", "by_epoch": False}
+STEPS = {"type": "MultiStepLR", "by_epoch": False}
+HALVES = {"type": "ExponentialLR", "gamma": 0.5}
+CONVERTED = {**COSINE, "by_epoch": True, "convert_to_iter_based": True}
+RATE = {"optim_wrapper__optimizer__lr": 3e-3}
+# The options of both runs, those of the first, those of the second, and what the second says to be changed.
+CHANGES = {
+    "longer": ({**LOGGED, "param_scheduler": [COSINE]}, {"train_cfg__max_iters": 8}, {}, "param_scheduler"),
+    "milestones": (
+        LOGGED,
+        {"param_scheduler": [{**STEPS, "milestones": [4]}]},
+        {"param_scheduler": [{**STEPS, "milestones": [6, 12]}]},
+        "param_scheduler",
+    ),
+    "rate": (LOGGED, {}, RATE, "lr 0.01 -> 0.003"),
+    "no schedule": ({**LOGGED, "param_scheduler": None}, {}, RATE, "lr 0.01 -> 0.003"),
+    "kind": (LOGGED, {}, {"param_scheduler": [POLY]}, "param_scheduler"),
+    "epochs": (
+        {**LONG_EPOCHS, "param_scheduler": [HALVES]},
+        {},
+        {"param_scheduler": [{**HALVES, "gamma": 0.9}]},
+        "param_scheduler",
+    ),
+    "batch": (
+        {**LONG_EPOCHS, "param_scheduler": [CONVERTED]},
+        {},
+        {"train_dataloader__batch_size": 8},
+        "param_scheduler",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "before", "after", "said"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_config_goes_on_as_if_it_had_been_so_from_the_start(
+    tmp_path, capsys, options, before, after, said
+):
+    """The learning rates after the resumption are those of a run that had the new config from its start."""
+    new = train(tmp_path / "new", **{**options, **after})
+    saved = {
+        "default_hooks__checkpoint": {
+            "type": "CheckpointHook",
+            "by_epoch": False,
+            "interval": 6,
+            "max_keep_ckpts": -1,
+        }
+    }
+    train(tmp_path / "old", **{**options, **saved, **before})
+    capsys.readouterr()
+    resumed = train(tmp_path / "rest", str(tmp_path / "old" / "iter_6.pth"), **{**options, **after})
+    assert said in re.search(r"the config differs from that of .* in (.*)\. The", capsys.readouterr().out)[1]
+    expected, found = rates(tmp_path / "new"), rates(tmp_path / "rest")
+    assert found == {step: expected[step] for step in found} and len(found) == len(losses(resumed)) >= 8
+    assert resumed.optim_wrapper.get_lr() == new.optim_wrapper.get_lr()
+
+
+def test_another_weight_decay_is_taken(tmp_path, capsys):
+    train(tmp_path, train_cfg__max_iters=5)
+    new = {"optim_wrapper__optimizer__weight_decay": 0.5, "train_cfg__max_iters": 6}
+    rest = train(tmp_path, resume="auto", **new)
+    assert rest.optim_wrapper.param_groups[0]["weight_decay"] == 0.5
+    assert "weight_decay 0.01 -> 0.5" in capsys.readouterr().out
+
+
+def test_a_longer_run_keeps_what_a_plateau_has_reduced(tmp_path):
+    plateau = {
+        "type": "ReduceOnPlateauLR",
+        "monitor": "toy/images",
+        "rule": "greater",
+        "patience": 0,
+        "factor": 0.5,
+    }
+    options = {"param_scheduler": [plateau], "train_cfg__val_interval": 2}
+    train(tmp_path, train_cfg__max_iters=8, **options)
+    rest = train(tmp_path, resume="auto", train_cfg__max_iters=10, **options)
+    whole = train(tmp_path / "whole", train_cfg__max_iters=10, **options)
+    assert rest.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr() != {"lr": [1e-2]}
+
+
+@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
+@pytest.mark.parametrize(("size", "first", "again"), [(8, 2, 8), (3, 12, 0), (12, 3, 0), (5, 7, 1)])
+def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, sampler, size, first, again):
+    """24 images in batches of 4: after nine iterations, 12 images of the second pass are read."""
+
+    class Seen(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append([sample.img_id for sample in data_batch["data_samples"]])
+
+    options = {
+        "train_dataloader__sampler__type": sampler,
+        "default_hooks__checkpoint__interval": 9,
+        "default_hooks__checkpoint__max_keep_ckpts": -1,
+    }
+    train(tmp_path, **options)
+    capsys.readouterr()
+    seen = []
+    resumed = toy_runner(
+        tmp_path / "rest",
+        str(tmp_path / "iter_9.pth"),
+        train_cfg__max_iters=20,
+        train_dataloader__batch_size=size,
+        **options,
+    )
+    resumed.register_hook(Seen())
+    resumed.train()
+    order = list(resumed.train_dataloader.batch_sampler.sampler) if sampler == "DefaultSampler" else None
+    said = re.search(
+        r"Of the (\d+) samples .*, (\d+) are read again, and none is left out", capsys.readouterr().out
+    )
+    assert said
+    if order is not None:
+        resumed.train_dataloader.batch_sampler.sampler.set_epoch(1)
+        order = list(resumed.train_dataloader.batch_sampler.sampler)
+        done = int(said[1]) - int(said[2])
+        assert int(said[1]) == 12 and seen[0] == order[done : done + size]
+
+
+def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
+    for number, (begin, interval, text, count) in enumerate(
+        [
+            (100, 5, "at the end", 1),
+            (12, 5, "every 5 iterations from iteration 15 on", 2),
+            (1, 5, "every 5 iterations", 4),
+        ]
+    ):
+        cfg = {"train_cfg__val_begin": begin, "train_cfg__val_interval": interval}
+        runner = train(tmp_path / str(number), **cfg)
+        assert re.search(rf"^val        13 images, {text}$", capsys.readouterr().out, re.M)
+        assert len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == count
+
+
+def test_a_hook_that_stops_a_run_lets_it_validate(tmp_path):
+    class Stop(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            runner.train_loop.stop_training = runner.iter + 1 == 3
+
+    runner = toy_runner(tmp_path)
+    runner.register_hook(Stop())
+    runner.train()
+    assert runner.iter == 3 and len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == 1
+
+
+def run_process(rank, folder):
+    options = {"train_cfg__max_iters": 8, "launcher": "pytorch"}
+    whole = train(folder / "whole", custom_hooks=[{"type": "SavesByItself", "at": 4}], **options)
+    rest = train(folder / "rest", resume=str(folder / "whole" / "own.pth"), **options)
+    torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
+    import visdet.engine.checkpoints.run_state as run_state
+
+    run_state._PATIENCE = run_state.datetime.timedelta(seconds=1)
+    alone = [{"type": "SavesByItself", "at": 4, "alone": True}]
+    train(folder / "alone", custom_hooks=alone, **options)
+
+
+@pytest.mark.timeout(180)
+def test_processes_save_together_and_a_hook_of_the_main_one_alone_holds_none_up(tmp_path):
+    in_two_processes(run_process, tmp_path)
+    check_equal_weights(tmp_path)
+    assert len(read_checkpoint(tmp_path / "whole" / "own.pth")["meta"]["random_states"]) == 2
+    assert "random_states" not in read_checkpoint(tmp_path / "alone" / "own.pth")["meta"]
+    assert len(read_checkpoint(tmp_path / "alone" / "iter_8.pth")["meta"]["random_states"]) == 2
+
+
+def test_an_optimizer_wrapper_may_be_an_object(tmp_path):
+    from mmengine.config import Config
+    from toy_detection import ToyDetector
+    from toy_run import toy_config
+
+    from visdet.engine import ConfigError, OptimWrapper, build_runner
+
+    cfg = toy_config(tmp_path, train_cfg__max_iters=3)
+    model = ToyDetector()
+    cfg.model = model
+    cfg.optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(cfg, Config)
+    runner = build_runner(cfg)
+    before = runner.model.conv.weight.detach().clone()
+    runner.train()
+    assert not torch.equal(before, runner.model.conv.weight) and math.isfinite(losses_of(runner))
+    cfg.model = {"type": "ToyDetector"}
+    cfg.experiment_name = "other"
+    with pytest.raises(ConfigError, match="parameters that the model does not have"):
+        build_runner(cfg).train()
+
+
+def losses_of(runner):
+    return runner.message_hub.get_scalar("train/loss").current()
+
+
+def test_numbers_of_the_log_keep_their_value(tmp_path):
+    from visdet.execution.host_copy import HostCopy
+
+    numbers = {
+        "time": 1764410000.123,
+        "count": 2**53 - 1,
+        "tensor": torch.tensor(1764410000.123, dtype=torch.float64),
+    }
+    assert HostCopy(numbers).read() == numbers
+    assert HostCopy({"small": 1e-300, "count": torch.tensor(2**31 + 1)}).read() == {
+        "small": 1e-300,
+        "count": 2**31 + 1,
+    }

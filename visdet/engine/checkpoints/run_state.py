@@ -1,0 +1,425 @@
+"""All that a checkpoint holds of a run, collected and restored name by name.
+
+| name | holds |
+|---|---|
+| ``state_dict`` | the weights; with ``EMAHook``, their averages, and ``ema_state_dict`` the weights themselves |
+| ``optimizer``, ``param_schedulers`` | the states of the optimizers and of the schedules |
+| ``message_hub`` | the histories of the log, and facts such as the best score |
+| ``hooks`` | what hooks remember, by their classes: those with ``state_dict`` and ``load_state_dict``, and mmengine's |
+| ``meta`` | ``epoch`` and ``iter``, the config, the seed, the classes, the thresholds; its batches; |
+| | ``recipe``: the options and the schedules as the config gives them (:func:`recipe_of`); |
+| | of each process ``random_states``, ``temporal_states`` and ``accumulated_gradients`` |
+"""
+
+import datetime
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mmengine
+import torch
+from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.hooks import EarlyStoppingHook, EMAHook, Hook, ParamSchedulerHook
+from mmengine.runner.checkpoint import weights_to_cpu
+from torch.distributed import distributed_c10d
+from torch.utils.data import BatchSampler
+
+from visdet.errors import listed
+
+from ..errors import CheckpointError
+from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
+from .plain_state import restore_message_hub, to_plain
+from .random_state import current_random_state, preserved_random_state, set_random_state
+from .schedules import changes, continue_changed, load_schedules, schedule_states
+from .score_thresholds import thresholds_of
+
+# What torch's optimizers remember of each number of a parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+# What hooks remember that have no ``state_dict`` of their own.
+_MEMORIES: dict[type, tuple[str, ...]] = {EarlyStoppingHook: ("wait_count", "best_score")}
+_UNFIT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+_PATIENCE = datetime.timedelta(seconds=60)
+_calls: Counter[str] = Counter()  # of save_checkpoint in an iteration of a run
+
+
+def collected_state(
+    runner: Any, meta: dict[str, Any], save_optimizer: bool, save_param_scheduler: bool
+) -> dict[str, Any]:
+    """Return the state of a run in mmengine's layout.
+
+    All processes call this, and the result is complete in the main process alone.
+
+    Args:
+        runner: the run.
+        meta: what 'meta' holds besides, with the counts 'epoch' and 'iter'.
+        save_optimizer, save_param_scheduler: whether the states of the optimizers and of the schedules are in it.
+            Without the optimizers, no run can go on from the checkpoint, and only what describes the weights is in it.
+    """
+    of_processes = _states_of_processes(runner) if save_optimizer else {}
+    if get_rank() != 0:
+        return {}
+    loader = runner.train_dataloader
+    optimizers = optimizers_of(runner.optim_wrapper)
+    state = {
+        "meta": {
+            **meta,
+            "cfg": runner.cfg.pretty_text,
+            "seed": runner.seed,
+            "experiment_name": runner.experiment_name,
+            "time": time.strftime("%Y%m%d_%H%M%S"),
+            "mmengine_version": mmengine.__version__,
+            "dataset_meta": getattr(loader.dataset, "metainfo", None),
+            "category_ids": _category_ids(loader.dataset),
+            "score_thresholds": _own_thresholds(runner, meta.get("iter")),
+            "iterations_per_epoch": len(loader),
+            "batch_size": _batch_size(loader),
+            "processes": runner.world_size,
+            "batches_ahead": runner.train_loop.batches_ahead,
+            "optimizers": {name: type(optimizer).__name__ for name, optimizer in optimizers.items()},
+            **of_processes,
+        },
+        "state_dict": weights_to_cpu(unwrapped(runner.model).state_dict()),
+        "message_hub": runner.message_hub.state_dict(),
+    }
+    if save_optimizer:
+        state["optimizer"] = runner.optim_wrapper.state_dict()
+        state["meta"]["recipe"] = runner.recipe
+        state["hooks"] = {name: memory_of(hook) for name, hook in hooks_with_memory(runner.hooks).items()}
+    if save_param_scheduler and runner.param_schedulers is not None:
+        state["param_schedulers"] = schedule_states(runner.param_schedulers)
+    return state
+
+
+def _category_ids(dataset: Any) -> list[Any] | None:
+    """Return the number of each class in the annotation file of a data set, which may be within others, or None."""
+    while not hasattr(dataset, "category_ids"):
+        inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
+        if not (inner := [one for one in inner if one is not None]):
+            return None
+        dataset = inner[0]
+    return list(dataset.category_ids)
+
+
+def _own_thresholds(runner: Any, iteration: int | None) -> dict[str, float]:
+    """Return the thresholds of scores of the validation after this iteration, if there has been one."""
+    was_validated = iteration is not None and runner.message_hub.get_info("validated_at_iter") == iteration
+    return thresholds_of(runner.val_loop.evaluator.metrics) if was_validated and runner.val_loop else {}
+
+
+def _states_of_processes(runner: Any) -> dict[str, Any]:
+    """Return what each process alone knows, in the order of the ranks, or nothing if the main process saves alone."""
+    if not _all_processes_come(runner):
+        runner.logger.warning(
+            "a checkpoint is saved by the main process alone, so that it lacks the random states of the others. A run "
+            "that is resumed from it differs. Let all processes call save_checkpoint, of which the main one writes"
+        )
+        return {}
+    model = unwrapped(runner.model)
+    own: dict[str, Any] = {"random_states": current_random_state()}
+    if hasattr(model, "plain_state"):
+        own["temporal_states"] = model.plain_state(runner.steps.state)
+    by_rank = all_gather_object(own)
+    states = {name: [one[name] for one in by_rank] for name in own}
+    return {**states, "accumulated_gradients": _gathered_gradients(model, runner.optim_wrapper)}
+
+
+def _all_processes_come(runner: Any) -> bool:
+    """Return whether all processes come here. A hook may save a checkpoint in the main process only.
+
+    The main process waits a minute for the others, and tells those that come later that it has gone on alone.
+    """
+    if get_world_size() == 1:
+        return True
+    store = distributed_c10d._get_default_store()
+    place = f"{runner.experiment_name} at {runner.iter}"
+    _calls[place] += 1
+    place += f", checkpoint {_calls[place]}"
+    ranks = [f"{place} {rank}" for rank in range(1, get_world_size())]
+    if get_rank() == 0:
+        try:
+            store.wait(ranks, _PATIENCE)
+            store.set(place, "together")
+        except RuntimeError:
+            store.set(place, "alone")
+    else:
+        store.set(f"{place} {get_rank()}", "here")
+        store.wait([place])
+    return store.get(place) == b"together"
+
+
+def _gathered_gradients(model: torch.nn.Module, optim_wrapper: Any) -> dict[str, Any] | None:
+    """Return the gradients of every process, on the CPU, if the next update needs gradients of earlier iterations.
+
+    The result is None if the iteration has updated the parameters. The gradients of the other processes are given to
+    the main process only.
+    """
+    if all(wrapper.should_update() for wrapper in wrappers_of(optim_wrapper).values()):
+        return None
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
+        by_rank = [gradient]
+        if get_world_size() > 1:
+            by_rank = [None] * get_world_size()
+            torch.distributed.gather_object(gradient, by_rank if get_rank() == 0 else None)
+        gradients[name] = by_rank
+    return {"accumulative_counts": _accumulative_counts(optim_wrapper), "by_rank": gradients}
+
+
+def _accumulative_counts(optim_wrapper: Any) -> list[int]:
+    return [wrapper._accumulative_counts for wrapper in wrappers_of(optim_wrapper).values()]
+
+
+def has_memory(hook: Hook) -> bool:
+    """Return whether a hook remembers something that a resumed run needs."""
+    has_methods = hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict")
+    return has_methods or isinstance(hook, tuple(_MEMORIES))
+
+
+def is_kept(hook: Hook) -> bool:
+    """Return whether a checkpoint holds what a hook has seen: its memory, an average, or the steps of schedules."""
+    return has_memory(hook) or isinstance(hook, EMAHook | ParamSchedulerHook)
+
+
+def hooks_with_memory(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    """Return the hooks that remember something by the names of their classes, with a number from the second on."""
+    found: dict[str, Hook] = {}
+    for hook in filter(has_memory, hooks):
+        kind = type(hook).__name__
+        earlier = [other for other in found.values() if type(other).__name__ == kind]
+        found[f"{kind} {len(earlier) + 1}" if earlier else kind] = hook
+    return found
+
+
+def memory_of(hook: Any) -> Any:
+    """Return what a hook remembers."""
+    if hasattr(hook, "state_dict"):
+        return hook.state_dict()
+    kind = next(kind for kind in _MEMORIES if isinstance(hook, kind))
+    return {name: getattr(hook, name) for name in _MEMORIES[kind]}
+
+
+def _remember(hook: Any, memory: Any) -> None:
+    if hasattr(hook, "load_state_dict"):
+        hook.load_state_dict(memory)
+        return
+    for name, value in memory.items():
+        setattr(hook, name, value)
+
+
+def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] | None:
+    """Restore all that a checkpoint holds, and return the random state with which training is to go on.
+
+    The run has its model, data, optimizer and schedules. What the checkpoint lacks, and what the config has changed, is
+    said. The result is None if the checkpoint has no random state for this number of processes.
+
+    Args:
+        runner: the run.
+        path: the checkpoint, for messages.
+        content: what the checkpoint holds, without its weights, which the run has loaded.
+
+    Raises:
+        CheckpointError: a part does not fit this run. The message names it.
+    """
+    meta, loop = content["meta"], runner.train_loop
+    with _restoring(path, "meta"):
+        loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
+        if min(loop.epoch, loop.iter) < 0:
+            raise ValueError("a count is negative")
+        _go_on_in_data(runner, path, meta)
+    with _restoring(path, "message_hub"):
+        runner.message_hub.load_state_dict(restore_message_hub(content["message_hub"]))
+    if to_plain(meta.get("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
+        runner.logger.warning(
+            f"{path} comes from a run whose training data have other classes or another metainfo"
+        )
+    if meta.get("seed") not in (None, runner.seed):
+        runner.logger.warning(
+            f"{path} comes from a run with the seed {meta['seed']}, but the config has {runner.seed}: the order of the "
+            "data is another one from here on"
+        )
+    _restore_optimizer(runner, path, content)
+    _restore_gradients(runner, path, meta)
+    for name, hook in hooks_with_memory(runner.hooks).items():
+        with _restoring(path, f"hooks[{name!r}]"):
+            if name in (content.get("hooks") or {}):
+                _remember(hook, content["hooks"][name])
+    if lacking := _lacking(runner, content):
+        runner.logger.warning(
+            f"{path} is not complete: it lacks {listed(lacking)}. The run goes on from it otherwise than the run that "
+            "wrote it would have"
+        )
+    model = unwrapped(runner.model)
+    with _restoring(path, "meta['temporal_states']"):
+        states = meta.get("temporal_states") or []
+        if hasattr(model, "state_of_plain") and len(states) == runner.world_size:
+            runner.steps.state = model.state_of_plain(states[runner.rank])
+    return _random_state(runner, path, meta.get("random_states"))
+
+
+def _lacking(runner: Any, content: dict[str, Any]) -> list[str]:
+    """Return the names of what this run needs and a checkpoint does not have."""
+    meta = content["meta"]
+    lacking = [] if meta.get("random_states") else ["meta['random_states']"]
+    if hasattr(unwrapped(runner.model), "state_of_plain") and not meta.get("temporal_states"):
+        lacking.append("meta['temporal_states']")
+    if runner.param_schedulers and not (content.get("param_schedulers") or meta.get("recipe")):
+        lacking.append("param_schedulers")
+    known = content.get("hooks") or {}
+    return lacking + [f"hooks[{name!r}]" for name in hooks_with_memory(runner.hooks) if name not in known]
+
+
+def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:
+    """Return the random state of this process, which is tried, or None if there are those of other processes."""
+    with _restoring(path, "meta['random_states']"):
+        if states is None:
+            return None
+        if len(states) == runner.world_size:
+            with preserved_random_state():
+                set_random_state(states[runner.rank])  # a trial
+            return states[runner.rank]
+        runner.logger.warning(
+            f"{path} comes from a run with {len(states)} processes, but this run has {runner.world_size}. Its data "
+            "order and random numbers differ from those of the earlier run"
+        )
+    return None
+
+
+def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
+    """Load the states of the optimizers and of the schedules, or let those go on that the config has changed.
+
+    The optimizers must be of the same classes and for the same parameters. torch does not compare shapes: a fused
+    optimizer would read and write beyond the memory of a smaller tensor.
+    """
+    meta, wrapper, loop = content["meta"], runner.optim_wrapper, runner.train_loop
+    optimizers = optimizers_of(wrapper)
+    before, now = meta.get("optimizers"), {n: type(o).__name__ for n, o in optimizers.items()}
+    if before is not None and before != now:
+        raise CheckpointError(
+            refusal(path, f"it has the state of {_text(before)}, but the config has {_text(now)}")
+        )
+    with _restoring(path, "optimizer"):
+        wrapper.load_state_dict(content["optimizer"])
+        for optimizer in optimizers.values():
+            _check_moments(optimizer)
+    with _restoring(path, "param_schedulers"):
+        saved, recipe = content.get("param_schedulers"), meta.get("recipe")
+        is_changed = recipe is not None and (recipe != runner.recipe or not saved)
+        load_schedules(runner.param_schedulers, saved, is_trial=is_changed)
+        if not is_changed:
+            return
+        if changed := changes(recipe, runner.recipe):
+            runner.logger.warning(
+                f"the config differs from that of {path} in {changed}. The learning rates and the schedules are those "
+                f"of this config, as after {loop.iter} of its {loop.max_iters} iterations"
+            )
+        counts = (loop.iter, loop.epoch, len(loop.dataloader) if loop.by_epoch else None)
+        continue_changed(optimizers, runner.param_schedulers, recipe, runner.recipe, saved, counts)
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter, {})
+            for key in set(_MOMENTS).intersection(state):
+                shape = tuple(getattr(state[key], "shape", ()))
+                if state[key] is not None and shape != parameter.shape:
+                    raise ValueError(
+                        f"{key} of parameter {position} has the shape {shape}, not {tuple(parameter.shape)}"
+                    )
+
+
+def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
+    """Restore the gradients that have been accumulated since the last update, or say that they are lost."""
+    counts = _accumulative_counts(runner.optim_wrapper)
+    is_between_updates = any(int(meta["iter"]) % count for count in counts)
+    saved = meta.get("accumulated_gradients", {} if is_between_updates else None)
+    if saved is None:
+        return
+    with _restoring(path, "meta['accumulated_gradients']"):
+        by_rank = saved.get("by_rank", {})
+        fits = saved.get("accumulative_counts") == counts
+        if fits and all(len(gradients) == runner.world_size for gradients in by_rank.values()):
+            for name, parameter in unwrapped(runner.model).named_parameters():
+                gradient = by_rank[name][runner.rank]
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            return
+    runner.logger.warning(
+        f"{path} was saved between two updates, and the gradients that were accumulated since the first are lost: "
+        "it holds none for this accumulative_counts and number of processes"
+    )
+
+
+def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
+    """Find the batch of this run with which the data go on after the samples that the earlier run has read.
+
+    No sample is left out where the order of the samples does not depend on the batches, as with samplers of torch and
+    mmengine. Those that the earlier run read of a batch of this run are read again.
+    """
+    loop, now = runner.train_loop, len(runner.train_dataloader)
+    batches_of_run = runner.train_dataloader.batch_sampler
+    is_endless = batches_of_run.never_ends
+    before = meta.get("iterations_per_epoch") or now
+    loop.batches_ahead = meta.get("batches_ahead", 0)
+    size = _batch_size(runner.train_dataloader), runner.world_size
+    size_before = meta.get("batch_size", size[0]), meta.get("processes", size[1])
+    images, images_before = size[0] * size[1], size_before[0] * size_before[1]
+    if (before, images_before) == (now, images):
+        return
+    epochs, done = loop.epoch, loop.iter - loop.epoch * before
+    if not loop.by_epoch:
+        drawn = loop.iter + loop.batches_ahead
+        epochs, done = (0, drawn) if is_endless else divmod(drawn, before)
+    batches = done * images_before // images
+    if "batch_size" not in meta and loop.by_epoch:  # A checkpoint of an earlier version does not say it.
+        batches = done * now // before
+    batches = batches if is_endless else min(batches, now)
+    again = max(done * images_before - batches * images, 0)
+    if loop.by_epoch:
+        loop.iter = epochs * now + batches
+    else:
+        loop.batches_ahead = (batches if is_endless else epochs * now + batches) - loop.iter
+    is_in_order = isinstance(batches_of_run.batch_sampler, BatchSampler)
+    others = (
+        "none is left out" if is_in_order else "others may be left out, as batches do not follow their order"
+    )
+    runner.logger.warning(
+        f"{path} comes from a run with {before} iterations per epoch, but this run has {now} (batches of "
+        f"{size_before[0]} x {size_before[1]} processes, now {size[0]} x {size[1]}). It goes on after {loop.epoch} "
+        f"epochs and {batches if loop.by_epoch else loop.iter} iterations. Of the {done * images_before} samples that "
+        f"were read in this pass over the data, {again} are read again, and {others}"
+    )
+
+
+def _batch_size(loader: Any) -> int:
+    """Return the samples in a batch of a process, or 1 if the batch sampler does not say it."""
+    return getattr(loader.batch_sampler, "batch_size", None) or 1
+
+
+@contextmanager
+def _restoring(path: str, part: str) -> Iterator[None]:
+    """Turn an error in restoring a part of a checkpoint into a CheckpointError that names the part."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _UNFIT as error:
+        reason = f"its {part} cannot be restored ({type(error).__name__}: {str(error)[:200]})"
+        raise CheckpointError(refusal(path, reason)) from error
+
+
+def refusal(path: str, reason: str) -> str:
+    """Return the message that a checkpoint cannot be resumed, and what can be done with it."""
+    return (
+        f"checkpoint {path} cannot be resumed: {reason}. To start training from its weights, drop --resume and use "
+        f"--from {path}"
+    )
+
+
+def _text(by_name: dict[str, str]) -> str:
+    return ", ".join(f"{value} ({name})" if name else value for name, value in by_name.items())

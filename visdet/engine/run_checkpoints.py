@@ -1,0 +1,162 @@
+"""What a run reads from checkpoints and writes to them."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.logging import MessageHub
+from mmengine.runner import save_checkpoint as save_elsewhere
+
+from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from .checkpoints.newest import name_newest
+from .checkpoints.plain_state import to_plain
+from .checkpoints.resume import load_into, read_to_resume
+from .checkpoints.run_state import collected_state, restore
+from .late_numbers import LateNumbers
+from .loops import RunnerInterface
+from .process.console import say
+
+_INTERRUPTED = "interrupted.pth"
+
+
+class RunCheckpoints(RunnerInterface):
+    """The half of a runner that begins from a checkpoint and saves others."""
+
+    cfg: Config
+    hooks: list[Hook]
+    late_numbers: LateNumbers
+    logger: Any
+    message_hub: MessageHub
+    randomness: dict[str, Any]
+    rank: int
+    work_dir: str
+    load_from: str | None
+    trusts_checkpoints: bool
+    has_loaded = False
+    _saved_at = -1  # the iterations after which the last checkpoint to go on from was saved
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def _call_kept_hooks(self) -> None:
+        raise NotImplementedError
+
+    def _seed_with(self, randomness: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _find_checkpoint(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the checkpoint to resume and its content, if there is one, and take over its seed.
+
+        The order of the data depends on the seed. A seed of the config stays.
+        """
+        if not (resume := self.cfg.get("resume")):
+            return None
+        found = read_to_resume(resume, self.load_from, self.work_dir, self.trusts_checkpoints)
+        if found is None:
+            start = f"the weights of {self.load_from}" if self.load_from else "scratch"
+            say(f"resume: {self.work_dir} has no checkpoint that can be resumed; the run starts from {start}")
+            return None
+        self.resumed_from, content, remarks = found
+        for remark in remarks if self.rank == 0 else ():
+            self.logger.warning(f"a newer checkpoint is passed over: {remark}")
+        if (seed := content["meta"].get("seed")) is not None and self.randomness.get("seed") is None:
+            self._seed_with({**self.randomness, "seed": seed})
+        return self.resumed_from, content
+
+    def _start_from(self, found: tuple[str, dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Restore a checkpoint and return its random state, or load the weights that the config names, if any."""
+        if found is None:
+            self.load_or_resume()
+            return None
+        load_into(self, *found, strict=True)
+        state = restore(self, *found)
+        self.logger.info(f"resumed from {found[0]} after {self.epoch} epochs and {self.iter} iterations")
+        return state
+
+    def load_or_resume(self) -> None:
+        """Load the weights that the config names by ``load_from``, if any, unless it has been done.
+
+        A run is resumed by :meth:`train` alone, because it needs the data and the optimizer.
+        """
+        if self.load_from and not self.has_loaded:
+            self.load_checkpoint(self.load_from)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        map_location: Any = "cpu",
+        strict: bool | None = None,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> dict:
+        """Load the weights of a checkpoint into the model and return the checkpoint.
+
+        Args:
+            filename: a file or an http(s) address.
+            map_location: This has no effect and is accepted because mmengine passes it. Tensors are read to the CPU.
+            strict: whether to refuse weights that do not fit. The default is the config's ``strict_load``.
+            revise_keys: pairs of a regular expression and its replacement, which are applied to the keys in turn.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
+        """
+        strict = self.cfg.get("strict_load", True) if strict is None else strict
+        return load_into(
+            self, filename, read_checkpoint(filename, trust=self.trusts_checkpoints), strict, revise_keys
+        )
+
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in mmengine's layout, which holds all that a run needs to go on.
+
+        All processes call this, and the main one writes the file. :meth:`mmengine.runner.Runner.save_checkpoint`
+        describes the arguments. ``meta`` may replace 'epoch' and 'iter', which otherwise are the counts after the
+        current step. After a crash, a local file is either the old one or the complete new one. If ``out_dir`` is not
+        a local folder, mmengine writes the checkpoint.
+        """
+        self.late_numbers.read()  # Damaged weights are not saved, and the file has the newest numbers.
+        self._call_kept_hooks()
+        counts = {"epoch": self.epoch + int(by_epoch), "iter": self.iter + int(not by_epoch)}
+        counts |= meta or {}
+        state = collected_state(self, counts, save_optimizer, save_param_scheduler)
+        backend = get_file_backend(out_dir, backend_args=backend_args)
+        path = backend.join_path(out_dir, filename)
+        if self.rank == 0:
+            self.call_hook("before_save_checkpoint", checkpoint=state)
+            if file_client_args is None and isinstance(backend, LocalBackend):
+                write_checkpoint(state, path)
+            else:
+                save_elsewhere(
+                    to_plain(state), path, file_client_args=file_client_args, backend_args=backend_args
+                )
+        if save_optimizer and path == self.message_hub.get_info("last_ckpt"):
+            self._saved_at = counts["iter"]
+
+    def _save_interrupted(self) -> None:
+        """Save a checkpoint of this iteration where the checkpoint hook saves, unless there is one already."""
+        hook = next((hook for hook in self.hooks if isinstance(hook, CheckpointHook)), None)
+        if hook is None or self._saved_at == self.iter + 1:
+            return
+        path = os.path.join(str(hook.out_dir), _INTERRUPTED)
+        self.message_hub.update_info("last_ckpt", path)
+        counts = {"epoch": self.epoch, "iter": self.iter + 1}
+        self.save_checkpoint(
+            str(hook.out_dir),
+            _INTERRUPTED,
+            hook.file_client_args,
+            meta=counts,
+            backend_args=hook.backend_args,
+        )
+        if self.rank == 0:
+            name_newest(self.work_dir, self.message_hub)
