@@ -67,6 +67,8 @@ REASONS = {
     "_after_iter": "mmengine calls it after a batch of every stage.",
     "_accumulative_counts": "The report says how many iterations make a step.",
     "_cfg_dict": "A config's keys are looked at without ``Config``'s own attributes.",
+    "_get_default_store": "The main process asks the store of the group whether the others save a checkpoint, too.",
+    "_dynamo.callback.callback_handler": "torch.compile tells nobody else that a part is compiled.",
     "_dict_to_config_dict": "A config file is read as mmengine reads it, but by a parser that names its mistakes.",
     "_get_cfg_path": "See _dict_to_config_dict.",
     "_merge_a_into_b": "See _dict_to_config_dict.",
