@@ -168,10 +168,10 @@ def _gathered_gradients(model: torch.nn.Module, optim_wrapper: Any) -> dict[str,
             by_rank = [None] * get_world_size()
             torch.distributed.gather_object(gradient, by_rank if get_rank() == 0 else None)
         gradients[name] = by_rank
-    return {"accumulative_counts": _accumulative_counts(optim_wrapper), "by_rank": gradients}
+    return {"accumulative_counts": _counts_of(optim_wrapper), "by_rank": gradients}
 
 
-def _accumulative_counts(optim_wrapper: Any) -> list[int]:
+def _counts_of(optim_wrapper: Any) -> list[int]:
     return [wrapper._accumulative_counts for wrapper in wrappers_of(optim_wrapper).values()]
 
 
@@ -336,7 +336,7 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def _restore_gradients(runner: Any, path: str, meta: dict[str, Any]) -> None:
     """Restore the gradients that have been accumulated since the last update, or say that they are lost."""
-    counts = _accumulative_counts(runner.optim_wrapper)
+    counts = _counts_of(runner.optim_wrapper)
     is_between_updates = any(int(meta["iter"]) % count for count in counts)
     saved = meta.get("accumulated_gradients", {} if is_between_updates else None)
     if saved is None:
