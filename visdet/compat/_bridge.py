@@ -11,7 +11,7 @@ from typing import Any
 
 from visdet.checks.installed import installed_version
 
-__all__ = ["Bridge", "CompatWarning", "Installable", "replace_function"]
+__all__ = ["Bridge", "CompatWarning", "Installable"]
 
 _MISSING = object()
 
@@ -45,7 +45,7 @@ class Bridge(Installable):
     Args:
         name: the name of the bridge.
         package: the name of the top-level package.
-        wants: a function that returns whether the module of a full name may have to be patched.
+        wants: a function whose result is true for the full names of the modules that may have to be patched.
         patch: a function of a module and this bridge. It calls ``replace`` for each operator that it finds, and yields
             a line of text about each replacement.
         distribution: the name of the distribution that installs the package. The default is the name of the package.
@@ -59,7 +59,7 @@ class Bridge(Installable):
         self,
         name: str,
         package: str,
-        wants: Callable[[str], bool],
+        wants: Callable[[str], Any],
         patch: Callable[[ModuleType, "Bridge"], Iterable[str]],
         distribution: str | None = None,
     ) -> None:
@@ -187,26 +187,6 @@ class Bridge(Installable):
     def at_uninstall(self, undo: Callable[[], Any]) -> None:
         """Let ``uninstall`` call a function. The functions are called in the reverse order."""
         self._undo.append(undo)
-
-
-def replace_function(
-    module: ModuleType, bridge: Bridge, name: str, form: str, *layouts: str
-) -> Iterator[str]:
-    """Replace a function that computes the operator, if it is known, and yield its name.
-
-    Args:
-        module, name: where it is.
-        bridge: the bridge.
-        form: the name of the function of ``_operators`` that makes the replacement.
-        layouts: the layouts of its arguments; see ``_attention.is_known``.
-    """
-    from . import _attention, _operators
-
-    original = vars(module).get(name)
-    replacement = getattr(_operators, form)(original)
-    if _attention.is_known(bridge, module, name, original, replacement, *layouts):
-        bridge.replace(module, name, replacement)
-        yield name
 
 
 class _Loader:

@@ -4,14 +4,45 @@ A replacement uses visdet's operator where it can, and otherwise calls the origi
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from ._attention import attend, attend_ragged, takes
+from ._attention import attend, attend_ragged, is_known, takes
+from ._bridge import Bridge
 
-__all__ = ["BoundFunction", "channels_first_function", "class_forward", "function", "ragged_function"]
+__all__ = [
+    "BoundFunction",
+    "channels_first_function",
+    "class_forward",
+    "function",
+    "ragged_function",
+    "replace_function",
+]
+
+
+def replace_function(
+    module: ModuleType,
+    bridge: Bridge,
+    name: str,
+    form: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+    *layouts: str,
+) -> Iterator[str]:
+    """Replace a function that computes the operator, if it is known, and yield its name.
+
+    Args:
+        module, name: where it is.
+        bridge: the bridge.
+        form: the function of this module that makes the replacement.
+        layouts: the layouts of its arguments; see ``is_known``.
+    """
+    original: Any = vars(module).get(name)
+    replacement = form(original)
+    if is_known(bridge, module, name, original, replacement, *layouts):
+        bridge.replace(module, name, replacement)
+        yield name
 
 
 def class_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

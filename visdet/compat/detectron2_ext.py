@@ -215,6 +215,14 @@ def _radians(boxes: Tensor) -> Tensor:
     return torch.cat([boxes[:, :-1], boxes[:, -1:].deg2rad()], 1)
 
 
+def _nms_rotated(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    return ops.nms_rotated(_radians(dets), scores, iou_threshold, clockwise=False)[1]
+
+
+def _box_iou_rotated(boxes1: Tensor, boxes2: Tensor) -> Tensor:
+    return ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False)
+
+
 def _roi_align_rotated(
     input: Tensor, rois: Tensor, spatial_scale: float, height: int, width: int, sampling_ratio: int
 ) -> Tensor:
@@ -246,14 +254,12 @@ for _name, _declared, _operator in (
     (
         "nms_rotated",
         "Tensor dets, Tensor scores, float iou_threshold",
-        lambda dets, scores, iou_threshold: ops.nms_rotated(
-            _radians(dets), scores, iou_threshold, clockwise=False
-        )[1],
+        _nms_rotated,
     ),
     (
         "box_iou_rotated",
         "Tensor boxes1, Tensor boxes2",
-        lambda boxes1, boxes2: ops.box_iou_rotated(_radians(boxes1), _radians(boxes2), clockwise=False),
+        _box_iou_rotated,
     ),
     ("roi_align_rotated_forward", f"Tensor input, {_SIZES}, int sampling_ratio", _roi_align_rotated),
     (

@@ -219,10 +219,6 @@ class _Loader(Loader):
             module.__getattr__ = deferred(module.__name__) if extension else source.__getattr__  # type: ignore[method-assign]
 
 
-def _is_compiling(name: str) -> bool:
-    return name == "torch.utils.cpp_extension"
-
-
 def _serve_compiled(module: ModuleType, bridge: Bridge) -> Iterator[str]:
     """Replace the functions that compile an extension by ones that return what visdet provides under its name."""
     for name in ("load", "load_inline"):
@@ -253,5 +249,7 @@ def _compiled(name: str) -> ModuleType | None:
 
 
 bridge = Extensions()
-_compiling = Bridge("extensions", "torch", _is_compiling, _serve_compiled)
+_compiling = Bridge(
+    "extensions", "torch", re.compile(r"torch\.utils\.cpp_extension").fullmatch, _serve_compiled
+)
 installed = bridge.installed

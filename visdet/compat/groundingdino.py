@@ -4,18 +4,21 @@ GroundingDINO may be installed as ``groundingdino-py`` or ``rf-groundingdino``, 
 ``groundingdino._C`` of the repository has not been compiled, the bridge provides that module, too.
 """
 
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
-from ._bridge import Bridge, CompatWarning, replace_function
+from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
-_MODULE = "groundingdino.models.GroundingDINO.ms_deform_attn"
+_MODULE = re.compile(r"groundingdino\.models\.GroundingDINO\.ms_deform_attn")
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
-    yield from replace_function(module, bridge, "multi_scale_deformable_attn_pytorch", "function", "levels")
+    from ._operators import function, replace_function
+
+    yield from replace_function(module, bridge, "multi_scale_deformable_attn_pytorch", function, "levels")
     if hasattr(module, "MultiScaleDeformableAttnFunction") and not hasattr(module, "_C"):
         from . import msda_ext
 
@@ -23,8 +26,6 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
         yield "_C"
 
 
-bridge = Bridge(
-    "groundingdino", "groundingdino", lambda name: name == _MODULE, _patch, distribution="groundingdino-py"
-)
+bridge = Bridge("groundingdino", "groundingdino", _MODULE.fullmatch, _patch, distribution="groundingdino-py")
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

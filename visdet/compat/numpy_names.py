@@ -14,9 +14,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 __all__ = ["names"]
+
+np: Any = sys.modules.get(
+    "numpy"
+)  # Bridges are imported without numpy, too, and this one then has nothing to give.
 
 _ALIASES = {
     "bool_": "bool bool8",
@@ -99,7 +101,6 @@ _VALUES: dict[str, Any] = {
 }
 _ERRORS = ("ignore", "warn", "raise", "call", "print", "log")
 _KINDS = ("divide", "over", "under", "invalid")  # from the lowest three bits of an error mask on
-_SCALARS = [np.dtype(code).type for code in np.typecodes["All"]]
 
 
 def names() -> dict[str, Any]:
@@ -120,7 +121,8 @@ class _OfType(dict):
     """A value for each type of numbers, which is also found by a name of the type."""
 
     def __init__(self, value_of: Callable[[type], Any]) -> None:
-        super().__init__((scalar, value_of(scalar)) for scalar in _SCALARS)
+        scalars = [np.dtype(code).type for code in np.typecodes["All"]]
+        super().__init__((scalar, value_of(scalar)) for scalar in scalars)
 
     def __missing__(self, key: Any) -> Any:
         return dict.__getitem__(self, obj2sctype(key))
@@ -202,9 +204,9 @@ def asscalar(a: Any) -> Any:
     return a.item()
 
 
-def asfarray(a: Any, dtype: Any = np.float64) -> Any:
-    """Return an array of a floating type."""
-    return np.asarray(a, dtype if np.issubdtype(dtype, np.inexact) else np.float64)
+def asfarray(a: Any, dtype: Any = None) -> Any:
+    """Return an array of a floating type, which is float64 by default."""
+    return np.asarray(a, dtype if dtype is not None and np.issubdtype(dtype, np.inexact) else np.float64)
 
 
 def msort(a: Any) -> Any:

@@ -29,7 +29,7 @@ from ._bridge import Bridge
 __all__ = ["install", "installed", "patched", "uninstall"]
 
 _READS_ALL = ("1", "y", "yes", "true")  # the values of TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD
-_MAPS = re.compile(r"map|chamfer|dataset")  # in the names of modules that may hold map elements in a tree
+_MAPS = r"[^.]*(?:map|chamfer|dataset)[^.]*"  # the names of modules that may hold map elements in a tree
 
 
 def _sync_params(self: Any) -> None:
@@ -276,8 +276,7 @@ def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
             yield key
 
 
-def _is_wanted(name: str) -> bool:
-    return name in _ADDED or name in _WIDENED or bool(_MAPS.search(name.rpartition(".")[2]))
+_MODULES = "|".join(map(re.escape, [*_ADDED, *_WIDENED]))
 
 
 class _OlderVersions(Bridge):
@@ -287,6 +286,8 @@ class _OlderVersions(Bridge):
             self.reached[module.__name__] = reached
 
 
-bridge = _OlderVersions("older_versions", "torch", _is_wanted, _patch)
+bridge = _OlderVersions(
+    "older_versions", "torch", re.compile(rf"{_MODULES}|(?:.*\.)?{_MAPS}").fullmatch, _patch
+)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

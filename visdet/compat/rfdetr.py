@@ -3,19 +3,24 @@
 A model that has been prepared for export keeps its own implementation.
 """
 
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
-from ._bridge import Bridge, CompatWarning, replace_function
+from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    from ._operators import channels_first_function, replace_function
+
     name = "ms_deform_attn_core_pytorch"
-    return replace_function(module, bridge, name, "channels_first_function", "channels first")
+    return replace_function(module, bridge, name, channels_first_function, "channels first")
 
 
-bridge = Bridge("rfdetr", "rfdetr", lambda name: name == "rfdetr.models.ops.modules.ms_deform_attn", _patch)
+bridge = Bridge(
+    "rfdetr", "rfdetr", re.compile(r"rfdetr\.models\.ops\.modules\.ms_deform_attn").fullmatch, _patch
+)
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched

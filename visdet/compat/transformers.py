@@ -17,7 +17,6 @@ from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
-_MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 # For each definition, the function of ``_operators`` that makes the replacement, and the layout of its arguments.
 _CLASS, _RAGGED = "MultiScaleDeformableAttention", "multi_scale_deformable_attention_v2"
 _FORMS = {
@@ -86,7 +85,7 @@ def _is_foreign(function: Any) -> bool:
 bridge = Bridge(
     "transformers",
     "transformers",
-    lambda name: _MODELING.fullmatch(name) is not None,
+    re.compile(r"transformers\.models\.\w+\.modeling_\w+").fullmatch,
     _patch,
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed

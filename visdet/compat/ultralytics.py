@@ -3,22 +3,25 @@
 Exports keep the package's own implementation.
 """
 
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
-from ._bridge import Bridge, CompatWarning, replace_function
+from ._bridge import Bridge, CompatWarning
 
 __all__ = ["CompatWarning", "install", "installed", "patched", "uninstall"]
 
 
 def _patch(module: ModuleType, bridge: Bridge) -> Iterator[str]:
+    from ._operators import function, replace_function
+
     # The points of all levels stand in one dimension from version 8.4 on.
     name = "multi_scale_deformable_attn_pytorch"
-    return replace_function(module, bridge, name, "function", "folded", "levels")
+    return replace_function(module, bridge, name, function, "folded", "levels")
 
 
 bridge = Bridge(
-    "ultralytics", "ultralytics", lambda name: name == "ultralytics.nn.modules.transformer", _patch
+    "ultralytics", "ultralytics", re.compile(r"ultralytics\.nn\.modules\.transformer").fullmatch, _patch
 )
 install, uninstall, installed = bridge.install, bridge.uninstall, bridge.installed
 patched = bridge.patched
