@@ -191,8 +191,7 @@ class CocoDataset(BaseDataset):
         num_orphans = sum(map(len, annotations_of_image.values()))
         tally.update({"boxes": num_orphans, "of an image that is not in the file": num_orphans})
         self._report_boxes(tally)
-        is_box = (not instance["ignore_flag"] for record in records for instance in record["instances"])
-        if not (self.test_mode or self._allow_no_boxes or any(is_box)):
+        if not (self.test_mode or self._allow_no_boxes or any(map(_has_box, records))):
             raise InvalidInputError(
                 f"annotation file {self.ann_file}: none of its {len(records)} images has a box of "
                 "metainfo['classes'] that is no crowd, so there is nothing to learn from it. To train on it "
@@ -286,7 +285,7 @@ class CocoDataset(BaseDataset):
             record
             for record in self.data_list
             if min(record["width"], record["height"]) >= self._least_side
-            and (not self._needs_box or any(not instance["ignore_flag"] for instance in record["instances"]))
+            and (not self._needs_box or _has_box(record))
         ]
 
     def _check_image_files(self) -> None:
@@ -356,6 +355,11 @@ def add_sizes(images: list[dict], folder: str, backend_args: dict | None = None)
 @checked
 def checked_filter_cfg(filter_empty_gt: bool = False, min_size: float = 0) -> tuple[bool, float]:
     return filter_empty_gt, min_size
+
+
+def _has_box(record: dict) -> bool:
+    """Return whether an image has a box that is no crowd."""
+    return any(not instance["ignore_flag"] for instance in record["instances"])
 
 
 def _look_alike_on_disk(path: str) -> str | None:

@@ -314,11 +314,13 @@ def _xywh(xyxy: Sequence[float]) -> list[float]:
 
 def _detections(results: list[dict]) -> list[dict]:
     """Return all detections in COCO's result format, with labels instead of category ids."""
-    return [
-        {"image_id": result["img_id"], "category_id": int(label), "bbox": _xywh(bbox), "score": float(score)}
-        for result in results
-        for bbox, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True)
-    ]
+    rows = []
+    for result in results:
+        image = result["img_id"]
+        for box, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True):
+            row = {"image_id": image, "category_id": int(label), "bbox": _xywh(box), "score": float(score)}
+            rows.append(row)
+    return rows
 
 
 def _numbered(results: list[dict]) -> list[dict]:

@@ -16,7 +16,7 @@ def legible(*texts: str) -> tuple[list[str], str]:
     its code point, such as ``U+87BA``, so that different texts look different. So does a line break or another
     character without a picture. The first time, a warning says which fonts to install.
     """
-    needed = {ord(character) for text in texts for character in text if character.isprintable()}
+    needed = _codes_of("".join(texts))
     for file in (_own_font(), *_used):
         if _has_all(file, needed):
             return [_with_code_points(text, needed) for text in texts], file
@@ -26,8 +26,13 @@ def legible(*texts: str) -> tuple[list[str], str]:
                 _used.append(file)
                 return [_with_code_points(text, needed) for text in texts], file
     own = set(_opened(_own_font()).get_charmap())
-    _warn_once(next(text for text in texts if not {ord(c) for c in text if c.isprintable()} <= own))
+    _warn_once(next(text for text in texts if not _codes_of(text) <= own))
     return [_with_code_points(text, own) for text in texts], _own_font()
+
+
+def _codes_of(text: str) -> set[int]:
+    """Return the code points of the characters that have a picture."""
+    return {ord(character) for character in text if character.isprintable()}
 
 
 _used: list[str] = []  # the system's fonts that have been used
@@ -75,7 +80,7 @@ def _system_fonts() -> list[str]:
 
 @functools.cache
 def _characters_of_the_system() -> set[int]:
-    return {code for file in _system_fonts() for code in _opened(file).get_charmap()}
+    return set().union(*(_opened(file).get_charmap() for file in _system_fonts()))
 
 
 def _warn_once(text: str) -> None:

@@ -48,9 +48,12 @@ class BatchPlan:
 
     def largest(self) -> list[Size]:
         """Return the sizes that fit into no other one."""
-        return [
-            one for one in self.sizes if not any(holds(other, one) for other in self.sizes if other != one)
-        ]
+        found = []
+        for size in self.sizes:
+            holding = [other for other in self.sizes if holds(other, size)]
+            if all(other == size for other in holding):
+                found.append(size)
+        return found
 
     def write(self, samples: Sequence[Any], size: Size) -> None:
         """Write into the samples of a batch what all batches of a size have in common, so that they have one layout."""

@@ -52,8 +52,8 @@ def convert(
     source = Source(root)
     kind = kind or _kind_of(root)
     read = list(_READERS[kind](source))
-    splits = _by_split(_sized(read, source), val_share)
-    pictures = [picture for images in splits.values() for picture, _ in images]
+    sized = _sized(read, source)
+    pictures = [picture for picture, _ in sized]
     left_out = source.left_out
     if not pictures:
         found = f"; left out: {listed(left_out.lines(), 3)}" if left_out.lines() else ""
@@ -69,7 +69,8 @@ def convert(
         raise InvalidInputError(
             f"{root}: {summary}, more than --left-out-share {left_out_share:g}; nothing is written. First: {lost}"
         )
-    names = source.names or sorted({name for picture in pictures for name, *_ in picture.boxes})
+    splits = _by_split(sized, val_share)
+    names = source.names or _names_in(pictures)
     texts = {
         out / f"{split}.json": json.dumps(_coco(images, names, root)) for split, images in splits.items()
     }
@@ -97,6 +98,14 @@ def _kind_of(root: Path) -> str:
     raise InvalidInputError(
         f"{root} has none of data.yaml (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
     )
+
+
+def _names_in(pictures: Iterable[Picture]) -> list[str]:
+    """Return the names of all classes that have a box, in the order of the alphabet."""
+    names = set()
+    for picture in pictures:
+        names |= {name for name, *_ in picture.boxes}
+    return sorted(names)
 
 
 def _sized(pictures: Iterable[Picture], source: Source) -> list[_Sized]:

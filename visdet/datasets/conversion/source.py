@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 from xml.etree import ElementTree
@@ -116,15 +117,10 @@ class Source:
             folder: the folder of the table. split: the split of the table.
         """
         given = PureWindowsPath(name)  # Both / and \ separate its parts.
-        direct = [
-            base / sub / written
-            for base in (folder, self.root, folder.parent)
-            for sub in ("", "images")
-            for written in (name, given.as_posix())
-        ]
-        for path in direct:
-            if path.is_file():
-                return path
+        bases = (folder, self.root, folder.parent)
+        for base, sub, written in product(bases, ("", "images"), (name, given.as_posix())):
+            if (base / sub / written).is_file():
+                return base / sub / written
         split = split_of(given.parent) or split
         ranked = defaultdict(list)
         for path in self._by_name[given.name.lower()]:
@@ -134,18 +130,19 @@ class Source:
             num_near = len(set(folder.parts) & set(there.parts))
             ranked[_common_end(given.parent.parts, there.parts), num_near].append(path)
         best = ranked[max(ranked)] if ranked else []
-        return best[0] if len(best) == 1 else direct[0]
+        return best[0] if len(best) == 1 else folder / name
 
     def folder(self, name: str, base: str = "") -> Path | None:
         """Return the folder or the list that a table names, which may be a path of another computer or of Windows."""
         written = name.replace("\\", "/")
         # Roboflow's paths begin with .. although the folders are beside the table.
         inside = re.sub(r"^(\.\./)+", "", written)
-        places = [start / end for start in (self.root / base, self.root) for end in (name, written, inside)]
         parts = PureWindowsPath(name).parts
-        ends = [parts[start:] for start in range(1, len(parts) - _LEAST_FOLDERS + 1)]
-        places += [self.root.joinpath(*end) for end in ends]
-        return next((place for place in places if place.exists()), None)
+        ends = ["/".join(parts[start:]) for start in range(1, len(parts) - _LEAST_FOLDERS + 1)]
+        for start, end in product((self.root / base, self.root), (name, written, inside, *ends)):
+            if (start / end).exists():
+                return start / end
+        return None
 
     def table_split(self, table: Path) -> str:
         """Return the split that the name of a table of many images, or else one of its folders, says."""

@@ -1,6 +1,7 @@
 """Reading Pascal VOC: an XML file for each image."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path, PureWindowsPath
 from xml.etree import ElementTree
 
@@ -44,5 +45,8 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
 def _picture_of_stem(file: Path) -> Path | None:
     """Return the image whose name is that of an XML file but for the suffix."""
     folders = (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
-    places = [folder / f"{file.stem}{suffix}" for folder in folders for suffix in sorted(PICTURE_SUFFIXES)]
-    return next((place for place in places if place.is_file()), None)
+    for folder, suffix in product(folders, sorted(PICTURE_SUFFIXES)):
+        path = folder / f"{file.stem}{suffix}"
+        if path.is_file():
+            return path
+    return None

@@ -20,8 +20,8 @@ _LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
 
 def yolo_tables(root: Path) -> list[Path]:
     """Return the YAML files of a folder that name classes, data.yaml first."""
-    files = sorted(root.glob("*.y*ml"), key=lambda file: (file.name != "data.yaml", file.name))
-    return [file for file in files if "names" in text_of(file, "replace")]
+    files = [root / "data.yaml", *sorted(root.glob("*.y*ml"))]
+    return [file for file in files if file.is_file() and "names" in text_of(file, "replace")]
 
 
 def list_of_classes(root: Path) -> Path | None:

@@ -193,14 +193,19 @@ def _groups(
             continue
         later = range(k + 1, len(tops))
         smallest = sorted(group, key=item_area)
-        group_of = {id(item): j for item in group for j in reversed(later) if holds(tops[j], size_of(item))}
-        leaving = [item for item in smallest if id(item) in group_of][:surplus]
-        if len(leaving) == surplus:
-            for item in leaving:
+        leaving: list[tuple[T, list[T]]] = []
+        for item in smallest:
+            other = next((groups[j] for j in later if holds(tops[j], size_of(item))), None)
+            if other is not None:
+                leaving.append((item, other))
+        if len(leaving) >= surplus:
+            for item, other in leaving[:surplus]:
                 group.remove(item)
-                groups[group_of[id(item)]].append(item)
+                other.append(item)
             continue
-        coming = [(item, groups[j]) for j in later for item in groups[j] if holds(tops[k], size_of(item))]
+        coming: list[tuple[T, list[T]]] = []
+        for other in groups[k + 1 :]:
+            coming += [(item, other) for item in other if holds(tops[k], size_of(item))]
         if len(coming) >= number - surplus:
             coming.sort(key=pair_area)
             for item, origin in coming[: number - surplus]:

@@ -21,6 +21,11 @@ from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
 from .tv_results import set_boxes, set_image
 
 
+def _built(steps: Sequence[dict | Callable]) -> Compose:
+    """Return a pipeline of transforms, which may be given as configs."""
+    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
+
+
 @TRANSFORMS.register_module()
 class RandomChoice(DrawnTransform):
     """Applies one of several pipelines.
@@ -43,10 +48,7 @@ class RandomChoice(DrawnTransform):
             )
         self.prob = prob
         listed = [steps if isinstance(steps, (list, tuple)) else [steps] for steps in transforms]
-        self.transforms = [
-            Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
-            for steps in listed
-        ]
+        self.transforms = [_built(steps) for steps in listed]  # type: ignore[arg-type]
 
     def _drawn(self, rng: Random | None) -> Compose:
         probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
@@ -116,9 +118,7 @@ class MixingTransform(BaseTransform):
     def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
         self._read: Compose | None = None
         if pipeline is not None:
-            self._read = Compose(
-                [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
-            )
+            self._read = _built(pipeline)
         self.prob = prob
 
     def others(self, results: dict, number: int) -> list[dict]:

@@ -172,22 +172,17 @@ class Detections:
         ``detections``. That is a list of dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2
         decimals).
         """
-        return {
-            "file": self.path,
-            **({} if self.frame is None else {"frame": self.frame}),
-            **({} if self.time is None else {"time": round(self.time, 3)}),
-            "height": self.shape[0],
-            "width": self.shape[1],
-            "detections": [
-                {
-                    "class": one.class_name,
-                    "label": one.label,
-                    "score": round(one.score, 5),
-                    "bbox_xyxy": [round(edge, 2) for edge in one.box],
-                }
-                for one in self
-            ],
-        }
+        record: dict[str, Any] = {"file": self.path}
+        if self.frame is not None:
+            record["frame"] = self.frame
+        if self.time is not None:
+            record["time"] = round(self.time, 3)
+        height, width = self.shape
+        found = []
+        for name, label, score, box in self:
+            edges = [round(edge, 2) for edge in box]
+            found.append({"class": name, "label": label, "score": round(score, 5), "bbox_xyxy": edges})
+        return record | {"height": height, "width": width, "detections": found}
 
     @checked
     def save(self, out_file: str | os.PathLike) -> None:

@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from visdet.errors import InvalidInputError, UserError, listed
@@ -70,7 +71,7 @@ def find_images(
     pictures = None if out_dir is None else Path(os.path.realpath(pictures_folder(os.fspath(out_dir))))
     images: dict[str, None] = {}
     others: list[str] = []
-    for path in (match for given in paths for match in _matches(local_path(given))):
+    for path in chain.from_iterable(_matches(local_path(given)) for given in paths):
         real = Path(os.path.realpath(path))
         if real == pictures or pictures in real.parents:
             raise UserError(
