@@ -1,5 +1,6 @@
 """Transforms of the images of several cameras, and of the depth maps that lidar points give."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -110,13 +111,13 @@ def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[i
     divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
     if divisor is None:
         return cv2.IMREAD_COLOR | orientation_flag, None
-    try:
-        with open_image("", content) as picture:
-            if picture.format == "JPEG" and not (turns and orientation_of(picture) != 1):
-                return _REDUCTIONS[divisor] | orientation_flag, (picture.height, picture.width)
-    except UserError:
-        pass  # OpenCV says what is wrong with the file.
-    return cv2.IMREAD_COLOR | orientation_flag, None
+    with contextlib.suppress(UserError), open_image("", content) as picture:
+        if picture.format == "JPEG" and not (turns and orientation_of(picture) != 1):
+            return _REDUCTIONS[divisor] | orientation_flag, (picture.height, picture.width)
+    return (
+        cv2.IMREAD_COLOR | orientation_flag,
+        None,
+    )  # OpenCV says what is wrong with the file, if anything is.
 
 
 def _stored_tiff(path: str, content: bytes) -> np.ndarray | None:
@@ -126,10 +127,10 @@ def _stored_tiff(path: str, content: bytes) -> np.ndarray | None:
     """
     if not content.startswith(_TIFF):
         return None
-    with open_image(path, content) as picture:
-        if orientation_of(picture) == 1:
-            return None
-        return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
+    with contextlib.suppress(UserError), open_image(path, content) as picture:
+        if orientation_of(picture) != 1:
+            return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
+    return None  # OpenCV says what is wrong with the file, if anything is.
 
 
 @TRANSFORMS.register_module()
