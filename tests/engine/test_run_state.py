@@ -9,8 +9,9 @@ import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import EarlyStoppingHook, Hook
 from test_resume import EPOCHS
-from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
+from toy_run import CONFIG, check_equal_weights, in_two_processes, losses, toy_runner, train, weights
 
+import visdet
 from visdet.engine import read_checkpoint
 from visdet.registry import HOOKS
 
@@ -330,3 +331,49 @@ def test_numbers_of_the_log_keep_their_value(tmp_path):
         "small": 1e-300,
         "count": 2**31 + 1,
     }
+
+
+def test_hooks_can_call_what_the_docstring_promises(tmp_path):
+    runner = toy_runner(tmp_path, load_from=None)
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.cfg.optim_wrapper)
+    runner.scale_lr(runner.optim_wrapper, {"enable": True, "base_batch_size": 2})
+    assert runner.optim_wrapper.get_lr() == {"lr": [2e-2]}
+    (schedule,) = runner.build_param_scheduler({**COSINE, "end": 10})
+    assert schedule.end == 10 and len(runner.build_evaluator({"type": "ToyAccuracy"}).metrics) == 1
+    runner.register_custom_hooks([{"type": "Remembers"}, Remembers("LOWEST")])
+    assert len(hooks_of(runner, Remembers)) == 2 and type(runner.hooks[-1]) is Remembers
+    count = len(runner.hooks)
+    runner.register_hooks(custom_hooks=[{"type": "Remembers"}])
+    assert len(runner.hooks) == count + 7
+    runner.load_or_resume()
+    assert not runner.has_loaded
+
+
+def test_compiling_says_how_far_it_is(tmp_path, capsys):
+    train(tmp_path, train_cfg__max_iters=2, compile={"backend": "eager"})
+    printed = capsys.readouterr().out
+    assert "compile: torch compiles the training step" in printed
+    assert re.search(r"^compile: 1 part compiled after \d+ s$", printed, re.M)
+
+
+def test_the_last_iteration_is_logged(tmp_path):
+    options = {
+        "train_cfg__max_iters": 7,
+        "train_cfg__val_interval": 100,
+        "default_hooks__logger__interval": 5,
+    }
+    train(tmp_path, **options)
+    assert list(rates(tmp_path)) == [5, 7]
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, stage):
+    def run(**options):
+        if stage == "train":
+            visdet.train(CONFIG, work_dir=tmp_path / "runs" / "new", **options)
+        else:
+            visdet.evaluate(CONFIG, "gone.pth", work_dir=tmp_path / "new", show_dir=tmp_path / "pictures")
+
+    with pytest.raises(visdet.engine.CheckpointError, match=r"gone\.pth does not exist"):
+        run(from_="gone.pth")
+    assert [path.name for path in tmp_path.iterdir()] == (["runs"] if stage == "train" else [])

@@ -72,7 +72,7 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
     labels, file = legible(*runs)
     font = FontProperties(fname=None if all(map(str.isascii, labels)) else file, size=8)
     runs = dict(zip(labels, runs.values(), strict=True))
-    names = sorted({name for curves in runs.values() for name in curves})
+    names = sorted(set().union(*runs.values()))
     panels = {
         "loss": [name for name in names if name == "loss" or name.startswith("loss_")],
         "learning rate": [name for name in names if name in ("lr", "base_lr")][:1],

@@ -25,11 +25,10 @@ def check_monitored(runner: Any) -> None:
     metrics = getattr(runner.evaluators.get("val"), "metrics", [])
     if any(not hasattr(metric, "metric_names") for metric in metrics):
         return
-    known = [
-        f"{metric.prefix}/{name}" if metric.prefix else name
-        for metric in metrics
-        for name in metric.metric_names
-    ]
+    known: list[str] = []
+    for metric in metrics:
+        prefix = f"{metric.prefix}/" if metric.prefix else ""
+        known += [prefix + name for name in metric.metric_names]
     for place, wanted in _monitored(runner):
         if not any(fnmatchcase(wanted, name) for name in known):
             near = nearest_names(wanted, known, count=1)

@@ -115,35 +115,46 @@ def _formulas() -> dict[Any, Any]:
     """Return the formulas of visdet's sampling operators. They get the shapes of the arguments."""
     operators = torch.ops.visdet
     return {
-        operators.ms_deform_attn: lambda value, shapes, starts, locations, weights, **_: (
-            _PER_SAMPLE * prod(weights) * value[-1]
-        ),
-        operators.ms_deform_attn_fused: lambda value, shapes, starts, points, offsets, logits, *_, **__: (
-            _PER_SAMPLE * prod(logits) * value[-1]
-        ),
-        operators.deformable_aggregation: lambda features, shapes, starts, locations, weights, **_: (
-            _PER_SAMPLE * prod(weights[:-1]) * features[-1]
-        ),
-        operators.deformable_aggregation_fused: lambda features, a, b, points, cameras, c, logits, *_, **__: (
-            _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
-        ),
+        operators.ms_deform_attn: _of_attention,
+        operators.ms_deform_attn_fused: _of_fused_attention,
+        operators.deformable_aggregation: _of_aggregation,
+        operators.deformable_aggregation_fused: _of_fused_aggregation,
     }
+
+
+def _of_attention(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, **_: Any) -> int:
+    return _PER_SAMPLE * prod(weights) * value[-1]
+
+
+def _of_fused_attention(value: Any, *arguments: Any, **_: Any) -> int:
+    logits = arguments[4]  # after the shapes, the starts, the points and the offsets
+    return _PER_SAMPLE * prod(logits) * value[-1]
+
+
+def _of_aggregation(features: Any, shapes: Any, starts: Any, locations: Any, weights: Any, **_: Any) -> int:
+    return _PER_SAMPLE * prod(weights[:-1]) * features[-1]
+
+
+def _of_fused_aggregation(features: Any, *arguments: Any, **_: Any) -> int:
+    _shapes, _starts, points, cameras, _sizes, logits = arguments[:6]
+    return _PER_SAMPLE * prod(points[:3]) * cameras[1] * logits[-3] * features[-1]
 
 
 def _flops_of(part: str, counts: dict[str, int]) -> int:
     """Return the FLOPs of a part, whose own parts may be called by others than itself."""
     names = [name for name in counts if f"{name}.".startswith(f"{part}.")]
-    return sum(counts[name] for name in names if not any(name.startswith(f"{other}.") for other in names))
+    inner = tuple(f"{name}." for name in names)
+    return sum(counts[name] for name in names if not name.startswith(inner))
 
 
 def _rows(model: nn.Module, counts: dict[str, int]) -> list[str]:
     root = type(model).__name__
-    parts = {name: part for name, part in model.named_children() if any(True for _ in part.parameters())}
+    parts = {name: part for name, part in model.named_children() if list(part.parameters())}
     rows = [("part", "parameters", "trained", "FLOPs")]
     for name, part in [*parts.items(), ("all", model)]:
         total = sum(p.numel() for p in part.parameters())
         trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
         flops = _flops_of("Global" if part is model else f"{root}.{name}", counts)
         rows.append((name, f"{total:,}", f"{trained:,}", f"{flops / 1e9:.3f} G" if counts else "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

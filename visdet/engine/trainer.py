@@ -234,6 +234,7 @@ class DetRunner(RunCheckpoints):
                 self._train_by_epochs(loop)
             else:
                 self._train_by_iterations(loop)
+        self.late_numbers.read()
         if not loop.by_epoch:
             self.call_hook("after_train_epoch")
         self.call_hook("after_train")

@@ -70,7 +70,7 @@ class ResumableBatches:
 
     @classmethod
     def install(cls, dataloader: DataLoader, endless: bool) -> DataLoader:
-        """Return a loader like ``dataloader`` that reads resumable batches of the same batch sampler.
+        """Let a loader that has read nothing yet read resumable batches of its batch sampler, and return it.
 
         Raises:
             ValueError: the loader has no batch sampler, because its data set is iterable or its batch_size is None.
@@ -80,30 +80,23 @@ class ResumableBatches:
                 "train_dataloader must have a batch sampler and a map-style data set, got "
                 f"{type(dataloader.dataset).__name__} without a batch sampler"
             )
-        return DataLoader(
-            dataloader.dataset,
-            batch_sampler=cls(dataloader.batch_sampler, endless),
-            num_workers=dataloader.num_workers,
-            collate_fn=dataloader.collate_fn,
-            pin_memory=dataloader.pin_memory,
-            timeout=dataloader.timeout,
-            worker_init_fn=dataloader.worker_init_fn,
-            multiprocessing_context=dataloader.multiprocessing_context,
-            # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
-            generator=torch.Generator(),
-            prefetch_factor=dataloader.prefetch_factor,
-            persistent_workers=dataloader.persistent_workers,
-        )
+        # torch refuses an assignment, so that a loader which is read keeps its batches.
+        vars(dataloader)["batch_sampler"] = cls(dataloader.batch_sampler, endless)
+        # Starting the workers draws from this generator instead of the global one, whose state a checkpoint holds.
+        dataloader.generator = torch.Generator()
+        return dataloader
 
     @property
     def sampler(self) -> Any:
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
-    def never_ends(self) -> bool:
-        """Whether the batch sampler itself, or its sampler, gives batches without end."""
-        samplers = (self.batch_sampler, self.sampler)
-        return any(isinstance(one, InfiniteSampler) or getattr(one, "endless", False) for one in samplers)
+    def endless_part(self) -> Any:
+        """The batch sampler itself or its sampler, whichever gives indices without end, or None."""
+        for part in (self.batch_sampler, self.sampler):
+            if isinstance(part, InfiniteSampler) or getattr(part, "endless", False):
+                return part
+        return None
 
     @property
     def batch_size(self) -> int:

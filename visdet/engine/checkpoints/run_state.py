@@ -124,8 +124,10 @@ def _states_of_processes(runner: Any) -> dict[str, Any]:
     if hasattr(model, "plain_state"):
         own["temporal_states"] = model.plain_state(runner.steps.state)
     by_rank = all_gather_object(own)
-    states = {name: [one[name] for one in by_rank] for name in own}
-    return {**states, "accumulated_gradients": _gathered_gradients(model, runner.optim_wrapper)}
+    states: dict[str, Any] = {"accumulated_gradients": _gathered_gradients(model, runner.optim_wrapper)}
+    for name in own:
+        states[name] = [of_process[name] for of_process in by_rank]
+    return states
 
 
 def _all_processes_come(runner: Any) -> bool:
@@ -363,7 +365,7 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     """
     loop, now = runner.train_loop, len(runner.train_dataloader)
     batches_of_run = runner.train_dataloader.batch_sampler
-    is_endless = batches_of_run.never_ends
+    is_endless = batches_of_run.endless_part is not None
     before = meta.get("iterations_per_epoch") or now
     loop.batches_ahead = meta.get("batches_ahead", 0)
     size = _batch_size(runner.train_dataloader), runner.world_size

@@ -48,9 +48,9 @@ def recipe_of(optimizers: Mapping[str, Optimizer], schedules: Schedules) -> dict
 
     A checkpoint holds them, so that a run that is resumed sees what its config has changed.
     """
-    kinds = {
-        name: [type(one).__name__ for one in own] for name, own in schedules_by_optimizer(schedules).items()
-    }
+    kinds = {}
+    for name, own in schedules_by_optimizer(schedules).items():
+        kinds[name] = [type(schedule).__name__ for schedule in own]
     recipe = {"options": options_of(optimizers), "schedules": schedule_states(schedules), "kinds": kinds}
     return to_plain(recipe, "the options of the optimizer and of param_scheduler")
 

@@ -50,20 +50,29 @@ def building(cfg: Config, *sections: str) -> Iterator[None]:
         for path, node in _nodes(given) if match and not isinstance(error, UserError) else ():
             if match and match[1] in node:
                 raise InvalidTypeError(f"{path}: {error}") from error
-        # The dict that was being built, or the innermost one around it that is the only one of its type.
-        found = [
-            [path for path, node in _nodes(given) if _type_name(node) == name] for name in built_names(error)
-        ]
-        place = next((paths[0] for paths in reversed(found) if len(paths) == 1), " or ".join(given))
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        is_of_a_library = files[-1].startswith(_LIBRARIES) and all(
-            file.startswith((*_LIBRARIES, _OURS)) for file in files[1:]
-        )
-        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and is_of_a_library:
+        place = _place_of(error, given)
+        if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error
         add_hint(error, f"in the config: {place}")
         raise
+
+
+def _place_of(error: Exception, sections: dict[str, Any]) -> str:
+    """Return the path of the dict that was being built, or of the innermost one that is the only one of its type."""
+    place = " or ".join(sections)
+    for name in built_names(error):
+        paths = [path for path, node in _nodes(sections) if _type_name(node) == name]
+        if len(paths) == 1:
+            place = paths[0]
+    return place
+
+
+def _is_of_a_library(error: Exception) -> bool:
+    """Return whether a package raises the error that a constructor has called, with nothing of the user's between."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    called = all(file.startswith((*_LIBRARIES, _OURS)) for file in files[1:])
+    return called and files[-1].startswith(_LIBRARIES)
 
 
 def build_model(cfg: Config, model: dict) -> nn.Module:

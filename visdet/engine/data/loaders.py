@@ -5,7 +5,6 @@ from collections.abc import Sized
 from typing import Any
 
 import torch
-from mmengine.dataset import InfiniteSampler
 from mmengine.dist import all_gather_object
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
@@ -53,20 +52,18 @@ def check_training_data(dataloader: Any, by_epoch: bool) -> None:
         ConfigError: see above. Every process raises it.
     """
     batches: Any = dataloader.batch_sampler
-    inner = getattr(batches, "batch_sampler", batches)
-    for sampler in (inner, getattr(inner, "sampler", None)) if by_epoch else ():
-        if isinstance(sampler, InfiniteSampler) or getattr(sampler, "endless", False):
-            raise ConfigError(
-                f"train_dataloader: {type(sampler).__name__} gives batches without end, so that the first epoch would "
-                "never end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, such as "
-                "DefaultSampler"
-            )
+    if by_epoch and batches.endless_part is not None:
+        raise ConfigError(
+            f"train_dataloader: {type(batches.endless_part).__name__} gives batches without end, so that the first "
+            "epoch would never end. Use train_cfg=dict(by_epoch=False, max_iters=...), or a sampler whose epochs end, "
+            "such as DefaultSampler"
+        )
     check_there_are_samples(dataloader.dataset, "train_dataloader")
     if len(batches) == 0:
         raise ConfigError(
             f"train_dataloader gives no batch: its data set has {len(dataloader.dataset)} samples, "
-            f"{type(inner).__name__} makes batches of {batches.batch_size} and drops incomplete ones. Set batch_size "
-            "to at most the number of samples of a process, or set drop_last=False"
+            f"{type(batches.batch_sampler).__name__} makes batches of {batches.batch_size} and drops incomplete ones. "
+            "Set batch_size to at most the number of samples of a process, or set drop_last=False"
         )
     lengths = all_gather_object(len(batches)) if by_epoch else []
     if len(set(lengths)) > 1:

@@ -1,9 +1,9 @@
 """Batches that a data worker sends with all their tensors in one block of shared memory."""
 
 import io
+import math
 import pickle
 from collections.abc import Sequence
-from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -34,9 +34,14 @@ class InOneBlock:
         pickler = _WithoutTensors(file)
         pickler.dump(self.batch)
         tensors = [tensor for _, tensor in pickler.found.values()]
-        starts = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
-        block = torch.empty(0, dtype=torch.uint8).set_(UntypedStorage._new_shared(max(starts[-1], 1)))
-        places = [(start, tensor.dtype, tensor.shape) for start, tensor in zip(starts, tensors, strict=False)]
+        places: list[Place] = []
+        size = 0
+        for tensor in tensors:
+            places.append((size, tensor.dtype, tensor.shape))
+            aligned_parts = math.ceil(tensor.nbytes / _ALIGNMENT)
+            size += aligned_parts * _ALIGNMENT
+        memory = UntypedStorage._new_shared(max(size, 1))
+        block = torch.empty(0, dtype=torch.uint8).set_(memory)
         for view, tensor in zip(_views(block, places), tensors, strict=True):
             view.copy_(tensor)
         return _received, (file.getvalue(), block, places)

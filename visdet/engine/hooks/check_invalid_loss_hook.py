@@ -114,10 +114,12 @@ class CheckInvalidLossHook(Hook):
 
     def _drop_non_finite_gradients(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Drop all gradients before the optimizer's step if any is NaN or infinite. The step then does nothing."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters: list[Any] = []
+        for group in optimizer.param_groups:
+            parameters += [parameter for parameter in group["params"] if parameter.grad is not None]
         if not parameters:
             return
-        norms = torch._foreach_norm([p.grad for p in parameters])
+        norms = torch._foreach_norm([parameter.grad for parameter in parameters])
         if not torch.stack([norm.float() for norm in norms]).isfinite().all():
             self._has_dropped_gradients = True
             for parameter in parameters:

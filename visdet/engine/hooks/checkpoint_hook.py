@@ -6,6 +6,7 @@ from typing import Any
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook as _CheckpointHook
+from torch import nn
 
 from visdet.registry import HOOKS
 
@@ -60,15 +61,13 @@ class CheckpointHook(_CheckpointHook):
         super().before_train(runner)
         if isinstance(self.file_backend, LocalBackend) and is_main_process():
             check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
-            weights = [*runner.model.parameters(), *runner.model.buffers()]
-            trained = [weight for weight in weights if weight.requires_grad]
-            # An optimizer keeps two numbers for each weight that it trains.
-            size = sum(weight.nbytes for weight in [*weights, *trained, *trained])
-            check_free_space(self.out_dir, size, "a checkpoint")
+            check_free_space(self.out_dir, _size_of_checkpoint(runner.model), "a checkpoint")
         if self.save_best is not None:
-            # Only the name counts, because the folder may have been moved or copied since.
-            found = {key: path and self._existing(path) for key, path in self._best_paths().items()}
-            self._set_best_paths(found)
+            best = self._best_paths()
+            for key, path in best.items():
+                # Only the name counts, because the folder may have been moved or copied since.
+                best[key] = self._existing(path) if path else None
+            self._set_best_paths(best)
 
     def _existing(self, path: str) -> str | None:
         """Return the path of the file in the folder of this run that has the name of ``path``, or None."""
@@ -159,6 +158,13 @@ class CheckpointHook(_CheckpointHook):
             self.best_ckpt_path = paths[""]
         else:
             self.best_ckpt_path_dict = paths
+
+
+def _size_of_checkpoint(model: nn.Module) -> int:
+    """Return the bytes of a checkpoint, in which an optimizer keeps two numbers for each weight that it trains."""
+    weights = [*model.parameters(), *model.buffers()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    return sum(weight.nbytes for weight in [*weights, *trained, *trained])
 
 
 def _remove(path: str) -> None:

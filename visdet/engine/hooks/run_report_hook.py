@@ -120,19 +120,13 @@ class RunReportHook(Hook):
             means = {name.rsplit("bbox_", 1)[-1]: value for name, value in self.metrics.items()}
             total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)} | means
             # COCO marks by -1 that there was nothing to measure.
-            say(
-                table_text(
-                    ("class", "boxes", *names),
-                    [
-                        (
-                            row["name"],
-                            row["num_boxes"],
-                            *(math.nan if row.get(name, -1) < 0 else row[name] for name in names),
-                        )
-                        for row in [*rows, total]
-                    ],
+            table = []
+            for row in [*rows, total]:
+                values = [row.get(name, -1) for name in names]
+                table.append(
+                    (row["name"], row["num_boxes"], *[math.nan if value < 0 else value for value in values])
                 )
-            )
+            say(table_text(("class", "boxes", *names), table))
 
 
 def _validations(loop: Any) -> str:

@@ -49,7 +49,8 @@ class RuntimeInfoHook(_RuntimeInfoHook):
         done = runner.iter + 1
         if done == runner.max_iters or self.end_of_epoch(runner.train_dataloader, batch_idx):
             return True
-        intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook | ProgressHook)}
-        return any(
-            count % interval == 0 for interval in intervals if interval for count in (done, batch_idx + 1)
-        )
+        for hook in runner.hooks:
+            interval = hook.interval if isinstance(hook, LoggerHook | ProgressHook) else None
+            if interval and (done % interval == 0 or (batch_idx + 1) % interval == 0):
+                return True
+        return False
