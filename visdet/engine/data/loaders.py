@@ -37,7 +37,8 @@ def build_dataloader(
         loader.worker_init_fn = functools.partial(start_worker, loader.worker_init_fn)
     report_lost_batches(loader)
     explain_collation(loader)
-    if loader.pin_memory:  # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
+    if loader.pin_memory:
+        # Each tensor is then copied to memory of its own. Otherwise, a small one would keep the block.
         loader.collate_fn = functools.partial(collated_in_one_block, loader.collate_fn)
     return loader
 
