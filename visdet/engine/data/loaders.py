@@ -25,7 +25,8 @@ def build_dataloader(
     If there is a GPU, batches are in pinned memory unless the config says ``pin_memory=False``.
     """
     if isinstance(dataloader, dict):
-        pinned = torch.cuda.is_available() and dataloader.get("pin_memory", True)  # torch would warn without a GPU.
+        # torch would warn without a GPU.
+        pinned = torch.cuda.is_available() and dataloader.get("pin_memory", True)
         dataloader = {**dataloader, "pin_memory": pinned}
     if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
         dataset = DATASETS.build(dataloader["dataset"])  # mmengine's registry would not check its arguments.
