@@ -59,6 +59,7 @@ REASONS = {
     "_python_dispatch._disable_current_modes": "Examples are computed outside the mode in which a package is imported.",
     "_schema": "The CUDA library declares its operators by the schemas of the CPU library.",
     "_step_supports_amp_scaling": "A GradScaler hides infinite gradients from an optimizer that has it.",
+    "_to_copy": "Autocast casts a parameter by this operator, which a graph does for all of them at once.",
     "_utils.ExceptionWrapper": "torch's loader raises an error of a worker only if it comes in this class.",
     "_version": "torch documents it: the version of a module's state dict.",
     # mmengine

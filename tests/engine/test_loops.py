@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from mmengine.structures import InstanceData
 from toy_run import losses, toy_config, toy_runner, train
 
 from visdet.engine import (
@@ -17,6 +18,7 @@ from visdet.engine.data.loaders import build_dataloader
 from visdet.engine.monitored_metrics import check_metrics_are_apart
 from visdet.engine.prepare import build_runner
 from visdet.registry import METRICS
+from visdet.structures import DetDataSample
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,16 @@ def test_batches_are_in_pinned_memory_if_there_is_a_gpu(monkeypatch, given, is_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = {"dataset": [0], "sampler": {"type": "DefaultSampler"}, "batch_size": 1, **given}
     assert build_dataloader(config).pin_memory == is_pinned
+
+
+def test_boxes_and_labels_are_pinned(monkeypatch):
+    """A copy from other memory would wait for the work that the GPU has."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    sample = DetDataSample(gt_instances=InstanceData(labels=torch.zeros(2), names=["a", "b"]))
+    sample.ignored_instances = InstanceData(bboxes=torch.zeros(3, 4))
+    pinned = sample.pin_memory()
+    assert pinned.gt_instances.labels.tolist() == [1, 1] and pinned.gt_instances.names == ["a", "b"]
+    assert pinned.ignored_instances.bboxes.eq(1).all()
 
 
 def test_the_learning_rate_scales_with_the_batch(tmp_path):

@@ -26,11 +26,14 @@ class Capture:
 
     Attributes:
         side: a stream beside the current one, for ``in_parallel``.
+        keeps_activations: whether the memory suffices to keep what would otherwise be computed again in the backward
+            pass.
         tables: the results of functions with ``keeps_tables`` that were used. A graph reads them at the addresses that
             they had at its capture, so that it must hold this list.
     """
 
     side: torch.cuda.Stream
+    keeps_activations: bool = False
     tables: list[Any] = field(default_factory=list)
 
 
@@ -38,9 +41,9 @@ _current: ContextVar[Capture | None] = ContextVar("visdet_capture", default=None
 
 
 @contextmanager
-def captures(side: torch.cuda.Stream) -> Iterator[Capture]:
+def captures(side: torch.cuda.Stream, keeps_activations: bool = False) -> Iterator[Capture]:
     """Run the block as a capture of a graph, which may have branches on a second stream. The engine alone does this."""
-    capture = Capture(side)
+    capture = Capture(side, keeps_activations)
     token = _current.set(capture)
     try:
         yield capture
@@ -77,12 +80,20 @@ def in_parallel(first: Callable[[], A], second: Callable[[], B], reads: Any = ()
     return result, side_result
 
 
+def keeps_activations() -> bool:
+    """Return whether a capture, or a trial run before it, keeps what would otherwise be computed again."""
+    capture = _current.get()
+    return capture is not None and capture.keeps_activations
+
+
 def recomputed(layer: nn.Module, input: Tensor, *others: Any) -> Any:
     """Return ``layer(input, *others)``, which keeps only its arguments for the backward pass and is run again there.
 
-    In the capture of a graph, a layer that drops anything keeps everything: The backward pass is another graph, in
-    which it would draw other numbers.
+    In the capture of a graph, a layer keeps everything if the memory suffices, and also if it drops anything: The
+    backward pass is another graph, in which it would draw other numbers.
     """
+    if keeps_activations():
+        return layer(input, *others)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         rates = [
             getattr(part, name, 0) for part in layer.modules() if part.training for name in ("p", "drop_prob")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from mmengine.structures import BaseDataElement, InstanceData
+from torch import Tensor
 
 
 def _instances(name: str) -> Any:
@@ -32,6 +33,14 @@ class DetDataSample(BaseDataElement):
     gt_instances = _instances("_gt_instances")
     ignored_instances = _instances("_ignored_instances")
     pred_instances = _instances("_pred_instances")
+
+    def pin_memory(self) -> "DetDataSample":
+        """Move the tensors to pinned memory, whose copy to a GPU need not wait for it. Data loaders call this."""
+        for instances in self.values():
+            for name, value in instances.items() if isinstance(instances, InstanceData) else ():
+                if isinstance(value, Tensor):
+                    instances[name] = value.pin_memory()
+        return self
 
 
 class FieldDataSample(BaseDataElement):

@@ -10,9 +10,11 @@ from tiny_driving import frame, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
+from visdet.engine.graphs.half_leaves import CastsNoted, HalfLeaves
+from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.stages import StagedModel
-from visdet.execution.tensor_tree import layout_of, map_tensors
+from visdet.execution.tensor_tree import for_device, layout_of, map_tensors
 from visdet.structures.driving_data_sample import predictions_of
 
 # Two sequences side by side; the second one's scene ends within.
@@ -152,3 +154,37 @@ def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
 
     assert_same_predictions(run({"predict": graphs}), run(None))
     assert graphs.counts["replayed"] >= len(SCENES), graphs.report()
+
+
+def test_parameters_that_autocast_alone_reads_may_be_cast_at_once():
+    """Losses and gradients are the same to the bit, and so is what a layer computes in full precision."""
+    model = tiny_model().train()
+    batch = for_device(model.training_batch(*frames("cpu")[0], None))
+    plain = leaves_in_place_of(model)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def losses_and_gradients(leaves):
+        def run():
+            losses = torch.stack(list(model.computed_losses(batch)[0].values()))
+            learning = [leaf for leaf in leaves.values() if leaf.requires_grad]
+            return losses, torch.autograd.grad(losses.sum(), learning, allow_unused=True)
+
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            return with_leaves(model, leaves, run)
+
+    with CastsNoted(list(plain.values()), torch.bfloat16) as casts:
+        losses, gradients = losses_and_gradients(plain)
+    half = HalfLeaves(plain, casts.only_cast(), torch.bfloat16)
+    half.refresh()
+    chosen = {
+        name for name, parameter in model.named_parameters() if half.leaves[parameter].dtype != torch.float32
+    }
+    assert len(chosen) > 100 and "img_backbone.layer1.0.conv1.weight" in chosen
+    assert not any("norm" in name or "instance_bank" in name or "anchor_encoder" in name for name in chosen)
+    found, found_gradients = losses_and_gradients(half.leaves)
+    assert torch.equal(found, losses)
+    for one, other in zip(found_gradients, gradients, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one.float(), other))

@@ -75,16 +75,16 @@ class GraphMemory:
         self.side = torch.cuda.Stream()
 
     @contextmanager
-    def captures(self) -> Iterator[Capture]:
+    def captures(self, keeps_activations: bool = False) -> Iterator[Capture]:
         """Run the block on the streams, after all earlier work and before all later work on the current stream.
 
-        Backward passes in the block run in this thread.
+        Backward passes in the block run in this thread. For ``keeps_activations``, see ``Capture``.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         try:
             with (
                 torch.cuda.stream(self.stream),
-                captures(self.side) as capture,
+                captures(self.side, keeps_activations) as capture,
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 yield capture

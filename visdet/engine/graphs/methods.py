@@ -111,6 +111,8 @@ class GraphedMethod(ABC):
         parts = [f"{count} {kind}" for kind, count in self.counts.most_common()]
         held = 0 if self._memory is None else self._memory.reserved_bytes()
         shapes = f"{len(self._graphs)} shapes hold {held / 2**20:.0f} MiB"
+        if any(getattr(graph, "keeps_activations", False) for graph in self._graphs.values()):
+            shapes += ", activations included that the config would compute again (with_cp, num_cp)"
         return f"graphs of {self.method}: {total} batches, {', '.join(parts)}; {shapes}"
 
     @abstractmethod

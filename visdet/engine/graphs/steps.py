@@ -1,7 +1,7 @@
 """The CUDA graphs of a training step and of a prediction, for batches of one shape."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,15 @@ import torch
 from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
+from visdet.execution.capture import Capture
 from visdet.execution.tensor_tree import for_device, layout_of, map_tensors, tensors_of
 
 from ..optim.gradients import Gradients
+from .half_leaves import CastsNoted, HalfLeaves
 from .leaves import leaves_in_place_of, with_leaves
 from .memory import GraphMemory, host_waits
+
+_LEAST_FREE = 0.5  # the part of the GPU's memory that must stay free if activations are kept
 
 
 class GraphedStep:
@@ -23,7 +27,8 @@ class GraphedStep:
     assignment needs the host or other processes, two graphs compute the losses, and ``assign`` is called between them.
 
     The constructor runs the step of ``batch`` once without effect, so that libraries have made their plans, and sees
-    what ``assign`` needs. ``capture`` makes the graphs.
+    what ``assign`` needs, which parameters autocast casts, and whether the memory suffices to keep activations that the
+    model computes again in the backward pass (``with_cp``, ``num_cp``). ``capture`` makes the graphs.
 
     The graphs are captured with leaf tensors that share the memory of the parameters, and not with the parameters
     themselves. An earlier step or ``DistributedDataParallel`` may hold the autograd nodes of the parameters. Such nodes
@@ -53,8 +58,6 @@ class GraphedStep:
         self.batch = for_device(map_tensors(Tensor.clone, batch))
         self.assignment: Any = None
         self.assigns_in_graph = get_world_size() == 1
-        self.leaves = leaves_in_place_of(model)
-        learning = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
 
         def assign(outputs: Any, _: Any) -> Any:
             found = example
@@ -65,19 +68,29 @@ class GraphedStep:
             self.assignment = map_tensors(self._ones_like, found)
             return self.assignment
 
-        def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
-            losses, _ = model.computed_losses(self.batch, assign)
-            total = torch.stack(list(losses.values())).sum()
-            with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
-                return losses, torch.autograd.grad(total, learning, allow_unused=True)
-
-        with memory.captures(), _casts_of_its_own(), nothing_changes(model):
-            losses, found = with_leaves(model, self.leaves, run)
+        plain = leaves_in_place_of(model)
+        learning = [leaf for leaf in plain.values() if leaf.requires_grad]
+        dtype = torch.get_autocast_dtype("cuda")
+        casts = CastsNoted(learning if torch.is_autocast_enabled("cuda") else [], dtype)
+        self.half = HalfLeaves(plain, (), dtype)
+        self.keeps_activations = recomputes(model)
+        with casts:
+            try:
+                losses, used = self._tried_out(assign)
+            except torch.OutOfMemoryError:
+                if not self.keeps_activations:
+                    raise
+                self.keeps_activations = False
+                losses, used = self._tried_out(assign)
+        free, total = torch.cuda.mem_get_info()
+        self.keeps_activations = self.keeps_activations and free >= _LEAST_FREE * total
+        if casts.only_cast():
+            whole, self.half = self.half, HalfLeaves(plain, casts.only_cast(), dtype)
+            others, used_then = self._tried_out(assign)
+            is_equal = used_then == used and all(torch.equal(losses[name], others[name]) for name in losses)
+            self.half = self.half if is_equal else whole
         self.names = list(losses)
-        used = {leaf for leaf, grad in zip(learning, found, strict=True) if grad is not None}
-        self.block = gradients.block_of(
-            [parameter for parameter, leaf in self.leaves.items() if leaf in used]
-        )
+        self.block = gradients.block_of(used)
         self.parameters: list[Any] = self.block.parameters
         hooked = set(handed_on)
         self.handed_on = [parameter for parameter in self.parameters if parameter in hooked]
@@ -85,6 +98,23 @@ class GraphedStep:
         self.grad_of_losses = torch.empty_like(torch.stack(list(losses.values())).detach())
         # The losses are a function of it for autograd.
         self.anchor = torch.zeros((), device=memory.stream.device, requires_grad=True)
+
+    def _tried_out(self, assign: Callable[[Any, Any], Any]) -> tuple[dict[str, Tensor], list[nn.Parameter]]:
+        """Return the losses, and the parameters that get gradients, of a step without effect."""
+        leaves = self.half.leaves
+        learning = {parameter: leaf for parameter, leaf in leaves.items() if leaf.requires_grad}
+
+        def run() -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
+            self.half.refresh()
+            losses, _ = self.model.computed_losses(self.batch, assign)
+            total = torch.stack(list(losses.values())).sum()
+            with torch.autocast("cuda", enabled=False):  # It computes in the dtypes of the forward pass.
+                return losses, torch.autograd.grad(total, list(learning.values()), allow_unused=True)
+
+        with self._captures(), _casts_of_its_own(), nothing_changes(self.model):
+            losses, found = with_leaves(self.model, leaves, run)
+        used = [parameter for parameter, grad in zip(learning, found, strict=True) if grad is not None]
+        return {name: loss.detach() for name, loss in losses.items()}, used
 
     def _ones_like(self, part: Tensor) -> Tensor:
         return torch.ones_like(part, device=self.memory.stream.device)
@@ -105,9 +135,12 @@ class GraphedStep:
             RuntimeError: something in them cannot be captured.
         """
         self.graphs: list[Any] = []
-        with self.memory.captures() as capture, _casts_of_its_own():
-            with_leaves(self.model, self.leaves, self._capture)
+        with self._captures() as capture, _casts_of_its_own():
+            with_leaves(self.model, self.half.leaves, self._capture)
         self.tables = capture.tables
+
+    def _captures(self) -> AbstractContextManager[Capture]:
+        return self.memory.captures(self.keeps_activations)
 
     def _recording(self) -> Any:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -122,17 +155,23 @@ class GraphedStep:
                 return self.assignment
 
             recording.enter_context(self._recording())
+            self.half.refresh()
             by_name, self.outputs = self.model.computed_losses(
                 self.batch, None if self.assigns_in_graph else assign
             )
             values = torch.stack(list(by_name.values()))
         with torch.autocast("cuda", enabled=False), self._recording():
-            leaves = [self.leaves[parameter] for parameter in self.parameters]
+            leaves = [self.half.leaves[parameter] for parameter in self.parameters]
             gradients = torch.autograd.grad(values, leaves, self.grad_of_losses)
             handed = set(self.handed_on)
             triples = list(zip(self.parameters, self.block.views, gradients, strict=True))
             added = [(view, new) for parameter, view, new in triples if parameter not in handed]
-            _add([view for view, _ in added], [new for _, new in added])
+            halves = [(view, new) for view, new in added if new.dtype != view.dtype]
+            widened = [torch.empty_like(view) for view, _ in halves]
+            _copy(widened, [new for _, new in halves])
+            _add([view for view, _ in halves], widened)
+            full = [(view, new) for view, new in added if new.dtype == view.dtype]
+            _add([view for view, _ in full], [new for _, new in full])
             _copy(self.handed_gradients, [new for parameter, _, new in triples if parameter in handed])
         self.values = values.detach()
 
@@ -158,6 +197,11 @@ class GraphedStep:
         copies = [torch.empty_like(gradient) for gradient in self.handed_gradients]
         _copy(copies, self.handed_gradients)
         return copies
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Return whether a part of a model computes activations again in the backward pass."""
+    return any(getattr(part, "with_cp", False) or getattr(part, "num_cp", 0) > 0 for part in model.modules())
 
 
 class GraphedFeatures:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from visdet.checks.arguments import Range
 from visdet.errors import InvalidInputError
+from visdet.execution.capture import keeps_activations
 from visdet.ops.tracing import is_traced
 from visdet.registry import MODELS
 
@@ -83,7 +84,7 @@ class ResidualBlock(nn.Module):
 
         ``folded`` replaces convolutions and their normalisations. With a ``padding``, the maps are those of each image.
         """
-        if not self.with_cp or not x.requires_grad:
+        if not self.with_cp or not x.requires_grad or keeps_activations():
             return self._forward(x, folded, padding)
         # torch.compile supports no contexts of one's own.
         contexts: Any = {} if is_traced() else {"context_fn": lambda: (nullcontext(), _statistics_kept(self))}
@@ -210,7 +211,8 @@ class ResNet(Backbone):
             do not update their statistics. 0 freezes the stem only, -1 freezes nothing.
         norm_cfg: config for ``build_norm_layer``.
         norm_eval: whether batch norm uses its stored statistics in training, too.
-        with_cp: recompute each block's activations in the backward pass instead of keeping them.
+        with_cp: recompute each block's activations in the backward pass instead of keeping them. A CUDA graph keeps
+            them nevertheless where half of the GPU's memory stays free.
         zero_init_residual: whether the scale of each block's last normalisation starts at 0.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` (see ``load_pretrained``) or mmengine's initialisers. By
             default, convolutions get Kaiming's normal distribution, and normalisations scale 1 and shift 0.

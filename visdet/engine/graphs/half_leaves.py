@@ -1,0 +1,66 @@
+"""16-bit leaves that stand in for the parameters which autocast would cast, so that a few kernels cast them all."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from visdet.execution.tensor_tree import tensors_of
+
+
+class CastsNoted(TorchDispatchMode):
+    """Notes which of some tensors are cast to the type of autocast, and otherwise not used.
+
+    Args:
+        tensors: the tensors. dtype: the type of autocast.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._watched = {id(tensor): tensor for tensor in tensors}
+        self._dtype = dtype
+        self._cast: set[int] = set()
+        self._used: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # An autograd function that casts a tensor by itself, without gradients, expects its own type.
+        is_cast = (
+            func is torch.ops.aten._to_copy.default
+            and kwargs.get("dtype") == self._dtype
+            and torch.is_grad_enabled()
+        )
+        found = {id(tensor) for tensor in tensors_of((args, kwargs))} & self._watched.keys()
+        (self._cast if is_cast else self._used).update(found)
+        return func(*args, **kwargs)
+
+    def only_cast(self) -> list[Tensor]:
+        """Return the tensors that were cast and not used otherwise."""
+        return [self._watched[key] for key in self._watched if key in self._cast - self._used]
+
+
+class HalfLeaves:
+    """16-bit copies of parameters, which are leaves of a graph in their places.
+
+    Args:
+        leaves: the leaves of all parameters. only_cast: those that are copied. dtype: the type of the copies.
+    """
+
+    def __init__(
+        self, leaves: Mapping[nn.Parameter, Tensor], only_cast: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        chosen = set(only_cast)
+        self._sources = [leaf.detach() for leaf in leaves.values() if leaf in chosen]
+        self._copies = [torch.empty_like(source, dtype=dtype) for source in self._sources]
+        copies = iter(self._copies)
+        self.leaves = {
+            parameter: next(copies).detach().requires_grad_(leaf.requires_grad) if leaf in chosen else leaf
+            for parameter, leaf in leaves.items()
+        }
+
+    def refresh(self) -> None:
+        """Copy the parameters."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._sources)
