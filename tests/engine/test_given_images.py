@@ -442,7 +442,7 @@ def test_the_names_of_the_package_come_at_their_first_use():
         "import sys, visdet\n"
         "assert not {'torch', 'mmengine', 'numpy'} & set(sys.modules)\n"
         "assert {'init_detector', 'train', 'evaluate', 'Detections'} <= set(visdet.__all__) & set(dir(visdet))\n"
-        "assert visdet.train.__module__ == 'visdet.engine.run' and 'torch' not in sys.modules\n"
+        "assert visdet.train.__module__ == 'visdet.data_folder' and 'torch' not in sys.modules\n"
         "assert visdet.init_detector.__module__ == 'visdet.engine.inference.detector'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(visdet.__file__).parents[1])

@@ -20,6 +20,7 @@ _MODULES = {
     "test": "visdet.commands.test",
     "infer": "visdet.commands.infer",
     "export": "visdet.commands.export",
+    "inspect": "visdet.commands.inspect",
     "benchmark": "visdet.commands.benchmark",
     "configs": "visdet.commands.configs",
     "print-config": "visdet.commands.print_config",
@@ -34,7 +35,7 @@ _MODULES = {
     "prepare-nuscenes": "visdet.commands.prepare_nuscenes",
     "doctor": "visdet.doctor",
 }
-_PRINTING = ("configs", "print-config", "doctor")
+_PRINTING = ("configs", "print-config", "inspect", "doctor")
 _DESCRIPTION = """Train, evaluate and use detectors that config files describe.
 
 First steps, in any folder:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from visdet.command_line import add_config_arguments, folder_name
+from visdet.command_line import add_config_arguments, folder_name, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out-dir",
         type=folder_name,
         help="folder to write (default: the first of work_dirs/detections, work_dirs/detections_2 ... that is new)",
+    )
+    parser.add_argument(
+        "--tiles",
+        type=positive_int,
+        metavar="SIDE",
+        help="cut larger pictures into tiles of SIDE x SIDE pixels, for objects that are small in them",
+    )
+    parser.add_argument(
+        "--overlap", type=float, default=0.2, help="share of a tile that the next one shows, too"
+    )
+    parser.add_argument(
+        "--nms",
+        type=float,
+        metavar="IOU",
+        help="leave out a detection that a better one of its class overlaps so far",
     )
     parser.add_argument(
         "--json-only", action="store_true", help="write predictions.json alone, and no pictures"
@@ -86,6 +101,9 @@ def run(args: argparse.Namespace) -> None:
         args.amp,
         draws=not args.json_only,
         shown=_with_progress,
+        tiles=args.tiles,
+        overlap=args.overlap,
+        nms=args.nms,
     )
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)

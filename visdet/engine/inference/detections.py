@@ -17,6 +17,7 @@ from visdet.checks.arguments import Share, checked
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError, MissingPackageError, UserError
 from visdet.files.writing import write_atomically, written_whole
+from visdet.registry import OPS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_names
 
@@ -94,7 +95,7 @@ class Detections:
         self.shape = tuple(int(size) for size in sample.ori_shape[:2])
         self.sample = sample.new()
         self.sample.pred_instances = InstanceData(bboxes=self.boxes, scores=self.scores, labels=self.labels)
-        self._image, self._draw = image, draw
+        self._image, self.drawing = image, draw
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -123,7 +124,7 @@ class Detections:
             return list(self)[index]
         sample = self.sample.new()
         sample.pred_instances = self.sample.pred_instances[index]
-        return Detections(sample, self.classes, 0.0, self._image, self._draw, self.frame, self.time)
+        return Detections(sample, self.classes, 0.0, self._image, self.drawing, self.frame, self.time)
 
     @checked
     def filter(
@@ -136,6 +137,13 @@ class Detections:
                 raise InvalidInputError(f"classes must be among {', '.join(self.classes)}, got {name!r}")
         is_kept = [one.class_name in names and one.score >= score_threshold for one in self]
         return self[torch.tensor(is_kept, dtype=torch.bool)]
+
+    @checked
+    def nms(self, iou_threshold: Share) -> "Detections":
+        """Return the detections without those that a better one of their class overlaps by more than a threshold."""
+        suppress = OPS.get("batched_nms")
+        kept = suppress(self.boxes, self.scores, self.labels, {"iou_threshold": iou_threshold})[1]
+        return self[kept]
 
     @property
     def class_names(self) -> list[str]:
@@ -154,9 +162,9 @@ class Detections:
         Raises:
             UserError: the file cannot be written.
         """
-        if self._draw is None:
+        if self.drawing is None:
             raise UserError("these detections come from no detector, which would draw them")
-        picture = Image.fromarray(self._draw(self.image, self.sample))
+        picture = Image.fromarray(self.drawing(self.image, self.sample))
         if out_file is not None:
             try:
                 with written_whole(Path(out_file).expanduser(), reaches_disk=False) as partial:
@@ -193,7 +201,7 @@ class Detections:
         write_atomically(Path(out_file).expanduser(), self.to_json() + "\n")
 
     def _repr_png_(self) -> bytes | None:
-        if self._draw is None:
+        if self.drawing is None:
             return None
         self.draw().save(content := io.BytesIO(), "PNG")
         return content.getvalue()

@@ -1,18 +1,13 @@
 """Running a trained model on images."""
 
-import contextlib
 import functools
-import json
 import logging
 import math
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby, islice
-from pathlib import Path
-from typing import Any, Literal, overload
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -22,33 +17,30 @@ from mmengine.registry import init_default_scope
 from PIL import Image
 from torch import nn
 
-from visdet.checks.arguments import AtLeast0, Positive, Share, checked, checked_value, with_other_names
+from visdet.checks.arguments import AtLeast0, Positive, Range, Share, checked, checked_value, with_other_names
 from visdet.checks.heads import classes_of_heads
-from visdet.errors import InvalidInputError, listed
-from visdet.files.writing import write_atomically
-from visdet.registry import DATASETS, MODELS, VISUALIZERS
+from visdet.errors import InvalidInputError
+from visdet.registry import TRANSFORMS, VISUALIZERS
 from visdet.structures import DetDataSample
-from visdet.structures.class_names import checked_classes
 
 from ..checkpoints.checkpoint import read_checkpoint
-from ..checkpoints.class_names import class_lists, lists_of_checkpoint
 from ..checkpoints.held_config import load_config, names_checkpoint, say_differences
 from ..checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
-from ..config.load import complete_config, dataset_config
+from ..config.load import complete_config
 from ..config.other_names import NAMES_OF_DETECTING, NAMES_OF_LOADING
-from ..errors import ConfigError, UserError
+from ..errors import ConfigError
 from ..graphs.methods import graphs_for
-from ..process.console import say
 from ..process.default_device import cpu_by_default
-from ..process.places import check_work_dir
 from ..stages import StagedModel
+from .detect_files import detect_files, write_detections_file
 from .detections import Detections
+from .detector_config import checked_device, dataset_meta_of, model_class, takes_images, test_pipeline
 from .given_images import GivenImage, as_array, each_image, frames_per_second, is_one_image, video_of
-from .image_files import is_stream, is_video, one_or_several, pictures_folder
-from .picture_paths import PicturePaths
+from .image_files import is_stream
 from .read_ahead import computed_ahead
+from .tiles import joined, windows_of
 from .videos import written_as_video
 
 __all__ = ["Detector", "detect_files", "init_detector", "write_detections_file"]
@@ -92,10 +84,10 @@ class Detector:
         cfg, _ = load_config(cfg)
         complete_config(cfg)
         init_default_scope(cfg.default_scope)
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         path = None if checkpoint is None else os.path.expanduser(checkpoint)
         if not takes_images(cfg):
-            model = _model_class(cfg)
+            model = model_class(cfg)
             raise ConfigError(
                 f"{model.__name__} does not take image files. Its samples are {model.sample_type.__name__}s, which "
                 "only a data set can read. Use visdet test CONFIG CHECKPOINT --out FILE --show-dir FOLDER, or "
@@ -127,7 +119,7 @@ class Detector:
             measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
         ]
         with building(cfg, "test_dataloader"):
-            self._pipeline = Compose(_test_pipeline(cfg))
+            self._pipeline = Compose(test_pipeline(cfg))
         self._cfg = cfg
 
     @overload
@@ -151,6 +143,9 @@ class Detector:
         graph: bool | None = None,
         channel_order: Literal["bgr", "rgb"] = "bgr",
         save_video: str | os.PathLike | None = None,
+        tiles: Positive | None = None,
+        overlap: Annotated[float, Range(0, 0.9)] = 0.2,
+        nms: Share | None = None,
     ) -> Any:
         """Return the detections in one image or in many.
 
@@ -171,6 +166,11 @@ class Detector:
             channel_order: 'bgr' or 'rgb', the order of the channels of arrays and tensors.
             save_video: an .mp4 file to write with the pictures of the detections. It is complete when all results have
                 been taken.
+            tiles: the sides of the tiles, in pixels, into which a larger picture is cut for small objects. The whole
+                picture is seen, too, and detections of a class that overlap are one.
+            overlap: the share of a tile that the next one shows, too.
+            nms: the IoU above which the worse of two detections of a class is left out. The default is None, or 0.5
+                where tiles meet.
 
         Raises:
             UserError: an argument cannot be used, or an image or a video cannot be read. The message says which.
@@ -183,8 +183,14 @@ class Detector:
         is_finite = isinstance(images, str | os.PathLike | Sequence | np.ndarray | torch.Tensor)
         # The images of a user's iterator are taken when they are needed, such as those of a camera.
         reads_ahead = is_finite and not is_one
-        read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
-        found = self.detect_items(read, batch_size, thresholds, bool(amp), graph)
+        options: Any = (batch_size, thresholds, bool(amp), graph)
+        if tiles is None:
+            read = computed_ahead(self._read, given, _AHEAD) if reads_ahead else map(self._read, given)
+            found = self.detect_items(read, *options)
+        else:
+            found = self.detect_tiles(given, tiles, overlap, nms, *options)
+        if nms is not None:
+            found = (one.nms(nms) for one in found)
         rate = 25.0 if video is None or is_stream(video) else frames_per_second(video)
         if save_video is not None:
             found = written_as_video(found, save_video, rate)
@@ -225,6 +231,31 @@ class Detector:
                 yield Detections(
                     sample, classes, thresholds, image.pixels, self._picture, image.frame, image.time
                 )
+
+    def detect_tiles(
+        self,
+        images: Iterable[GivenImage],
+        tiles: int,
+        overlap: float = 0.2,
+        nms: float | None = None,
+        *options: Any,
+    ) -> Iterator[Detections]:
+        """Yield the detections in images that are cut into tiles. A call of the detector has the arguments.
+
+        Args:
+            images: the images.
+            options: the arguments of :meth:`detect_items` after ``items``.
+        """
+        read = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
+        for image in images:
+            pixels = image.pixels
+            if pixels is None:
+                pixels = read({"img_path": image.path})["img"].permute(1, 2, 0).numpy()
+            shape = pixels.shape[0], pixels.shape[1]
+            windows = windows_of(*shape, tiles, overlap)
+            crops = (GivenImage(pixels=pixels[y1:y2, x1:x2]) for x1, y1, x2, y2 in windows)
+            parts = list(self.detect_items(map(self._read, crops), *options))
+            yield joined(parts, windows, image, shape, overlap * tiles, 0.5 if nms is None else nms)
 
     def _read(self, image: GivenImage) -> tuple[GivenImage, dict[str, Any]]:
         return image, self.item_of(image)
@@ -288,166 +319,3 @@ def init_detector(
         UserError: see :class:`Detector`.
     """
     return Detector(config, checkpoint, device)
-
-
-def _model_class(cfg: Config) -> Any:
-    if not cfg.get("model"):
-        raise ConfigError(f"config {cfg.filename or ''} lacks model")
-    kind = cfg.model.get("type")
-    return MODELS.get(kind) if isinstance(kind, str) else kind
-
-
-def takes_images(cfg: Config) -> bool:
-    """Return whether the samples of a config's model are single images."""
-    return issubclass(getattr(_model_class(cfg), "sample_type", DetDataSample), DetDataSample)
-
-
-def detect_files(
-    detector: Detector,
-    files: str | os.PathLike | Iterable[str | os.PathLike],
-    out_dir: str,
-    score_thr: float | None,
-    batch_size: int = 1,
-    amp: bool = False,
-    draws: bool = True,
-    shown: Callable[[Iterator[Detections], int], Iterable[Detections]] | None = None,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Detect objects in images and videos, and write ``predictions.json`` and a picture of each file below ``out_dir``.
-
-    The picture of a video is an .mp4 file. The pictures are in :func:`pictures_folder`. Their subfolders are those of
-    the files below the deepest folder that contains all of them; see also :class:`PicturePaths`. Files are read, and
-    pictures are written, in threads while the model predicts.
-
-    Args:
-        detector: the detector.
-        files: the paths of the images and the videos, or one path.
-        out_dir: the folder to write to.
-        score_thr: the lowest score of the detections that are kept. With None it is the detector's for each class.
-        batch_size, amp: see :class:`Detector`.
-        draws: whether pictures are written.
-        shown: a function of the results as they come and of the number of files, which returns them, such as that of a
-            progress bar.
-
-    Returns:
-        the detections in every image and every frame (see :meth:`Detections.to_dict`), and a message for each file that
-        cannot be read.
-    """
-    checked_value("--score-thr", score_thr, Share | None)
-    paths = [os.fspath(path) for path in one_or_several(files)]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in paths if not is_stream(path)]
-    root = os.path.commonpath(folders) if folders else ""
-    pictures = PicturePaths(pictures_folder(out_dir))
-    predictions = Path(out_dir, "predictions.json")
-    found: list[dict[str, Any]] = []
-    failures: list[str] = []
-
-    def picture_of(path: str, suffix: str) -> Path:
-        name = "stream" if is_stream(path) else os.path.relpath(path, root)
-        picture = pictures.path_of(path, name, suffix)
-        check_work_dir(picture.parent, "--out-dir")
-        return picture
-
-    def read(path: str) -> tuple[GivenImage, Any]:
-        image = GivenImage(path)
-        try:
-            return image, detector.item_of(image)
-        except UserError as error:
-            return image, error
-
-    def readable(paths: Iterator[str]) -> Iterator[tuple[GivenImage, dict[str, Any]]]:
-        for image, item in computed_ahead(read, paths, _AHEAD):
-            if isinstance(item, UserError):
-                failures.append(str(item))
-            else:
-                yield image, item
-
-    def results() -> Iterator[Detections]:
-        for are_videos, group in groupby(paths, key=is_video):
-            if not are_videos:
-                yield from detector.detect_items(readable(group), batch_size, score_thr, amp)
-            for path in group if are_videos else ():
-                picture = picture_of(path, ".mp4") if draws else None
-                try:
-                    yield from detector(path, batch_size, score_thr, amp=amp, save_video=picture)  # type: ignore
-                except UserError as error:
-                    failures.append(str(error))
-
-    drawn: deque[Future] = deque()
-    try:
-        with ThreadPoolExecutor(_DRAWING) as drawing:
-            for result in results() if shown is None else shown(results(), len(paths)):
-                found.append(result.to_dict())
-                if draws and result.frame is None:
-                    drawn.append(drawing.submit(result.draw, picture_of(str(result.path), ".png")))
-                if len(drawn) > 2 * _DRAWING:
-                    drawn.popleft().result()
-            for picture in drawn:
-                picture.result()
-    except BaseException:  # What was found until then is kept.
-        if found:
-            with contextlib.suppress(OSError):
-                write_detections_file(predictions, found)
-        raise
-    write_detections_file(predictions, found)
-    return found, failures
-
-
-def write_detections_file(path: str | Path, images: list[dict[str, Any]]) -> None:
-    """Write the results of :func:`detections_of` for some images as a JSON list with one line per image."""
-    write_atomically(path, "[\n" + ",\n".join(map(json.dumps, images)) + "\n]\n")
-
-
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        probe = torch.zeros(1, device=device)
-        probe.item()  # Device 'meta' holds no values.
-        return probe.device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise UserError(f"device {device!r} is not available: {str(error).splitlines()[0]}") from error
-
-
-def _test_dataset(cfg: Config) -> dict:
-    for split in ("test", "val"):
-        if cfg.get(f"{split}_dataloader"):
-            return dataset_config(cfg, split)
-    raise ConfigError(f"config {cfg.filename} has neither test_dataloader nor val_dataloader")
-
-
-def _test_pipeline(cfg: Config) -> list[dict]:
-    """Return the test pipeline without the steps that need annotations."""
-    steps = _test_dataset(cfg).get("pipeline")
-    if not steps:
-        raise ConfigError(f"config {cfg.filename}: test_dataloader.dataset has no pipeline")
-    return [step for step in steps if "LoadAnnotations" not in str(step.get("type"))]
-
-
-def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
-    """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
-    meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
-    dataset = _test_dataset(cfg)
-    found = meta.get("dataset_meta") or dataset.get("metainfo") or {}
-    owner = "test_dataloader.dataset.metainfo"
-    if meta.get("dataset_meta") or meta.get("CLASSES"):
-        owner = f"checkpoint {path}: meta['dataset_meta']"
-    if not found:
-        default = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
-        # Weights of other projects name no classes.
-        if not checkpoint or len(default.get("classes", ())) in classes_of_heads(model).values():
-            found = default
-    if not isinstance(found, dict):
-        return checked_classes(found, owner)
-    classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")
-    if classes is None:
-        raise ConfigError(
-            "neither the checkpoint nor the config names the classes. Name them with "
-            "--cfg-options test_dataloader.dataset.metainfo.classes=\"('a','b')\""
-        )
-    trained = lists_of_checkpoint(checkpoint).get("classes")
-    given = class_lists(dataset.get("metainfo")).get("classes")
-    if trained and given and set(trained) != set(given):
-        say(
-            f"the classes are those of the checkpoint, {listed(trained)}, and not the config's {listed(given)}"
-        )
-    return checked_classes({**found, "classes": classes}, owner)

@@ -11,12 +11,14 @@ import torch
 from PIL import Image
 
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError
+from visdet.files.images import open_image
 
 from .image_files import find_images, is_stream, is_video, local_path
 
 __all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
 
-_KINDS = "paths, numpy arrays, tensors, images of Pillow, or lists and iterators of them"
+_KINDS = "paths, numpy arrays, tensors, images of Pillow, bytes or open files, or lists and iterators of them"
+_Content = bytes | bytearray | io.IOBase  # of a file
 
 
 class GivenImage(NamedTuple):
@@ -42,7 +44,7 @@ def is_one_image(given: Any) -> bool:
     if isinstance(given, str | os.PathLike):
         path = local_path(given)
         return os.path.isfile(path) and not is_video(path)
-    return isinstance(given, Image.Image)
+    return isinstance(given, Image.Image | _Content)
 
 
 def video_of(given: Any) -> str | None:
@@ -67,9 +69,8 @@ def each_image(given: Any, channel_order: str = "bgr", name: str = "images") -> 
         UserError: something given is no image. The message says what it is.
     """
     given = as_array(given)
-    if not isinstance(given, Image.Image | os.PathLike | Iterable) or isinstance(
-        given, Mapping | bytes | set | frozenset | io.IOBase
-    ):
+    is_known = isinstance(given, Image.Image | os.PathLike | Iterable)
+    if not is_known or isinstance(given, Mapping | set | frozenset):
         raise InvalidTypeError(f"{name} must be {_KINDS}, got {type(given).__name__}")
     return _each_image(given, channel_order, name)
 
@@ -93,6 +94,8 @@ def _each_image(given: Any, channel_order: str, name: str) -> Iterator[GivenImag
                 yield GivenImage(path)
     elif isinstance(given, Image.Image):
         yield GivenImage(pixels=_rgb_of_picture(given, name))
+    elif isinstance(given, _Content):
+        yield GivenImage(pixels=_rgb_of_content(given, name))
     elif isinstance(given, torch.Tensor | np.ndarray) and given.ndim != 4:
         yield GivenImage(pixels=_rgb_of_array(given, channel_order, name))
     else:
@@ -116,6 +119,20 @@ def _rgb_of_picture(picture: Image.Image, name: str) -> np.ndarray:
     if 0 in rgb.shape:
         raise InvalidInputError(f"{name}: an image has no pixels, its size is {picture.size}")
     return rgb
+
+
+def _rgb_of_content(given: Any, name: str) -> np.ndarray:
+    """Return the RGB values of the bytes of an image file, or of a file that is open."""
+    content = given.read() if isinstance(given, io.IOBase) else bytes(given)
+    if not isinstance(content, bytes):
+        raise InvalidTypeError(f"{name}: a file must be opened for bytes, by open(path, 'rb')")
+    try:
+        with open_image(name, content) as picture:
+            return _rgb_of_picture(picture, name)
+    except UserError as error:
+        raise InvalidInputError(
+            f"{name} must be the content of an image, got {type(given).__name__}: {error}"
+        ) from error
 
 
 def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:

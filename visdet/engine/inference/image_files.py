@@ -43,6 +43,10 @@ def local_path(given: str | os.PathLike) -> str:
     path = os.fspath(given)
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidInputError(f"{path!r} is no path of an image or a video")
+    if path.startswith(("http://", "https://")):
+        raise InvalidInputError(
+            f"{path} does not exist as a file, and nothing is fetched from an address: give a file, or its bytes"
+        )
     return os.path.expanduser(path)
 
 

@@ -1,0 +1,172 @@
+"""Large pictures as tiles, suppression of repeated detections, and pictures that are bytes."""
+
+import io
+import itertools
+import json
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmengine.structures import InstanceData
+from PIL import Image
+from test_inference import PIPELINE
+from toy_run import toy_config, toy_runner
+
+from visdet.commands import main
+from visdet.engine import Detector, UserError
+from visdet.engine.inference.detect_files import detect_files
+from visdet.engine.inference.detections import Detections
+from visdet.engine.inference.tiles import windows_of
+from visdet.structures import DetDataSample
+
+RESIZE = {"type": "Resize", "scale": (320, 320), "keep_ratio": True}
+SEEN = 6  # pixels of what the model gets that an object must cover in both directions
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "overlap", "expected"),
+    [
+        ((300, 400), 640, 0.2, [(0, 0, 400, 300)]),
+        ((640, 640), 640, 0.2, [(0, 0, 640, 640)]),
+        ((100, 1000), 640, 0.2, [(0, 0, 640, 100), (360, 0, 1000, 100), (0, 0, 1000, 100)]),
+        ((2, 3), 2, 0.0, [(0, 0, 2, 2), (1, 0, 3, 2), (0, 0, 3, 2)]),
+    ],
+)
+def test_windows_by_hand(size, side, overlap, expected):
+    assert windows_of(*size, side, overlap) == expected
+
+
+@pytest.mark.parametrize("side", [100, 333, 640])
+@pytest.mark.parametrize("overlap", [0.0, 0.2, 0.5])
+def test_windows_cover_the_picture_and_share_enough(side, overlap):
+    windows = windows_of(701, 1003, side, overlap)[:-1]
+    seen = np.zeros((701, 1003), bool)
+    for x1, y1, x2, y2 in windows:
+        seen[y1:y2, x1:x2] = True
+        assert x2 - x1 == min(side, 1003) and y2 - y1 == min(side, 701)
+    lefts = sorted({window[0] for window in windows})
+    assert seen.all() and all(a + side - b >= overlap * side - 1 for a, b in itertools.pairwise(lefts))
+
+
+class BrightSpots(Detector):
+    """Finds every bright spot that is large enough in what the model gets."""
+
+    def _predict(self, items, amp, graph):
+        found = []
+        for item in items:
+            sample = item["data_samples"].clone()
+            image = (item["inputs"].amax(0).numpy() > 128).astype(np.uint8)
+            _, _, rows, _ = cv2.connectedComponentsWithStats(image)
+            boxes = torch.tensor([(x, y, x + w, y + h) for x, y, w, h, _ in rows[1:] if min(w, h) >= SEEN])
+            boxes = boxes.view(-1, 4) / torch.tensor(sample.get("scale_factor", (1.0, 1.0))).repeat(2)
+            scores = torch.full((len(boxes),), 0.9)
+            labels = torch.zeros(len(boxes), dtype=torch.int64)
+            sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
+            found.append(sample)
+        return found
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiles")
+    steps = [PIPELINE[0], RESIZE, *PIPELINE[1:]]
+    checkpoint = folder / "a.pth"
+    torch.save(toy_runner(folder).model.state_dict(), checkpoint)
+    return BrightSpots(toy_config(folder, test_dataloader__dataset__pipeline=steps), checkpoint, "cpu")
+
+
+def picture_of(size, boxes):
+    pixels = np.zeros((size[0], size[1], 3), np.uint8)
+    for x, y, w, h in boxes:
+        pixels[y : y + h, x : x + w] = 255
+    return pixels
+
+
+def test_tiles_find_small_objects_once_in_a_large_picture(detector):
+    """4000 x 3000 pixels and objects of 20: a model of 320 pixels sees 1.6 pixels of each, and 10 of a tile."""
+    numbers = np.random.default_rng(0)
+    places = [(50 + 100 * column, 40 + 100 * row) for column in range(39) for row in range(29)]
+    chosen = numbers.choice(len(places), 200, replace=False)
+    boxes = [(*places[index], 20, 20) for index in chosen]
+    picture = picture_of((3000, 4000), [*boxes, (0, 2960, 4000, 40)])  # and an object across all tiles
+    alone = detector(picture)
+    tiled = detector(picture, tiles=640, overlap=0.2, batch_size=8)
+    assert len(alone) <= 1 and tiled.shape == (3000, 4000)
+    found = {tuple(round(edge / 5) for edge in one.box) for one in tiled}
+    wanted = {tuple(round(edge / 5) for edge in (x, y, x + w, y + h)) for x, y, w, h in boxes}
+    assert len(wanted & found) >= 0.95 * len(wanted) and len(found) == len(tiled)
+    small = [one for one in tiled if one.box[2] - one.box[0] < 40]
+    assert len(small) <= 1.02 * len(boxes), "an object that a tile cuts, or two tiles show, is found once"
+
+
+def test_a_picture_that_is_not_larger_than_a_tile_is_seen_as_without_tiles(detector):
+    picture = picture_of((300, 400), [(10, 10, 50, 60), (200, 100, 30, 30)])
+    assert torch.equal(detector(picture).boxes, detector(picture, tiles=640).boxes)
+
+
+def detections(*rows):
+    """Return detections of (class, score, box)."""
+    sample = DetDataSample(metainfo={"ori_shape": (100, 100)})
+    sample.pred_instances = InstanceData(
+        bboxes=torch.tensor([row[2] for row in rows], dtype=torch.float32).view(-1, 4),
+        scores=torch.tensor([row[1] for row in rows]),
+        labels=torch.tensor([row[0] for row in rows], dtype=torch.int64),
+    )
+    return Detections(sample, ("a", "b"))
+
+
+def test_suppression_leaves_the_best_of_each_class():
+    box, near, far = (0, 0, 10, 10), (0, 0, 10, 9), (50, 50, 60, 60)
+    found = detections((0, 0.9, box), (0, 0.8, near), (1, 0.7, near), (0, 0.6, far))
+    assert [(one.label, round(one.score, 1)) for one in found.nms(0.7)] == [(0, 0.9), (1, 0.7), (0, 0.6)]
+    assert len(found.nms(0.95)) == 4 and len(detections().nms(0.5)) == 0
+    with pytest.raises(UserError, match="iou_threshold must be"):
+        found.nms(2)
+
+
+def test_files_are_cut_and_repeats_are_said(detector, tmp_path, capsys, monkeypatch):
+    boxes = [(100, 100, 20, 20), (900, 500, 20, 20)]
+    Image.fromarray(picture_of((700, 1200), boxes)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("no picture")
+    files = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    found, failures = detect_files(detector, files, str(tmp_path / "out"), None, tiles=320, draws=False)
+    assert len(found[0]["detections"]) == 2 and len(failures) == 1 and "b.png" in failures[0]
+    assert json.loads((tmp_path / "out/predictions.json").read_text()) == found
+    assert "--nms" not in capsys.readouterr().out
+    twice = detections(*[(0, 0.9, (0, 0, 10, 10))] * 2)
+    twice.path = files[0]
+    monkeypatch.setattr(
+        detector, "detect_items", lambda items, *_: iter([twice]) if list(items) else iter(())
+    )
+    for nms, count in ((None, 2), (0.7, 1)):
+        found, _ = detect_files(detector, files[:1], str(tmp_path / "out"), None, draws=False, nms=nms)
+        assert len(found[0]["detections"]) == count
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("--nms 0.7 would leave out 1 of the 2 detections" in said) == (nms is None)
+
+
+def test_bytes_and_open_files_are_pictures(detector, tmp_path):
+    path = tmp_path / "a.png"
+    Image.fromarray(picture_of((300, 400), [(10, 10, 50, 60)])).save(path)
+    expected = detector(path).boxes
+    assert len(expected) == 1
+    with open(path, "rb") as file:
+        for given in (path.read_bytes(), bytearray(path.read_bytes()), io.BytesIO(path.read_bytes()), file):
+            assert torch.equal(detector(given).boxes, expected)
+    assert [len(one) for one in detector([path.read_bytes(), path])] == [1, 1]
+    for given, message in (
+        (b"", "images must be the content of an image, got bytes"),
+        ([b"abc"], r"images\[0\] must be the content of an image, got bytes"),
+        (io.StringIO("x"), "must be opened for bytes"),
+        ("https://a.b/c.jpg", "https://a.b/c.jpg does not exist as a file, and nothing is fetched"),
+    ):
+        with pytest.raises(UserError, match=message):
+            detector(given)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tiles", "0"), ("--overlap", "x"), ("--nms", "x")])
+def test_wrong_options_are_refused(option, value, capsys):
+    with pytest.raises(SystemExit):
+        main(["infer", "a.pth", "b.png", option, value])
+    assert option in capsys.readouterr().err
