@@ -27,15 +27,11 @@ def bias_act(
     """
     if grad == 0:
         return activate(input, bias, dim, act, alpha, gain, clamp)
-    if not xref.numel():
-        slopes = {"linear": 1.0, "relu": 0.0, "lrelu": alpha}
-        if grad > 1:
-            return torch.zeros_like(input)
-        if not yref.numel():
-            return input * gain
-        slope = torch.where(yref > 0, 1.0, slopes[act]) * gain
-        is_cut = (yref.abs() >= clamp) if clamp >= 0 else torch.zeros_like(yref, dtype=torch.bool)
-        return torch.where(is_cut, 0, input * slope.to(input.dtype))
+    if not xref.numel():  # Numbers that give the result, beyond the clamp where that has cut them.
+        bias = None
+        xref = yref / gain if yref.numel() else torch.zeros_like(input)
+        if clamp >= 0:
+            xref = torch.where(xref.abs() * gain >= clamp, 2 * xref, xref)
     with torch.enable_grad():
         x = xref.detach().requires_grad_()
         y = activate(x, bias, dim, act, alpha, gain, clamp)

@@ -11,23 +11,21 @@ from .._declared import declared
 __all__ = ["ACTIVATIONS", "bias_act", "leaky_with_signs", "upfirdn2d"]
 
 functional = torch.nn.functional
-ACTIVATIONS = {
-    "linear": lambda x, alpha: x,
-    "relu": lambda x, alpha: functional.relu(x),
-    "lrelu": functional.leaky_relu,
-    "tanh": lambda x, alpha: x.tanh(),
-    "sigmoid": lambda x, alpha: x.sigmoid(),
-    "elu": lambda x, alpha: functional.elu(x),
-    "selu": lambda x, alpha: functional.selu(x),
-    "softplus": lambda x, alpha: functional.softplus(x),
-    "swish": lambda x, alpha: functional.silu(x),
-}
+ACTIVATIONS = ("linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish")
+
+
+def _activated(x: Tensor, act: str, alpha: float) -> Tensor:
+    if act == "linear":
+        return x
+    if act == "lrelu":
+        return functional.leaky_relu(x, alpha)
+    return getattr(functional, "silu" if act == "swish" else act)(x)
 
 
 @declared(
     input="floating",
     bias="None or floating [C]",
-    act=f"one of {tuple(ACTIVATIONS)}",
+    act=f"one of {ACTIVATIONS}",
     alpha="number",
     gain="number",
     clamp="number",
@@ -66,7 +64,7 @@ def bias_act(
     if bias is not None:
         check_layout("bias_act", "bias", bias, f"[{input.shape[dim]}]", input.shape[dim])
         value = value + bias.to(value.dtype).view([-1 if i == dim else 1 for i in range(input.dim())])
-    value = ACTIVATIONS[act](value, alpha) * gain
+    value = _activated(value, act, alpha) * gain
     return (value.clamp(-clamp, clamp) if clamp >= 0 else value).to(input.dtype)
 
 
