@@ -67,6 +67,7 @@ LAYOUTS = {
         {"test.csv": "image,label,x1,y1,x2,y2\n0.png,bolt,40,30,60,50\n", "all/0.png": None},
         "test",
     ),
+    "validation in data.yaml": (yolo("images/0.png", data="validation: images\nnames: [bolt]"), "val"),
     "one picture": (yolo("images/0.png", data="train: images\nnames: [bolt]"), "train"),
     "own name, yolo": (yolo("images/test_val.png"), "train"),
     "own name, voc": ({"val-1.png": None, "val-1.xml": VOC.format("val-1.png")}, "train"),

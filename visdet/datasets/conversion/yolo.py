@@ -12,7 +12,7 @@ from visdet.files.yaml_text import load_yaml
 
 from .source import Picture, Source, checked_corners, pictures_below, text_of
 
-_SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
+_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
 _LABELS = ("labels", "annotations")  # the folders beside images; supervision's examples have the second one
 _LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
