@@ -1,8 +1,10 @@
 """What data workers need is said before they start, and a worker that fails ends the run with its cause."""
 
 import functools
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -13,7 +15,13 @@ from toy_detection import ToyBoxes
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import UserError
-from visdet.engine.data.data_workers import WorkerError, explain_collation
+from visdet.engine.data.data_workers import (
+    WorkerError,
+    _is_stopped,
+    explain_collation,
+    worker_failures_explained,
+)
+from visdet.engine.data.loaders import build_dataloader
 from visdet.engine.data.one_block import collated_in_one_block
 from visdet.errors import hints_of
 from visdet.registry import DATASETS
@@ -33,6 +41,12 @@ class FailingBoxes(ToyBoxes):
         item = super().prepare_data(idx)
         if idx == self.at and self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if idx == self.at and self.how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if idx == self.at and self.how == "asleep":
+            time.sleep(8)
+        if idx == self.at and self.how == "allocation":
+            torch.empty(2**50)
         if idx == self.at and self.how == "memory":
             raise MemoryError
         if idx == self.at and self.how == "not sent":
@@ -51,12 +65,40 @@ def failing(how: str, **options) -> dict:
     [
         ("killed", r"a data worker has died, .* killed by signal: Killed.*Lower num_workers"),
         ("memory", "a data worker has died, .*memory"),
+        ("allocation", "a data worker has died, .*allocate memory"),
+        (
+            "stopped",
+            r"data workers \d+.* have been stopped by a signal .SIGSTOP. for the timeout of their loader",
+        ),
+        (
+            "asleep",
+            r"no data worker has given a batch for 2 seconds, which is the timeout of the loader. Workers may",
+        ),
     ],
 )
 def test_a_worker_without_memory_is_explained(tmp_path, how, message):
+    options = {"train_dataloader__timeout": 2} if how in ("stopped", "asleep") else {}
     with pytest.raises(WorkerError, match=message) as caught:
-        train(tmp_path, **failing(how))
+        train(tmp_path, **failing(how, **options))
     assert hints_of(caught.value) == ["no checkpoint has been written yet"]
+    children = [child.pid for child in multiprocessing.active_children()]
+    assert not any(map(_is_stopped, children)), "Python would wait for a child that is stopped"
+
+
+@pytest.mark.parametrize(
+    "text", ["Too many open files. Communication with the workers", "received 0 items of ancdata"]
+)
+def test_too_few_file_handles_are_explained(text):
+    told = rf"too few file handles: .*{text}.*`ulimit -n 65536`"
+    with pytest.raises(WorkerError, match=told), worker_failures_explained():
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 1800), ({"timeout": 5}, 5), ({"timeout": 0}, 0)])
+def test_a_loader_does_not_wait_for_ever(given, expected):
+    base = {"dataset": [1], "batch_size": 1, "sampler": {"type": "DefaultSampler", "shuffle": False}}
+    assert build_dataloader({**base, "num_workers": 1, **given}).timeout == expected
+    assert build_dataloader({**base, "num_workers": 0}).timeout == 0
 
 
 @pytest.mark.timeout(60)

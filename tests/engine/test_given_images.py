@@ -157,6 +157,18 @@ def write_video(path, levels=(0, 100, 200)):
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "share", "is_said"), [("a.avi", 0.5, 1), ("a.mkv", 0.4, 1), ("a.avi", 1, 0)]
+)
+def test_a_video_that_is_cut_says_how_many_frames_it_gives(detector, tmp_path, capsys, name, share, is_said):
+    path = Path(write_video(tmp_path / name, range(0, 250, 5)))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    count = len(list(detector(path, batch_size=8)))
+    assert 0 < count < 50 or not is_said
+    said = f"video {path} is damaged or cut short: only {count} of its 50 frames can be read"
+    assert capsys.readouterr().out.replace("\n", " ").count(said) == is_said
+
+
 def test_a_folder_of_images_and_videos_is_read_in_the_order_of_the_names(detector, tmp_path):
     Image.new("RGB", (64, 48)).save(tmp_path / "b.png")
     video, later = (write_video(tmp_path / name) for name in ("a ü.MP4", "c.avi"))

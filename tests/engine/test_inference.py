@@ -1,6 +1,7 @@
 """A trained model on files, and the detections of a test as a file."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from torch import nn
 from toy_run import toy_config, toy_runner, train
 
 import visdet
-from visdet.commands import main
+from visdet.commands import infer, main
 from visdet.engine import CheckpointError, ConfigError, Detector, UserError, build_runner, find_images
 from visdet.engine.inference.detections import Detections, detections_of
 from visdet.engine.inference.detector import detect_files
@@ -141,6 +142,14 @@ def test_each_run_of_infer_gets_a_folder_and_says_what_is_enlarged(
     with pytest.raises(SystemExit):
         main(["infer", "toy.py", "no.pth", "nowhere.jpg"])
     assert "nowhere.jpg does not exist" in capsys.readouterr().err  # before the checkpoint is looked for
+    assert sorted(os.listdir("work_dirs")) == ["detections", "detections_2"], "no empty folder stays"
+
+
+def test_two_runs_of_infer_at_once_take_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with infer._new_folder() as first, infer._new_folder() as second:
+        assert (first, second) == ("work_dirs/detections", "work_dirs/detections_2")
+    assert not os.listdir("work_dirs")
 
 
 def test_cameras_and_streams_are_videos(tmp_path, trained):

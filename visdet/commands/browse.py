@@ -17,7 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--output-dir", help="write the pictures to this folder, and sheet.png with the first twelve"
+        "--out-dir",
+        "--output-dir",
+        dest="output_dir",
+        help="write the pictures to this folder, and sheet.png with the first twelve",
     )
     parser.add_argument("--not-show", action="store_true", help="do not open a window")
     parser.add_argument(

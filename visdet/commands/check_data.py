@@ -16,7 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--out-dir", type=folder_name, help="folder of the pictures (default: work_dirs/browse/...)"
+        "--out-dir",
+        "--output-dir",
+        type=folder_name,
+        help="folder of the pictures (default: work_dirs/browse/...)",
     )
 
 
@@ -27,11 +30,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. The status is 1 if something keeps the config from training on its data."""
     from mmengine.registry import init_default_scope
 
-    from visdet.engine import dataset_config, load_config
+    from visdet.engine import check_work_dir, dataset_config, load_config
 
     from . import browse
 
     cfg, _ = load_config(args.config, args.cfg_options)
+    if args.out_dir:
+        check_work_dir(args.out_dir, "--out-dir")
     init_default_scope(cfg.get("default_scope", "visdet"))
     heads = {
         f"model.{name}.num_classes": part["num_classes"]

@@ -7,11 +7,11 @@ visdet infer work_dirs/deformable-detr_shapes/best.pth data/shapes/val
 """
 
 import argparse
-import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from visdet.command_line import add_config_arguments, folder_name, positive_int
@@ -60,15 +60,36 @@ def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
             yield result
 
 
-def _new_folder() -> str:
-    """Return the first of work_dirs/detections, work_dirs/detections_2 … in which no run has written."""
+@contextmanager
+def _new_folder() -> Iterator[str]:
+    """Make the first of work_dirs/detections, work_dirs/detections_2 … that does not exist; no other run takes it.
+
+    A folder that is empty when the block ends is removed.
+    """
     folder = "work_dirs/detections"
-    names = itertools.chain([folder], (f"{folder}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if not os.path.exists(os.path.join(name, "predictions.json")))
+    number = 1
+    os.makedirs("work_dirs", exist_ok=True)
+    while True:
+        try:
+            os.mkdir(folder)
+            break
+        except FileExistsError:
+            number += 1
+            folder = f"work_dirs/detections_{number}"
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # It is not empty.
+            os.rmdir(folder)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    with _new_folder() if args.out_dir is None else nullcontext(args.out_dir) as args.out_dir:
+        _detect(args)
+
+
+def _detect(args: argparse.Namespace) -> None:
     from visdet.engine import (
         Detector,
         detect_files,
@@ -82,7 +103,6 @@ def run(args: argparse.Namespace) -> None:
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph
-    args.out_dir = args.out_dir or _new_folder()
     files, left_out = find_images(args.images, args.out_dir)
     check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)

@@ -405,6 +405,8 @@ class DetRunner(RunCheckpoints):
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = self.work_dir  # A write to an open file does not name it.
             if getattr(self, "logger", None) is not None:
                 log_fatal_error(self.logger, error, self.logger.log_file)
             raise

@@ -13,7 +13,7 @@ from visdet.registry import DATASETS
 
 from ..errors import ConfigError
 from ..process.console import start_worker
-from .data_workers import explain_collation, report_lost_batches
+from .data_workers import PATIENCE, explain_collation, report_lost_batches
 from .one_block import collated_in_one_block
 
 
@@ -22,12 +22,14 @@ def build_dataloader(
 ) -> DataLoader:
     """Build a loader, whose workers leave the terminal to the training process.
 
+    A worker that gives no batch within half an hour ends the run, unless the config has another ``timeout`` in seconds.
     If there is a GPU, batches are in pinned memory unless the config says ``pin_memory=False``.
     """
     if isinstance(dataloader, dict):
         # torch would warn without a GPU.
         pinned = torch.cuda.is_available() and dataloader.get("pin_memory", True)
-        dataloader = {**dataloader, "pin_memory": pinned}
+        patience = PATIENCE if dataloader.get("num_workers") else 0
+        dataloader = {"timeout": patience, **dataloader, "pin_memory": pinned}
     if isinstance(dataloader, dict) and isinstance(dataloader.get("dataset"), dict):
         dataset = DATASETS.build(dataloader["dataset"])  # mmengine's registry would not check its arguments.
         if hasattr(dataset, "full_init"):

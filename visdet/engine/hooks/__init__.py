@@ -3,6 +3,7 @@
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
 from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
+from .iter_timer_hook import IterTimerHook
 from .logger_hook import LoggerHook
 from .num_class_check_hook import NumClassCheckHook
 from .pipeline_switch_hook import PipelineSwitchHook
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointHook",
     "DetVisualizationHook",
     "InitializeFieldHook",
+    "IterTimerHook",
     "LoggerHook",
     "NonFiniteLossError",
     "NumClassCheckHook",

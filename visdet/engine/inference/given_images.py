@@ -13,6 +13,7 @@ from PIL import Image
 from visdet.errors import InvalidInputError, InvalidTypeError, MissingFileError, UserError
 from visdet.files.images import open_image
 
+from ..process.console import say
 from .image_files import find_images, is_stream, is_video, local_path
 
 __all__ = ["GivenImage", "as_array", "each_image", "frames_per_second", "is_one_image", "video_of"]
@@ -209,7 +210,10 @@ def _rate_of(video: Any) -> float:
 
 
 def _frames(path: str) -> Iterator[GivenImage]:
-    """Yield the frames of a video as RGB arrays with their numbers and times, one at a time."""
+    """Yield the frames of a video as RGB arrays with their numbers and times, one at a time.
+
+    At the end it says if the video lacks some of its frames.
+    """
     import cv2
 
     video = _opened(path)
@@ -224,3 +228,7 @@ def _frames(path: str) -> Iterator[GivenImage]:
         shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
         # A stream may give no times, and a damaged file the same one again.
         time = shown if shown > time else time + 1 / _rate_of(video)
+    announced = 0 if is_stream(path) else int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+    # Some formats give the duration alone, from which the number is estimated.
+    if announced - number > max(1, announced // 100):
+        say(f"video {path} is damaged or cut short: only {number} of its {announced} frames can be read")
