@@ -27,8 +27,15 @@ def provide():
 def compiled(monkeypatch):
     """Return the names that are compiled, without compiling them."""
     names = []
-    for function in ("load", "load_inline"):
-        monkeypatch.setattr(cpp_extension, function, lambda name, *_, **__: names.append(name))
+
+    def load(name, *_, **__):
+        names.append(name)
+
+    def load_inline(name, *_, **__):
+        names.append(name)
+
+    for function in (load, load_inline):
+        monkeypatch.setattr(cpp_extension, function.__name__, function)
     return names
 
 
@@ -36,9 +43,11 @@ def compiled(monkeypatch):
 def test_a_known_name_is_served_and_counted_and_another_is_compiled(compiled, function):
     with extensions.installed():
         load = getattr(cpp_extension, function)
+        loaded = CALLS[f"{function}('MultiScaleDeformableAttention')"]
         module = load("MultiScaleDeformableAttention", ["no_such_file.cu"], verbose=True)
         assert load(name="MultiScaleDeformableAttention", sources=[]) is module
         assert importlib.import_module("MultiScaleDeformableAttention") is module
+        assert CALLS[f"{function}('MultiScaleDeformableAttention')"] == loaded + 2
         before = CALLS["MultiScaleDeformableAttention.get_compiler_version"]
         module.get_compiler_version()
         assert CALLS["MultiScaleDeformableAttention.get_compiler_version"] == before + 1
@@ -46,8 +55,9 @@ def test_a_known_name_is_served_and_counted_and_another_is_compiled(compiled, fu
         for name in ("mine", "pkg_resources", "numba.errors", "torch._six"):
             load(name, ["mine.cpp"])
         load("MultiScaleDeformableAttention", [], is_python_module=False)
+        load("MultiScaleDeformableAttention", [], is_standalone=True)
     cpp_extension.load("MultiScaleDeformableAttention", [])
-    assert compiled == ["mine", "pkg_resources", "numba.errors", "torch._six"] + 2 * [
+    assert compiled == ["mine", "pkg_resources", "numba.errors", "torch._six"] + 3 * [
         "MultiScaleDeformableAttention"
     ]
 

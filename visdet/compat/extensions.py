@@ -229,8 +229,14 @@ def _serve_compiled(module: ModuleType, bridge: Bridge) -> Iterator[str]:
 def _serving(compiles: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiles)
     def load(name: str, *arguments: Any, **named: Any) -> Any:
-        is_module = named.get("is_python_module", True)
-        return (_compiled(name) if is_module else None) or compiles(name, *arguments, **named)
+        is_module = named.get("is_python_module", True) and not named.get("is_standalone", False)
+        module = _compiled(name) if is_module else None
+        if module is None:
+            return compiles(name, *arguments, **named)
+        from ._counts import CALLS
+
+        CALLS[f"{compiles.__name__}({name!r})"] += 1
+        return module
 
     return load
 
