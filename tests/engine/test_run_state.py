@@ -3,16 +3,19 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import EarlyStoppingHook, Hook
 from test_resume import EPOCHS
+from torch.utils.data import BatchSampler
 from toy_run import CONFIG, check_equal_weights, in_two_processes, losses, toy_runner, train, weights
 
 import visdet
 from visdet.engine import read_checkpoint
+from visdet.engine.checkpoints import run_state
 from visdet.registry import HOOKS
 
 
@@ -69,6 +72,26 @@ def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, capsys, options):
     assert "not complete" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("moment", ["after_train_iter", "after_val_epoch"])
+def test_a_hook_need_not_say_what_is_done(tmp_path, moment):
+    """mmengine's default, by_epoch=True, would count an epoch more and an iteration less."""
+
+    class Saves(Hook):
+        pass
+
+    def save(self, runner, *args, **kwargs):
+        if runner.iter == 10:
+            runner.save_checkpoint(str(tmp_path), "own.pth")
+
+    setattr(Saves, moment, save)
+    runner = toy_runner(tmp_path / "whole")
+    runner.register_hook(Saves())
+    runner.train()
+    rest = train(tmp_path / "rest", resume=str(tmp_path / "own.pth"))
+    assert losses(rest) == {step: loss for step, loss in losses(runner).items() if step >= min(losses(rest))}
+    assert min(losses(rest)) == (12 if moment == "after_train_iter" else 11)
+
+
 @pytest.mark.parametrize(
     ("lost", "named"),
     [
@@ -87,6 +110,7 @@ def test_a_checkpoint_that_is_not_complete_says_so(tmp_path, capsys, lost, named
     train(tmp_path / "rest", resume=str(tmp_path / "less.pth"), **{**options, "train_cfg__max_iters": 6})
     printed = capsys.readouterr().out
     assert (f"less.pth is not complete: it lacks {named}. " in printed) == (named is not None)
+    assert ("less.pth does not say which config its learning rates" in printed) == (named is None)
 
 
 @pytest.mark.parametrize("priority", [None, "LOWEST"])
@@ -246,6 +270,50 @@ def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, sampler, size
         assert int(said[1]) == 12 and seen[0] == order[done : done + size]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "iteration", "kind", "expected"),
+    [
+        ((4, 1), (4, 2), 3, "epochs", (1, 0, "Of the 12 samples .* 4 are read again, and none is left out")),
+        ((4, 2), (4, 1), 2, "epochs", (4, 0, "Of the 16 samples .* 0 are read again")),
+        ((4, 2), (8, 1), 2, "epochs", (2, 0, None)),
+        ((5, 1), (4, 1), 5, "epochs", (6, 0, "0 are read again")),
+        ((4, 1), (8, 1), 9, "iterations", (9, -5, "Of the 12 samples .* 4 are read again")),
+        ((4, 1), (8, 1), 9, "endless", (9, -5, "Of the 36 samples .* 4 are read again")),
+        ((4, 1), (4, 3), 9, "endless", (9, -6, "Of the 36 samples .* 0 are read again")),
+        ((4, 1), (8, 1), 3, "planned", (1, 0, "4 are read again, and others may be left out")),
+    ],
+)
+def test_other_batches_and_processes_go_on_after_the_samples_that_are_read(
+    before, now, iteration, kind, expected
+):
+    """Of 24 samples. The iteration, how many batches the data are ahead of it, and what is said."""
+
+    class Loader:
+        batch_sampler = SimpleNamespace(
+            batch_size=now[0],
+            endless_part=object() if kind == "endless" else None,
+            batch_sampler=None if kind == "planned" else BatchSampler([0], 1, drop_last=False),
+        )
+
+        def __len__(self):
+            return math.ceil(24 / now[0] / now[1])
+
+    by_epoch = kind in ("epochs", "planned")
+    loop = SimpleNamespace(by_epoch=by_epoch, iter=iteration, epoch=0, batches_ahead=0)
+    said = []
+    runner = SimpleNamespace(
+        train_loop=loop,
+        train_dataloader=Loader(),
+        world_size=now[1],
+        logger=SimpleNamespace(warning=said.append),
+    )
+    length = math.ceil(24 / before[0] / before[1])
+    meta = {"iterations_per_epoch": length, "batch_size": before[0], "processes": before[1]}
+    run_state._go_on_in_data(runner, "x.pth", meta)
+    assert (loop.iter, loop.batches_ahead) == expected[:2]
+    assert re.search(expected[2], said[0]) if expected[2] else not said
+
+
 def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
     for number, (begin, interval, text, count) in enumerate(
         [
@@ -276,8 +344,6 @@ def run_process(rank, folder):
     whole = train(folder / "whole", custom_hooks=[{"type": "SavesByItself", "at": 4}], **options)
     rest = train(folder / "rest", resume=str(folder / "whole" / "own.pth"), **options)
     torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
-    import visdet.engine.checkpoints.run_state as run_state
-
     run_state._PATIENCE = run_state.datetime.timedelta(seconds=1)
     alone = [{"type": "SavesByItself", "at": 4, "alone": True}]
     train(folder / "alone", custom_hooks=alone, **options)

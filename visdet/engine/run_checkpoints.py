@@ -44,6 +44,9 @@ class RunCheckpoints(RunnerInterface):
     def _call_kept_hooks(self) -> None:
         raise NotImplementedError
 
+    def _moment(self) -> str | None:
+        raise NotImplementedError
+
     def _seed_with(self, randomness: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -121,14 +124,13 @@ class RunCheckpoints(RunnerInterface):
         """Write a checkpoint in mmengine's layout, which holds all that a run needs to go on.
 
         All processes call this, and the main one writes the file. :meth:`mmengine.runner.Runner.save_checkpoint`
-        describes the arguments. ``meta`` may replace 'epoch' and 'iter', which otherwise are the counts after the
-        current step. After a crash, a local file is either the old one or the complete new one. If ``out_dir`` is not
-        a local folder, mmengine writes the checkpoint.
+        describes the arguments. ``meta`` may replace 'epoch' and 'iter', which otherwise are what is done by then; a
+        hook need not say it by ``by_epoch``. After a crash, a local file is either the old one or the complete new
+        one. If ``out_dir`` is not a local folder, mmengine writes the checkpoint.
         """
         self.late_numbers.read()  # Damaged weights are not saved, and the file has the newest numbers.
         self._call_kept_hooks()
-        counts = {"epoch": self.epoch + int(by_epoch), "iter": self.iter + int(not by_epoch)}
-        counts |= meta or {}
+        counts = {**self._counts(by_epoch), **(meta or {})}
         state = collected_state(self, counts, save_optimizer, save_param_scheduler)
         backend = get_file_backend(out_dir, backend_args=backend_args)
         path = backend.join_path(out_dir, filename)
@@ -142,6 +144,16 @@ class RunCheckpoints(RunnerInterface):
                 )
         if save_optimizer and path == self.message_hub.get_info("last_ckpt"):
             self._saved_at = counts["iter"]
+
+    def _counts(self, by_epoch: bool) -> dict[str, int]:
+        """Return the epochs and the iterations that are done at the moment which the hooks are told of.
+
+        Outside of hooks, ``by_epoch`` says whether an epoch or an iteration has just ended.
+        """
+        moment = self._moment()
+        ends_epoch = moment == "after_train_epoch" or (moment is None and by_epoch)
+        ends_iteration = moment == "after_train_iter" or (moment is None and not by_epoch)
+        return {"epoch": self.epoch + int(ends_epoch), "iter": self.iter + int(ends_iteration)}
 
     def _save_interrupted(self) -> None:
         """Save a checkpoint of this iteration where the checkpoint hook saves, unless there is one already."""

@@ -354,6 +354,10 @@ class DetRunner(RunCheckpoints):
         finally:
             self._calls.pop()
 
+    def _moment(self) -> str | None:
+        """Return the method of all hooks that is being called, or None. Another one may be called within it."""
+        return self._calls[0].name if self._calls else None
+
     def _call_kept_hooks(self) -> None:
         """Call the hooks of which a checkpoint holds something, if they wait, so that it has what they have seen.
 

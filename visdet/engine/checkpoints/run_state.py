@@ -313,6 +313,11 @@ def _restore_optimizer(runner: Any, path: str, content: dict[str, Any]) -> None:
         saved, recipe = content.get("param_schedulers"), meta.get("recipe")
         is_changed = recipe is not None and (recipe != runner.recipe or not saved)
         load_schedules(runner.param_schedulers, saved, is_trial=is_changed)
+        if recipe is None:
+            runner.logger.warning(
+                f"{path} does not say which config its learning rates and schedules come from. They go on as they are "
+                "in it, whatever this config says"
+            )
         if not is_changed:
             return
         if changed := changes(recipe, runner.recipe):
@@ -369,7 +374,8 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     before = meta.get("iterations_per_epoch") or now
     loop.batches_ahead = meta.get("batches_ahead", 0)
     size = _batch_size(runner.train_dataloader), runner.world_size
-    size_before = meta.get("batch_size", size[0]), meta.get("processes", size[1])
+    # A checkpoint of an earlier version does not say the size, which follows from the number of batches.
+    size_before = meta.get("batch_size", max(size[0] * now // before, 1)), meta.get("processes", size[1])
     images, images_before = size[0] * size[1], size_before[0] * size_before[1]
     if (before, images_before) == (now, images):
         return
@@ -377,11 +383,11 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     if not loop.by_epoch:
         drawn = loop.iter + loop.batches_ahead
         epochs, done = (0, drawn) if is_endless else divmod(drawn, before)
-    batches = done * images_before // images
-    if "batch_size" not in meta and loop.by_epoch:  # A checkpoint of an earlier version does not say it.
-        batches = done * now // before
-    batches = batches if is_endless else min(batches, now)
-    again = max(done * images_before - batches * images, 0)
+    read = done * images_before
+    is_pass_over = done == before and not is_endless
+    batches = read // images if is_endless else min(read // images, now)
+    batches = now if is_pass_over else batches
+    again = 0 if is_pass_over else max(read - batches * images, 0)
     if loop.by_epoch:
         loop.iter = epochs * now + batches
     else:
@@ -393,7 +399,7 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     runner.logger.warning(
         f"{path} comes from a run with {before} iterations per epoch, but this run has {now} (batches of "
         f"{size_before[0]} x {size_before[1]} processes, now {size[0]} x {size[1]}). It goes on after {loop.epoch} "
-        f"epochs and {batches if loop.by_epoch else loop.iter} iterations. Of the {done * images_before} samples that "
+        f"epochs and {batches if loop.by_epoch else loop.iter} iterations. Of the {read} samples that "
         f"were read in this pass over the data, {again} are read again, and {others}"
     )
 
