@@ -37,7 +37,7 @@ ALLOWED = {
     "visualization": {"structures", "files", "registry", "errors"},
     "export": {
         *("ops", "models", "engine", "structures", "execution", "files", "checks"),
-        *("errors", "lazy_names", "__version__"),
+        *("registry", "errors", "lazy_names", "__version__"),
     },
     "compat": {"ops", "checks", "errors", "restricted_load"},
 }

@@ -31,7 +31,11 @@ def picture(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # The compilation takes a minute on an idle machine.
-def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained, picture):
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6])
+def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained, picture, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.open(picture).save(picture, exif=exif)
     expected = init_detector(*trained)(str(picture), score_threshold=0.0)
     found = subprocess.run([programs / "detect", package, picture, "0"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -46,11 +50,35 @@ def test_a_program_finds_the_boxes_that_python_finds(programs, package, trained,
     for index in np.flatnonzero(apart):
         assert lines[index][0] == expected.classes[expected.labels[index]]
         np.testing.assert_allclose([float(number) for number in lines[index][2:]], boxes[index], atol=0.05)
-    two = {"images": torch.zeros(2, 3, 128, 160), "image_sizes": torch.tensor([[128, 160]] * 2)}
-    with pytest.raises(ExportError, match="images"):
-        aoti.load(package)(two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_package_is_given_what_it_was_made_for(programs, package, picture):
+    run = aoti.load(package)
+    one = {"images": torch.zeros(1, 3, 128, 160), "image_sizes": torch.tensor([[128, 160]])}
     # Inputs are of the CPU, also those of a package of CUDA.
-    assert aoti.load(package)({name: value[:1] for name, value in two.items()})["scores"].shape == (1, 100)
+    assert run(one)["scores"].shape == (1, 100)
+    for name, dtype in (
+        ("image_sizes", "int32"),
+        ("image_sizes", "float32"),
+        ("images", "float64"),
+        ("images", "uint8"),
+    ):
+        with pytest.raises(ExportError, match=f"{name} must be .*, got {dtype}"):
+            run({**one, name: one[name].to(getattr(torch, dtype))})
+    with pytest.raises(ExportError, match="images"):
+        run({name: value.expand(2, *value.shape[1:]) for name, value in one.items()})
+    content = picture.read_bytes()
+    picture.write_bytes(content[: len(content) // 2])
+    cut = subprocess.run([programs / "detect", package, picture], capture_output=True, text=True)
+    assert cut.returncode == 1 and "Premature end" in cut.stderr and not cut.stdout
+    picture.write_bytes(content)
+    with open("/dev/full", "w") as full:
+        written = subprocess.run(
+            [programs / "detect", package, picture, "0"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (written.returncode, written.stderr) == (1, "detect: cannot write the output\n")
 
 
 def test_errors_name_what_is_wrong(programs, tmp_path):
@@ -60,3 +88,8 @@ def test_errors_name_what_is_wrong(programs, tmp_path):
 
     assert error() == (1, "detect: usage: detect FOLDER IMAGE [SCORE]\n")
     assert error(tmp_path, tmp_path / "a.jpg") == (1, f"detect: {tmp_path} lacks model.pt2\n")
+    for score in ("much", "0.3x", "nan", ""):
+        assert error(tmp_path, tmp_path / "a.jpg", score) == (
+            1,
+            f"detect: SCORE must be a number, got {score}\n",
+        )

@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=positive_int, metavar="N", help="accept N images at once (default: any number)"
     )
+    parser.add_argument(
+        "--embed",
+        action="store_true",
+        help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads",
+    )
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(
         "--check",
@@ -82,5 +87,6 @@ def run(args: argparse.Namespace) -> None:
         batch=args.batch,
         check=not args.no_check,
         bench=args.bench,
+        embed=args.embed,
     )
     say(f"{args.out}: {'checked' if report['checked'] else 'NOT CHECKED'}, see {args.out}/report.md")

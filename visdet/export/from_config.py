@@ -16,6 +16,7 @@ from torch import nn
 from visdet.checks.heads import classes_of_heads
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
 from visdet.engine.checkpoints.held_config import load_config
+from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import Detector, dataset_meta_of, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
@@ -28,10 +29,15 @@ from visdet.structures.class_names import checked_classes
 from .check import Differences, Run, arrays
 from .errors import ExportError
 from .families.family import Family, Tensors
+from .families.pictures import Steps
 from .precision import LIMITS, Tolerance
 from .run import export, format_module
 
 _CALIBRATION = 32  # batches
+_ABOUT_PICTURES = {
+    "interpolation": "bilinear without antialiasing, rounded to integers; the first pixel has its centre at 0.5",
+    "orientation": "pictures are turned as their EXIF data say",
+}
 
 
 def export_config(
@@ -42,6 +48,7 @@ def export_config(
     *,
     data: str | None = None,
     device: str = "cpu",
+    embed: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Export the model of a config with the weights of a checkpoint. This is the command ``visdet export``.
@@ -53,6 +60,7 @@ def export_config(
             which the metrics of the exported model and of the model are compared; or a folder of images, on which their
             outputs are compared.
         device: the device of the model.
+        embed: whether the steps before a detector become part of the graph, which then takes a picture of any size.
         arguments: see :func:`visdet.export.run.export`.
     """
     format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
@@ -62,6 +70,9 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
+    if embed:
+        arguments["batch"] = arguments.get("batch") or 1
+        arguments["steps"] = Steps.of(dataset.get("pipeline") or ())
     images = _pictures(data, dataset.get("ann_file"))
     if data is not None and not images:
         # Scenes are played one at a time, in batches that are filled.
@@ -71,9 +82,13 @@ def export_config(
         # The report of a test names its files, which are not kept.
         cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "report": None}
         runner = build_runner(cfg)
-        arguments["classes"] = _checked_class_names(cfg, runner.model, path)
+        content = read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
+        arguments["classes"] = _checked_class_names(cfg, content, runner.model, path)
         runner.load_checkpoint(path)
         arguments["classes"] = runner.class_lists.get("classes") or arguments["classes"]
+        if takes_images(cfg):
+            measured, _ = measured_thresholds(content, path)
+            arguments["thresholds"] = [measured.get(name, DEFAULT_THRESHOLD) for name in arguments["classes"]]
         limit = LIMITS[arguments.get("precision", "float32")]
 
         def evaluate(family: Family, run: Run) -> dict[str, Any]:
@@ -87,6 +102,7 @@ def export_config(
         arguments["preprocessing"] = {
             "pipeline": dataset_config(cfg, "test").get("pipeline"),
             "data_preprocessor": cfg.model.get("data_preprocessor"),
+            **_ABOUT_PICTURES,
         }
         return export(
             runner.model.to(device),
@@ -133,9 +149,10 @@ def _pictures(data: str | None, annotations: str | None) -> list[str]:
     return pictures
 
 
-def _checked_class_names(cfg: Config, model: nn.Module, path: str) -> list[str] | None:
+def _checked_class_names(
+    cfg: Config, content: dict[str, Any], model: nn.Module, path: str
+) -> list[str] | None:
     """Return the classes that a checkpoint names, or else the config, as many as the heads have."""
-    content = read_checkpoint(path, trust=bool(cfg.get("trust_checkpoint")))
     if takes_images(cfg):
         names = dataset_meta_of(cfg, content, path, model)["classes"]
     else:

@@ -114,7 +114,10 @@ def write_description(description: dict[str, Any], folder: Path) -> None:
 
 def remove_results(folder: Path) -> None:
     """Remove what an earlier export has written into a folder, so that nothing of it stands beside new results."""
-    files = [DESCRIPTION, *_RESULTS, *(name for kind in FORMATS.values() for name in kind.files)]
+    usage = (
+        ("README.md", "infer.py") if (folder / DESCRIPTION).is_file() else ()
+    )  # Others are the user's own.
+    files = [DESCRIPTION, *_RESULTS, *usage, *(name for kind in FORMATS.values() for name in kind.files)]
     for name in files:
         for path in folder.glob(name):
             path.unlink()

@@ -25,12 +25,14 @@ from .check import Run, arrays, compare, graphed, latencies
 from .errors import ExportError
 from .families import family_of
 from .families.family import Family
+from .families.pictures import Steps
 from .folding import with_folded_norms
 from .formats import FORMATS, Format
 from .package import checksums, remove_results, write_description
 from .precision import LIMITS, Tolerance, with_features_in
 from .program import Program
 from .report import write_report
+from .usage import write_usage
 
 
 @contextmanager
@@ -58,6 +60,8 @@ def export(
     batch: int | None = None,
     classes: Sequence[str] | None = None,
     preprocessing: Any = None,
+    thresholds: Sequence[float] | None = None,
+    steps: Steps | None = None,
     check: bool = True,
     bench: bool = False,
     evaluate: Any = None,
@@ -80,6 +84,8 @@ def export(
         batch: the number of images at once. By default any number is accepted.
         classes: the names of the classes.
         preprocessing: what is done with images before, for ``model.json``, in numbers, texts, lists and dicts.
+        thresholds: for each class, the lowest score of the objects to keep.
+        steps: the steps before a detector, which become part of the graph. It then takes a picture of any size.
         check: whether what was written is run and compared. Without it, the report says so.
         bench: whether latencies are measured, of the exported model and of the model itself.
         evaluate: a function of the family and of what runs the exported model, which returns a part of the report with
@@ -96,10 +102,10 @@ def export(
     kind = _checked_format(format, precision, custom_op, has_data=calibration is not None)
     module = format_module(format)
     size = None if shape is None else (int(shape[0]), int(shape[1]))
-    family = family_of(with_features_in(model, precision), size, batch)
+    family = family_of(with_features_in(model, precision), size, batch, steps)
     written = with_features_in(with_folded_norms(model), precision)
     program = replace(
-        family_of(written, size, batch).program(),
+        family_of(written, size, batch, steps).program(),
         custom_op=custom_op,
         calibration=calibration(family) if precision == "int8" else None,
     )
@@ -113,6 +119,7 @@ def export(
         **_tensors(family, program),
         "preprocessing": preprocessing,
         "classes": None if classes is None else list(classes),
+        "score_thresholds": None if thresholds is None else list(thresholds),
         "options": kind.options,
         "versions": {
             "visdet": visdet.__version__,
@@ -123,6 +130,7 @@ def export(
     }
     write_description(description, folder)
     _write(module, program, folder, format)
+    write_usage(description, folder)
     description["sha256"] = checksums(folder, kind.files)
     write_description(description, folder)
     report: dict[str, Any] = {

@@ -13,6 +13,7 @@ from .family import Family
 from .field import Field
 from .frames import Frames
 from .images import Images
+from .pictures import Pictures, Steps
 
 _FAMILIES: dict[Any, Any] = {
     DeformableDetectionTransformer: Images,
@@ -21,12 +22,15 @@ _FAMILIES: dict[Any, Any] = {
 }
 
 
-def family_of(model: nn.Module, shape: tuple[int, int] | None, batch: int | None) -> Family:
+def family_of(
+    model: nn.Module, shape: tuple[int, int] | None, batch: int | None, steps: Steps | None = None
+) -> Family:
     """Return a model as a function of named tensors.
 
     Args:
         model: the model. shape: the (height, width) of its images, or None if any is possible or the model has none.
         batch: the number of images or frames, or None for any.
+        steps: the steps before a detector that become part of the graph, which then takes one picture.
     """
     kind = next((family for kind, family in _FAMILIES.items() if isinstance(model, kind)), None)
     if kind is None:
@@ -34,4 +38,10 @@ def family_of(model: nn.Module, shape: tuple[int, int] | None, batch: int | None
             f"{type(model).__name__} cannot be exported. What can are "
             f"{', '.join(sorted(kind.__name__ for kind in _FAMILIES))} and their subclasses"
         )
-    return kind(model, shape, batch)
+    if steps is None:
+        return kind(model, shape, batch)
+    if kind is not Images or batch not in (None, 1):
+        raise ExportError(
+            "--embed: the graph can only have the steps before a detector of one picture at a time"
+        )
+    return Pictures(model, shape, steps)

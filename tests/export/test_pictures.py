@@ -1,0 +1,117 @@
+"""Graphs that take a picture as it is decoded, beside the detector that reads its file."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as F
+
+import visdet
+from tests.export.test_export import IN_ONNX, needs
+from visdet import init_detector
+from visdet.export import ExportError
+from visdet.export.families.pictures import Steps, resampled
+from visdet.export.from_config import export_config
+from visdet.models.gaussian_field import LearnableGaussianField
+
+LOAD, PACK = {"type": "LoadImageFromFile"}, {"type": "PackDetInputs"}
+RESIZE = {"type": "Resize", "scale": (96, 64), "keep_ratio": True}
+# (width, height), and the EXIF orientation
+PICTURES = [((80, 64), 1), ((33, 170), 6), ((300, 200), 3), ((96, 40), 8), ((61, 61), 2)]
+
+
+@pytest.mark.parametrize(
+    "sides", [(64, 77), (80, 96), (1600, 96), (1200, 72), (97, 97), (3, 50), (999, 1), (10, 5)]
+)
+def test_pixels_are_those_of_the_pipeline(sides):
+    side, size = sides
+    picture = torch.randint(
+        0, 256, (1, 3, side, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    expected = F.resize(picture, [size, 9], antialias=False)
+    found = resampled(picture.float(), 2, torch.arange(size + 7), torch.tensor(side), torch.tensor(size))
+    assert torch.equal(found[:, :, :size].byte(), expected)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for index, (size, orientation) in enumerate(PICTURES):
+        colours = draw.integers(0, 255, (9, 13, 3), dtype=np.uint8)
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(
+            folder / f"{index}.jpg", exif=exif
+        )
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "format",
+    [
+        "pt2",
+        pytest.param("onnx", marks=IN_ONNX),
+        pytest.param("openvino", marks=[IN_ONNX, needs("openvino")]),
+    ],
+)
+def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_path):
+    report = export_config(
+        *trained, tmp_path, format=format, shape=(160, 160), embed=True, data=str(pictures[0].parent)
+    )
+    assert report["checked"] and report["data"]["differences"]["inputs"] == len(PICTURES)
+    described = json.loads((tmp_path / "model.json").read_text())
+    assert described["score_thresholds"] == [0.3] * len(described["classes"])
+    described["score_thresholds"] = [0.0] * len(described["classes"])
+    (tmp_path / "model.json").write_text(json.dumps(described))
+    program = (tmp_path / "infer.py").read_text()
+    assert len(program.splitlines()) <= 30
+    done = subprocess.run([sys.executable, tmp_path / "infer.py", *pictures], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    detector = with_images_within(init_detector(*trained), 160)
+    for path in pictures:
+        found = np.array([list(map(float, line[2:])) for line in lines if line[0] == str(path)])
+        expected = detector(str(path), score_threshold=0.0)
+        np.testing.assert_allclose(found[:, 0], expected.scores, atol=1e-3)
+        distance = np.abs(found[:, None, 1:] - expected.boxes.numpy()).max(-1)
+        assert distance.min(0).max() < 0.05
+
+
+def with_images_within(detector, side):
+    """Return a detector whose pipeline resizes images as a graph of side x side pixels does."""
+    resize = next(step for step in detector._pipeline.transforms if type(step).__name__ == "Resize")
+    resize.scale, resize.keep_ratio = (side, side), True
+    return detector
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ([LOAD, {"type": "RandomFlip", "prob": 1.0}, PACK], "cannot have the transform RandomFlip"),
+        ([LOAD, {**RESIZE, "backend": "pillow"}, PACK], "no antialiasing"),
+        ([LOAD, {"type": "Resize", "scale_factor": 0.5}, PACK], "must have a scale"),
+    ],
+)
+def test_other_steps_are_refused(pipeline, message):
+    with pytest.raises(ExportError, match=message):
+        Steps.of(pipeline)
+
+
+def test_the_canvas_holds_every_picture():
+    assert Steps.of([LOAD, RESIZE, PACK]).canvas() == (96, 96)
+    assert Steps.of([LOAD, {**RESIZE, "keep_ratio": False}, PACK]).canvas() == (64, 96)
+    for pipeline in ([LOAD, PACK], [LOAD, {**RESIZE, "scale": (float("inf"), 64)}, PACK]):
+        with pytest.raises(ExportError, match="--shape H W"):
+            Steps.of(pipeline).canvas()
+
+
+def test_files_of_the_users_stay(tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    visdet.export(LearnableGaussianField(5), tmp_path, check=False)
+    assert (tmp_path / "README.md").read_text() == "mine"

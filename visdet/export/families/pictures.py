@@ -1,0 +1,165 @@
+"""Detectors with the steps before them: the graph takes a picture as it is decoded."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from visdet.registry import TRANSFORMS
+
+from ..errors import ExportError
+from .family import Family, Tensors
+from .images import Images
+
+_SIDES = (2, 16384)  # pixels of a picture
+_STEPS = ("LoadImageFromFile", "Resize", "LoadAnnotations", "PackDetInputs")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a test pipeline that become part of a graph.
+
+    Attributes:
+        resize: the transform ``Resize``, or None if pictures are not resized.
+        reverses_channels: whether the pipeline turns RGB to BGR.
+    """
+
+    resize: Any
+    reverses_channels: bool
+
+    @classmethod
+    def of(cls, pipeline: Sequence[Mapping[str, Any]]) -> "Steps":
+        """Return the steps of a pipeline, or raise an ExportError that names what cannot be in a graph."""
+        found = {str(step["type"]).rpartition(".")[2]: dict(step) for step in pipeline}
+        if unknown := [name for name in found if name not in _STEPS]:
+            raise ExportError(
+                f"--embed: the graph cannot have the transform {', '.join(unknown)} of the pipeline"
+            )
+        resize = TRANSFORMS.build(found["Resize"]) if "Resize" in found else None
+        if resize is not None and (resize.scale is None or resize.backend != "cv2"):
+            raise ExportError("--embed: the Resize of the pipeline must have a scale, and no antialiasing")
+        return cls(resize, found["LoadImageFromFile"].get("channel_order", "bgr") == "bgr")
+
+    def canvas(self) -> tuple[int, int]:
+        """Return the (height, width) that holds every resized picture."""
+        if self.resize is None or not math.isfinite(max(self.resize.scale)):
+            raise ExportError(
+                "--embed: the pipeline does not limit the size of pictures. Give it, --shape H W"
+            )
+        width, height = self.resize.scale
+        longest = max(width, height)
+        return (longest, longest) if self.resize.keep_ratio else (height, width)
+
+
+class Pictures(Family):
+    """The input is ``picture`` [H, W, 3] of any size, and the outputs are those of :class:`Images` in its pixels.
+
+    Args:
+        model: the detector. shape: the (height, width) that a resized picture must fit into. steps: those before it.
+    """
+
+    input_names = ("picture",)
+    output_names = Images.output_names
+    rows = Images.rows
+    about: ClassVar[dict[str, str]] = {
+        "picture": "uint8 [H, W, 3]: RGB, turned as its EXIF data say",
+        "bboxes": "[1, K, 4]: (x1, y1, x2, y2) in pixels of the picture",
+        "scores": "[1, K]: the best first",
+        "labels": "[1, K]: indices of classes",
+    }
+
+    def __init__(self, model: Any, shape: tuple[int, int] | None, steps: Steps) -> None:
+        super().__init__(model, shape or steps.canvas(), 1)
+        self.steps = steps
+        self.images = Images(model, self.shape, 1)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (picture,) = tensors
+        height, width = picture.shape[:2]
+        sides = torch.stack([torch.full((), side, dtype=torch.int64) for side in (height, width)])
+        size = self._resized(sides.to(picture.device))
+        image = self._image(picture, sides.to(picture.device), size)
+        bboxes, scores, labels = self.images(image, size.unsqueeze(0))
+        scale = (sides.to(size.device) / size).flip(0).repeat(2)
+        return bboxes * scale, scores, labels
+
+    def _resized(self, sides: Tensor) -> Tensor:
+        """Return the (height, width) of a resized picture of the size ``sides``, int64 [2]."""
+        assert self.shape is not None
+        rows, columns = sides.unbind()
+        limits = [(1, torch.ones_like(rows))]
+        if self.steps.resize is not None:
+            width, height = self.steps.resize.scale
+            if not self.steps.resize.keep_ratio:
+                return torch.tensor([height, width], device=sides.device)
+            limits = [(max(width, height), sides.amax(0)), (min(width, height), sides.amin(0))]
+        # The factor is the least quotient of a limit and a side. In integers, it is the same on every machine.
+        numerator, denominator = torch.full_like(rows, self.shape[0]), rows
+        for limit, side in [(self.shape[1], columns), *limits]:
+            if math.isfinite(limit):
+                is_less = int(limit) * denominator < numerator * side
+                numerator = torch.where(is_less, int(limit), numerator)
+                denominator = torch.where(is_less, side, denominator)
+        return ((2 * sides * numerator + denominator) // (2 * denominator)).clamp(min=1)
+
+    def _image(self, picture: Tensor, sides: Tensor, size: Tensor) -> Tensor:
+        """Return the picture resized, normalised and padded, [1, 3, H, W]."""
+        assert self.shape is not None
+        pixels = picture.permute(2, 0, 1).unsqueeze(0).float()
+        if self.steps.reverses_channels:
+            pixels = pixels.flip(1)
+        rows, columns = (torch.arange(length, device=picture.device) for length in self.shape)
+        # The pipeline's kernel, too, goes along the rows first and rounds in between.
+        across = resampled(pixels, 3, columns, sides[1], size[1])
+        resized = resampled(across, 2, rows, sides[0], size[0])
+        preprocessor = self.model.data_preprocessor
+        normalised = preprocessor({"inputs": resized, "data_samples": None})["inputs"]
+        is_inside = (rows < size[0]).unsqueeze(1) & (columns < size[1])
+        return torch.where(is_inside, normalised, float(preprocessor.pad_value))
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        return {"picture_height": _SIDES, "picture_width": _SIDES}
+
+    def dynamic(self) -> dict[str, dict[int, str]]:
+        return {"picture": {0: "picture_height", 1: "picture_width"}}
+
+    def cases(self) -> Iterator[list[Tensors]]:
+        generator = torch.Generator().manual_seed(0)
+        for height, width in ((97, 131), (240, 180), (64, 300)):
+            picture = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+            yield [{"picture": picture.to(self.device)}]
+
+    def inputs_of(self, inputs: Tensor, data_samples: Sequence[Any]) -> Tensors:
+        """Return the picture of a batch of one, which is read from its file."""
+        load = TRANSFORMS.build({"type": "LoadImageFromFile", "channel_order": "rgb"})
+        read = load.transform({"img_path": data_samples[0].img_path})
+        return {"picture": read["img"].permute(1, 2, 0).contiguous().to(self.device)}
+
+    def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
+        return self.model.with_detections(outputs, data_samples)
+
+
+def resampled(pixels: Tensor, axis: int, index: Tensor, side: Tensor, size: Tensor) -> Tensor:
+    """Return pixels interpolated along an axis of ``side`` pixels, at the places of ``index`` among ``size`` pixels.
+
+    Places are counted in parts of 1 / (2 * size) pixels, which is exact. Weights and results are rounded as those of
+    the pipeline's kernel: to 14 bits if a weight is 1, to 15 bits otherwise, and to integers.
+    """
+    part = 2 * size
+    place = ((2 * index + 1) * side - size).clamp(min=0)
+    lower = torch.minimum(place // part, side - 1)
+    upper = torch.minimum(lower + 1, side - 1)
+    share = ((place - lower * part) / part).clamp(max=1)
+    largest = torch.where(index < size, torch.maximum(share, 1 - share), 0.5).amax(0)
+    unit = torch.where(largest < 1 - 2.0**-16, 2.0**15, 2.0**14)
+    weights = (
+        ((weight * unit + 0.5).floor() / unit).view(-1, *[1] * (3 - axis)) for weight in (1 - share, share)
+    )
+    values = [
+        pixels.index_select(axis, pixel) * weight
+        for pixel, weight in zip((lower, upper), weights, strict=True)
+    ]
+    return (values[0] + values[1] + 0.5).floor()

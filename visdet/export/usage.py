@@ -1,0 +1,70 @@
+"""The README of an exported model, and a program that runs it on pictures with its runtime and Pillow alone."""
+
+from pathlib import Path
+from typing import Any
+
+from visdet.files.writing import write_atomically
+
+_IMPORTS = {
+    "pt2": "import torch\nimport visdet.ops  # the operators' libraries; nothing else of visdet is used",
+    "aoti": "import torch",
+    "onnx": "import onnxruntime",
+    "openvino": "import openvino",
+}
+_TORCH = "\n\n\ndef run(picture):\n    with torch.no_grad():\n        return model(torch.tensor(picture))"
+_LOADING = {
+    "pt2": 'model = torch.export.load(folder / "model.pt2").module()' + _TORCH,
+    "aoti": 'torch.ops.load_library(folder / "libvisdet_cpu.so")\n'
+    'model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))' + _TORCH,
+    "onnx": 'session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])\n\n\n'
+    'def run(picture):\n    return session.run(None, {"picture": picture})',
+    "openvino": 'model = openvino.Core().compile_model(folder / "model.xml", "CPU", about["options"])\n\n\n'
+    "def run(picture):\n    found = model([picture])\n    return [found[name] for name in about['outputs']]",
+}
+_PROGRAM = '''"""Print the objects in pictures, with boxes (x1, y1, x2, y2) in pixels: python infer.py PICTURE ..."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+{imports}
+from PIL import Image, ImageOps
+
+folder = pathlib.Path(__file__).parent
+about = json.loads((folder / "model.json").read_text())
+{loading}
+
+
+for path in sys.argv[1:]:
+    picture = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
+    boxes, scores, labels = (np.asarray(output)[0] for output in run(picture))
+    for box, score, label in zip(boxes, scores, labels):
+        if score >= about["score_thresholds"][label]:
+            print(path, about["classes"][label], f"{{score:.4f}}", *(f"{{side:.2f}}" for side in box))
+'''
+_README = """# {model}, exported as {format} in {precision}
+
+`model.json` describes the inputs and the outputs, and says whether the model was compared (`checked`); `report.md` says
+how far it is from the model in Python. `sample.npz` has an input with its outputs.
+"""
+
+
+def write_usage(description: dict[str, Any], folder: Path) -> None:
+    """Write ``README.md`` into a folder, and ``infer.py`` if the graph takes a picture and the classes are known.
+
+    Files of the user's that have these names stay.
+    """
+    format, options = description["format"], description["options"]
+    text, files = _README.format(**description), {}
+    if options:
+        told = ", ".join(f"`{name}` must be `{value}`" for name, value in options.items())
+        text += (
+            f"\nWhen {format} opens the file, {told}. Without it, results are others on some processors.\n"
+        )
+    if "picture" in description["inputs"] and description["classes"] and description["score_thresholds"]:
+        files["infer.py"] = _PROGRAM.format(imports=_IMPORTS[format], loading=_LOADING[format])
+        text += "\n`python infer.py PICTURE ...` prints the objects in pictures.\n"
+    for name, content in {**files, "README.md": text}.items():
+        if not (folder / name).exists():
+            write_atomically(folder / name, content)
