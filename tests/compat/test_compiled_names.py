@@ -84,7 +84,7 @@ def test_a_program_that_compiles_its_attention(tmp_path):
             "projects.ops.my_deformable_aggregation_with_depth_ext",
             "deformable_aggregation_with_depth_forward",
         ),
-        ("e2e_sigmoid_focal_loss_ext", "forward"),
+        ("e2e_sigmoid_focal_loss_ext", "sigmoid_focal_loss_backward_cuda"),
         ("mmdet.ops.utils.compiling_info", "get_compiling_cuda_version"),
         ("mmdet.ops.dcn.deform_conv_ext", "deform_conv_backward_parameters"),
         ("mmdet.ops.dcn.deform_pool_ext", "deform_psroi_pooling_forward"),
@@ -166,7 +166,12 @@ def test_the_focal_loss(provide):
     assert torch.equal(ext.forward(logits, target, 3, 2.0, 0.25), expected)
     grad = torch.randn_like(expected)
     found = ext.backward(logits, target, grad, 3, 2.0, 0.25)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, logits, grad)[0])
+    torch.testing.assert_close(found, torch.autograd.grad(expected, logits, grad, retain_graph=True)[0])
+    ext, weight, out = provide("e2e_sigmoid_focal_loss_ext"), torch.zeros(0), torch.zeros_like(expected)
+    ext.sigmoid_focal_loss_forward_cuda(logits, target, weight, out, gamma=2.0, alpha=0.25)
+    assert torch.equal(out, expected)
+    ext.sigmoid_focal_loss_backward_cuda(logits, target, weight, out, gamma=2.0, alpha=0.25)
+    torch.testing.assert_close(out, torch.autograd.grad(expected.sum(), logits)[0])
 
 
 @pytest.mark.parametrize("name", ["carafe_ext", "carafe_naive_ext"])

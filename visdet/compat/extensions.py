@@ -68,6 +68,7 @@ _WITHIN_PACKAGES = {
             *("carafe_naive_ext", "sigmoid_focal_loss_ext", "masked_conv2d_ext", "corner_pool_ext"),
         )
     },
+    "e2e_sigmoid_focal_loss_ext": "mmcv_ext_activations:e2e_sigmoid_focal_loss_ext",
     "utils.compiling_info": "mmdet_ext:compiling_info",
     "bev_pool_ext": "bev_ext",
     "occ_pool_ext": "bev_ext",
@@ -99,7 +100,7 @@ _WITHIN_PACKAGES = {
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
 }
 # With something before these names, too, as in "e2e_deformable_aggregation_ext".
-_ENDS = re.compile(r"(?:.*_)?(deformable_aggregation(?:_with_depth)?_ext|sigmoid_focal_loss_ext)")
+_ENDS = re.compile(r"(?:.*_)?(deformable_aggregation(?:_with_depth)?_ext)")
 _PACKAGES = ("flash_attn",)
 _NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)

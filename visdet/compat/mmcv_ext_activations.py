@@ -71,13 +71,22 @@ def fused_bias_leakyrelu(
 ) -> Any: ...
 
 
-@serves(own.sigmoid_focal_loss, "mmcv._ext.sigmoid_focal_loss_backward", grad_input="input")
+@serves(
+    own.sigmoid_focal_loss,
+    "e2e_sigmoid_focal_loss_ext.sigmoid_focal_loss_backward_cuda",
+    "mmcv._ext.sigmoid_focal_loss_backward",
+    grad_input="input",
+)
 def sigmoid_focal_loss_backward(
     input: Tensor, target: Tensor, weight: Tensor | None, grad_input: Gradient, gamma: float, alpha: float
 ) -> None: ...
 
 
-@serves(own.sigmoid_focal_loss, "mmcv._ext.sigmoid_focal_loss_forward")
+@serves(
+    own.sigmoid_focal_loss,
+    "e2e_sigmoid_focal_loss_ext.sigmoid_focal_loss_forward_cuda",
+    "mmcv._ext.sigmoid_focal_loss_forward",
+)
 def sigmoid_focal_loss_forward(
     input: Tensor, target: Tensor, weight: Tensor | None, output: Result, gamma: float, alpha: float
 ) -> None: ...
