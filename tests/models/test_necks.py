@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from visdet.models.necks import FPN, ChannelMapper
 
@@ -22,3 +23,20 @@ def test_biases_before_a_normalisation_are_taken_over_if_they_fit(channels):
     _, unexpected = neck.load_state_dict({key: bias}, strict=False)
     assert unexpected == ([] if channels == 16 else [key])
     assert channels != 16 or torch.equal(neck.state_dict()[key], bias)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_repeated_values_keep_their_type_under_autocast(mode, monkeypatch):
+    """A map in float32 would take twice the memory, and be rounded before the next convolution."""
+    neck, casts, interpolate = FPN([4, 8], 16, num_outs=2, upsample_cfg={"mode": mode}), [], F.interpolate
+
+    def note(level, *arguments, **options):
+        casts.append(torch.is_autocast_enabled("cpu"))
+        return interpolate(level, *arguments, **options)
+
+    monkeypatch.setattr(F, "interpolate", note)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = neck([torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)])
+    assert outs[0].dtype is torch.bfloat16
+    neck([torch.randn(1, 4, 8, 8), torch.randn(1, 8, 4, 4)])
+    assert casts == [mode != "nearest", False]

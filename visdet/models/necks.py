@@ -175,7 +175,7 @@ class FPN(BaseModule):
         ]
         for i in range(len(laterals) - 1, 0, -1):
             size = laterals[i - 1].shape[-2:]
-            laterals[i - 1] = laterals[i - 1] + F.interpolate(laterals[i], size, **self.upsample_cfg)
+            laterals[i - 1] = laterals[i - 1] + self._enlarged(laterals[i], size)
         outs = [conv(level) for conv, level in zip(self.fpn_convs, laterals, strict=False)]
         if not self.add_extra_convs:
             for _ in range(self.num_extra):
@@ -188,3 +188,9 @@ class FPN(BaseModule):
             outs.append(conv(F.relu(source) if i and self.relu_before_extra_convs else source))
             source = outs[-1]
         return tuple(outs)
+
+    def _enlarged(self, level: Tensor, size: torch.Size) -> Tensor:
+        """Return a map in another size. Autocast would do it in float32, though repeated values need no precision."""
+        device, repeats = level.device.type, self.upsample_cfg.get("mode") == "nearest"
+        with torch.autocast(device, enabled=torch.is_autocast_enabled(device) and not repeats):
+            return F.interpolate(level, size, **self.upsample_cfg)
