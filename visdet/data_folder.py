@@ -163,8 +163,9 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
             say(
                 f"{root} has no validation part: {_count(files['val'])} of its images are drawn at random for it"
             )
-        parts = {split: str(files.get(split, files.get("val"))) for split in ("train", "val", "test")}
-        text = _CONFIG.format(base=base, root=f"{root}/", classes=_classes(files["train"]), **parts)
+        classes = tuple(category["name"] for category in _content(files["train"])["categories"])
+        parts = {split: str(files.get(split, files["val"])) for split in ("train", "val", "test")}
+        text = _CONFIG.format(base=base, root=f"{root}/", classes=classes, **parts)
         if base.endswith("dino-small_coco.py"):
             interval = _EVERY * math.ceil(_count(files["val"]) / _IMAGES_OF_VALIDATION)
             text += f"train_cfg = dict(val_interval={interval})\n"
@@ -191,16 +192,14 @@ def _converted(root: Path, folder: Path, val_share: float = 0.2) -> dict[str, Pa
     return found
 
 
+def _content(file: Path) -> dict[str, Any]:
+    from visdet.structures.coco_json import load_coco_json
+
+    return load_coco_json(str(file))
+
+
 def _count(file: Path) -> int:
-    from visdet.structures.coco_json import load_coco_json
-
-    return len(load_coco_json(str(file))["images"])
-
-
-def _classes(file: Path) -> tuple[str, ...]:
-    from visdet.structures.coco_json import load_coco_json
-
-    return tuple(category["name"] for category in load_coco_json(str(file))["categories"])
+    return len(_content(file)["images"])
 
 
 def _base_of(model: str) -> str:

@@ -12,7 +12,7 @@ from toy_run import toy_config, train
 
 import visdet
 from visdet.engine import Detector, build_runner, read_checkpoint
-from visdet.engine.checkpoints.score_thresholds import measured_thresholds
+from visdet.engine.checkpoints.score_thresholds import measured_thresholds, thresholds_of
 from visdet.errors import UserError
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
@@ -51,6 +51,25 @@ def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_pat
         detector.score_thresholds = [2.0, 2.0]
         detector.score_thresholds[label] = threshold
         assert len(detector(image)) == number
+
+
+def test_a_checkpoint_of_an_epoch_holds_its_thresholds(tmp_path):
+    options = {
+        "train_cfg__val_interval": 1,
+        "param_scheduler": None,
+        "default_hooks__checkpoint__by_epoch": True,
+    }
+    options["train_cfg"] = {
+        "_delete_": True,
+        "type": "EpochBasedTrainLoop",
+        "max_epochs": 15,
+        "val_interval": 15,
+    }
+    runner = train(tmp_path, val_evaluator=METRICS, **options)
+    measured = thresholds_of(runner.val_evaluator.metrics)
+    assert measured, "the last validation has found something"
+    meta = read_checkpoint(tmp_path / "last.pth")["meta"]
+    assert meta["score_thresholds"] == measured and meta["iter"] == runner.iter
 
 
 def test_a_test_draws_the_curves_and_uses_the_thresholds_of_the_checkpoint(folder, tmp_path, monkeypatch):

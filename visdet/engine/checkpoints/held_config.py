@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mmengine.config import Config
@@ -88,11 +89,10 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
         )
     values, code = _values(text, path)
     if trust and code:
-        names: dict[str, Any] = {}
-        exec(compile(text, path, "exec"), names)
-        values = {name: names[name] for name in _names_of(text)}
+        exec(compile(text, path, "exec"), values)
+        values = {name: value for name, value in values.items() if not isinstance(value, ModuleType)}
     name = _TIME_OF_A_RUN.sub("", str(meta.get("experiment_name") or Path(path).stem))
-    own = {key: value for key, value in values.items() if key not in _OF_THE_RUN}
+    own = {key: value for key, value in values.items() if key not in (*_OF_THE_RUN, "_base_", "__builtins__")}
     cfg = Config(own, cfg_text=text, filename=f"{Path(name).name}.py")
     adopt_mmdet_scope(cfg)
     if not trust:
@@ -127,13 +127,6 @@ def _what_predicts(cfg: Config) -> dict[str, Any]:
     return {path: list(value) if isinstance(value, tuple) else value for path, value in leaves(parts)}
 
 
-def _names_of(text: str) -> list[str]:
-    """Return the names that the text of a config sets."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
-    names = [node.targets[0].id for node in nodes if isinstance(node.targets[0], ast.Name)]
-    return [name for name in names if name != "_base_"]
-
-
 def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
     """Return the values in the text of a config, and the names whose values are no literals."""
     values, code = {}, []
@@ -144,37 +137,36 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(node, ast.Assign) or not isinstance(target, ast.Name):
-            code.append(ast.unparse(node)[:60])
-        elif target.id != "_base_":
-            try:
-                values[target.id] = _literal(node.value)
-            except (ValueError, TypeError, SyntaxError, RecursionError) as error:
-                code.append(f"{target.id} = {str(error)[:60]}")
+        try:
+            name, value = _assigned(node)
+            values[name] = _literal(value)
+        except (ValueError, TypeError, SyntaxError, RecursionError):
+            code.append(ast.unparse(node)[:80])
     return values, code
 
 
+def _assigned(node: ast.stmt) -> tuple[str, ast.expr]:
+    """Return the name and the value of an assignment, or raise a ValueError for another statement."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id, node.value
+    raise ValueError
+
+
 def _literal(node: ast.expr) -> Any:
-    """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``. A ValueError has another one."""
+    """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
     if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError(ast.unparse(node))
-        return {
-            _literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
-        }
-    if isinstance(node, ast.List):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Tuple):
-        return tuple(_literal(item) for item in node.elts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("dict", "float"):
-        given = [_literal(item) for item in node.args]
+        keys: Any = node.keys
+        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_literal(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Call):
+        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
+        if kind is None:
+            raise ValueError
         named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-        return dict(*given, **named) if node.func.id == "dict" else float(*given)
-    try:
-        return ast.literal_eval(node)
-    except ValueError as error:
-        raise ValueError(ast.unparse(node)) from error
+        return kind(*map(_literal, node.args), **named)
+    return ast.literal_eval(node)
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:
