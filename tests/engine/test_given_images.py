@@ -18,7 +18,7 @@ from test_inference import PIPELINE
 from toy_run import toy_config
 
 import visdet
-from visdet.engine.inference import videos
+from visdet.engine.inference import given_images, videos
 from visdet.engine.inference.detector import detect_files
 from visdet.engine.inference.mp4_times import set_frame_times
 from visdet.errors import MissingPackageError, UserError
@@ -167,6 +167,32 @@ def test_a_video_that_is_cut_says_how_many_frames_it_gives(detector, tmp_path, c
     assert 0 < count < 50 or not is_said
     said = f"video {path} is damaged or cut short: only {count} of its 50 frames can be read"
     assert capsys.readouterr().out.replace("\n", " ").count(said) == is_said
+
+
+class Announced:
+    """A video whose container gives the duration alone: 3 frames from 5 s on, 0.2 s apart, at a rate of 30."""
+
+    def __init__(self, path, missing):
+        self.video, self.read_frames = cv2.VideoCapture(path), 0
+        self.count = 150 + 18 + missing
+
+    def read(self):
+        self.read_frames += 1
+        return self.video.read()
+
+    def get(self, key):
+        shown = 200.0 * min(self.read_frames - 1, 2)
+        values = {cv2.CAP_PROP_FPS: 30.0, cv2.CAP_PROP_FRAME_COUNT: self.count, cv2.CAP_PROP_POS_MSEC: shown}
+        return (values | {getattr(cv2, "CAP_PROP_PTS", -1): 150.0})[key]
+
+
+@pytest.mark.parametrize(("missing", "is_said"), [(0, False), (60, True)])
+def test_a_whole_video_of_uneven_times_is_not_called_cut(tmp_path, monkeypatch, capsys, missing, is_said):
+    path = write_video(tmp_path / "a.mp4")
+    monkeypatch.setattr(given_images, "_opened", lambda given: Announced(given, missing))
+    times = [image.time for image in given_images.each_image(path)]
+    assert times == pytest.approx([0.0, 0.2, 0.4])
+    assert ("is damaged or cut short" in capsys.readouterr().out.replace("\n", " ")) == is_said
 
 
 def test_a_folder_of_images_and_videos_is_read_in_the_order_of_the_names(detector, tmp_path):

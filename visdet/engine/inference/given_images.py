@@ -220,15 +220,20 @@ def _frames(path: str) -> Iterator[GivenImage]:
     is_read, frame = video.read()
     if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
-    number, time = 0, max(video.get(cv2.CAP_PROP_POS_MSEC) / 1000, 0.0)
+    number, time, longest = 0, max(video.get(cv2.CAP_PROP_POS_MSEC) / 1000, 0.0), 0.0
+    rate = _rate_of(video)
+    first = video.get(getattr(cv2, "CAP_PROP_PTS", -1))  # 0 in versions of OpenCV that do not know it
     while is_read:
         yield GivenImage(path, cv2.cvtColor(frame, cv2.COLOR_BGR2RGB), number, time)
         is_read, frame = video.read()
         number += 1
         shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
         # A stream may give no times, and a damaged file the same one again.
-        time = shown if shown > time else time + 1 / _rate_of(video)
-    announced = 0 if is_stream(path) else int(video.get(cv2.CAP_PROP_FRAME_COUNT))
-    # Some formats give the duration alone, from which the number is estimated.
-    if announced - number > max(1, announced // 100):
+        after = shown if shown > time else time + 1 / rate
+        longest, time = max(longest, after - time), after
+    says_number = not is_stream(path) and rate == video.get(cv2.CAP_PROP_FPS)
+    announced = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if says_number else 0
+    # Some formats give the duration alone, with the time before the first frame. OpenCV estimates the number by it.
+    missing = min(announced - number, announced - first - (time + longest) * rate)
+    if missing > max(1, announced // 100):
         say(f"video {path} is damaged or cut short: only {number} of its {announced} frames can be read")
