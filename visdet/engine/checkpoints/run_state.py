@@ -273,7 +273,10 @@ def _lacking(runner: Any, content: dict[str, Any]) -> list[str]:
     if runner.param_schedulers and not (content.get("param_schedulers") or meta.get("recipe")):
         lacking.append("param_schedulers")
     known = content.get("hooks") or {}
-    return lacking + [f"hooks[{name!r}]" for name in hooks_with_memory(runner.hooks) if name not in known]
+    for name, hook in hooks_with_memory(runner.hooks).items():
+        if name not in known and memory_of(hook):
+            lacking.append(f"hooks[{name!r}]")
+    return lacking
 
 
 def _random_state(runner: Any, path: str, states: Any) -> dict[str, Any] | None:

@@ -53,12 +53,12 @@ class CheckInvalidLossHook(Hook):
         self._has_dropped_gradients = False  # in the iteration that is checked next
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a resumed run goes on with."""
-        return {"skips_in_a_row": self.skips_in_a_row}
+        """Return what a resumed run goes on with, which is nothing if no update is skipped."""
+        return {"skips_in_a_row": self.skips_in_a_row} if self.action == "skip" else {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take over the count of the run that is resumed."""
-        self.skips_in_a_row = state["skips_in_a_row"]
+        self.skips_in_a_row = state.get("skips_in_a_row", 0)
 
     def before_train(self, runner: Any) -> None:
         """Listen to the losses, and let the optimizer skip updates with losses or gradients that are not finite."""
