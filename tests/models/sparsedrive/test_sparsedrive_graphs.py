@@ -177,7 +177,10 @@ def test_parameters_that_autocast_alone_reads_may_be_cast_at_once():
 
     with CastsNoted(list(plain.values()), torch.bfloat16) as casts:
         losses, gradients = losses_and_gradients(plain)
-    half = HalfLeaves(plain, casts.only_cast(), torch.bfloat16)
+    shared = {}
+    half = HalfLeaves(plain, casts.only_cast(), torch.bfloat16, shared)
+    other_shape = HalfLeaves(plain, casts.only_cast(), torch.bfloat16, shared)
+    assert all(half.leaves[p].data_ptr() == leaf.data_ptr() for p, leaf in other_shape.leaves.items())
     half.refresh()
     chosen = {
         name for name, parameter in model.named_parameters() if half.leaves[parameter].dtype != torch.float32

@@ -46,19 +46,27 @@ class HalfLeaves:
 
     Args:
         leaves: the leaves of all parameters. only_cast: those that are copied. dtype: the type of the copies.
+        shared: copies that graphs of other shapes have, to which new ones are added.
     """
 
     def __init__(
-        self, leaves: Mapping[nn.Parameter, Tensor], only_cast: Sequence[Tensor], dtype: torch.dtype
+        self,
+        leaves: Mapping[nn.Parameter, Tensor],
+        only_cast: Sequence[Tensor],
+        dtype: torch.dtype,
+        shared: dict[tuple[nn.Parameter, torch.dtype], Tensor],
     ) -> None:
         chosen = set(only_cast)
-        self._sources = [leaf.detach() for leaf in leaves.values() if leaf in chosen]
-        self._copies = [torch.empty_like(source, dtype=dtype) for source in self._sources]
-        copies = iter(self._copies)
-        self.leaves = {
-            parameter: next(copies).detach().requires_grad_(leaf.requires_grad) if leaf in chosen else leaf
-            for parameter, leaf in leaves.items()
-        }
+        self.leaves = dict(leaves)
+        self._sources: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        for parameter, leaf in leaves.items():
+            if leaf in chosen:
+                if (parameter, dtype) not in shared:
+                    shared[parameter, dtype] = torch.empty_like(leaf.detach(), dtype=dtype)
+                self._sources.append(leaf.detach())
+                self._copies.append(shared[parameter, dtype])
+                self.leaves[parameter] = self._copies[-1].detach().requires_grad_(leaf.requires_grad)
 
     def refresh(self) -> None:
         """Copy the parameters."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor, nn
 
 from visdet.execution.capture import Capture, captures
 
@@ -66,10 +67,12 @@ class GraphMemory:
 
     Attributes:
         replays: how many replays have begun that overwrite the activations of the ones before.
+        half_copies: the 16-bit copies of parameters, which each step makes anew.
     """
 
     def __init__(self) -> None:
         self.replays = 0
+        self.half_copies: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.side = torch.cuda.Stream()

@@ -72,7 +72,7 @@ class GraphedStep:
         learning = [leaf for leaf in plain.values() if leaf.requires_grad]
         dtype = torch.get_autocast_dtype("cuda")
         casts = CastsNoted(learning if torch.is_autocast_enabled("cuda") else [], dtype)
-        self.half = HalfLeaves(plain, (), dtype)
+        self.half = HalfLeaves(plain, (), dtype, memory.half_copies)
         self.keeps_activations = recomputes(model)
         with casts:
             try:
@@ -85,7 +85,7 @@ class GraphedStep:
         free, total = torch.cuda.mem_get_info()
         self.keeps_activations = self.keeps_activations and free >= _LEAST_FREE * total
         if casts.only_cast():
-            whole, self.half = self.half, HalfLeaves(plain, casts.only_cast(), dtype)
+            whole, self.half = self.half, HalfLeaves(plain, casts.only_cast(), dtype, memory.half_copies)
             others, used_then = self._tried_out(assign)
             is_equal = used_then == used and all(torch.equal(losses[name], others[name]) for name in losses)
             self.half = self.half if is_equal else whole
