@@ -4,10 +4,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
-from visdet.errors import InvalidInputError, MissingFileError, reading
-from visdet.files.images import check_no_pipe, sizes_of
+from visdet.errors import InvalidInputError, MissingFileError
+from visdet.files.images import open_image, sizes_of
 from visdet.structures.polylines import REGION_M, cut_to_region
 
 from .frame_records import FRAME_KEYS
@@ -59,9 +58,11 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
                 lines.update(["all", "left out" if not parts else "whole" if parts[0] is line else "cut"])
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
-            check_no_pipe(name, where)
-            with reading(where), Image.open(name) as image:  # Its pixels are not decoded.
-                _, (width, height) = sizes_of(image)
+            try:
+                with open_image(name, where=f"{where}: ") as image:  # Its pixels are not decoded.
+                    _, (width, height) = sizes_of(image)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{where} cannot be read: {error.__cause__ or error}") from error
             size = size or (width, height)
             if (width, height) != size:
                 raise InvalidInputError(
