@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, NoReturn
 
-from visdet.near_names import unknown_attribute
-
 from ._library import NotBuiltError, build_info
 from .batched_nms import batched_nms, register_nms
 from .box_iou_rotated import box_iou_quadri, box_iou_rotated
@@ -217,4 +215,8 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> NoReturn:
+        try:
+            from visdet.near_names import unknown_attribute
+        except ImportError:  # A kernel of Hugging Face's package has this folder alone.
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         raise unknown_attribute(__name__, name, __all__)
