@@ -39,7 +39,7 @@ class Differences:
                 have been chosen.
         """
         self.count += 1
-        in_groups = {name for names in rows.values() for name in names}
+        in_groups = set().union(*rows.values())
         for name, values in expected.items():
             if found[name].shape != values.shape:
                 self._note(name, np.array([np.inf]))
@@ -48,7 +48,8 @@ class Differences:
         for score, names in rows.items():
             group = [name for name in names if found[name].shape == expected[name].shape]
             for sample in range(len(expected[score]) if len(group) == len(names) else 0):
-                ours, theirs = ({name: side[name][sample] for name in group} for side in (expected, found))
+                ours = {name: expected[name][sample] for name in group}
+                theirs = {name: found[name][sample] for name in group}
                 self._add_rows(ours, theirs, score, limit.difference)
                 self._add_rows(theirs, ours, score, limit.difference)
 
@@ -128,9 +129,8 @@ def compare(family: Family, run: Run, limit: Tolerance) -> tuple[Differences, Te
             found = run(inputs)
             differences.add(arrays(expected), arrays(found), family.rows, limit)
             sample = sample or (inputs, found)
-            state, exported_state = (
-                {name: side[output] for name, output in family.states.items()} for side in (expected, found)
-            )
+            state = {name: expected[output] for name, output in family.states.items()}
+            exported_state = {name: found[output] for name, output in family.states.items()}
     return differences, *sample
 
 

@@ -204,7 +204,8 @@ def _on_images(
 ) -> dict[str, Any]:
     """Return the differences of the outputs on images, and raise an ExportError if they are too large."""
     differences = Differences()
-    for given in _inputs(family, (pseudo_collate([detector.item_of(GivenImage(image))]) for image in images)):
+    batches = (pseudo_collate([detector.item_of(GivenImage(image))]) for image in images)
+    for given in _inputs(family, batches):
         differences.add(arrays(family.run(given)), arrays(run(given)), family.rows, limit)
     differences.check(limit)
     return {"differences": differences.table()}

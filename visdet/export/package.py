@@ -114,10 +114,9 @@ def write_description(description: dict[str, Any], folder: Path) -> None:
 
 def remove_results(folder: Path) -> None:
     """Remove what an earlier export has written into a folder, so that nothing of it stands beside new results."""
-    usage = (
-        ("README.md", "infer.py") if (folder / DESCRIPTION).is_file() else ()
-    )  # Others are the user's own.
-    files = [DESCRIPTION, *_RESULTS, *usage, *(name for kind in FORMATS.values() for name in kind.files)]
+    files = {DESCRIPTION, *_RESULTS}.union(*(kind.files for kind in FORMATS.values()))
+    if (folder / DESCRIPTION).is_file():  # Without it, files of these names are the user's own.
+        files |= {"README.md", "infer.py"}
     for name in files:
         for path in folder.glob(name):
             path.unlink()

@@ -6,7 +6,8 @@ float32 in every exported graph. Conversions stand in the graph before the backb
 
 import copy
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +53,13 @@ def with_features_in(model: nn.Module, precision: str) -> nn.Module:
             f"precision {precision!r} is that of image features, which {type(model).__name__} has not"
         )
 
+    def to_16_bit(_: nn.Module, given: Any) -> Any:
+        return map_tensors(partial(Tensor.to, dtype=dtype), given)
+
+    def to_float32(_: nn.Module, __: Any, maps: Any) -> Any:
+        return map_tensors(Tensor.float, maps)
+
     for part in parts:
-        part.to(dtype).register_forward_pre_hook(
-            lambda _, given: map_tensors(lambda tensor: tensor.to(dtype), given)
-        )
-        part.register_forward_hook(lambda _, __, maps: map_tensors(Tensor.float, maps))
+        part.to(dtype).register_forward_pre_hook(to_16_bit)
+        part.register_forward_hook(to_float32)
     return model

@@ -53,12 +53,13 @@ class Program:
 
     def _traced(self, module: nn.Module) -> ExportedProgram:
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in self.ranges.items()}
-        shapes = tuple(
-            {axis: sizes[size] for axis, size in self.dynamic.get(name, {}).items()} for name in self.inputs
-        )
+        shapes = []
+        for name in self.inputs:
+            axes = self.dynamic.get(name, {})
+            shapes.append({axis: sizes[size] for axis, size in axes.items()})
         with torch.no_grad(), _pooling_of_any_size():
             return torch.export.export(
-                module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False
+                module, tuple(self.inputs.values()), dynamic_shapes=(tuple(shapes),), strict=False
             )
 
 

@@ -113,19 +113,13 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     remove_results(folder)
     description = {
-        "model": type(family.model).__name__,
         "format": format,
         "precision": precision,
-        **_tensors(family, program),
+        **_described(family, program),
         "preprocessing": preprocessing,
         "classes": None if classes is None else list(classes),
         "score_thresholds": None if thresholds is None else list(thresholds),
         "options": kind.options,
-        "versions": {
-            "visdet": visdet.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
         "checked": False,
     }
     write_description(description, folder)
@@ -143,16 +137,23 @@ def export(
         report["remark"] = "the exported model was not run and not compared (--no-check)"
         write_report(report, folder)
         return report
-    try:
+    with _written(report, folder):
         _check(module, family, LIMITS[precision], folder, report, evaluate, bench)
+    write_description({**description, "checked": True}, folder)  # It comes last.
+    return report
+
+
+@contextmanager
+def _written(report: dict[str, Any], folder: Path) -> Iterator[None]:
+    """Write the report of the checks in the block, and of the error that ended them."""
+    try:
+        yield
         report["checked"] = True
     except ExportError as error:
         report["error"] = str(error)
         raise
     finally:
         write_report(report, folder)
-    write_description({**description, "checked": True}, folder)  # It comes last.
-    return report
 
 
 def _checked_format(format: str, precision: str, custom_op: str | None, has_data: bool) -> Format:
@@ -246,8 +247,8 @@ def _latencies(family: Family, run: Run) -> dict[str, Any]:
     return {**times, "threads": torch.get_num_threads(), "device": str(family.device)}
 
 
-def _tensors(family: Family, program: Program) -> dict[str, Any]:
-    """Return what ``model.json`` says of the inputs and the outputs."""
+def _described(family: Family, program: Program) -> dict[str, Any]:
+    """Return what ``model.json`` says of the model, its inputs and its outputs."""
     inputs = {}
     for name, tensor in program.inputs.items():
         names_of_axes = program.dynamic.get(name, {})
@@ -257,6 +258,12 @@ def _tensors(family: Family, program: Program) -> dict[str, Any]:
             "meaning": family.about.get(name, ""),
         }
     return {
+        "model": type(family.model).__name__,
+        "versions": {
+            "visdet": visdet.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "inputs": inputs,
         "ranges": dict(program.ranges),
         "outputs": {name: family.about.get(name, "") for name in family.output_names},
