@@ -1,7 +1,7 @@
 """What a run reads from checkpoints and writes to them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmengine.config import Config
@@ -35,20 +35,12 @@ class RunCheckpoints(RunnerInterface):
     work_dir: str
     load_from: str | None
     trusts_checkpoints: bool
+    call_hook: Callable[..., None]
+    _call_kept_hooks: Callable[[], None]
+    _moment: Callable[[], str | None]
+    _seed_with: Callable[[dict[str, Any]], None]
     has_loaded = False
     _saved_at = -1  # the iterations after which the last checkpoint to go on from was saved
-
-    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _call_kept_hooks(self) -> None:
-        raise NotImplementedError
-
-    def _moment(self) -> str | None:
-        raise NotImplementedError
-
-    def _seed_with(self, randomness: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     def _find_checkpoint(self) -> tuple[str, dict[str, Any]] | None:
         """Return the checkpoint to resume and its content, if there is one, and take over its seed.
