@@ -59,8 +59,10 @@ def recording_report(path: str, data_root: str | None = None) -> list[str]:
         for camera, name in zip(record["cam_names"], record["img_filename"], strict=True):
             where = f"frame {info['token']} of {path}, data_path of {camera}: {name}"
             try:
-                with open_image(name, where=f"{where}: ") as image:  # Its pixels are not decoded.
+                with open_image(name) as image:  # Its pixels are not decoded.
                     _, (width, height) = sizes_of(image)
+            except MissingFileError as error:
+                raise MissingFileError(f"{where} does not exist") from error
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where} cannot be read: {error.__cause__ or error}") from error
             size = size or (width, height)
