@@ -14,6 +14,8 @@ from visdet.engine.graphs import updates
 from visdet.engine.graphs.updates import GraphedUpdate, rates_on_device, why_not_a_graph
 from visdet.engine.optim.gradients import GradientBlock, Gradients
 from visdet.engine.optim.muon import MuonWithAuxAdam
+from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors
+from visdet.models.matching.padded_targets import PaddedTargets
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
@@ -200,3 +202,15 @@ def test_updates_by_cuda_graphs(kind, options, dtype):
     if dtype != "float16" or "fused" in options:  # Otherwise, the scaler waits for what the gradients are.
         assert not said and graphed.replay.counts["replayed"] >= 4, (said, graphed.replay.report())
     torch.testing.assert_close(graphed.take_grad_norm(), plain.take_grad_norm(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_field_of_the_host_refuses_to_be_read_where_only_the_device_computes():
+    targets = PaddedTargets(
+        torch.zeros(2, 3, 4), torch.zeros(2, 3).long(), torch.ones(2, 1, 4), counts=[1, 3]
+    )
+    assert targets.lengths.tolist() == [1, 3]
+    alone = map_tensors(torch.clone, {"targets": [targets]}, NotOnDevice)["targets"][0]
+    assert torch.equal(alone.lengths, targets.lengths) and layout_of(alone) == layout_of(targets)
+    for read in (max, list, len, bool, lambda counts: counts[0], lambda counts: counts.index(3)):
+        with pytest.raises(RuntimeError, match="only the device computes"):
+            read(alone.counts)

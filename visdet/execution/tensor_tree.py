@@ -28,34 +28,30 @@ class NotOnDevice:
     __hash__ = None  # type: ignore[assignment]
 
 
-def for_device(tree: Any) -> Any:
-    """Return the tree without its fields that are ``ON_HOST``: a ``NotOnDevice`` takes their places."""
-    if isinstance(tree, dict):
-        return {name: for_device(value) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [for_device(value) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        changed = {
-            member.name: NotOnDevice() if is_on_host(member) else for_device(getattr(tree, member.name))
-            for member in fields(tree)
-        }
-        return replace(tree, **changed)
-    return tree
+def map_tensors(
+    function: Callable[[Tensor], Tensor], tree: Any, on_host: Callable[[], Any] | None = None
+) -> Any:
+    """Return the tree with each tensor replaced by the result of ``function`` for it.
 
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return the tree with each tensor replaced by the result of ``function`` for it."""
+    Args:
+        function: a function of a tensor. tree: the tree.
+        on_host: makes what replaces a field that is ``ON_HOST``, such as ``NotOnDevice``. By default, it stays.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {name: map_tensors(function, value) for name, value in tree.items()}
+        return {name: map_tensors(function, value, on_host) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [map_tensors(function, value) for value in tree]
+        values = [map_tensors(function, value, on_host) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if is_dataclass(tree) and not isinstance(tree, type):
-        names = [member.name for member in fields(tree) if not is_on_host(member)]
-        return replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+        changed = {}
+        for member in fields(tree):
+            if not is_on_host(member):
+                changed[member.name] = map_tensors(function, getattr(tree, member.name), on_host)
+            elif on_host is not None:
+                changed[member.name] = on_host()
+        return replace(tree, **changed)
     return tree
 
 

@@ -14,7 +14,7 @@ from visdet.engine.graphs.half_leaves import CastsNoted, HalfLeaves
 from visdet.engine.graphs.leaves import leaves_in_place_of, with_leaves
 from visdet.engine.graphs.methods import GraphedLoss, GraphedPrediction
 from visdet.engine.stages import StagedModel
-from visdet.execution.tensor_tree import for_device, layout_of, map_tensors
+from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors
 from visdet.structures.driving_data_sample import predictions_of
 
 # Two sequences side by side; the second one's scene ends within.
@@ -159,7 +159,7 @@ def test_predictions_by_graphs_follow_weights_that_move_and_return(moving):
 def test_parameters_that_autocast_alone_reads_may_be_cast_at_once():
     """Losses and gradients are the same to the bit, and so is what a layer computes in full precision."""
     model = tiny_model().train()
-    batch = for_device(model.training_batch(*frames("cpu")[0], None))
+    batch = map_tensors(torch.clone, model.training_batch(*frames("cpu")[0], None), NotOnDevice)
     plain = leaves_in_place_of(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 

@@ -10,7 +10,7 @@ from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
 from visdet.execution.capture import Capture
-from visdet.execution.tensor_tree import for_device, layout_of, map_tensors, tensors_of
+from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors, tensors_of
 
 from ..optim.gradients import Gradients
 from .half_leaves import CastsNoted, HalfLeaves
@@ -55,7 +55,7 @@ class GraphedStep:
         self.model = model
         self.memory = memory
         self.gradients = gradients
-        self.batch = for_device(map_tensors(Tensor.clone, batch))
+        self.batch = map_tensors(Tensor.clone, batch, NotOnDevice)
         self.assignment: Any = None
         self.assigns_in_graph = get_world_size() == 1
 

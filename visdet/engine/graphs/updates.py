@@ -31,8 +31,7 @@ class GraphedUpdate:
 
     def __init__(self, say: Callable[[str], Any] = print) -> None:
         self._say = say
-        self._is_first = True
-        self._unsuited = ""  # why updates run as without graphs
+        self._told = ""  # why an update ran eagerly
         self._has_failed = False
         self._rates: list[Tensor] = []
         self._values: list[float] = []
@@ -45,11 +44,9 @@ class GraphedUpdate:
 
     def __call__(self, wrapper: OptimWrapper) -> None:
         """Update the parameters."""
-        if self._is_first:
-            self._is_first = False
-            self._unsuited = why_not_a_graph(wrapper)
-            self._tell(self._unsuited)
-        if self._unsuited:
+        reason = why_not_a_graph(wrapper)
+        if reason:
+            self._tell(reason)
             self.counts["eager"] += 1
             wrapper.update()
             return
@@ -129,7 +126,8 @@ class GraphedUpdate:
         return graph, wrapper.grad_norm
 
     def _tell(self, reason: str) -> None:
-        if reason:
+        if reason != self._told:
+            self._told = reason
             self._say(f"graph: the update of the parameters runs eagerly, because {reason}")
 
 
