@@ -11,7 +11,19 @@ STEP_S = 0.5  # of published motion and planning
 _SAME_RATE = 0.05  # a scene has the rate of the steps if its median interval differs by less than this share
 _SAME_TIME = 0.01  # of a step
 _STANDING_S = 0.06  # a box without track and velocity is taken from a frame that is less than this away
+_COMMAND_OFFSET_M = 2.0  # how far a path that turns ends to the side
 LONGEST_GAP = 2.2  # in steps; frames that are farther apart say nothing about what was between them
+
+
+def command_of(steps: np.ndarray) -> np.ndarray:
+    """Return the command (right, left, straight) that a path follows, float32 [3] with a single 1.
+
+    Args:
+        steps: the displacements [n, 2] of the vehicle in the lidar frame, whose x axis points to the right.
+    """
+    side = steps[:, 0].sum()
+    command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
+    return np.eye(3, dtype=np.float32)[command]
 
 
 @dataclass(frozen=True)

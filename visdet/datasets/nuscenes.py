@@ -16,7 +16,7 @@ from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
 from visdet.registry import DATASETS, TRANSFORMS
 from visdet.structures.class_names import checked_names
-from visdet.structures.poses import inverse_pose, pose_matrix, wrap_angle
+from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
 from .augmentation import drawn_augmentation
 from .frame_records import check_frame
@@ -383,14 +383,10 @@ class NuScenes3DDetTrackDataset(Dataset):
         if "gt_boxes" not in info:
             return None
         used = self._valid(info)
-        boxes = info["gt_boxes"][used]
         tracks = info.get("instance_inds", np.full(len(used), -1))[used]
-        to_current = from_global @ lidar_to_global(info)
-        boxes[:, :3] = boxes[:, :3] @ to_current[:3, :3].T + to_current[:3, 3]
-        heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ to_current[:2, :2].T
-        boxes[:, 6] = wrap_angle(np.arctan2(heading[:, 1], heading[:, 0]))
-        velocity = info["gt_velocity"][used] @ to_current[:2, :2].T
-        return TrackedBoxes(boxes, velocity, without_repeats(tracks)[0])
+        boxes = np.concatenate([info["gt_boxes"], info["gt_velocity"]], axis=1)[used]
+        boxes = moved_boxes(boxes, from_global @ lidar_to_global(info))
+        return TrackedBoxes(boxes[:, :7], boxes[:, 7:], without_repeats(tracks)[0])
 
     def _resolve(self, path: str) -> str:
         """Return the path of a file, as given or within ``data_root``.

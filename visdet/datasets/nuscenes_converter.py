@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from visdet.errors import MissingFileError
-from visdet.structures.poses import inverse_pose, pose_matrix
+from visdet.structures.poses import inverse_pose, moved_points, pose_matrix, turn_about_z, yaw_of
 
-from .future_steps import coming_steps
+from .future_steps import coming_steps, command_of
 from .nuscenes_maps import NuScenesMap
 from .nuscenes_tables import NuScenesTables
 
@@ -33,7 +33,6 @@ _CLASS_OF_CATEGORY = {
 _AGENT_STEPS, _EGO_STEPS = 12, 6
 _LONGEST_FUTURE_US = 7_000_000  # twelve steps, and a frame behind the last one
 _MAX_VELOCITY_GAP_S = 1.5
-_COMMAND_OFFSET_M = 2.0
 
 # The numbers of the scenes of nuScenes' validation split. All other scenes belong to the training split.
 _VALIDATION = (
@@ -207,15 +206,14 @@ class NuScenesConverter:
     def _future_steps(self, record: dict, pose: np.ndarray) -> np.ndarray:
         """Return the displacements [n, 2] of the agent in the coming steps, up to 6 s, as far as it is annotated."""
         places, times = [record["translation"][:2]], [self._time(record)]
-        heading = _matrix(record)[:2, 0]
+        yaw = yaw_of(_matrix(record))
         while record["next"] and times[-1] < times[0] + _LONGEST_FUTURE_US:
             record = self.tables.get("sample_annotation", record["next"])
             places.append(record["translation"][:2])
             times.append(self._time(record))
         # The displacements are rotated by the angle between the agent's headings in the world and in the lidar frame.
-        turn = np.arctan2(pose[1, 0], pose[0, 0]) - np.arctan2(heading[1], heading[0])
-        rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-        return _displacements(np.array(places), times, 0, _AGENT_STEPS) @ rotation.T
+        turn = turn_about_z(yaw_of(pose) - yaw)
+        return _displacements(np.array(places), times, 0, _AGENT_STEPS) @ turn.T
 
     def _time(self, annotation: dict) -> int:
         return self.tables.get("sample", annotation["sample_token"])["timestamp"]
@@ -251,18 +249,15 @@ def _displacements(places: np.ndarray, times_us: list[int], here: int, num_steps
 
 def _ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) -> dict:
     """Return the displacements of the vehicle and the command, from the poses of all frames of the scene."""
-    from_world = inverse_pose(lidar_poses[here])
-    places = np.array([(from_world @ pose)[:2, 3] for pose in lidar_poses])
+    origins = np.array([pose[:3, 3] for pose in lidar_poses])
+    places = moved_points(origins, inverse_pose(lidar_poses[here]))[:, :2]
     steps = np.zeros((_EGO_STEPS, 2), dtype=np.float32)
     known = _displacements(places, times_us, here, _EGO_STEPS)
     steps[: len(known)] = known
-    side = known[:, 0].sum()
-    # right, left, straight
-    command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
     return {
         "gt_ego_fut_trajs": steps,
         "gt_ego_fut_masks": (np.arange(_EGO_STEPS) < len(known)).astype(np.float32),
-        "gt_ego_fut_cmd": np.eye(3, dtype=np.float32)[command],
+        "gt_ego_fut_cmd": command_of(known),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from visdet.errors import MissingFileError, MissingPackageError
+from visdet.structures.poses import turn_about_z, yaw_of
 
 # Road outlines are cut this far inside the region, so that its edges do not become boundaries.
 _EDGE_MARGIN_M = 0.2
@@ -67,8 +68,7 @@ class NuScenesMap:
         """Return the lines [n, 2] of each class (0 crossing, 1 divider, 2 boundary) in the lidar frame."""
         shapely = self._shapely
         half = np.array(self.roi_size) / 2
-        yaw = np.arctan2(lidar_to_world[1, 0], lidar_to_world[0, 0])
-        turn = np.array([[np.cos(yaw), -np.sin(yaw)], [np.sin(yaw), np.cos(yaw)]])
+        turn = turn_about_z(yaw_of(lidar_to_world))
         center = lidar_to_world[:2, 3]
         corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
         region = shapely.Polygon(corners @ turn.T + center)

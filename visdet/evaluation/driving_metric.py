@@ -17,6 +17,7 @@ from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.class_names import checked_names
 from visdet.structures.driving_data_sample import predictions_of
+from visdet.structures.poses import moved_points
 
 from .precision_recall import CurveReport
 
@@ -192,7 +193,7 @@ def as_array(value: Any) -> np.ndarray:
 
 def places_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """Return the centres [n, 2] of boxes [n, >= 3] in the world, given the pose [4, 4] of their frame."""
-    return (as_array(boxes)[:, :3] @ pose[:3, :3].T + pose[:3, 3])[:, :2]
+    return moved_points(as_array(boxes)[:, :3], pose)[:, :2]
 
 
 def vehicle_in_world(meta: Mapping[str, Any], pose: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
+from visdet.structures.poses import moved_boxes
 from visdet.structures.tables import summary_line, table_text
 
 from .detection_curves import (
@@ -225,13 +226,7 @@ class NuScenesMetric(DrivingBoxMetric):
 def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world. Missing velocities are 0."""
     boxes = as_array(boxes)[:, :9]
-    boxes = np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1])))
-    turn = pose[:2, :2]
-    heading = np.stack([np.cos(boxes[:, 6]), np.sin(boxes[:, 6])], axis=-1) @ turn.T
-    boxes[:, :3] = boxes[:, :3] @ pose[:3, :3].T + pose[:3, 3]
-    boxes[:, 6] = np.arctan2(heading[:, 1], heading[:, 0])
-    boxes[:, 7:9] = boxes[:, 7:9] @ turn.T
-    return boxes
+    return moved_boxes(np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1]))), pose)
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:

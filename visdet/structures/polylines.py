@@ -8,6 +8,7 @@ REGION_M = (30.0, 60.0)  # the width (x) and length (y) of the map around the ve
 _MIN_LENGTH_M = 0.5
 _MIN_AREA_M2 = 1.0
 _SAME_POINT_M = 1e-3
+_SIDES = ((0, 1), (0, -1), (1, 1), (1, -1))  # axis and direction of each side of a rectangle
 
 
 def resample(line: np.ndarray, num_points: int) -> np.ndarray:
@@ -27,29 +28,13 @@ def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[
 
     Parts shorter than 0.5 m are dropped.
     """
-    half = np.asarray(roi_size, dtype=np.float64) / 2
-    line = np.asarray(line, dtype=np.float64)
-    start, delta = line[:-1], np.diff(line, axis=0)
-    # Each segment start + t * delta is inside for entry <= t <= leave.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bounds = np.stack([(-half - start[:, :2]) / delta[:, :2], (half - start[:, :2]) / delta[:, :2]])
-    parallel = delta[:, :2] == 0
-    inside = np.abs(start[:, :2]) <= half
-    low = np.where(parallel, np.where(inside, -np.inf, np.inf), bounds.min(axis=0))
-    high = np.where(parallel, np.where(inside, np.inf, -np.inf), bounds.max(axis=0))
-    entry, leave = np.maximum(low.max(axis=1), 0), np.minimum(high.min(axis=1), 1)
-    parts: list[list[np.ndarray]] = []
-    is_open = False
-    for segment in range(len(delta)):
-        if entry[segment] >= leave[segment]:
-            is_open = False
-            continue
-        if not is_open or entry[segment] > 0:
-            parts.append([start[segment] + entry[segment] * delta[segment]])
-        parts[-1].append(start[segment] + leave[segment] * delta[segment])
-        is_open = leave[segment] == 1
-    lines = [np.array(part) for part in parts]
-    return [part for part in lines if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
+    parts = [np.asarray(line, dtype=np.float64)]
+    for axis, sign in _SIDES:
+        inside: list[np.ndarray] = []
+        for part in parts:
+            inside += _parts_inside(part, roi_size[axis] / 2 - sign * part[:, axis])
+        parts = inside
+    return [part for part in parts if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
 
 
 def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> np.ndarray | None:
@@ -57,23 +42,36 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) ->
 
     The last point of the outline equals the first. The result is ``None`` if less than 1 m² is inside.
     """
-    half = np.asarray(roi_size, dtype=np.float64) / 2
-    points = np.asarray(polygon, dtype=np.float64)
-    for axis, sign in ((0, 1), (0, -1), (1, 1), (1, -1)):
-        reach = half[axis] - sign * points[:, axis]  # positive inside
-        after, reach_after = np.roll(points, -1, axis=0), np.roll(reach, -1)
-        kept = []
-        for point, to, inside, inside_after in zip(points, after, reach, reach_after, strict=True):
-            if inside >= 0:
-                kept.append(point)
-            if (inside >= 0) != (inside_after >= 0):
-                kept.append(point + (to - point) * inside / (inside - inside_after))
-        if len(kept) < 3:
+    outline = np.asarray(polygon, dtype=np.float64)
+    for axis, sign in _SIDES:
+        outline = np.concatenate([outline, outline[:1]])
+        reach = roi_size[axis] / 2 - sign * outline[:, axis]
+        parts = _parts_inside(outline, reach)
+        if not parts:
             return None
-        points = np.array(kept)
-    x, y = points[:, :2].T
+        outline = np.concatenate(parts)
+        if reach[0] >= 0:  # The first point is the last one, too.
+            outline = outline[:-1]
+    x, y = outline[:, :2].T
     area = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-    return np.concatenate([points, points[:1]]) if area >= _MIN_AREA_M2 else None
+    return np.concatenate([outline, outline[:1]]) if area >= _MIN_AREA_M2 else None
+
+
+def _parts_inside(line: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a polyline [n, d] on one side of a straight line, from which its points are ``reach`` [n].
+
+    A negative reach is that of a point on the other side.
+    """
+    parts: list[list[np.ndarray]] = [[]]
+    for here, point in enumerate(line):
+        if here and reach[here - 1] * reach[here] < 0:
+            share = reach[here - 1] / (reach[here - 1] - reach[here])
+            parts[-1].append(line[here - 1] + (point - line[here - 1]) * share)
+        if reach[here] >= 0:
+            parts[-1].append(point)
+        elif parts[-1]:
+            parts.append([])
+    return [np.array(part) for part in parts if part]
 
 
 def cut_to_region(

@@ -51,6 +51,38 @@ def inverse_pose(pose: np.ndarray) -> np.ndarray:
     return inverse
 
 
+def turn_about_z(angle: float) -> np.ndarray:
+    """Return the rotation [2, 2] by an angle, which turns the x axis towards the y axis if it is positive."""
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.array([[cos, -sin], [sin, cos]])
+
+
+def yaw_of(pose: np.ndarray) -> float:
+    """Return the angle about the z axis of a pose [4, 4]."""
+    return np.arctan2(pose[1, 0], pose[0, 0])
+
+
+def moved_points(points: np.ndarray, pose: np.ndarray) -> np.ndarray:
+    """Return points [..., 3] in other coordinates, given the pose [4, 4] of theirs in these."""
+    return points @ pose[:3, :3].T + pose[:3, 3]
+
+
+def moved_boxes(boxes: np.ndarray, pose: np.ndarray) -> np.ndarray:
+    """Return boxes in other coordinates, given the pose [4, 4] of theirs in these.
+
+    Args:
+        boxes: [n, 7] (x, y, z, length, width, height, yaw), or [n, 9] with the velocity in x and y.
+        pose: a rotation about the z axis, followed by a translation. Of any other rotation, boxes stay upright.
+    """
+    moved = boxes.copy()
+    moved[:, :3] = moved_points(boxes[:, :3], pose)
+    x, y = pose[:2, :2] @ [np.cos(boxes[:, 6]), np.sin(boxes[:, 6])]
+    moved[:, 6] = wrap_angle(np.arctan2(y, x))
+    if boxes.shape[1] > 7:
+        moved[:, 7:] = boxes[:, 7:] @ pose[:2, :2].T
+    return moved
+
+
 def wrap_angle(angle: np.ndarray) -> np.ndarray:
     """Return the angle in [-pi, pi)."""
     return angle - 2 * np.pi * np.floor(angle / (2 * np.pi) + 0.5)

@@ -183,6 +183,7 @@ def _groups(
     def pair_area(pair: tuple[T, list[T]]) -> int:
         return item_area(pair[0])
 
+    # An item is in the last group that may have it, so that items move from later groups to earlier ones alone.
     groups: list[list[T]] = [[] for _ in tops]
     for item in items:
         groups[max(k for k, top in enumerate(tops) if holds(top, size_of(item)))].append(item)
@@ -190,18 +191,6 @@ def _groups(
     for k, group in enumerate(groups[:-1]):
         surplus = len(group) % number
         if surplus == 0:
-            continue
-        later = range(k + 1, len(tops))
-        smallest = sorted(group, key=item_area)
-        leaving: list[tuple[T, list[T]]] = []
-        for item in smallest:
-            other = next((groups[j] for j in later if holds(tops[j], size_of(item))), None)
-            if other is not None:
-                leaving.append((item, other))
-        if len(leaving) >= surplus:
-            for item, other in leaving[:surplus]:
-                group.remove(item)
-                other.append(item)
             continue
         coming: list[tuple[T, list[T]]] = []
         for other in groups[k + 1 :]:
@@ -212,6 +201,7 @@ def _groups(
                 origin.remove(item)
                 group.append(item)
         else:
+            smallest = sorted(group, key=item_area)
             left += smallest[:surplus]
             groups[k] = smallest[surplus:]
     return groups, left

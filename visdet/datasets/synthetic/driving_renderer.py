@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
-from visdet.structures.poses import box_corners
+from visdet.structures.poses import box_corners, yaw_of
 
 from .driving_world import DRIVING_CLASSES, Road, World
 
@@ -333,7 +333,7 @@ def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarr
     """Return the boxes of all agents at ``frame`` in the lidar frame, [n, 7] (x, y, z, length, width, height, yaw)."""
     agents = world.agents
     xy = (agents.xy[:, frame] - lidar_pose[:2, 3]) @ lidar_pose[:2, :2]
-    yaw = agents.yaw[:, frame] - np.arctan2(lidar_pose[1, 0], lidar_pose[0, 0])
+    yaw = agents.yaw[:, frame] - yaw_of(lidar_pose)
     z = GROUND_Z + agents.sizes[:, 2] / 2
     return np.concatenate([xy, z[:, None], agents.sizes, yaw[:, None]], axis=1)
 

@@ -14,8 +14,15 @@ import numpy as np
 from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
-from visdet.structures.poses import inverse_pose, pose_matrix, quaternion_from_matrix
+from visdet.structures.poses import (
+    inverse_pose,
+    moved_points,
+    pose_matrix,
+    quaternion_from_matrix,
+    turn_about_z,
+)
 
+from ..future_steps import command_of
 from ..info_files import load_infos, save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
 from .drawn_folder import claim_folder, draw_in_processes, draw_once
@@ -29,7 +36,6 @@ _GENERATOR_VERSION = 3
 _STAMP = "driving_scenes.json"
 _SPLITS = ("train", "val", "test")
 _MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
-_COMMAND_OFFSET_M = 2.0
 _WHEEL_BASE_M = 2.7
 _Side = Annotated[int, Range(16)]
 _START_US = 1_600_000_000_000_000
@@ -178,9 +184,10 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[d
 
 
 def _ego_pose(world: World, frame: int) -> np.ndarray:
-    yaw = world.ego_yaw[frame]
-    rotation = np.array([[np.cos(yaw), -np.sin(yaw), 0], [np.sin(yaw), np.cos(yaw), 0], [0, 0, 1]])
-    return pose_matrix((*world.ego_xy[frame], 0.0), rotation)
+    pose = np.eye(4)
+    pose[:2, :2] = turn_about_z(world.ego_yaw[frame])
+    pose[:2, 3] = world.ego_xy[frame]
+    return pose
 
 
 def _agent_annotations(
@@ -216,12 +223,8 @@ def _agent_annotations(
 def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: list[np.ndarray]) -> dict:
     """Return the future of the ego vehicle in the lidar frame, the command it follows, and its status."""
     positions = np.stack([pose[:3, 3] for pose in lidar_poses[frame : frame + EGO_STEPS + 1]])
-    to_lidar = inverse_pose(lidar_poses[frame])
-    local = positions @ to_lidar[:3, :3].T + to_lidar[:3, 3]
+    steps = np.diff(moved_points(positions, inverse_pose(lidar_poses[frame]))[:, :2], axis=0)
     masks = (frame + 1 + np.arange(EGO_STEPS) < num_frames).astype(np.float32)
-    side = local[-1, 0]
-    # right, left, straight
-    command = 0 if side >= _COMMAND_OFFSET_M else 1 if side <= -_COMMAND_OFFSET_M else 2
     speeds, yaws = world.ego_speed, np.unwrap(world.ego_yaw)
     acceleration, yaw_rate = np.gradient(speeds, STEP_S)[frame], np.gradient(yaws, STEP_S)[frame]
     speed = speeds[frame]
@@ -238,9 +241,9 @@ def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: lis
         yaw_rate / max(speed, 1) * _WHEEL_BASE_M,
     ]
     return {
-        "gt_ego_fut_trajs": np.diff(local[:, :2], axis=0).astype(np.float32),
+        "gt_ego_fut_trajs": steps.astype(np.float32),
         "gt_ego_fut_masks": masks,
-        "gt_ego_fut_cmd": np.eye(3, dtype=np.float32)[command],
+        "gt_ego_fut_cmd": command_of(steps),
         "ego_status": np.array(status, dtype=np.float32),
     }
 

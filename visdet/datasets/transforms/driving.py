@@ -19,7 +19,7 @@ from visdet.structures.polylines import (
     resample,
     simplify_line,
 )
-from visdet.structures.poses import inverse_pose, wrap_angle
+from visdet.structures.poses import inverse_pose, moved_boxes, turn_about_z, wrap_angle
 
 from .base import BaseTransform
 
@@ -50,7 +50,7 @@ class BBoxRotation(BaseTransform):
         if not angle:
             return results
         turn = np.eye(4)
-        turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+        turn[:2, :2] = turn_about_z(angle)
         back, turn_xy = inverse_pose(turn), turn[:2, :2]
         for key in ("lidar2img", "lidar2cam"):
             if key in results:
@@ -59,10 +59,7 @@ class BBoxRotation(BaseTransform):
             results["lidar2global"] = results["lidar2global"] @ back
         for boxes in (results.get("gt_bboxes_3d"), *results.get("fut_boxes", ())):
             if boxes is not None:
-                boxes[:, :2] = boxes[:, :2] @ turn_xy.T
-                boxes[:, 6] = wrap_angle(boxes[:, 6] + angle)
-                if boxes.shape[1] > 7:
-                    boxes[:, 7:9] = boxes[:, 7:9] @ turn_xy.T
+                boxes[:] = moved_boxes(boxes, turn)
         for key in ("gt_agent_fut_trajs", "gt_ego_fut_trajs"):
             if key in results:
                 results[key] = (results[key] @ turn_xy.T).astype(np.float32)

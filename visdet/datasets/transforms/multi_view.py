@@ -16,6 +16,7 @@ from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, UserError, reading
 from visdet.files.images import check_no_pipe, open_image, orientation_of, turned
 from visdet.registry import TRANSFORMS
+from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
@@ -108,16 +109,14 @@ def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[i
     If ``turns`` is True, an image that its EXIF data turn is not reduced.
     """
     orientation_flag = 0 if turns else cv2.IMREAD_IGNORE_ORIENTATION
+    whole = cv2.IMREAD_COLOR | orientation_flag
     divisor = next((divisor for divisor in _REDUCTIONS if resize * divisor <= 1), None)
     if divisor is None:
-        return cv2.IMREAD_COLOR | orientation_flag, None
+        return whole, None
     with contextlib.suppress(UserError), open_image("", content) as picture:
         if picture.format == "JPEG" and not (turns and orientation_of(picture) != 1):
             return _REDUCTIONS[divisor] | orientation_flag, (picture.height, picture.width)
-    return (
-        cv2.IMREAD_COLOR | orientation_flag,
-        None,
-    )  # OpenCV says what is wrong with the file, if anything is.
+    return whole, None  # OpenCV says what is wrong with the file, if anything is.
 
 
 def _stored_tiff(path: str, content: bytes) -> np.ndarray | None:
@@ -308,9 +307,9 @@ def _warp(image: np.ndarray, config: dict, size: tuple[int, int]) -> tuple[np.nd
         matrix = np.diag([-1.0, 1.0, 1.0, 1.0]) @ matrix
         matrix[0, 2] += right - left
     if degrees:
-        angle, center = np.deg2rad(degrees), np.array([right - left, bottom - top]) / 2
+        center = np.array([right - left, bottom - top]) / 2
         rotation = np.eye(4)
-        rotation[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+        rotation[:2, :2] = turn_about_z(np.deg2rad(-degrees))
         rotation[:2, 2] = center - rotation[:2, :2] @ center
         matrix = rotation @ matrix
     if image.shape[:2] != size:
