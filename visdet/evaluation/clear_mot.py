@@ -36,9 +36,7 @@ class Frame:
 
     def rows(self, keep: np.ndarray) -> "Frame":
         """Return the objects for which the mask ``keep`` [n] is True."""
-        scores = None if self.scores is None else self.scores[keep]
-        labels = None if self.labels is None else self.labels[keep]
-        return Frame(self.ids[keep], self.places[keep], scores, labels)
+        return Frame(*(None if values is None else values[keep] for values in vars(self).values()))
 
 
 @dataclass
@@ -195,10 +193,5 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
 def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float, int]]) -> Frame:
     if not more:
         return frame
-    ids, places, scores, labels = zip(*more, strict=True)
-    return Frame(
-        np.concatenate([frame.ids, np.array(ids, dtype=np.int64)]),
-        np.concatenate([frame.places, np.array(places)]),
-        None if frame.scores is None else np.concatenate([frame.scores, np.array(scores)]),
-        None if frame.labels is None else np.concatenate([frame.labels, np.array(labels)]),
-    )
+    columns = zip(vars(frame).values(), zip(*more, strict=True), strict=True)
+    return Frame(*(None if old is None else np.concatenate([old, added]) for old, added in columns))

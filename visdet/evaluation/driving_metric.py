@@ -17,7 +17,7 @@ from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.class_names import checked_names
 from visdet.structures.driving_data_sample import predictions_of
-from visdet.structures.poses import moved_points
+from visdet.structures.poses import moved_boxes
 
 from .precision_recall import CurveReport
 
@@ -172,6 +172,32 @@ class DrivingBoxMetric(DrivingMetric):
             )
         return self.class_range[name]
 
+    def boxes_of(
+        self, sample: Mapping[str, Any], prediction: Mapping[str, Any], kept: np.ndarray
+    ) -> dict[str, Any]:
+        """Return the boxes [n, 9] of a frame in the world, with their labels and scores.
+
+        The ``vehicle`` [2] is at ``ego2global_translation`` of the sample, or else where the lidar frame is.
+
+        Args:
+            sample: the frame. prediction: all of its predictions. kept: the rows of those that count.
+
+        Raises:
+            InvalidInputError: true boxes are NaN or infinite.
+        """
+        self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
+        pose = np.asarray(sample["T_global"], dtype=np.float64)
+        vehicle = sample.get("ego2global_translation", pose[:3, 3])
+        return {
+            "pose": pose,
+            "vehicle": np.asarray(vehicle, dtype=np.float64)[:2],
+            "gt_boxes": boxes_in_world(sample["gt_bboxes_3d"], pose),
+            "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1),
+            "boxes": boxes_in_world(prediction["boxes_3d"], pose)[kept],
+            "scores": as_array(prediction["scores_3d"])[kept],
+            "labels": as_array(prediction["labels_3d"])[kept],
+        }
+
     @staticmethod
     def best_boxes(prediction: Mapping[str, Any], least_score: float = -np.inf) -> np.ndarray:
         """Return the rows of the 500 boxes of the highest scores, without those of less confidence than a score."""
@@ -191,17 +217,14 @@ def as_array(value: Any) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-def places_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
-    """Return the centres [n, 2] of boxes [n, >= 3] in the world, given the pose [4, 4] of their frame."""
-    return moved_points(as_array(boxes)[:, :3], pose)[:, :2]
+def boxes_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
+    """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world. Missing velocities are 0.
 
-
-def vehicle_in_world(meta: Mapping[str, Any], pose: np.ndarray) -> np.ndarray:
-    """Return the position [2] of the vehicle in the world.
-
-    If ``meta`` has no ``ego2global_translation``, it is the position of the lidar frame.
+    Args:
+        boxes: [n, 7], [n, 9] or [n, 10], as an array or a tensor. pose: [4, 4], that of their frame in the world.
     """
-    return np.asarray(meta.get("ego2global_translation", pose[:3, 3]), dtype=np.float64)[:2]
+    boxes = as_array(boxes)[:, :9]
+    return moved_boxes(np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1]))), pose)
 
 
 def within(places: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:

@@ -15,8 +15,6 @@ from .detection_curves import Boxes, match_frames, take_nearest, tp_error
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
-    places_in_world,
-    vehicle_in_world,
     within,
 )
 
@@ -102,7 +100,6 @@ class MotionMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the positions and trajectories of a frame."""
-        pose = np.asarray(sample["T_global"], dtype=np.float64)
         paths, steps = as_array(prediction["trajs_3d"]), as_array(sample["gt_agent_fut_trajs"])
         boxes, gt_boxes = as_array(prediction["boxes_3d"]), as_array(sample["gt_bboxes_3d"])
         num_steps = steps.shape[1] if len(steps) else paths.shape[-2]
@@ -113,19 +110,13 @@ class MotionMetric(DrivingBoxMetric):
             )
         steps = steps.reshape(len(gt_boxes), num_steps, 2)
         known = as_array(sample["gt_agent_fut_masks"]).reshape(len(gt_boxes), num_steps) > 0
-        self.check_true(sample, gt_bboxes_3d=gt_boxes[:, :7], gt_agent_fut_trajs=steps[known])
+        self.check_true(sample, gt_agent_fut_trajs=steps[known])
         kept = self.best_boxes(prediction, self.score_threshold)
         times = np.arange(1, num_steps + 1)[:, None] / self.steps_per_second
         constant = boxes[kept, None, :2] + times * boxes[kept, None, 7:9]
-        return {
-            "vehicle": vehicle_in_world(sample, pose),
-            "gt_places": places_in_world(gt_boxes, pose),
-            "gt_labels": as_array(sample["gt_labels_3d"]),
+        return self.boxes_of(sample, prediction, kept) | {
             "gt_paths": gt_boxes[:, None, :2] + steps.cumsum(axis=1),
             "gt_known": known,
-            "places": places_in_world(boxes, pose)[kept],
-            "labels": as_array(prediction["labels_3d"])[kept],
-            "scores": as_array(prediction["scores_3d"])[kept],
             "paths": paths[kept],
             "constant": constant[:, None],
         }
@@ -156,13 +147,13 @@ class MotionMetric(DrivingBoxMetric):
     @staticmethod
     def _of_class(frame: dict, labels: Sequence[int], reach: float, key: str) -> dict[str, np.ndarray]:
         """Return the part of a frame that ``motion_scores`` needs for one class."""
-        truth = within(frame["gt_places"], frame["vehicle"], reach) & np.isin(frame["gt_labels"], labels)
-        mine = within(frame["places"], frame["vehicle"], reach) & np.isin(frame["labels"], labels)
+        truth = within(frame["gt_boxes"], frame["vehicle"], reach) & np.isin(frame["gt_labels"], labels)
+        mine = within(frame["boxes"], frame["vehicle"], reach) & np.isin(frame["labels"], labels)
         return {
-            "gt_places": frame["gt_places"][truth],
+            "gt_places": frame["gt_boxes"][truth, :2],
             "gt_paths": frame["gt_paths"][truth],
             "gt_known": frame["gt_known"][truth],
-            "places": frame["places"][mine],
+            "places": frame["boxes"][mine, :2],
             "scores": frame["scores"][mine],
             "paths": frame[key][mine],
         }

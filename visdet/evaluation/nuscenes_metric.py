@@ -7,7 +7,6 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
-from visdet.structures.poses import moved_boxes
 from visdet.structures.tables import summary_line, table_text
 
 from .detection_curves import (
@@ -20,9 +19,8 @@ from .detection_curves import (
 )
 from .driving_metric import (
     DrivingBoxMetric,
-    as_array,
+    boxes_in_world,
     read_anchors,
-    vehicle_in_world,
     within,
 )
 from .precision_recall import CurveReport, confusion_matrix, score_curve
@@ -98,18 +96,8 @@ class NuScenesMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the boxes of a frame in the coordinates of the world."""
-        self.check_true(sample, gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7])
-        pose, best = np.asarray(sample["T_global"], dtype=np.float64), self.best_boxes(prediction)
-        return {
-            "pose": pose,
-            "vehicle": vehicle_in_world(sample, pose),
-            "gt_boxes": _in_world(sample["gt_bboxes_3d"], pose),
-            "gt_labels": as_array(sample["gt_labels_3d"]),
-            "gt_attributes": sample.get("gt_attributes"),
-            "boxes": _in_world(as_array(prediction["boxes_3d"])[best], pose),
-            "scores": as_array(prediction["scores_3d"])[best],
-            "labels": as_array(prediction["labels_3d"])[best],
-        }
+        frame = self.boxes_of(sample, prediction, self.best_boxes(prediction))
+        return frame | {"gt_attributes": sample.get("gt_attributes")}
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
         """Return mAP, the errors, NDS, and the AP of each class."""
@@ -210,7 +198,7 @@ class NuScenesMetric(DrivingBoxMetric):
             constant = [
                 frame
                 | {
-                    "boxes": _in_world(boxes, frame["pose"]),
+                    "boxes": boxes_in_world(boxes, frame["pose"]),
                     "scores": scores,
                     "labels": np.full(len(boxes), label),
                 }
@@ -221,12 +209,6 @@ class NuScenesMetric(DrivingBoxMetric):
                 average_precision(accumulate(truths, predictions, distance)) for distance in _DISTANCES
             ]
         return float(np.mean(values))
-
-
-def _in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
-    """Return boxes [n, 9] (x, y, z, length, width, height, yaw, vx, vy) in the world. Missing velocities are 0."""
-    boxes = as_array(boxes)[:, :9]
-    return moved_boxes(np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1]))), pose)
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:

@@ -16,8 +16,6 @@ from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import (
     DrivingBoxMetric,
     as_array,
-    places_in_world,
-    vehicle_in_world,
     within,
 )
 from .nuscenes_metric import CLASS_RANGE
@@ -73,28 +71,15 @@ class TrackingMetric(DrivingBoxMetric):
 
     def read(self, sample: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ids and the positions in the world of a frame."""
-        self.check_true(
-            sample,
-            gt_bboxes_3d=as_array(sample["gt_bboxes_3d"])[:, :7],
-            instance_id=sample["instance_id"],
-            timestamp=sample["timestamp"],
-        )
-        pose = np.asarray(sample["T_global"], dtype=np.float64)
+        self.check_true(sample, instance_id=sample["instance_id"], timestamp=sample["timestamp"])
         true_ids, ids = (as_array(given) for given in (sample["instance_id"], prediction["instance_ids"]))
-        is_tracked = true_ids >= 0
         kept = self.best_boxes(prediction, self.score_threshold)
         kept = kept[ids[kept] >= 0]
-        return {
+        return self.boxes_of(sample, prediction, kept) | {
             "scene": sample["scene_token"],
             "time": float(sample["timestamp"]),
-            "vehicle": vehicle_in_world(sample, pose),
-            "gt_ids": true_ids[is_tracked],
-            "gt_places": places_in_world(sample["gt_bboxes_3d"], pose)[is_tracked],
-            "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1)[is_tracked],
+            "gt_ids": true_ids,
             "ids": ids[kept],
-            "places": places_in_world(prediction["boxes_3d"], pose)[kept],
-            "labels": as_array(prediction["labels_3d"])[kept],
-            "scores": as_array(prediction["scores_3d"])[kept],
         }
 
     def compute_metrics(self, results: list[dict]) -> dict[str, float]:
@@ -130,12 +115,13 @@ class TrackingMetric(DrivingBoxMetric):
         """
         truths, predictions = [], []
         for frame in scene:
-            keep = self._counts(frame["gt_places"], frame["gt_labels"], frame["vehicle"], labels)
-            truths.append(
-                Frame(frame["gt_ids"][keep], frame["gt_places"][keep], labels=frame["gt_labels"][keep])
-            )
-            keep = self._counts(frame["places"], frame["labels"], frame["vehicle"], labels)
-            predictions.append(Frame(*(frame[name][keep] for name in ("ids", "places", "scores", "labels"))))
+            places, vehicle = frame["gt_boxes"][:, :2], frame["vehicle"]
+            truth = Frame(frame["gt_ids"], places, labels=frame["gt_labels"])
+            is_tracked = frame["gt_ids"] >= 0
+            truths.append(truth.rows(is_tracked & self._counts(places, frame["gt_labels"], vehicle, labels)))
+            places = frame["boxes"][:, :2]
+            prediction = Frame(frame["ids"], places, frame["scores"], frame["labels"])
+            predictions.append(prediction.rows(self._counts(places, frame["labels"], vehicle, labels)))
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))

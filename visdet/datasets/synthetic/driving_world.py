@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -294,16 +293,7 @@ def _make_agents(
         occupied.append((xy, yaw, size))
         velocity = np.gradient(xy, STEP_S, axis=0)
         kept.append((DRIVING_CLASSES.index(kind), size, xy, yaw, velocity, _color(rng, kind)))
-    columns: list[Any] = list(zip(*kept, strict=True)) if kept else [[]] * 6
-    num_times = len(times)
-    return Agents(
-        np.array(columns[0], dtype=np.int64),
-        np.array(columns[1], dtype=np.float64).reshape(-1, 3),
-        np.array(columns[2], dtype=np.float64).reshape(-1, num_times, 2),
-        np.array(columns[3], dtype=np.float64).reshape(-1, num_times),
-        np.array(columns[4], dtype=np.float64).reshape(-1, num_times, 2),
-        np.array(columns[5], dtype=np.uint8).reshape(-1, 3),
-    )
+    return Agents(*map(np.array, zip(*kept, strict=True)))
 
 
 def _draw_agent(

@@ -230,14 +230,13 @@ class MultiScaleDepthMapGenerator(BaseTransform):
             inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
             inside = inside[np.argsort(-depth[inside], kind="stable")]  # The nearest is drawn last.
             u, v = u[inside].astype(np.int64), v[inside].astype(np.int64)
-            depth = np.clip(depth[inside], 0.1, self.max_depth)
+            depth = np.minimum(depth[inside], self.max_depth)
             for level, stride in zip(maps, self.downsample, strict=True):
                 # A backbone rounds up, and so does this.
                 size = (math.ceil(height / stride), math.ceil(width / stride))
                 rows, columns = v // stride, u // stride
-                fits = (rows < size[0]) & (columns < size[1])
                 level.append(np.full(size, -1, np.float32))
-                level[-1][rows[fits], columns[fits]] = depth[fits]
+                level[-1][rows, columns] = depth
         results["gt_depth"] = [np.stack(level) for level in maps]
         return results
 
