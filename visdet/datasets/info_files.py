@@ -39,7 +39,7 @@ class InfoTable(Sequence):
         ends: int64 [n], the position at which the JSON of each info ends.
         pools: the numbers of all arrays of a dtype, by the name of the dtype.
         frame_keys: the key of each info, so that frames can be sorted without decoding them.
-        tokens: the token of each info. It is empty for files of earlier versions.
+        tokens: the token of each info. It is empty if one of them has none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def frame_keys(infos: Sequence[dict], file: str = "the infos") -> list[FrameKey]
 
 
 def frame_tokens(infos: Sequence[dict]) -> list[str]:
-    """Return the tokens of the infos, or nothing for a file of an earlier version and for infos without tokens."""
+    """Return the tokens of the infos, or nothing if one of them has none."""
     if isinstance(infos, InfoTable):
         return list(infos.tokens)
     tokens = [info.get("token") for info in infos]
@@ -213,7 +213,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
                 raise ValueError(f"its format is {header['format']!r}, but this version reads {_FORMAT!r}")
             pools = {name: file[f"pool_{name}"] for name in _POOL_TYPES}
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
-            tokens = json.loads(str(file["tokens"])) if "tokens" in file else ()
+            tokens = json.loads(str(file["tokens"]))
             return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,8 @@ class Frame:
 
     def rows(self, keep: np.ndarray) -> "Frame":
         """Return the objects for which the mask ``keep`` [n] is True."""
-        return Frame(*(None if values is None else values[keep] for values in vars(self).values()))
+        kept: list[Any] = [None if values is None else values[keep] for values in vars(self).values()]
+        return Frame(*kept)
 
 
 @dataclass
@@ -194,4 +196,5 @@ def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float, int]]) -> 
     if not more:
         return frame
     columns = zip(vars(frame).values(), zip(*more, strict=True), strict=True)
-    return Frame(*(None if old is None else np.concatenate([old, added]) for old, added in columns))
+    joined: list[Any] = [None if old is None else np.concatenate([old, added]) for old, added in columns]
+    return Frame(*joined)

@@ -32,7 +32,7 @@ def clip_line(line: np.ndarray, roi_size: Sequence[float] | np.ndarray) -> list[
     for axis, sign in _SIDES:
         inside: list[np.ndarray] = []
         for part in parts:
-            inside += _parts_inside(part, roi_size[axis] / 2 - sign * part[:, axis])
+            inside += parts_inside(part, roi_size[axis] / 2 - sign * part[:, axis])
         parts = inside
     return [part for part in parts if np.linalg.norm(np.diff(part, axis=0), axis=1).sum() >= _MIN_LENGTH_M]
 
@@ -44,23 +44,25 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) ->
     """
     outline = np.asarray(polygon, dtype=np.float64)
     for axis, sign in _SIDES:
-        outline = np.concatenate([outline, outline[:1]])
-        reach = roi_size[axis] / 2 - sign * outline[:, axis]
-        parts = _parts_inside(outline, reach)
-        if not parts:
-            return None
-        outline = np.concatenate(parts)
-        if reach[0] >= 0:  # The first point is the last one, too.
-            outline = outline[:-1]
+        outline = polygon_inside(outline, roi_size[axis] / 2 - sign * outline[:, axis])
     x, y = outline[:, :2].T
     area = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
     return np.concatenate([outline, outline[:1]]) if area >= _MIN_AREA_M2 else None
 
 
-def _parts_inside(line: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
-    """Return the parts of a polyline [n, d] on one side of a straight line, from which its points are ``reach`` [n].
+def polygon_inside(polygon: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """Return the part [m, d] of a convex polygon [n, d] on one side of a line or a plane; see :func:`parts_inside`."""
+    parts = parts_inside(np.concatenate([polygon, polygon[:1]]), np.append(reach, reach[:1]))
+    points = np.concatenate([polygon[:0], *parts])
+    # A polygon that begins inside ends with the point with which it begins.
+    return points[:-1] if (reach[:1] >= 0).any() else points
 
-    A negative reach is that of a point on the other side.
+
+def parts_inside(line: np.ndarray, reach: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a polyline [n, d] on one side of a straight line or a plane.
+
+    Args:
+        line: the points. reach: [n], how far each is on that side, which is negative on the other one.
     """
     parts: list[list[np.ndarray]] = [[]]
     for here, point in enumerate(line):

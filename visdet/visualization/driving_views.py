@@ -12,6 +12,7 @@ from PIL import Image
 from visdet.structures import DrivingDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
+from visdet.structures.polylines import parts_inside
 from visdet.structures.poses import box_corners
 
 from .drawing import contact_sheet, text_width, write_text
@@ -57,22 +58,23 @@ class Scene:
 
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
     """Return the ground truth of one frame. Parts that the sample lacks stay empty."""
-    boxes = np.asarray(sample.get("gt_bboxes_3d", np.zeros((0, 9))))
-    scene = Scene(boxes, np.asarray(sample.get("gt_labels_3d", np.zeros(0, int))))
+    sample = sample.numpy()
+    boxes = sample.get("gt_bboxes_3d", np.zeros((0, 9)))
+    scene = Scene(boxes, sample.get("gt_labels_3d", np.zeros(0, int)))
     ids = sample.get("instance_id")
     if ids is not None and len(ids) == len(boxes):
         scene.ids = np.asarray(ids)
     if "gt_agent_fut_trajs" in sample:
-        paths = boxes[:, None, :2] + np.asarray(sample.gt_agent_fut_trajs).cumsum(axis=1)
-        lengths = np.asarray(sample.gt_agent_fut_masks).sum(axis=1).astype(int)
+        paths = boxes[:, None, :2] + sample.gt_agent_fut_trajs.cumsum(axis=1)
+        lengths = sample.gt_agent_fut_masks.sum(axis=1).astype(int)
         scene.futures = [[(path[:length], 1.0)] for path, length in zip(paths, lengths, strict=True)]
     if "vectors" in sample:
         scene.lines = [
             (int(k), np.asarray(v)) for k, v in zip(sample.vector_labels, sample.vectors, strict=True)
         ]
     if "gt_ego_fut_trajs" in sample:
-        length = int(np.asarray(sample.gt_ego_fut_masks).sum())
-        scene.plan = np.asarray(sample.gt_ego_fut_trajs).cumsum(axis=0)[:length]
+        length = int(sample.gt_ego_fut_masks.sum())
+        scene.plan = sample.gt_ego_fut_trajs.cumsum(axis=0)[:length]
     return scene
 
 
@@ -90,28 +92,25 @@ def scene_of_prediction(
         map_score_thr: map lines with a lower score are left out; the same.
         num_modes: the number of trajectories per box, the most probable ones.
     """
-    result = predictions_of(sample)
-    labels = np.asarray(result.get("labels_3d", np.zeros(0, int)))
-    scores = np.asarray(result.get("scores_3d", np.zeros(0)))
+    result = predictions_of(sample.numpy())
+    labels, scores = result.get("labels_3d", np.zeros(0, int)), result.get("scores_3d", np.zeros(0))
     kept = np.flatnonzero(scores >= _least(score_thr, labels))
-    boxes = np.asarray(result.get("boxes_3d", np.zeros((0, 9))))
-    ids = np.asarray(result["instance_ids"])[kept] if "instance_ids" in result else None
+    boxes = result.get("boxes_3d", np.zeros((0, 9)))
+    ids = result["instance_ids"][kept] if "instance_ids" in result else None
     scene = Scene(boxes[kept], labels[kept], ids, scores[kept])
     if "trajs_3d" in result:
         for row in kept:
-            paths, weights = np.asarray(result["trajs_3d"])[row], np.asarray(result["trajs_score"])[row]
+            paths, weights = result["trajs_3d"][row], result["trajs_score"][row]
             best = np.argsort(-weights)[:num_modes]
             most = max(weights[best[0]], 1e-6)
             scene.futures.append([(paths[k], float(weights[k] / most)) for k in best[::-1]])
     if "vectors" in result:
-        scores, labels = np.asarray(result["scores"]), np.asarray(result["labels"])
         scene.lines = [
             (int(label), np.asarray(line))
-            for line, score, label in zip(result["vectors"], scores, labels, strict=True)
+            for line, score, label in zip(result["vectors"], result["scores"], result["labels"], strict=True)
             if score >= _least(map_score_thr, label)
         ]
-    if "final_planning" in result:
-        scene.plan = np.asarray(result["final_planning"])
+    scene.plan = result.get("final_planning")
     return scene
 
 
@@ -209,16 +208,11 @@ def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: 
 
 def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Color, thickness: int) -> None:
     """Draw the part of an edge that is in front of the camera. Its ends are in homogeneous pixels."""
-    if start[2] < _NEAR and end[2] < _NEAR:
-        return
-    if start[2] < _NEAR or end[2] < _NEAR:
-        crossing = start + (end - start) * (_NEAR - start[2]) / (end[2] - start[2])
-        start, end = (crossing, end) if start[2] < _NEAR else (start, crossing)
-    ends = (
-        np.stack([start[:2] / start[2], end[:2] / end[2]]) - 0.5
-    )  # The centre of OpenCV's first pixel is 0.
-    pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
-    cv2.line(view, pixels[0], pixels[1], color, thickness, cv2.LINE_AA)
+    edge = np.stack([start, end])
+    for part in parts_inside(edge, edge[:, 2] - _NEAR):
+        ends = part[:, :2] / part[:, 2:3] - 0.5  # The centre of OpenCV's first pixel is 0.
+        pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
+        cv2.line(view, pixels[0], pixels[-1], color, thickness, cv2.LINE_AA)
 
 
 def _draw_from_above(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 
+from visdet.structures.polylines import polygon_inside
 from visdet.structures.poses import box_corners, yaw_of
 
 from .driving_world import DRIVING_CLASSES, Road, World
@@ -231,7 +232,7 @@ class Renderer:
             outward = np.einsum("fi,fi->f", normals, faces.mean(axis=1) - corners[part].mean(axis=0))
             facing = np.einsum("fi,fi->f", normals * np.sign(outward)[:, None], faces[:, 0]) < 0
             for face in np.flatnonzero(facing):
-                polygon = _clip_near(faces[face])
+                polygon = polygon_inside(faces[face], faces[face, :, 2] - _NEAR)
                 if len(polygon) < 3:
                     continue
                 projected = polygon[:, :2] / polygon[:, 2:] * camera.intrinsic[0, 0] + camera.intrinsic[:2, 2]
@@ -344,18 +345,3 @@ def dividers_of(road: Road) -> list[float]:
     for offset, _ in road.lanes:
         edges |= {round(offset - 1.75, 2), round(offset + 1.75, 2)}
     return sorted(edges)
-
-
-def _clip_near(polygon: np.ndarray) -> np.ndarray:
-    """Return the part of a polygon [n, 3] in camera coordinates with z >= the near plane."""
-    z = polygon[:, 2]
-    if z.min() >= _NEAR:
-        return polygon
-    kept = []
-    for index in range(len(polygon)):
-        here, after = polygon[index], polygon[(index + 1) % len(polygon)]
-        if here[2] >= _NEAR:
-            kept.append(here)
-        if (here[2] >= _NEAR) != (after[2] >= _NEAR):
-            kept.append(here + (after - here) * (_NEAR - here[2]) / (after[2] - here[2]))
-    return np.array(kept).reshape(-1, 3)

@@ -336,8 +336,6 @@ def _resize_and_crop(
     if resized == (width, height) and crop == (0, 0, width, height):
         return image
     picture = Image.fromarray(image)
-    if resized == (width, height):
-        return np.array(picture.crop(crop))
     if left < 0 or top < 0 or right > resized[0] or bottom > resized[1]:
         return np.array(picture.resize(resized).crop(crop))
     # Only the crop is resized, which is a third less for the published settings.
