@@ -1,7 +1,7 @@
 """What numpy 1.24 to 2.4 have dropped, by the names in ``numpy``, as numpy 1.23 had it.
 
-The functions of this module are numpy's own of that time in today's terms. ``names()`` returns them with the aliases
-and the constants.
+The functions of this module are numpy's own of that time in today's terms. ``names()`` returns them with the aliases,
+the constants, and what numpy 2 has moved into its own modules.
 """
 
 import ast
@@ -43,19 +43,6 @@ _ALIASES = {
     "vstack": "row_stack",
     "trapezoid": "trapz",
     "asmatrix": "mat",
-    "lib.add_docstring": "add_docstring",
-    "lib.add_newdoc": "add_newdoc",
-    "lib.tracemalloc_domain": "tracemalloc_domain",
-    "lib.npyio.DataSource": "DataSource",
-    "lib.array_utils.byte_bounds": "byte_bounds",
-    "char.compare_chararrays": "compare_chararrays",
-    "rec.format_parser": "format_parser",
-    "exceptions.AxisError": "AxisError",
-    "exceptions.ComplexWarning": "ComplexWarning",
-    "exceptions.ModuleDeprecationWarning": "ModuleDeprecationWarning",
-    "exceptions.RankWarning": "RankWarning",
-    "exceptions.TooHardError": "TooHardError",
-    "exceptions.VisibleDeprecationWarning": "VisibleDeprecationWarning",
 }
 _VALUES: dict[str, Any] = {
     "int": int,
@@ -71,18 +58,6 @@ _VALUES: dict[str, Any] = {
     "os": os,
     "sys": sys,
     "warnings": warnings,
-    "NINF": -math.inf,
-    "PZERO": 0.0,
-    "NZERO": -0.0,
-    "CLIP": 0,
-    "WRAP": 1,
-    "RAISE": 2,
-    "MAY_SHARE_BOUNDS": 0,
-    "MAY_SHARE_EXACT": -1,
-    "MAXDIMS": 32,
-    "ALLOW_THREADS": 1,
-    "BUFSIZE": 8192,
-    "UFUNC_BUFSIZE_DEFAULT": 8192,
     "ERR_DEFAULT": 521,
     "ERR_IGNORE": 0,
     "ERR_WARN": 1,
@@ -94,10 +69,22 @@ _VALUES: dict[str, Any] = {
     "SHIFT_OVERFLOW": 3,
     "SHIFT_UNDERFLOW": 6,
     "SHIFT_INVALID": 9,
-    "FPE_DIVIDEBYZERO": 1,
-    "FPE_OVERFLOW": 2,
-    "FPE_UNDERFLOW": 4,
-    "FPE_INVALID": 8,
+}
+# Names that numpy 2 keeps in its own modules.
+_KEPT = {
+    "_core.umath": "NINF PZERO NZERO CLIP WRAP RAISE MAY_SHARE_BOUNDS MAY_SHARE_EXACT MAXDIMS ALLOW_THREADS BUFSIZE "
+    "UFUNC_BUFSIZE_DEFAULT FPE_DIVIDEBYZERO FPE_OVERFLOW FPE_UNDERFLOW FPE_INVALID",
+    "_core.numerictypes": "issctype issubsctype obj2sctype sctype2char",
+    "lib._shape_base_impl": "get_array_wrap",
+    "lib._npyio_impl": "recfromcsv recfromtxt",
+    "lib._utils_impl": "deprecate deprecate_with_doc",
+    "lib": "add_docstring add_newdoc tracemalloc_domain",
+    "lib.npyio": "DataSource",
+    "lib.array_utils": "byte_bounds",
+    "char": "compare_chararrays",
+    "rec": "format_parser",
+    "exceptions": "AxisError ComplexWarning ModuleDeprecationWarning RankWarning TooHardError "
+    "VisibleDeprecationWarning",
 }
 _ERRORS = ("ignore", "warn", "raise", "call", "print", "log")
 _KINDS = ("divide", "over", "under", "invalid")  # from the lowest three bits of an error mask on
@@ -106,15 +93,21 @@ _KINDS = ("divide", "over", "under", "invalid")  # from the lowest three bits of
 def names() -> dict[str, Any]:
     """Return all names and what they mean. A few lack where numpy itself is older than what they mean."""
     found = dict(_VALUES, sctypes=_sctypes(), cast=_OfType(_cast_to), nbytes=_OfType(_size_of))
-    for path, olds in _ALIASES.items():
-        value: Any = np
-        for part in path.split("."):
-            value = getattr(value, part, None)
-        if value is not None:
+    for name, olds in _ALIASES.items():
+        if value := getattr(np, name, None):
             found |= dict.fromkeys(olds.split(), value)
+    for path, kept in _KEPT.items():
+        module = functools.reduce(_part_of, path.split("."), np)
+        for name in kept.split():
+            if hasattr(module, name):
+                found[name] = getattr(module, name)
     for function in _FUNCTIONS:
         found[function.__name__] = function
     return found
+
+
+def _part_of(module: Any, name: str) -> Any:
+    return getattr(module, name, None)
 
 
 class _OfType(dict):
@@ -125,7 +118,7 @@ class _OfType(dict):
         super().__init__((scalar, value_of(scalar)) for scalar in scalars)
 
     def __missing__(self, key: Any) -> Any:
-        return dict.__getitem__(self, obj2sctype(key))
+        return dict.__getitem__(self, np.dtype(key).type)
 
 
 def _cast_to(scalar: type) -> Callable[[Any], Any]:
@@ -146,45 +139,16 @@ def _sctypes() -> dict[str, list[type]]:
     return kinds
 
 
-def obj2sctype(rep: Any, default: Any = None) -> Any:
-    """Return the type of the numbers of an array, a name, a dtype or a type."""
-    if isinstance(rep, type) and issubclass(rep, np.generic):
-        return rep
-    try:
-        return rep.dtype.type if isinstance(rep, np.ndarray) else np.dtype(rep).type
-    except TypeError:
-        return default
-
-
-def issctype(rep: Any) -> bool:
-    """Return whether ``rep`` is a type or dtype of numpy other than that of objects."""
-    if not isinstance(rep, type | np.dtype):
-        return False
-    return obj2sctype(rep) not in (None, np.object_)
-
-
 def maximum_sctype(t: Any) -> Any:
     """Return the type of the greatest size of the same kind."""
-    scalar = obj2sctype(t)
-    if scalar is None:
+    try:
+        scalar = np.dtype(t).type
+    except TypeError:
         return t
     for types in _sctypes().values():
         if scalar in types[:-1] and types[-1] is not np.void:
             return types[-1]
     return scalar
-
-
-def issubsctype(arg1: Any, arg2: Any) -> bool:
-    """Return whether the type of the numbers of one object is below that of another."""
-    return issubclass(obj2sctype(arg1), obj2sctype(arg2))
-
-
-def sctype2char(sctype: Any) -> str:
-    """Return the letter of a type of numbers."""
-    scalar = obj2sctype(sctype)
-    if scalar is None:
-        raise ValueError("unrecognized type")
-    return np.dtype(scalar).char
 
 
 def find_common_type(array_types: Any, scalar_types: Any) -> Any:
@@ -224,18 +188,6 @@ def fastCopyAndTranspose(a: Any) -> Any:
     return np.transpose(a).copy()
 
 
-def get_array_wrap(*args: Any) -> Any:
-    """Return ``__array_wrap__`` of the argument with the highest priority, or None."""
-    wrapping = [one for one in args if hasattr(one, "__array_wrap__")]
-    if not wrapping:
-        return None
-    return max(wrapping, key=_priority).__array_wrap__
-
-
-def _priority(array: Any) -> float:
-    return getattr(array, "__array_priority__", 0)
-
-
 def geterrobj() -> list[Any]:
     """Return the size of the buffer, the mask of what happens on errors, and the function that is called."""
     state: dict[str, Any] = dict(np.geterr())
@@ -250,37 +202,6 @@ def seterrobj(errobj: Any) -> None:
     meant: dict[str, Any] = {kind: _ERRORS[mask >> 3 * place & 7] for place, kind in enumerate(_KINDS)}
     np.seterr(**meant)
     np.seterrcall(function)
-
-
-def recfromtxt(fname: Any, **kwargs: Any) -> Any:
-    """Return the rows of a text file as records."""
-    return np.genfromtxt(fname, **{"dtype": None, **kwargs}).view(np.recarray)
-
-
-def recfromcsv(fname: Any, **kwargs: Any) -> Any:
-    """Return the rows of a table with a line of names as records."""
-    return recfromtxt(fname, **{"case_sensitive": "lower", "names": True, "delimiter": ",", **kwargs})
-
-
-def deprecate(function: Any = None, old_name: Any = None, new_name: Any = None, message: Any = None) -> Any:
-    """Return a function that warns that it is deprecated, or what makes it of a function."""
-    if function is None:
-        return functools.partial(deprecate, old_name=old_name, new_name=new_name, message=message)
-    text = f"`{old_name or function.__name__}` is deprecated"
-    text += f", use `{new_name}` instead!" if new_name else "!"
-    text += f"\n{message}" if message else ""
-
-    @functools.wraps(function)
-    def warning(*arguments: Any, **named: Any) -> Any:
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return function(*arguments, **named)
-
-    return warning
-
-
-def deprecate_with_doc(msg: str) -> Any:
-    """Return ``deprecate`` with a message."""
-    return deprecate(message=msg)
 
 
 def disp(mesg: Any, device: Any = None, linefeed: bool = True) -> None:
@@ -326,8 +247,6 @@ def add_newdoc_ufunc(ufunc: Any, new_docstring: str) -> None:
 
 
 _FUNCTIONS: tuple[Any, ...] = (
-    *(asfarray, asscalar, add_newdoc_ufunc, deprecate, deprecate_with_doc, disp, fastCopyAndTranspose),
-    *(find_common_type, get_array_wrap, geterrobj, in1d, issctype, issubsctype, lookfor, maximum_sctype),
-    *(msort, obj2sctype, recfromcsv, recfromtxt, sctype2char, set_numeric_ops, set_string_function),
-    *(seterrobj, source, who),
+    *(asfarray, asscalar, add_newdoc_ufunc, disp, fastCopyAndTranspose, find_common_type, geterrobj, in1d),
+    *(lookfor, maximum_sctype, msort, set_numeric_ops, set_string_function, seterrobj, source, who),
 )
