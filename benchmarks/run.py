@@ -21,7 +21,7 @@ from .case import Case, dtype_name
 from .environment import describe
 from .floors import floors_of
 from .measure import measure
-from .report import short_table, write_tables
+from .report import short_table, write_report
 from .write_docs import write_docs
 
 
@@ -79,8 +79,8 @@ def run(
             for kind, problem in result["failures"].items():
                 print(f"  FAILED: {kind}: {problem}", flush=True)
             report["results"].append(result)
-            write_tables(report, out)
-    print(f"\n{short_table(report)}\n\nwrote {out / 'bench.md'}, {out / 'bench.json'}")
+            write_report(report, out)
+    print(f"\n{short_table(report)}\n\nwrote {out / 'bench.json'}")
     return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])
 
 

@@ -36,6 +36,7 @@ from visdet.registry import HOOKS, MODELS
 
 from .environment import ROOT, describe
 from .model_inputs import random_anchors
+from .models import covered
 from .report import table
 from .transforms import draw_photographs
 
@@ -120,7 +121,7 @@ class RunMeter(Hook):
             self.profile.stop()
             kernels = kernel_times(self.profile)
             write("train/kernels", len(kernels))
-            write("train/busy_s", union_of(kernels) / 1e6)
+            write("train/busy_s", covered(kernels) / 1e6)
             self.profile, now = None, time.thread_time()
         else:
             write("train/host_s", now - self.thread_s)
@@ -137,15 +138,6 @@ def kernel_times(profile: Any) -> list[tuple[float, float]]:
         for event in profile.events()
         if event.device_type == on_gpu and not event.name.startswith(copies)
     ]
-
-
-def union_of(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def bound_of(result: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ The process runs in the checkout's folder. It writes what it has reached to the 
 is to check the repository or to compare it.
 """
 
-import argparse
 import contextlib
 import json
 import sys
@@ -144,7 +143,4 @@ def main(name: str, work: str, device: str, scale: str, report_path: str, task: 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m tools.upstream.worker", description=__doc__)
-    for argument in ("name", "work", "device", "scale", "report_path", "task"):
-        parser.add_argument(argument)
-    main(**vars(parser.parse_args()))
+    main(*sys.argv[1:])
