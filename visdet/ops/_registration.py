@@ -1,6 +1,8 @@
 """Registers the shapes and gradients of the libraries' operators, for autograd, ``torch.compile`` and exports."""
 
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
@@ -13,12 +15,14 @@ from torch.autograd import forward_ad
 from ._library import declares, explain_failures, kernel_device, require, serves
 from .tracing import gradients_of, is_traced
 
+_RESULT = re.compile(r"(\w+) \[(.*?)\](?: (\w+))?")
+
 __all__ = ["Gradient", "differentiable", "differentiable_once", "needs_order", "without_gradient"]
 
 
 def differentiable(
     name: str,
-    shape: Callable[[Any], Any],
+    shape: str | Callable[[Any], Any],
     *,
     layouts: Mapping[str, str] | None = None,
     gradient: "Callable[[str], Any] | None" = None,
@@ -36,9 +40,10 @@ def differentiable(
     tangent, because torch would return a tangent of zeros.
 
     Args:
-        shape: a function that returns empty results of the right shapes and types. Its argument has the operator's
-            arguments as attributes.
-        layouts: the dimensions of the tensors whose shapes it reads, such as {"images": "[B, C, H, W]"}.
+        shape: the results, each with an argument that has its type and device, its dimensions, which are numbers,
+            those of ``layouts`` and integer arguments, and a type if that differs: "images [B, C, 2 * H, size] int32".
+            Or a function that returns empty results. Its argument has the operator's arguments as attributes.
+        layouts: the dimensions of the tensors whose shapes that needs, such as {"images": "[B, C, H, W]"}.
         gradient: a function of the name that returns a ``Gradient``, or another object with its three methods. With its
             ``reference``, eager calls can be differentiated twice, and ``torch.func`` and tangents get that function.
         elsewhere: a function of the same arguments in plain torch, for devices that have no kernels.
@@ -94,7 +99,7 @@ def differentiable(
 
 
 def without_gradient(
-    name: str, shape: Callable[[Any], Any], elsewhere: Callable[..., Any], **layouts: str
+    name: str, shape: str | Callable[[Any], Any], elsewhere: Callable[..., Any], **layouts: str
 ) -> Callable[..., Any]:
     """Register the shapes of ``visdet::<name>``, which has no gradient, and return the function that Python code calls.
 
@@ -206,8 +211,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str]) -> Callable[..., Any]:
-    """Return ``shape`` as a function of the operator's arguments, with checks of their dimensions and devices.
+def _fake_of(name: str, shape: str | Callable[[Any], Any], layouts: Mapping[str, str]) -> Callable[..., Any]:
+    """Return a function of the operator's arguments that checks their dimensions and devices, and makes the results.
 
     torch calls it for a tensor without data beside a first tensor with data, too, where the result would be numbers
     that nothing has computed.
@@ -222,13 +227,30 @@ def _fake_of(name: str, shape: Callable[[Any], Any], layouts: Mapping[str, str])
                 raise RuntimeError(
                     f"{name}: {argument} must be on the device {device} of {names[0]}, got meta"
                 )
+        sizes: dict[str, Any] = {}
         for argument, layout in layouts.items():
             tensor = getattr(given, argument)
             if tensor.dim() != layout.count(",") + 1:
                 raise RuntimeError(f"{name}: {argument} must be {layout}, got {tuple(tensor.shape)}")
-        return shape(given)
+            sizes |= zip(layout.strip("[]").split(", "), tensor.shape, strict=True)
+        return _empty(shape, given, sizes) if isinstance(shape, str) else shape(given)
 
     return fake
+
+
+def _empty(results: str, given: Any, sizes: Mapping[str, Any]) -> Any:
+    """Return empty results that are described as of ``differentiable``, one alone or a tuple."""
+
+    def size_of(factor: str) -> Any:
+        return int(factor) if factor.isdigit() else sizes.get(factor, getattr(given, factor, None))
+
+    found = []
+    for argument, layout, dtype in _RESULT.findall(results):
+        shape = []
+        for dimension in filter(None, layout.split(", ")):
+            shape.append(math.prod(map(size_of, dimension.split(" * "))))
+        found.append(getattr(given, argument).new_empty(shape, dtype=getattr(torch, dtype, None)))
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def _refuse_to_differentiate(name: str, *_: Any) -> NoReturn:

@@ -69,9 +69,8 @@ def carafe_reference(
 
 _carafe = _registration.differentiable(
     "carafe",
-    lambda given: given.features.new_empty(
-        *given.features.shape[:2], *(size * given.scale_factor for size in given.features.shape[2:])
-    ),
+    "features [B, C, H * scale_factor, W * scale_factor]",
+    layouts={"features": "[B, C, H, W]"},
     elsewhere=carafe_reference,
     needs_library=False,
 )

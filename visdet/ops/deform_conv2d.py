@@ -244,7 +244,8 @@ class _Gradient(_registration.Gradient):
 
 _deform_conv2d = _registration.differentiable(
     "deform_conv2d",
-    lambda given: given.input.new_empty(given.input.shape[0], given.weight.shape[0], *given.offset.shape[2:]),
+    "input [B, O, HO, WO]",
+    layouts={"input": "[B, C, H, W]", "offset": "[B, K, HO, WO]", "weight": "[O, I, KH, KW]"},
     gradient=_Gradient,
     elsewhere=_in_plain_torch,
     needs_library=False,

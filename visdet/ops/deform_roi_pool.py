@@ -95,10 +95,8 @@ def deform_roi_pool_reference(
 
 _deform_roi_pool = _registration.differentiable(
     "deform_roi_pool",
-    lambda given: given.input.new_empty(
-        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
-    ),
-    layouts={"input": "[B, C, H, W]"},
+    "input [N, C, pooled_height, pooled_width]",
+    layouts={"input": "[B, C, H, W]", "rois": "[N, 5]"},
     elsewhere=lambda input, rois, offset, *rest: deform_roi_pool_reference(
         input, rois, offset, rest[:2], *rest[2:]
     ),

@@ -202,9 +202,7 @@ def as_tables(
 
 _deformable_aggregation = _registration.differentiable(
     "deformable_aggregation",
-    lambda given: given.features.new_empty(
-        given.features.shape[0], given.locations.shape[1], given.features.shape[2]
-    ),
+    "features [B, Q, C]",
     layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 2]"},
     elsewhere=deformable_aggregation_reference,
 )

@@ -159,8 +159,6 @@ def locations_and_weights(
 
 _deformable_aggregation_fused = _registration.differentiable(
     "deformable_aggregation_fused",
-    lambda given: given.features.new_empty(
-        given.features.shape[0], given.key_points.shape[1], given.features.shape[2]
-    ),
+    "features [B, Q, C]",
     layouts={"features": "[B, S, C]", "key_points": "[B, Q, P, 3]"},
 )

@@ -101,9 +101,7 @@ def deformable_aggregation_with_depth_reference(
 
 _deformable_aggregation_with_depth = _registration.differentiable(
     "deformable_aggregation_with_depth",
-    lambda given: given.features.new_empty(
-        given.features.shape[0], given.locations.shape[1], given.features.shape[2]
-    ),
+    "features [B, Q, C]",
     layouts={"features": "[B, S, C]", "locations": "[B, Q, P, V, 3]"},
     elsewhere=deformable_aggregation_with_depth_reference,
 )

@@ -82,7 +82,7 @@ def furthest_point_sample_reference(points: Tensor, num_points: int, is_table: b
 
 _furthest_point_sample = _registration.without_gradient(
     "furthest_point_sample",
-    lambda given: given.points.new_empty((given.points.shape[0], given.num_points), dtype=torch.int32),
+    "points [B, num_points] int32",
     furthest_point_sample_reference,
     points="[B, N, 3]",
 )

@@ -101,7 +101,7 @@ _gather_points = _registration.differentiable(
 )
 _stacked_indices = _registration.without_gradient(
     "stacked_indices",
-    lambda given: given.indices.new_empty(given.indices.shape, dtype=torch.int64),
+    "indices [M, K] int64",
     stacked_indices_reference,
     indices="[M, K]",
 )

@@ -70,7 +70,7 @@ def _solved(difference: Tensor, cholesky: Tensor) -> Tensor:
 
 _mahalanobis_distance = _registration.differentiable(
     "mahalanobis_distance",
-    lambda given: given.points.new_empty(given.points.shape[0], given.means.shape[0]),
+    "points [B, N]",
     layouts={"points": "[B, 3]", "means": "[N, 3]"},
     elsewhere=mahalanobis_distance_reference,
 )

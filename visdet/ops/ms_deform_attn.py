@@ -105,9 +105,7 @@ def ms_deform_attn_reference(
 
 _ms_deform_attn = _registration.differentiable(
     "ms_deform_attn",
-    lambda given: given.value.new_empty(
-        given.value.shape[0], given.locations.shape[1], given.value.shape[2] * given.value.shape[3]
-    ),
+    "value [B, Q, G * C]",
     layouts={"value": "[B, S, G, C]", "locations": "[B, Q, G, L, P, 2]"},
     elsewhere=ms_deform_attn_reference,
 )

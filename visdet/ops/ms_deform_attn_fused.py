@@ -138,9 +138,7 @@ def locations_and_weights(
 
 _ms_deform_attn_fused = _registration.differentiable(
     "ms_deform_attn_fused",
-    lambda given: given.value.new_empty(
-        given.value.shape[0], given.offsets.shape[1], given.value.shape[2] * given.value.shape[3]
-    ),
+    "value [B, Q, G * C]",
     layouts={"value": "[B, S, G, C]", "offsets": "[B, Q, G, K, 2]"},
     elsewhere=ms_deform_attn_fused_reference,
 )

@@ -1,7 +1,6 @@
 """Neighbours of points: ball query and nearest neighbours."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,15 +260,8 @@ def three_nn(
     return distances.sqrt().to(target.dtype), index
 
 
-def _results(given: Any, count: int) -> tuple[Tensor, Tensor]:
-    shape = (*given.center_xyz.shape[:2], count)
-    return given.xyz.new_empty(shape, dtype=torch.int32), given.xyz.new_empty(shape)
-
-
 _LAYOUTS = {"xyz": "[B, N, 3]", "center_xyz": "[B, M, 3]"}
 _ball_query = _registration.without_gradient(
-    "ball_query", lambda given: _results(given, given.count)[0], ball_query_reference, **_LAYOUTS
+    "ball_query", "xyz [B, M, count] int32", ball_query_reference, **_LAYOUTS
 )
-_knn = _registration.without_gradient(
-    "knn", lambda given: _results(given, given.k), knn_reference, **_LAYOUTS
-)
+_knn = _registration.without_gradient("knn", "xyz [B, M, k] int32, xyz [B, M, k]", knn_reference, **_LAYOUTS)

@@ -119,16 +119,13 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None, None
 
 
-def _shape(given: Any) -> Tensor:
-    return given.input.new_empty(
-        given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
-    )
-
-
-_roi_align_max = _registration.differentiable("roi_align_max", _shape)
+_POOLED = "input [N, C, pooled_height, pooled_width]"
+_LAYOUTS = {"input": "[B, C, H, W]", "rois": "[N, 5]"}
+_roi_align_max = _registration.differentiable("roi_align_max", _POOLED, layouts=_LAYOUTS)
 _roi_align = _registration.differentiable(
     "roi_align",
-    _shape,
+    _POOLED,
+    layouts=_LAYOUTS,
     gradient=lambda _: SimpleNamespace(
         fake=lambda grad_output, rois, B, H, W, *_: grad_output.new_empty(B, grad_output.shape[1], H, W),
         save=_setup_context,

@@ -109,10 +109,6 @@ def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
     return (pixel >= first[..., None]) & (pixel < last[..., None])
 
 
-def _sizes(given: Any) -> tuple[int, int, int, int]:
-    return given.rois.shape[0], given.input.shape[1], given.pooled_height, given.pooled_width
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     input, rois = inputs[:2]
     ctx.save_for_backward(rois, output[1])
@@ -153,10 +149,8 @@ def roi_pool_gradient(
 
 _roi_pool = _registration.differentiable(
     "roi_pool",
-    lambda given: (
-        given.input.new_empty(_sizes(given)),
-        given.input.new_empty(_sizes(given), dtype=torch.int32),
-    ),
+    "input [N, C, pooled_height, pooled_width], input [N, C, pooled_height, pooled_width] int32",
+    layouts={"input": "[B, C, H, W]", "rois": "[N, 5]"},
     gradient=lambda _: SimpleNamespace(
         fake=lambda grad_output, rois, argmax, B, H, W: rois.new_empty(B, grad_output.shape[1], H, W),
         save=_setup_context,

@@ -78,7 +78,7 @@ def sample_dot_reference(
 
 _sample_dot = _registration.differentiable(
     "sample_dot",
-    lambda given: given.images.new_empty(*given.queries.shape[:3], given.samples.shape[2]),
+    "images [B, G, Q, D]",
     layouts={"queries": "[B, G, Q, C]", "samples": "[B, Q, D, 2]"},
     gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
     elsewhere=sample_dot_reference,

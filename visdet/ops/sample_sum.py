@@ -66,7 +66,7 @@ def sampled(images: Tensor, samples: Tensor) -> Tensor:
 
 _sample_sum = _registration.differentiable(
     "sample_sum",
-    lambda given: given.images.new_empty(*given.weights.shape[:3], given.images.shape[1]),
+    "images [B, G, Q, C]",
     layouts={"images": "[B, C, H, W]", "weights": "[B, G, Q, D]"},
     gradient=partial(_registration.Gradient, wide="samples", channels_last=("images",)),
     elsewhere=sample_sum_reference,

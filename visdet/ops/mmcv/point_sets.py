@@ -1,7 +1,6 @@
 """Point sets of oriented detectors: their convex hulls, the overlaps of these with polygons, and the smallest boxes."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -310,35 +309,29 @@ def squared_distances(
     return distances[0].to(xyz1.dtype), distances[1].to(xyz2.dtype)
 
 
-def _results(given: Any, *columns: Any) -> Any:
-    """Return empty results [N] or [N, columns]."""
-    found = tuple(given.pointsets.new_empty(given.pointsets.shape[0], *more) for more in columns)
-    return found if len(found) > 1 else found[0]
-
-
 _LAYOUTS = {"pointsets": "[N, 18]", "polygons": "[K, 8]"}
 _min_area_polygons = _registration.without_gradient(
     "min_area_polygons",
-    lambda given: _results(given, (8,)),
+    "pointsets [N, 8]",
     min_area_polygons_reference,
     pointsets="[N, 18]",
 )
 _convex_iou = _registration.without_gradient(
-    "convex_iou", lambda given: _results(given, given.polygons.shape[:1]), convex_iou_reference, **_LAYOUTS
+    "convex_iou", "pointsets [N, K]", convex_iou_reference, **_LAYOUTS
 )
 _convex_giou = _registration.without_gradient(
-    "convex_giou", lambda given: _results(given, (), (18,)), convex_giou_reference, **_LAYOUTS
+    "convex_giou", "pointsets [N], pointsets [N, 18]", convex_giou_reference, **_LAYOUTS
 )
 _points_in_polygons = _registration.without_gradient(
     "points_in_polygons",
-    lambda given: given.points.new_empty(given.points.shape[0], given.polygons.shape[0], dtype=torch.float32),
+    "points [N, M] float32",
     points_in_polygons_reference,
     points="[N, 2]",
     polygons="[M, 8]",
 )
 _nearest_points = _registration.without_gradient(
     "nearest_points",
-    lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    "points [B, N] int32",
     nearest_points_reference,
     points="[B, N, 2]",
     others="[B, M, 2]",

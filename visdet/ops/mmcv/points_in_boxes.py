@@ -290,13 +290,13 @@ def roipoint_pool3d(
 _LAYOUTS = {"points": "[B, N, 3]", "boxes": "[B, M, 7]"}
 _points_in_boxes_part = _registration.without_gradient(
     "points_in_boxes_part",
-    lambda given: given.points.new_empty(given.points.shape[:2], dtype=torch.int32),
+    "points [B, N] int32",
     points_in_boxes_part_reference,
     **_LAYOUTS,
 )
 _points_in_boxes_all = _registration.without_gradient(
     "points_in_boxes_all",
-    lambda given: given.points.new_empty(*given.points.shape[:2], given.boxes.shape[1], dtype=torch.int32),
+    "points [B, N, M] int32",
     points_in_boxes_all_reference,
     **_LAYOUTS,
 )

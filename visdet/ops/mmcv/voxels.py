@@ -73,7 +73,7 @@ def dynamic_voxelize_reference(points: Tensor, voxel_size: Tensor, coors_range: 
 
 _dynamic_voxelize = _registration.without_gradient(
     "dynamic_voxelize",
-    lambda given: given.points.new_empty(given.points.shape, dtype=torch.int32),
+    "points [N, D] int32",
     dynamic_voxelize_reference,
     points="[N, D]",
     voxel_size="[D]",
