@@ -333,10 +333,6 @@ REFUSED = [
     (partial(call, torch.zeros(3, 3, dtype=torch.int32)), message)
     for call, message in [
         (
-            lambda i: get_indice_pairs(i, 1, [4], [4], [3], [1], [1], [1]),
-            r"indices must be \[N, 2\], got \[3, 3\]",
-        ),
-        (
             lambda i: get_indice_pairs(i, 1, [4, 4], [4, 4], [3], [1, 1], [1, 1], [1, 1]),
             r"ksize must be 2 integers, got \[3\]",
         ),
