@@ -1,6 +1,5 @@
 """ms_deform_attn: by hand, and against the plain-torch definition."""
 
-import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -273,26 +272,35 @@ def test_corner_outside_counts_as_zero_by_hand():
     assert out.flatten().tolist() == [2.0, 0.0]
 
 
+on_cuda = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+def exact(case):
+    """Return a case in float64 on the CPU."""
+    return [one.double().cpu() if one.is_floating_point() else one.cpu() for one in case]
+
+
+def assert_matches_reference(case, of_value, of_coordinates):
+    """Compare output and gradients with those in float64, within an error of value and one of other gradients."""
+    value, locations = case[0], case[3]
+    sizes = (*locations.shape[:2], value.shape[2] * value.shape[3])
+    grad_output = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).to(value.dtype)
+    output, grads = gradients(ms_deform_attn, case, grad_output.to(value.device))
+    expected, expected_grads = gradients(ms_deform_attn_reference, exact(case), grad_output.double())
+    assert output.dtype == value.dtype and output.device == value.device
+    tolerances = of_value, of_value, of_coordinates, of_coordinates
+    for found, wanted, tolerance in zip(
+        (output, *grads), (expected, *expected_grads), tolerances, strict=True
+    ):
+        assert relative_error(found, wanted) < tolerance
+    assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, case[4].dtype]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name, dtype, device, deterministic):
     case = make_case(*CASES[name], dtype=dtype, device=device)
-    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
-    generator = torch.Generator().manual_seed(1)
-    grad_output = torch.randn(
-        case[0].shape[0], case[3].shape[1], case[0].shape[2] * case[0].shape[3], generator=generator
-    )
-    grad_output = grad_output.to(dtype)
-    output, grads = gradients(ms_deform_attn, case, grad_output.to(device))
-    expected, expected_grads = gradients(ms_deform_attn_reference, exact, grad_output.double())
-    assert output.dtype == dtype and output.device.type == device
-    assert relative_error(output, expected) < TOLERANCE[dtype]
-    coordinate_tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    for grad, wanted, tolerance in zip(
-        grads, expected_grads, (TOLERANCE[dtype], coordinate_tolerance, coordinate_tolerance), strict=True
-    ):
-        assert relative_error(grad, wanted) < tolerance
-    assert [grad.dtype for grad in grads] == [case[0].dtype, case[3].dtype, case[4].dtype]
+    assert_matches_reference(case, TOLERANCE[dtype], 1e-12 if dtype == torch.float64 else 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -325,43 +333,6 @@ def test_golden_vectors():
     assert relative_error(output, arrays["output/output"]) < 1e-12
     for grad, name in zip(grads, ("value", "locations", "weights"), strict=True):
         assert relative_error(grad, arrays[f"output/grad_{name}"]) < 1e-12
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -1e30, 2.0**40])
-def test_position_that_is_no_number_contributes_nothing(bad, device, deterministic):
-    case = make_case(*CASES["B2-Q13-G3-C20-P4-L2"], dtype=torch.float32, device=device)
-    value, shapes, starts, locations, weights = case
-    weights_without = weights.clone()
-    weights_without[:, ::2, :, 0, 1] = 0
-    bad_locations = locations.clone()
-    bad_locations[:, ::2, :, 0, 1, 0] = bad
-    bad_weights = weights.clone()
-    bad_weights[:, ::2, :, 0, 1] = math.nan
-    for weight in (weights, bad_weights):
-        output, grads = gradients(
-            ms_deform_attn, (value, shapes, starts, bad_locations, weight), torch.ones_like(output_of(case))
-        )
-        torch.testing.assert_close(output, ms_deform_attn(value, shapes, starts, locations, weights_without))
-        assert all(grad.isfinite().all() for grad in grads)
-        assert (grads[1][:, ::2, :, 0, 1] == 0).all() and (grads[2][:, ::2, :, 0, 1] == 0).all()
-
-
-def test_border_positions(device):
-    # Locations on, just inside and just outside the last position that counts, on both sides of both axes.
-    H, W = 3, 4
-    edges_x = [(-1 + 0.5) / W, (W + 0.5) / W, 0.0, 1.0]
-    edges_y = [(-1 + 0.5) / H, (H + 0.5) / H, 0.0, 1.0]
-    nudges = [-1e-4, 0.0, 1e-4]
-    points = [
-        (x + dx, y + dy)
-        for (x, y), dx, dy in itertools.product(itertools.product(edges_x, edges_y), nudges, nudges)
-    ]
-    locations = torch.tensor(points, dtype=torch.float64, device=device).reshape(1, -1, 1, 1, 1, 2)
-    value = torch.rand(1, H * W, 1, 6, dtype=torch.float64, device=device)
-    weights = torch.ones(1, len(points), 1, 1, 1, dtype=torch.float64, device=device)
-    shapes, starts = torch.tensor([[H, W]]), torch.tensor([0])
-    out = ms_deform_attn(value, shapes, starts, locations, weights)
-    torch.testing.assert_close(out, ms_deform_attn_reference(value, shapes, starts, locations, weights))
 
 
 def test_no_levels(device):
@@ -494,18 +465,10 @@ REFUSED = [
 ]
 
 
-def test_sequences_are_tables_on_the_cpu_whatever_the_default_device():
-    value, locations, weights = (
-        torch.rand(1, 12, 1, 2),
-        torch.rand(1, 3, 1, 1, 2, 2),
-        torch.rand(1, 3, 1, 1, 2),
-    )
-    expected = ms_deform_attn(value, [(3, 4)], None, locations, weights)
+def test_tables_of_feature_maps_are_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
-        assert torch.equal(ms_deform_attn(value, [(3, 4)], None, locations, weights), expected)
-        assert all(
-            table.device.type == "cpu" for table in feature_maps_format([[torch.rand(1, 2, 4, 3, 5)]])[1:]
-        )
+        tables = feature_maps_format([[torch.rand(1, 2, 4, 3, 5)]])[1:]
+    assert all(table.device.type == "cpu" for table in tables)
 
 
 # These calls have so many rows that a CUDA launch gives each row one group of threads at most. Some have the queries of
@@ -548,8 +511,7 @@ def test_many_rows_match_reference(name, dtype, device):
     B, *sizes = MANY_ROWS[name]
     B = B if device == "cuda" else 2  # On the CPU every image is treated alike.
     case = make_case(B, *sizes, dtype=dtype, device=device)
-    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
-    assert relative_error(output_of(case), ms_deform_attn_reference(*exact)) < TOLERANCE[dtype]
+    assert relative_error(output_of(case), ms_deform_attn_reference(*exact(case))) < TOLERANCE[dtype]
 
 
 def test_an_encoders_queries_without_samples(device):
@@ -567,8 +529,7 @@ def test_an_encoders_queries_with_other_levels(device):
         ms_deform_attn(value, shapes.to(device), starts.to(device), locations, weights), expected
     )
     shared = torch.tensor([0, 3, 200])
-    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
-    reference = ms_deform_attn_reference(exact[0], shapes, shared, *exact[1:])
+    reference = ms_deform_attn_reference(*exact((value, shapes, shared, locations, weights)))
     for level_shapes, level_starts in ((shapes, shared), (shapes.to(device), shared.to(device))):
         output = ms_deform_attn(value, level_shapes, level_starts, locations, weights)
         assert relative_error(output, reference) < TOLERANCE[torch.float32]
@@ -617,44 +578,28 @@ ENCODERS = {
 }
 
 
-def check_gradients(case, coordinate_tolerance=2e-5):
-    value, shapes, starts, locations, weights = case
-    grad_output = torch.randn(
-        value.shape[0],
-        locations.shape[1],
-        value.shape[2] * value.shape[3],
-        generator=torch.Generator().manual_seed(1),
-    ).to(value.dtype)
-    _, grads = gradients(ms_deform_attn, case, grad_output.to(value.device))
-    exact = [tensor.double().cpu() for tensor in (value, locations, weights)]
-    _, expected = gradients(
-        ms_deform_attn_reference,
-        (exact[0], shapes.cpu(), starts.cpu(), *exact[1:]),
-        grad_output.double(),
-    )
-    # float32 rounds a position on 150 columns by 1e-5 texels.
-    tolerances = max(TOLERANCE[value.dtype], 1e-5), coordinate_tolerance, coordinate_tolerance
-    for grad, wanted, tolerance in zip(grads, expected, tolerances, strict=True):
-        assert relative_error(grad, wanted) < tolerance
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_gradients_of_an_encoder(name, dtype, device, deterministic):
-    check_gradients(make_case(*ENCODERS[name], dtype=dtype, device=device), 5e-5)
+    # float32 rounds a position on 150 columns by 1e-5 texels.
+    case = make_case(*ENCODERS[name], dtype=dtype, device=device)
+    assert_matches_reference(case, max(TOLERANCE[dtype], 2e-5), 5e-5)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_cuda
 def test_gradients_of_an_encoders_queries_with_other_levels(device):
     """The levels on the device, and levels that share rows and leave some out."""
     value, shapes, starts, locations, weights = make_case(
         *ENCODERS["pyramid"], dtype=torch.float32, device=device
     )
-    check_gradients((value, shapes.to(device), starts.to(device), locations, weights))
     shared = torch.tensor([0, 3, 200])
-    check_gradients((value, shapes, shared, locations, weights))
-    check_gradients((value, shapes.to(device), shared.to(device), locations, weights))
+    for tables in (
+        (shapes.to(device), starts.to(device)),
+        (shapes, shared),
+        (shapes.to(device), shared.to(device)),
+    ):
+        assert_matches_reference((value, *tables, locations, weights), 1e-5, 2e-5)
     # A level that does not lie within S: its own samples' gradients say so, those of the other levels are right.
     outside = torch.tensor([0, 264, 262])
     grad_output = torch.ones(3, 265, 256, device=device)
@@ -666,7 +611,7 @@ def test_gradients_of_an_encoders_queries_with_other_levels(device):
     assert grads[0].isfinite().all()
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_cuda
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1e30])
 def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
     value, shapes, starts, locations, weights = make_case(
@@ -683,15 +628,10 @@ def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
     torch.testing.assert_close(grads[1][:, 1::3], expected[1][:, 1::3])
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_cuda
 def test_gradients_of_a_large_map_with_few_samples_a_cell(device, deterministic):
     case = make_case(1, 16000, 1, 4, 16, [(250, 240)], dtype=torch.float32, device=device)
-    grad_output = torch.randn(1, 16000, 4, generator=torch.Generator().manual_seed(1))
-    _, grads = gradients(ms_deform_attn, case, grad_output.to(device))
-    exact = [tensor.double().cpu() if tensor.is_floating_point() else tensor for tensor in case]
-    _, expected = gradients(ms_deform_attn_reference, exact, grad_output.double())
-    for grad, wanted in zip(grads, expected, strict=True):
-        assert relative_error(grad, wanted) < 1e-4  # of a position on 250 texels; float32 rounds it
+    assert_matches_reference(case, 1e-4, 1e-4)  # of a position on 250 texels; float32 rounds it
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -702,17 +642,9 @@ def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
     size = case[1].flip(1)[None, None, None, :, None]
     pixels = (case[3] * extent + 0.37).double() * size - 0.5
     case[3] = ((pixels.floor() + (pixels - pixels.floor()).clamp(0.05, 0.95) + 0.5) / size).to(dtype)
-    grad_output = torch.randn(1, 3000, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    _, expected = gradients(
-        ms_deform_attn_reference, [t.double() if t.is_floating_point() else t for t in case], grad_output
-    )
-    there = [case[0].to(device), case[1], case[2], case[3].to(device), case[4].to(device)]
-    _, grads = gradients(ms_deform_attn, there, grad_output.to(device))
-    _, again = gradients(ms_deform_attn, there, grad_output.to(device))
-    for grad, same, wanted in zip(grads, again, expected, strict=True):
-        assert relative_error(grad, wanted) < (1e-11 if dtype == torch.float64 else 1e-4)
-        if torch.are_deterministic_algorithms_enabled():
-            assert torch.equal(grad, same)
+    case = [one.to(device) if one.is_floating_point() else one for one in case]
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-4
+    assert_matches_reference(case, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

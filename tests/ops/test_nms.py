@@ -432,30 +432,6 @@ def test_batched_nms_keeps_classes_apart(backend):
     assert batched_nms(boxes, scores, classes, None)[1].tolist() == [1, 2, 0]
 
 
-def batched_nms_by_definition(boxes, scores, classes, threshold, is_agnostic):
-    """Greedy, one box after another; distinct scores only."""
-    overlaps, kept = bbox_overlaps(boxes.double(), boxes.double()), []
-    for i in scores.argsort(descending=True).tolist():
-        rivals = [k for k in kept if is_agnostic or classes[k] == classes[i]]
-        if all(overlaps[k, i] <= threshold for k in rivals):
-            kept.append(i)
-    return kept
-
-
-@pytest.mark.parametrize("is_agnostic", [False, True])
-@pytest.mark.parametrize("split_thr", [1, 150, 151])
-@pytest.mark.parametrize("max_num", [-1, 7])
-def test_batched_nms_is_its_definition(is_agnostic, split_thr, max_num, backend):
-    boxes, scores = random_boxes(150)
-    classes = torch.randint(0, 6, (150,), generator=torch.Generator().manual_seed(3)) * 3
-    cfg = dict(iou_threshold=0.3, split_thr=split_thr, max_num=max_num, class_agnostic=is_agnostic)
-    dets, keep = batched_nms(boxes, scores, classes, cfg)
-    joint = is_agnostic and split_thr == 151
-    expected = batched_nms_by_definition(boxes, scores, classes, 0.3, joint)
-    assert keep.tolist() == expected[: max_num if max_num > 0 else None]
-    assert torch.equal(dets, torch.cat([boxes, scores[:, None]], 1)[keep])
-
-
 def test_functions_of_others_are_called_for_each_class():
     seen = []
 

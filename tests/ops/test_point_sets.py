@@ -35,7 +35,6 @@ from visdet.ops import (
     min_area_polygons,
     points_in_polygons,
 )
-from visdet.ops.mmcv import point_sets as in_torch
 from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
 
 FLAT = (0, 1, 3, 4, 6)
@@ -397,25 +396,6 @@ OPERATORS = (
 )
 
 
-def uniform(*shape, seed=0, low=-5.0, high=5.0):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).double() * (high - low) + low
-
-
-def quadrilaterals(N):
-    """Return rotated rectangles, either way round."""
-    center, sides, angle = (
-        uniform(N, 1, 2, seed=1, low=-3, high=3),
-        uniform(N, 2, seed=2, low=0.5, high=6),
-        uniform(N, seed=3),
-    )
-    signs = torch.tensor([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]]).double()
-    corners = signs * sides[:, None]
-    turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1).view(N, 2, 2)
-    corners = center + corners @ turn
-    corners[::2] = corners[::2].flip(1)
-    return corners.flatten(1)
-
-
 def test_min_area_polygons_by_hand():
     points = torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2, 1, 1, 2, 1, 3, 1, 1, 0, 0, 1]])
     assert min_area_polygons(points).tolist() == [[4, 0, 0, 0, 0, 2, 4, 2]]
@@ -464,58 +444,10 @@ def test_the_overlap_and_its_gradient_in_line_with_the_origin_and_of_small_sets(
     assert gradient[0, :2].tolist() == pytest.approx([expected] * 2)
 
 
-def problems(N):
-    points, polygons = uniform(N, 18), quadrilaterals(N)
-    whole, steps = polygons.round(), points[:, :9, None].round()
-    concave = polygons.view(N, 4, 2).clone()
-    concave[:, 2] = concave[:, 0] + 0.3 * (concave[:, 2] - concave[:, 0])
-    return {
-        "any": (points, polygons),
-        "sides and corners coincide": (points.div(2).round(), whole),
-        "concave": (points, concave.flatten(1)),
-        "on a line": ((whole[:, None, :2] + steps * torch.tensor([1.0, -2.0])).flatten(1), whole),
-        "equal points": (whole[:, :2].repeat(1, 9), whole),
-        "polygons without area": (points.round(), whole[:, :4].repeat(1, 2)),
-        "far away": (points + 500, polygons + 500),
-        "small": (points * 1e-5, polygons * 1e-5),
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", problems(0))
-def test_the_kernels_are_the_references(kind, device, dtype):
-    """They differ by roundings."""
-    points, polygons = (one.to(dtype) for one in problems(60)[kind])
-    size = 1e-5 if kind == "small" else 1  # of boxes; derivatives grow with its inverse
-    for name, scales, given in (
-        ("min_area_polygons", (1 / size,), (points,)),
-        ("convex_iou", (1,), (points, polygons[:7])),
-        # Where sides coincide, the kernels' derivatives are mmcv's: see the test before.
-        ("convex_giou", (1,) if kind == "sides and corners coincide" else (1, size), (points, polygons)),
-    ):
-        found = getattr(torch.ops.visdet, name)(*(one.to(device) for one in given))
-        expected = getattr(in_torch, f"{name}_reference")(*given)
-        found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
-        for got, wanted, scale in zip(found, expected, scales, strict=False):
-            close = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(got.cpu() * scale, wanted * scale, **close)
-
-
 def test_points_in_concave_polygons(device):
     concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]], device=device)
     points = torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]], device=device)
     assert points_in_polygons(points, concave).tolist() == [[1], [0], [0]]
-
-
-def boxes(N, seed):
-    return torch.cat(
-        [
-            uniform(N, 2, seed=seed, low=-2, high=2),
-            uniform(N, 2, seed=seed + 1, low=0.5),
-            uniform(N, 1, seed=seed + 2),
-        ],
-        1,
-    )
 
 
 @pytest.mark.parametrize("call", [diff_iou_rotated_2d, diff_iou_rotated_3d])

@@ -13,11 +13,9 @@ from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.sampling import is_unclear, sampled
 from visdet.ops import (
-    RiRoIAlignRotated,
     RoIAlignRotated,
     active_rotated_filter,
     riroi_align_rotated,
-    roi_align,
     roi_align_rotated,
     rotated_feature_align,
 )
@@ -248,91 +246,6 @@ def test_roi_align_rotated_is_its_definition(ratio, aligned, clockwise):
     assert expected[:3].flatten(1).any(1).all()
     torch.testing.assert_close(roi_align_rotated(x, rois(), *settings), expected)
     torch.testing.assert_close(RoIAlignRotated(*settings)(x, rois()), expected)
-    assert torch.autograd.gradcheck(
-        lambda x: roi_align_rotated(x, rois(), *settings), x.requires_grad_(), fast_mode=True
-    )
-
-
-def test_without_an_angle_it_is_roi_align():
-    x = maps(2, 3, 7, 9)
-    boxes = torch.tensor([[1, 4.0, 3, 5, 4, 0], [0, 2, 2, 7, 3, 0]]).double()
-    corners = torch.cat(
-        [boxes[:, :1], boxes[:, 1:3] - boxes[:, 3:5] / 2, boxes[:, 1:3] + boxes[:, 3:5] / 2], 1
-    )
-    torch.testing.assert_close(roi_align_rotated(x, boxes, 2, 1.0), roi_align(x, corners, 2, 1.0))
-    boxes[:, 5] = math.pi / 2  # a quarter turn, against the clock: up is to the left
-    boxes[:, 3:5] = boxes[:, 3:5].flip(1)
-    turned = roi_align_rotated(x, boxes, 2, 1.0)
-    torch.testing.assert_close(turned, roi_align(x, corners, 2, 1.0).rot90(-1, (2, 3)))
-
-
-@pytest.mark.parametrize("clockwise", [False, True])
-def test_riroi_align_rotated_turns_orientations(clockwise):
-    G, x = 4, maps(2, 8, 7, 9)
-    settings = (2, 0.8, 2, G, clockwise)
-    pooled = by_loops(x, rois(), (2, 2), 0.8, 2, False, clockwise).unflatten(1, (2, G))
-    expected = torch.zeros_like(pooled)
-    for n, angle in enumerate(rois()[:, 5].tolist()):
-        turn = angle * G / (2 * math.pi)
-        share = turn - math.floor(turn)
-        for o in range(G):
-            first = (o - math.floor(turn)) % G
-            expected[n, :, o] = (1 - share) * pooled[n, :, first] + share * pooled[n, :, (first + 1) % G]
-    expected = expected.flatten(1, 2)
-    torch.testing.assert_close(riroi_align_rotated(x, rois(), *settings), expected)
-    torch.testing.assert_close(RiRoIAlignRotated(*settings)(x, rois()), expected)
-    assert torch.autograd.gradcheck(
-        lambda x: riroi_align_rotated(x, rois(), *settings), x.requires_grad_(), fast_mode=True
-    )
-
-
-@pytest.mark.parametrize("points", [1, 5])
-def test_rotated_feature_align_is_its_definition(points):
-    x = maps(2, 2, 4, 5)
-    boxes = maps(2, 4, 5, 5) * 8 + 10
-    boxes[0, 0, 0], boxes[1, 2, 3] = math.nan, 1e30
-    expected = x.clone()
-    for b in range(2):
-        for i in range(4):
-            for j in range(5):
-                y, left, w, h, angle = boxes[b, i, j].tolist()
-                for u, v in ((0, 0), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5), (0.5, -0.5))[:points]:
-                    px = (
-                        (left + u * w * math.cos(angle) - v * h * math.sin(angle)) / 4 if y == y else math.nan
-                    )
-                    py = (y + u * w * math.sin(angle) + v * h * math.cos(angle)) / 4
-                    for c in range(2):
-                        expected[b, c, i, j] += sample(x[b, c], px, py)
-    torch.testing.assert_close(rotated_feature_align(x, boxes, 1 / 4, points), expected)
-    assert torch.autograd.gradcheck(
-        lambda x: rotated_feature_align(x, boxes, 1 / 4, points), x.requires_grad_()
-    )
-
-
-def test_active_rotated_filter_is_its_definition():
-    generator = torch.Generator().manual_seed(1)
-    weight = maps(3, 2, 2, 3, 3)
-    indices = torch.stack([torch.randperm(18, generator=generator) + 1 for _ in range(4)], 1).view(2, 3, 3, 4)
-    expected = torch.zeros(3, 4, 2, 18, dtype=torch.float64)
-    for k in range(4):
-        for place, target in enumerate(indices.view(18, 4)[:, k].tolist()):
-            expected[:, k, :, target - 1] = weight.flatten(2)[:, :, place]
-    assert torch.equal(active_rotated_filter(weight, indices.int()), expected.view(12, 4, 3, 3))
-    assert torch.autograd.gradcheck(
-        lambda w: active_rotated_filter(w, indices), weight.requires_grad_(), fast_mode=True
-    )
-
-
-def test_regions_that_count_for_nothing():
-    x = maps(2, 8, 7, 9).requires_grad_()
-    bad = rois()[[0] * 6].clone()
-    bad[0, 0], bad[1, 0], bad[2, 0] = -1, 2, 0.5
-    bad[3, 1], bad[4, 5], bad[5, 5] = math.nan, math.nan, math.inf
-    for out in (roi_align_rotated(x, bad, 2, 1.0), riroi_align_rotated(x, bad, 2, 1.0)):
-        assert not out.any() and not torch.autograd.grad(out.sum(), x)[0].any()
-    huge = rois()[[0] * 3].clone()
-    huge[0, 3], huge[1, 1:5], huge[2, 1:3] = 1e30, math.inf, -1e9
-    assert roi_align_rotated(x, huge, 2, 1.0).isfinite().all()
 
 
 def test_a_point_outside_the_map_reads_no_pixel():

@@ -391,12 +391,6 @@ def test_offsets_move_bins_by_part_of_the_region():
     )
 
 
-def test_gradients_of_the_maximum():
-    x = maps(torch.float64, B=1, C=2, H=5, W=6).requires_grad_()
-    rois = torch.tensor([[0.0, 0.7, 1.1, 4.2, 3.9], [0, 1.3, 0.6, 3.3, 2.8]]).double()
-    assert torch.autograd.gradcheck(lambda x: roi_align(x, rois, 2, 1.0, 2, "max"), x)
-
-
 @pytest.mark.parametrize("pack, factor", [(DeformRoIPoolPack, 1.0), (ModulatedDeformRoIPoolPack, 0.5)])
 def test_packs_start_undeformed(pack, factor):
     module = pack(2, 3, deform_fc_channels=8, sampling_ratio=2)
