@@ -22,6 +22,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    """Run a test on the CPU and, where there is one, on a GPU."""
+    return request.param
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests that need a CUDA device, or several (``pytest.mark.cuda(devices=2)``), where there are fewer."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

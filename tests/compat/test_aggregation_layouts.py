@@ -10,7 +10,6 @@ import torch
 from visdet import ops
 from visdet.compat import aggregation_ext, extensions
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 B, V, Q, P, C, D, G = 2, 3, 4, 5, 8, 6, 2
 SHAPES = [[4, 5], [2, 3]]
 ROWS = 28  # of a camera, of which 26 belong to maps
@@ -40,7 +39,6 @@ def by_definition(features, shapes, starts, locations, weights, points=1):
     return ops.deformable_aggregation_with_depth_reference(*columns, *tables, location, weight), leaves
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_depth", [False, True], ids=["plain", "depth"])
 @pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "one-run"])

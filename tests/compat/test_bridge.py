@@ -15,8 +15,6 @@ from visdet import compat, ops
 from visdet.compat import _bridge, extensions, msda_ext
 from visdet.compat.__main__ import main
 
-CUDA = pytest.param("cuda", marks=[pytest.mark.cuda])
-
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
@@ -170,7 +168,6 @@ def attention_inputs(device, dtype, coordinate_dtype):
     return value, shapes, starts, locations, weights, grad
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(
     "dtype, coordinate_dtype",
     [

@@ -298,17 +298,6 @@ def test_focal_losses(name, weighted):
     torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
 
 
-@on_each_device
-def test_masked_convolution():
-    x, column = leaf(1, 4, 3, 3).detach(), torch.zeros(36, 2, dtype=torch.float64)
-    rows, columns = torch.tensor([0, 2]), torch.tensor([1, 2])
-    ext.masked_im2col_forward(x, rows, columns, column, kernel_h=3, kernel_w=3, pad_h=1, pad_w=1)
-    torch.testing.assert_close(column, torch.nn.functional.unfold(x, 3, padding=1)[0][:, [1, 8]])
-    image, values = torch.zeros(1, 2, 3, 3, dtype=torch.float64), torch.tensor([[1.0, 2], [3, 4]]).double()
-    ext.masked_col2im_forward(values, rows, columns, image, height=3, width=3, channels=2)
-    assert image[0, :, 0, 1].tolist() == [1, 3] and image[0, :, 2, 2].tolist() == [2, 4] and image.sum() == 10
-
-
 def test_ms_deform_attn():
     shapes, starts = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
     value, locations, weights = leaf(2, 26, 2, 4), torch.rand(2, 3, 2, 2, 4, 2).double(), leaf(2, 3, 2, 2, 4)

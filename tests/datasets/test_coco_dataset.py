@@ -143,71 +143,92 @@ def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
 
 
 @pytest.mark.parametrize(
-    "damage, message",
+    ("table", "row", "change", "message"),
     [
         (
-            lambda c: c.pop("images"),
+            "images",
+            None,
+            "images",
             r"needs a list under the key 'images'.*annotations, categories",
         ),
-        (lambda c: c.pop("annotations"), "needs a list under the key 'annotations'"),
-        (lambda c: c.update(categories={}), "needs a list under the key 'categories'"),
-        (lambda c: c["images"][1].pop("width"), r"images\[1\] has no key 'width'"),
-        (lambda c: c["annotations"][0].pop("bbox"), r"annotations\[0\] has no key 'bbox'"),
-        (lambda c: c["categories"][2].pop("name"), r"categories\[2\] has no key 'name'"),
-        (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "bbox must be four finite numbers: .*'id': 2"),
+        ("annotations", None, "annotations", "needs a list under the key 'annotations'"),
+        ("categories", None, {"categories": {}}, "needs a list under the key 'categories'"),
+        ("images", 1, "width", r"images\[1\] has no key 'width'"),
+        ("annotations", 0, "bbox", r"annotations\[0\] has no key 'bbox'"),
+        ("categories", 2, "name", r"categories\[2\] has no key 'name'"),
+        ("annotations", 1, {"bbox": [1, 2, 3]}, "bbox must be four finite numbers: .*'id': 2"),
         (
-            lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]),
+            "annotations",
+            1,
+            {"bbox": [1, 2, 3, float("nan")]},
             "bbox must be four finite numbers",
         ),
         (
-            lambda c: c["images"][0].update(height=None),
+            "images",
+            0,
+            {"height": None},
             "width and height must be positive numbers: .*'id': 1",
         ),
-        (lambda c: c["images"][0].update(file_name=None), "file_name must be a text"),
-        (lambda c: c["categories"][1].update(name=7), "the name of a category must be a text"),
-        (lambda c: c["annotations"][1].update(area="900"), "area must be a number"),
-        (lambda c: c["annotations"][1].update(iscrowd="0"), "iscrowd must be 0 or 1"),
-        (lambda c: c["annotations"][1].update(ignore="0"), "ignore must be 0 or 1"),
-        (lambda c: c["annotations"][1].update(id=1), "id 1 occurs twice in 'annotations'"),
-        (lambda c: c["images"][1].update(id=1), "id 1 occurs twice in 'images'"),
-        (lambda c: c["images"][1].update(id=1.0), "id 1 occurs twice in 'images'"),
-        (lambda c: c["images"][0].update(id=[1]), r"id of images\[0\] must be .* text, got \[1\] \(list\)"),
-        (lambda c: c["images"][0].update(id=True), r"id of images\[0\] must be .*, got True \(bool\)"),
+        ("images", 0, {"file_name": None}, "file_name must be a text"),
+        ("categories", 1, {"name": 7}, "the name of a category must be a text"),
+        ("annotations", 1, {"area": "900"}, "area must be a number"),
+        ("annotations", 1, {"iscrowd": "0"}, "iscrowd must be 0 or 1"),
+        ("annotations", 1, {"ignore": "0"}, "ignore must be 0 or 1"),
+        ("annotations", 1, {"id": 1}, "id 1 occurs twice in 'annotations'"),
+        ("images", 1, {"id": 1}, "id 1 occurs twice in 'images'"),
+        ("images", 1, {"id": 1.0}, "id 1 occurs twice in 'images'"),
+        ("images", 0, {"id": [1]}, r"id of images\[0\] must be .* text, got \[1\] \(list\)"),
+        ("images", 0, {"id": True}, r"id of images\[0\] must be .*, got True \(bool\)"),
         (
-            lambda c: c["images"][0].update(id=float("nan")),
+            "images",
+            0,
+            {"id": float("nan")},
             r"id of images\[0\] must be .*, got nan \(float\)",
         ),
-        (lambda c: c["images"][0].update(id=2.0**60), r"id of images\[0\] must be a whole number"),
-        (lambda c: c["annotations"][1].update(id={}), r"id of annotations\[1\] must be .*, got {} \(dict\)"),
+        ("images", 0, {"id": 2.0**60}, r"id of images\[0\] must be a whole number"),
+        ("annotations", 1, {"id": {}}, r"id of annotations\[1\] must be .*, got {} \(dict\)"),
         (
-            lambda c: c["annotations"][1].update(image_id=None),
+            "annotations",
+            1,
+            {"image_id": None},
             r"image_id of annotations\[1\] must .* got None",
         ),
-        (lambda c: c["annotations"][1].update(category_id=[10]), r"category_id of annotations\[1\] must be"),
-        (lambda c: c["categories"][1].update(id=0.5), r"id of categories\[1\] must be .* got 0.5"),
+        ("annotations", 1, {"category_id": [10]}, r"category_id of annotations\[1\] must be"),
+        ("categories", 1, {"id": 0.5}, r"id of categories\[1\] must be .* got 0.5"),
         (
-            lambda c: c["annotations"][1].update(image_id="1"),
+            "annotations",
+            1,
+            {"image_id": "1"},
             r"image_id of annotations\[1\] is '1' \(a text\), but the id is 1 \(a number\)",
         ),
         (
-            lambda c: c["annotations"][1].update(category_id="10.0"),
+            "annotations",
+            1,
+            {"category_id": "10.0"},
             r"category_id of annotations\[1\] is '10.0' \(a text\), but the id is 10 \(a number\)",
         ),
         (
-            lambda c: c["images"][0].update(id="1"),
+            "images",
+            0,
+            {"id": "1"},
             r"image_id of annotations\[1\] is 1 \(a number\), but the id is '1' \(a text\)",
         ),
-        (lambda c: c["images"][0].update(width=40.5), "width and height must be whole numbers"),
-        (lambda c: c["images"][0].update(width="40"), "width and height must be positive numbers"),
-        (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, 10**400]), "bbox must be four finite numbers"),
-        (lambda c: c["annotations"][1].update(bbox=[True, 2, 3, 4]), "bbox must be four finite numbers"),
-        (lambda c: c["annotations"][1].update(bbox=dict(x=1)), "bbox must be four finite numbers"),
-        (lambda c: c["categories"][1].update(name="cat"), "several categories are named cat: ids 10, 20"),
+        ("images", 0, {"width": 40.5}, "width and height must be whole numbers"),
+        ("images", 0, {"width": "40"}, "width and height must be positive numbers"),
+        ("annotations", 1, {"bbox": [1, 2, 3, 10**400]}, "bbox must be four finite numbers"),
+        ("annotations", 1, {"bbox": [True, 2, 3, 4]}, "bbox must be four finite numbers"),
+        ("annotations", 1, {"bbox": dict(x=1)}, "bbox must be four finite numbers"),
+        ("categories", 1, {"name": "cat"}, "several categories are named cat: ids 10, 20"),
     ],
 )
-def test_a_file_with_a_mistake_is_named(tmp_path, damage, message):
+def test_a_file_with_a_mistake_is_named(tmp_path, table, row, change, message):
+    """A row of a table has other values, or lacks a key. Without a row, so does the whole content."""
     content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 1, [5, 6, 10, 12])])
-    damage(content)
+    changed = content if row is None else content[table][row]
+    if isinstance(change, str):
+        del changed[change]
+    else:
+        changed.update(change)
     (tmp_path / "ann.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"annotation file {tmp_path}/ann\.json.*{message}"):
         build(tmp_path)

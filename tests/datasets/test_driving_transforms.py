@@ -1,14 +1,12 @@
 """The pipeline of driving frames: what is seen and where it is stay together, whatever is augmented."""
 
-from pathlib import Path
-
 import cv2
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from datasets.driving_files import driving_scenes
-from mmengine.dataset import Compose, pseudo_collate
+from mmengine.dataset import pseudo_collate
 from PIL import ExifTags, ImageOps
 
 from visdet.datasets import DrivingScenesDataset
@@ -365,8 +363,6 @@ def test_frames_of_unequal_content_collate():
     assert [len(sample.fut_boxes) for sample in samples] == [6, 1, 6]
     assert len({len(sample.vectors) for sample in samples}) > 1
     assert [sample.token for sample in samples] == ["val-0000-00", "val-0000-06", "val-0001-01"]
-    assert all(Path(driving_scenes()).exists() for _ in batch["inputs"])
-    assert isinstance(Compose([]), Compose)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])

@@ -9,8 +9,6 @@ from toy_run import losses, train
 
 from visdet.engine import MuonWithAuxAdam
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
 
 def parameters(device: str = "cpu") -> list[nn.Parameter]:
     """Two equal shapes, a tall and a wide matrix, one that is too small, a vector and a convolution."""
@@ -26,7 +24,6 @@ def with_gradients(params: list[nn.Parameter], seed: int = 1) -> list[nn.Paramet
     return params
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_adamw(device):
     ours, theirs = parameters(device), parameters(device)
     options = {"lr": 1e-2, "weight_decay": 0.1}

@@ -403,7 +403,6 @@ def test_calls_that_cannot_work(change, mode, error, message):
         model(*change(*batch()), mode=mode)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_compile_traces_from_images_to_raw_outputs_without_a_break(device):
     model = build("base").to(device).eval()
     model.encoder.layers, model.decoder.layers = model.encoder.layers[:1], model.decoder.layers[:1]

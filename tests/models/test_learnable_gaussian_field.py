@@ -74,7 +74,6 @@ def test_gradients_reach_every_parameter(use_full_cov):
     assert torch.autograd.gradcheck(loss, leaves)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_any_type_and_device(dtype, device):
     field, points = make_field(dtype=dtype).to(device), torch.rand(6, 3, device=device) * 4

@@ -10,7 +10,6 @@ from golden import golden, under
 
 from visdet.models.layers import MultiScaleDeformableAttention
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SHAPES = torch.tensor([[5, 7], [3, 4]])
 S = 5 * 7 + 3 * 4
 
@@ -116,7 +115,6 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("reference_size", [2, 4])

@@ -7,10 +7,7 @@ from torch import nn
 
 from visdet.models.layers.normalization import BatchNorm2d
 
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]

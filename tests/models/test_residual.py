@@ -9,7 +9,6 @@ from visdet.models.layers.ms_deform_attn import MultiScaleDeformableAttention
 from visdet.models.layers.multihead_attention import MultiheadAttention
 from visdet.models.layers.normalization import LayerNorm, add_and_norm
 
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 LEVELS = torch.tensor([[4, 6], [2, 3]])
 NORMS = {"LN": LayerNorm(32), "torch": nn.LayerNorm(32), "plain": LayerNorm(32, elementwise_affine=False)}
 
@@ -33,7 +32,6 @@ def arguments(kind, device):
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ["ffn", "self_attn", "cross_attn"])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("trains", [False, True])
@@ -46,7 +44,6 @@ def test_a_layer_normalises_its_own_sum(kind, norm, trains, device):
         torch.testing.assert_close(layer(x, **more, norm=norm), norm(layer(x, **more)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_dropout_within_the_sum(device):
     branch, identity = torch.ones(64, 32, device=device), torch.zeros(64, 32, device=device)
     norm, dropout = LayerNorm(32).to(device), nn.Dropout(0.25)

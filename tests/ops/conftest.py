@@ -4,11 +4,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request):
-    return request.param
-
-
 @pytest.fixture(params=[False, True], ids=["any-order", "deterministic"])
 def deterministic(request, device):
     """Run both ways: on CUDA the backward has a kernel that sorts (always, in this mode) and one that does not."""

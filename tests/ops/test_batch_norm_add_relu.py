@@ -154,7 +154,6 @@ OPERATORS = (
 )
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-12}
 
 
@@ -279,29 +278,6 @@ def test_the_result_may_be_changed_in_place():
     kept.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_has_no_kernel_is_computed_by_torch(device, dtype):
-    x, residual, weight, bias = (t.detach().to(dtype) for t in draw((2, 12, 5, 4), torch.float32, device))
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    running = torch.zeros(12, device=device, dtype=dtype), torch.ones(12, device=device, dtype=dtype)
-    count = torch.tensor(0, device=device)
-    expected_running = [vector.clone() for vector in running]
-    output = batch_norm_add_relu(x, residual, weight, bias, *running, count)
-    expected = composed(x, residual, weight, bias, *expected_running)
-    assert torch.equal(output, expected) and count == 1 and not is_ours(output)
-    assert all(map(torch.equal, running, expected_running))
-    grad_output = torch.randn_like(output)
-    assert all(
-        map(
-            torch.equal,
-            gradients(output, (x, weight), grad_output),
-            gradients(expected, (x, weight), grad_output),
-        )
-    )
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        batch_norm_add_relu(x[:1, :, :1, :1], None, weight, bias)
 
 
 def test_gradients_without_a_kernel_have_gradients_and_transforms():

@@ -135,9 +135,6 @@ OPERATORS = (
 )
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
-
-
 def rows(shape, dtype, residual_dtype, device):
     """Return input, residual (None without a type), weight and bias, that require gradients."""
     generator = torch.Generator().manual_seed(sum(shape))
@@ -267,16 +264,6 @@ def test_neighbouring_elements_are_dropped_independently():
     for distance in (1, 2, 3, 4, 8, 32, 256, 4096):
         correlation = (kept[:-distance] * kept[distance:]).mean() * 4
         assert abs(correlation) < 6e-3, distance
-
-
-def test_what_has_no_kernel_is_computed_by_torch(device):
-    x, residual, weight, bias = rows((6, 12), torch.float32, torch.float32, device)  # 12 is no multiple of 8
-    output = dropout_add_layer_norm(x, residual, weight, bias)
-    assert torch.equal(output, F.layer_norm(residual + x, (12,), weight, bias))
-    activated = dropout_add_layer_norm(x, residual, weight, bias, relu=True)
-    assert torch.equal(activated, F.layer_norm(residual + F.relu(x), (12,), weight, bias))
-    double = x.double()
-    assert dropout_add_layer_norm(double, None, weight.double(), bias.double()).dtype == torch.float64
 
 
 @pytest.mark.cuda

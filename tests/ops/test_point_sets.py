@@ -35,7 +35,6 @@ from visdet.ops import (
     min_area_polygons,
     points_in_polygons,
 )
-from visdet.ops.mmcv.diff_iou_rotated import sorted_vertices
 
 FLAT = (0, 1, 3, 4, 6)
 
@@ -464,20 +463,6 @@ def test_negative_sides_count_as_0_and_boxes_without_end_have_no_overlap(call):
     found = call(one, other)
     assert found[0, 0].item() == 0 and found[0, 1:].isnan().all()  # -1 * -1 is not an area
     assert torch.autograd.grad(found[0, 0], one)[0][0, 0].isfinite().all()
-
-
-def test_vertices_in_order():
-    """A square of four corners of one box, as mmcv's wrapper describes it, and the same with each corner twice."""
-    square = torch.tensor([[1.0, 1], [-1, 1], [-1, -1], [1, -1]])
-    vertices, mask = torch.zeros(1, 3, 24, 2), torch.zeros(1, 3, 24, dtype=torch.bool)
-    vertices[0, :, :4] = vertices[0, :, 4:8] = square
-    mask[0, 0, :4], mask[0, 1, :8], mask[0, 2, :2] = True, True, True
-    vertices[0, 1, 8:12], mask[0, 1, 8:12] = square, True
-    found = sorted_vertices(vertices, mask, mask.sum(2))
-    assert found[0, 0].tolist() == [0, 1, 2, 3, 0, 8, 8, 8, 8] and found[0, 2].tolist() == [8] * 9
-    corners = vertices[0, 1][found[0, 1].long()]
-    turning = corners[:-1, 0] * corners[1:, 1] - corners[:-1, 1] * corners[1:, 0]
-    assert turning.sum() / 2 == 4
 
 
 X = torch.zeros(3, 4)

@@ -1,13 +1,11 @@
 """The multilayer perceptrons of SparseDrive."""
 
-import pytest
 import torch
 from torch import nn
 
 from visdet.models.sparsedrive.mlp import SideBySide, linear_relu_ln
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_perceptrons_side_by_side(device):
     torch.manual_seed(0)
     widths, inputs = (16, 4, 4, 8), (3, 3, 2, 3)

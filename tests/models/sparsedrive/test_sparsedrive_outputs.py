@@ -71,7 +71,6 @@ def test_line_threshold():
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_results_have_memory_of_their_own(device):
     boxes, ids = torch.arange(12.0, device=device).view(3, 2, 2), torch.arange(3, device=device)
     is_kept = torch.tensor([[True, True], [False, True], [False, False]], device=device)
