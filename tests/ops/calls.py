@@ -1,9 +1,16 @@
-"""Calls of operators: with their gradients, as CUDA graphs, and the error of a result."""
+"""Calls of operators: with their gradients, as CUDA graphs, in a process of their own, and the error of a result."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["captured", "gradients", "relative_error"]
+__all__ = ["captured", "gradients", "in_a_process", "relative_error"]
+
+HERE = Path(__file__).resolve().parent
 
 
 def gradients(function, case, grad_output, of=None):
@@ -41,3 +48,21 @@ def captured(step):
     with torch.cuda.graph(graph):
         results = step()
     return graph, results
+
+
+def in_a_process(script, **environment):
+    """Run Python text in a process of its own, from the folder of the repository; a crash fails the test."""
+    root = HERE.parents[1]
+    paths = os.pathsep.join([str(root), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", script],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
+    return done.stdout

@@ -2,16 +2,12 @@
 
 import contextlib
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from calls import relative_error
+from calls import in_a_process, relative_error
 from hypothesis import strategies as st
 from test_ms_deform_attn import NEAR
 from torch import Tensor
@@ -102,6 +98,9 @@ CASES = {
     "one-place": Case(H=3, W=3, padding=(0, 0)),
     "one-pixel": Case(H=1, W=1),
     "two-tiles": Case(H=17, W=23),
+    "panels-in-parts": Case(B=1, C=40, M=140, H=9, W=11),
+    "groups-across-lines": Case(B=1, C=60, M=84, H=9, W=5, groups=3, G=5),
+    "chunks": Case(B=2, C=64, M=10, H=52, W=81),  # 2 x 4212 places, of which a backward takes 7272 at a time
 }
 
 
@@ -567,61 +566,16 @@ def test_rejections_of_kernels(device, position, change, message):
         torch.ops.visdet.deform_conv2d(*arguments)
 
 
-HERE = Path(__file__).resolve().parent
-
-
-LARGE = {
-    "panels-in-parts": Case(B=1, C=40, M=140, H=9, W=11),
-    "groups-across-lines": Case(B=1, C=60, M=84, H=9, W=5, groups=3, G=5),
-    "chunks": Case(B=2, C=64, M=10, H=52, W=81),  # 2 x 4212 places, of which a backward takes 7272 at a time
-}
-
-
-def in_a_process(script, **environment):
-    """Run Python text in a process of its own, from the folder of the repository; a crash fails the test."""
-    root = HERE.parents[1]
-    paths = os.pathsep.join([str(root), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", script],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    )
-    return done.stdout
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", LARGE)
-def test_large_problems_match_the_definition(name, dtype):
-    case = LARGE[name]
-    tensors = case.tensors(dtype, "cpu")
-    output, grads = run(case, tensors)
-    expected, expected_grads = expect(case, tensors, gradient_of(output))
-    for found, wanted in zip((output, *grads), (expected, *expected_grads), strict=True):
-        assert_near(found, wanted, dtype)
-
-
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_instruction_sets(isa):
     """All cases with kernels of at most this set, read once a process. The best set runs in the other tests."""
     script = f"""
-import torch
-from test_deform_conv import CASES, TOLERANCE, assert_near, expect, gradient_of, run
+import test_deform_conv as tests, torch
 import visdet.ops
 assert torch.ops.visdet.cpu_isa() <= ("baseline", "avx2").index({isa!r})
-for name, case in CASES.items():
-    for dtype in TOLERANCE:
-        tensors = case.tensors(dtype, "cpu")
-        output, grads = run(case, tensors)
-        expected, expected_grads = expect(case, tensors, gradient_of(output))
-        for found, wanted in zip((output, *grads), (expected, *expected_grads), strict=True):
-            assert_near(found, wanted, dtype)
-print(torch.ops.visdet.cpu_isa())
+for name in tests.CASES:
+    for dtype in tests.TOLERANCE:
+        tests.test_matches_the_definition("cpu", name, dtype)
 """
     in_a_process(script, VISDET_CPU_ISA=isa)
 

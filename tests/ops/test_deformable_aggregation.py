@@ -1,15 +1,12 @@
 """deformable_aggregation: by hand, and against the plain-torch definition."""
 
 import math
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from calls import gradients, relative_error
+from calls import gradients, in_a_process, relative_error
 from golden import golden, under
 from hypothesis import strategies as st
 from test_ms_deform_attn import gradient_sum, near_whole
@@ -387,8 +384,6 @@ def test_tables_on_a_gpu_for_features_on_the_cpu_are_refused():
 
 
 STRAY_TABLES = """
-import sys
-sys.path[:0] = sys.argv[1:]
 import torch
 from test_deformable_aggregation import make_case
 import visdet.ops
@@ -406,10 +401,7 @@ for shape, start in ((1, 2**63 - 1), (2**62, 0), (2**31, 2**31), (-1, 0), (0, 0)
 
 @pytest.mark.cuda
 def test_tables_on_the_device_with_any_numbers_lead_to_no_stray_access():
-    tests = Path(__file__).resolve().parent
-    command = [sys.executable, "-c", STRAY_TABLES, str(tests), str(tests.parent), str(tests.parents[1])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    in_a_process(STRAY_TABLES)
 
 
 def rejection_case():

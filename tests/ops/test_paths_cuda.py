@@ -24,12 +24,15 @@ def backward_only(path):
         torch.use_deterministic_algorithms(was_deterministic)
 
 
+def floating(given):
+    """Return the names of the arguments that are floating-point tensors."""
+    return [
+        name for name, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+
+
 def results(function, given, grad_output):
-    leaves = {
-        name: value.detach().clone().requires_grad_()
-        for name, value in given.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
+    leaves = {name: given[name].detach().clone().requires_grad_() for name in floating(given)}
     out = function(**{**given, **leaves})
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad_output)]
 
@@ -37,10 +40,7 @@ def results(function, given, grad_output):
 def assert_matches(function, given, dtype, seed=0):
     """Compare output and gradients on CUDA with those of float64 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    exact = {
-        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in given.items()
-    }
+    exact = given | {name: given[name].double() for name in floating(given)}
     out = function(**exact)
     grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
     expected = results(function, exact, grad_output.double())
@@ -49,44 +49,15 @@ def assert_matches(function, given, dtype, seed=0):
     }
     found = results(function, on_gpu, grad_output.cuda())
     tolerance = {torch.float64: 1e-11, torch.float32: 4e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    leaves = [
-        name for name, value in given.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
-    for name, one, other in zip(("output", *leaves), found, expected, strict=True):
+    for name, one, other in zip(("output", *floating(given)), found, expected, strict=True):
         error = (one.double().cpu() - other).norm() / other.norm().clamp(min=1e-30)
         assert error < tolerance, f"{name}: {error}"
 
 
 SMALL = [(24, 30), (12, 15), (6, 8), (3, 4)]
-PATH_CASES = {
-    "decoder": dict(Q=77, G=8, C=32),
-    "encoder": dict(Q=None, G=8, C=32),
-    "rows": dict(Q=301, G=4, C=40),
-}
-BACKWARD_CASES = {
-    "strips": dict(Q=77, G=8, C=32),
-    "direct": dict(Q=77, G=8, C=32),
-    "encoder": dict(Q=None, G=8, C=32),
-    "sorted": dict(Q=301, G=4, C=40),
-}
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
-@pytest.mark.parametrize(
-    ("op", "path"),
-    [("ms_deform_attn", path) for path in PATH_CASES]
-    + [("ms_deform_attn_backward", path) for path in BACKWARD_CASES],
-)
-def test_every_path_of_ms_deform_attn(op, path, make, dtype):
-    sizes = dict((PATH_CASES if op == "ms_deform_attn" else BACKWARD_CASES)[path])
-    dtype = sizes.pop("dtype", dtype)
-    given = make(**sizes, B=2, shapes=SMALL, dtype=dtype, device="cpu")
-    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
-    with choose_only(op, path):
-        assert_matches(function, given, dtype)
-
+of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
+plain_and_fused = pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
 
 # Calls that need every form of the forward's kernels. C decides whether a row has 4, 8 or 16 lanes or single values. Q
 # decides whether a row has one, two or four sets of lanes. P and the levels decide whether the samples are one chunk or
@@ -119,6 +90,7 @@ FORMS = {
     "rows-C16-P3": ("rows", dict(Q=301, C=16, P=3)),
     "rows-C32": ("rows", dict(Q=301)),
     "rows-C32-P3": ("rows", dict(Q=301, P=3)),
+    "rows-C40": ("rows", dict(Q=301, G=4, C=40)),
     "rows-C64": ("rows", dict(Q=301, C=64)),
     "rows-C64-P3": ("rows", dict(Q=301, C=64, P=3)),
     "rows-C128": ("rows", dict(Q=301, G=2, C=128)),
@@ -130,8 +102,8 @@ FORMS = {
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@of_two_types
+@plain_and_fused
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_forward(form, make, dtype):
     path, sizes = FORMS[form]
@@ -140,20 +112,19 @@ def test_every_form_of_the_forward(form, make, dtype):
     given = make(**sizes, device="cpu")
     if tables:
         given["level_shapes"] = torch.tensor(sizes["shapes"])
-    function = ops.ms_deform_attn if make is attention else ops.ms_deform_attn_fused
     with choose_only("ms_deform_attn", path):
-        assert_matches(function, given, dtype)
+        assert_matches(FUNCTIONS[make], given, dtype)
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@of_two_types
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_forward_is_served_on_an_h200(form, dtype):
     path, sizes = FORMS[form]
     sizes = {"shapes": SMALL, "dtype": dtype, **sizes}
     sizes.pop("tables", None)
     with choose_only("ms_deform_attn", path):
-        for function, make in ((ops.ms_deform_attn, attention), (ops.ms_deform_attn_fused, fused)):
+        for make, function in FUNCTIONS.items():
             plan = explain(function, **make(**sizes), device="H200", backward=False).plans[-1]
             assert plan.path == path
 
@@ -166,7 +137,7 @@ def test_a_path_that_does_not_serve_is_refused():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@of_two_types
 @pytest.mark.parametrize("device", sorted(DEVICES))
 @pytest.mark.parametrize("Q", [None, 384, 1000], ids=["encoder", "Q384", "Q1000"])
 def test_choices_of_other_gpus_give_the_right_numbers(Q, device, dtype):
@@ -202,8 +173,6 @@ def test_rows_of_one_channel_and_more_heads_than_a_block_has_groups():
     assert_matches(ops.ms_deform_attn, given, torch.float32)
 
 
-FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
-
 # Calls that need every form of the backward's kernels:
 # - C: rows of every number of lanes, of more channels than lanes take at once, and filled up to 16 bytes (1, 30, 31);
 # - "dense": texels that one group of lanes owns, and several groups;
@@ -214,6 +183,7 @@ FUNCTIONS = {attention: ops.ms_deform_attn, fused: ops.ms_deform_attn_fused}
 # "tables" puts the level tables on the GPU, where only kernels read them.
 BACKWARD_FORMS = {
     "strips-C16": ("strips", dict(Q=77, C=16)),
+    "strips-C32": ("strips", dict(Q=77)),
     "strips-C30": ("strips", dict(Q=77, C=30)),
     "strips-C64": ("strips", dict(Q=77, G=4, C=64)),
     "strips-C100": ("strips", dict(Q=77, G=2, C=100)),
@@ -225,6 +195,7 @@ BACKWARD_FORMS = {
     "strips-one-texel": ("strips", dict(Q=300, G=2, shapes=[(1, 1)])),
     "strips-float16": ("strips", dict(Q=77, dtype=torch.float16)),
     "direct-C16": ("direct", dict(Q=77, C=16)),
+    "direct-C32": ("direct", dict(Q=77)),
     "direct-C30": ("direct", dict(Q=77, C=30)),
     "direct-C64": ("direct", dict(Q=77, G=4, C=64)),
     "direct-C100": ("direct", dict(Q=77, G=2, C=100)),
@@ -233,6 +204,7 @@ BACKWARD_FORMS = {
     "direct-tables": ("direct", dict(Q=77, tables=True)),
     "encoder-C1": ("encoder", dict(Q=None, C=1)),
     "encoder-C16": ("encoder", dict(Q=None, C=16)),
+    "encoder-C32": ("encoder", dict(Q=None)),
     "encoder-C31": ("encoder", dict(Q=None, G=4, C=31)),
     "encoder-C64": ("encoder", dict(Q=None, G=4, C=64)),
     "encoder-P3": ("encoder", dict(Q=None, P=3)),
@@ -243,6 +215,7 @@ BACKWARD_FORMS = {
     "sorted-C1": ("sorted", dict(Q=301, G=4, C=1)),
     "sorted-C31": ("sorted", dict(Q=301, G=4, C=31)),
     "sorted-C32": ("sorted", dict(Q=301)),
+    "sorted-C40": ("sorted", dict(Q=301, G=4, C=40)),
     "sorted-C96": ("sorted", dict(Q=301, G=2, C=96)),
     "sorted-K600": ("sorted", dict(Q=21, G=2, P=150)),
     "sorted-dense": ("sorted", dict(Q=1500, G=2, shapes=[(3, 4), (2, 2)])),
@@ -277,7 +250,7 @@ FORM_CASES = [
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@of_two_types
 @pytest.mark.parametrize(("make", "name"), FORM_CASES)
 def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
     path, given, _ = backward_form(name, make, dtype, "meta")
@@ -288,7 +261,7 @@ def test_paths_of_the_backward_serve_their_forms(make, name, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@of_two_types
 @pytest.mark.parametrize(("make", "name"), FORM_CASES)
 def test_every_form_of_the_backward(make, name, dtype):
     path, given, dtype = backward_form(name, make, dtype, "cpu")
@@ -333,7 +306,7 @@ def test_strips_serve_what_shared_memory_holds():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@of_two_types
 def test_strips_with_the_most_samples_in_one_cell(dtype):
     given = attention(MOST_QUERIES, B=1, G=1, shapes=SMALL, dtype=dtype, device="cpu")
     given["locations"] = (given["locations"] * 0.01 + 0.501).contiguous()
@@ -344,7 +317,7 @@ def test_strips_with_the_most_samples_in_one_cell(dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("make", [attention, fused], ids=["plain", "fused"])
+@plain_and_fused
 def test_strips_leave_out_positions_that_are_no_numbers_and_do_not_differ_between_runs(make):
     given = make(300, shapes=SMALL, dtype=torch.bfloat16, device="cuda")
     positions_of = given["locations" if make is attention else "offsets"].view(2, 300, 8, 16, 2)

@@ -1,20 +1,16 @@
 """roi_align on all devices beside its definition, and roi_align_rotated, which shares its kernels."""
 
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from calls import in_a_process
 
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_align_rotated import roi_align_rotated_reference
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Shapes [B, C, H, W], regions, and (output size, spatial scale, sampling ratio, aligned).
 CASES = {
@@ -112,17 +108,8 @@ assert torch.ops.visdet.cpu_isa() == {expected}
 for name in tests.CASES:
     for dtype in tests.TOLERANCE:
         tests.test_the_cpu_kernels_match_the_definitions(name, dtype)
-print("done")
 """
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": paths, "VISDET_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-4000:]
+    in_a_process(script, VISDET_CPU_ISA=isa)
 
 
 @pytest.mark.cuda
