@@ -11,16 +11,9 @@ from toy_run import losses, toy_runner, train
 
 from visdet.engine import AmpOptimWrapper, ConfigError, OptimWrapper, enable_amp
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
 
 def wrapper(model: nn.Module, lr: float = 0.1, **options) -> AmpOptimWrapper:
     return AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=lr), **options)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
-    return request.param
 
 
 def linear(device: str = "cpu") -> nn.Linear:

@@ -168,12 +168,12 @@ def _launches_of_deformable_aggregation(draw: st.DrawFn) -> dict[str, Any]:
     areas = torch.tensor(shapes).prod(2).flatten()
     starts = (areas.cumsum(0) - areas).view(V, L)
     Q, P = draw(sizes.count), draw(st.one_of(sizes.small, st.sampled_from([13, 300])))
-    G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12])), draw(st.sampled_from([1, 2, 3, 6, 8, 12, 32, 40]))
-    dtype = draw(sizes.value_types)
+    G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 71])), draw(st.one_of(sizes.small, sizes.channels))
+    dtype, tables_on = draw(sizes.value_types), draw(st.sampled_from(["cpu", "meta"]))
     return {
         "features": sizes.empty(B, int(areas.sum()), G * group, dtype=dtype),
-        "level_shapes": torch.tensor(shapes),
-        "level_starts": starts,
+        "level_shapes": torch.tensor(shapes, device=tables_on),
+        "level_starts": starts.to(tables_on),
         "locations": sizes.empty(B, Q, P, V, 2, dtype=wide_of(dtype)),
         "weights": sizes.empty(B, Q, P, V, L, G, dtype=draw(st.sampled_from([dtype, wide_of(dtype)]))),
     }

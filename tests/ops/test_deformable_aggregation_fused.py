@@ -7,10 +7,18 @@ from typing import Any
 import calls
 import pytest
 import torch
-from test_deformable_aggregation import _TWO_CAMERAS, _given, _sizes, _tables
+from hypothesis import strategies as st
+from test_deformable_aggregation import (
+    _TWO_CAMERAS,
+    _given,
+    _launches_of_deformable_aggregation,
+    _sizes,
+    _tables,
+)
 from test_ms_deform_attn import gradient_sum, near_whole
 from torch import Tensor
 
+from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     deformable_aggregation_fused,
@@ -148,6 +156,22 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
             bounds[name] = bound
 
 
+@st.composite
+def _launches_of_deformable_aggregation_fused(draw: st.DrawFn) -> dict[str, Any]:
+    given = draw(_launches_of_deformable_aggregation())
+    B, Q, P, V, L, G = given.pop("weights").shape
+    empty = partial(sizes.empty, dtype=given.pop("locations").dtype)
+    of_cameras = draw(st.booleans())
+    return {
+        **given,
+        "key_points": empty(B, Q, P, 3),
+        "projection": empty(B, V, 4, 4),
+        "image_wh": empty(B, V, 2),
+        "logits": empty(B, Q, L, P, G) if of_cameras else empty(B, Q, V, L, P, G),
+        "camera_logits": empty(B, V, L, P, G) if of_cameras else None,
+    }
+
+
 OPERATORS = (
     Operator(
         "deformable_aggregation_fused",
@@ -162,6 +186,7 @@ OPERATORS = (
             "logits": ("rank", "device", 0, 1),
             "level_shapes": ("rank", 2),
         },
+        launches=_launches_of_deformable_aggregation_fused,
         aliases=("deformable_aggregation",),
         of_size=(
             lambda n: Problem(

@@ -152,20 +152,6 @@ def test_certain_depths_are_no_depths(device):
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_gradcheck_and_parts_of_one_tensor(device):
-    features, depth_probs, shapes, starts, locations, weights = make(2, 3, 2, 2, 4, 3, device=device)
-    both = torch.cat([features, depth_probs], -1).requires_grad_()
-
-    def function(both, locations, weights):
-        columns = both.split([4, 3], -1)
-        return deformable_aggregation_with_depth(*columns, shapes, starts, locations, weights)
-
-    leaves = (both, locations.requires_grad_(), weights.requires_grad_())
-    assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-12)
-    dense = deformable_aggregation_with_depth(features, depth_probs, shapes, starts, locations, weights)
-    assert torch.equal(function(*leaves), dense)
-
-
 @pytest.mark.cuda
 @pytest.mark.slow
 def test_more_than_two_to_the_31_numbers():

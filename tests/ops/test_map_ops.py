@@ -182,15 +182,9 @@ def test_carafe_pack_starts_as_a_mean():
 def test_masked_convolution_is_the_convolution_where_marked(share):
     torch.manual_seed(0)
     layer = MaskedConv2d(3, 4, (3, 5), padding=(1, 2)).double()
-    x = torch.randn(2, 3, 6, 7, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float64)
     mask = (torch.rand(2, 6, 7) < share).float()
-    expected = layer(x) * mask[:, None]
-    torch.testing.assert_close(layer(x, mask), expected)
-    grads = [
-        torch.autograd.grad(o.square().sum(), [x, *layer.parameters()]) for o in (layer(x, mask), expected)
-    ]
-    for first, second in zip(*grads, strict=True):
-        torch.testing.assert_close(first, second)
+    torch.testing.assert_close(layer(x, mask), layer(x) * mask[:, None])
 
 
 def test_gradients_of_a_masked_convolution_add_up_in_float32(device):

@@ -1,19 +1,13 @@
-"""Paths of aggregation, Gaussians and box points on which GPU, and that every launch fits: without a GPU."""
+"""Paths of aggregation, Gaussians and box points on which GPU: without a GPU."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from path_cases import devices, needs_library, refusal
+from path_cases import needs_library
 
+from tests.fuzz.problem import wide_of
 from visdet.ops import explain
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CAMERAS = 6
-
-
-def wide_of(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tables(V, L, H=16, W=44):
@@ -36,27 +30,6 @@ def aggregation(B=1, Q=900, P=13, V=CAMERAS, L=4, G=8, C=256, dtype=torch.float3
         "level_starts": starts,
         "locations": torch.empty(B, Q, P, V, 2, dtype=wide, device="meta"),
         "weights": torch.empty(B, Q, P, V, L, G, dtype=wide, device="meta"),
-    }
-
-
-def fused(B=1, Q=900, P=13, V=CAMERAS, L=4, G=8, C=256, dtype=torch.float32, cameras=True, keep=True):
-    """Return arguments of deformable_aggregation_fused without data."""
-    shapes, starts, S = tables(V, L)
-    wide = wide_of(dtype)
-
-    def empty(*sizes, dtype=wide):
-        return torch.empty(*sizes, dtype=dtype, device="meta")
-
-    return {
-        "features": empty(B, S, C, dtype=dtype),
-        "level_shapes": shapes,
-        "level_starts": starts,
-        "key_points": empty(B, Q, P, 3),
-        "projection": empty(B, V, 4, 4),
-        "image_wh": empty(B, V, 2),
-        "logits": empty(B, Q, L, P, G) if cameras else empty(B, Q, V, L, P, G),
-        "camera_logits": empty(B, V, L, P, G) if cameras else None,
-        "keep": empty(B, Q, V, P, dtype=torch.bool) if keep else None,
     }
 
 
@@ -119,44 +92,3 @@ def test_tables_on_the_device_are_read_by_a_kernel():
 def test_choices_of_gaussian_field(B, N, dtype, tolerance, forward, backward):
     plan = explain("gaussian_field", *gaussians(B, N, dtype), tolerance, device="H200")
     assert plan.paths() == {"gaussian_field": forward, "gaussian_field_backward": backward}
-
-
-@st.composite
-def aggregation_sizes(draw):
-    """Sizes of deformable_aggregation from nothing to large."""
-    small = st.integers(0, 4)
-    G = draw(st.one_of(st.integers(1, 9), st.sampled_from([8, 32, 71])))
-    channels = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 130, 1025])))
-    return dict(
-        B=draw(small),
-        Q=draw(st.one_of(st.integers(0, 40), st.sampled_from([100, 900, 30000]))),
-        P=draw(st.one_of(small, st.sampled_from([13, 300, 3000]))),
-        V=draw(st.one_of(small, st.sampled_from([6, 12]))),
-        L=draw(small),
-        G=G,
-        C=G * channels,
-        dtype=draw(st.sampled_from(DTYPES)),
-    )
-
-
-@needs_library
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes=aggregation_sizes(),
-    device=devices,
-    deterministic=st.booleans(),
-    form=st.sampled_from(["plain", "tables-on-device", "fused", "fused-cameras"]),
-)
-def test_launches_of_deformable_aggregation_fit_every_device(sizes, device, deterministic, form):
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        if form.startswith("fused"):
-            given = fused(**sizes, cameras=form == "fused-cameras")
-            explain("deformable_aggregation_fused", **given, device=device, backward=False)
-        else:
-            given = aggregation(**sizes, on_device=form == "tables-on-device")
-            explain("deformable_aggregation", **given, device=device)
-    except RuntimeError as error:
-        assert refusal(error), error
-    finally:
-        torch.use_deterministic_algorithms(False)
