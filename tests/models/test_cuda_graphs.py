@@ -246,7 +246,7 @@ def assert_same_boxes(found, expected, tolerance):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("variant", ["base", "refine", "two_stage"])
+@pytest.mark.parametrize("variant", ["base", "refine", "two_stage", "dino"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_replayed_predictions_are_eager_predictions(variant, mode):
     model = build(variant).cuda().eval()
