@@ -12,6 +12,7 @@ from toy_run import toy_config, train
 
 import visdet
 from visdet.engine import Detector, build_runner, read_checkpoint
+from visdet.engine.checkpoints.checkpoint import add_thresholds
 from visdet.engine.checkpoints.score_thresholds import measured_thresholds, thresholds_of
 from visdet.errors import UserError
 from visdet.registry import VISUALIZERS
@@ -51,6 +52,28 @@ def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_pat
         detector.score_thresholds = [2.0, 2.0]
         detector.score_thresholds[label] = threshold
         assert len(detector(image)) == number
+
+
+@pytest.mark.parametrize(
+    ("metrics", "save_best", "rewritten"), [(METRICS, None, 1), (METRICS, "auto", 0), (METRICS[:1], None, 0)]
+)
+def test_a_checkpoint_is_rewritten_only_if_it_lacks_thresholds(
+    tmp_path, monkeypatch, metrics, save_best, rewritten
+):
+    calls = []
+
+    def noted(path, thresholds):
+        calls.append(path)
+        add_thresholds(path, thresholds)
+
+    monkeypatch.setattr("visdet.engine.hooks.checkpoint_hook.add_thresholds", noted)
+    options = {"default_hooks__checkpoint__interval": 150, "default_hooks__checkpoint__save_best": save_best}
+    runner = train(
+        tmp_path, val_evaluator=metrics, train_cfg__max_iters=150, train_cfg__val_interval=150, **options
+    )
+    measured = thresholds_of(runner.val_evaluator.metrics)
+    assert len(calls) == rewritten and bool(measured) == (metrics is METRICS)
+    assert read_checkpoint(tmp_path / "last.pth")["meta"]["score_thresholds"] == measured
 
 
 def test_a_checkpoint_of_an_epoch_holds_its_thresholds(tmp_path):

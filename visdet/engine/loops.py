@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from mmengine.evaluator import Evaluator
@@ -186,38 +187,12 @@ class RunnerInterface:
     def iter(self) -> Any:
         return self._train_loop.iter if self._train_loop else 0
 
-    @property
-    def max_epochs(self) -> Any:
-        return self.train_loop.max_epochs
-
-    @property
-    def max_iters(self) -> Any:
-        return self.train_loop.max_iters
-
-    @property
-    def val_interval(self) -> Any:
-        return self.train_loop.val_interval
-
-    @property
-    def val_begin(self) -> Any:
-        return self.train_loop.val_begin
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self.train_loop.dataloader
-
-    @property
-    def val_dataloader(self) -> Any:
-        return self.val_loop.dataloader
-
-    @property
-    def test_dataloader(self) -> Any:
-        return self.test_loop.dataloader
-
-    @property
-    def val_evaluator(self) -> Any:
-        return self.val_loop.evaluator
-
-    @property
-    def test_evaluator(self) -> Any:
-        return self.test_loop.evaluator
+    max_epochs = property(attrgetter("train_loop.max_epochs"))
+    max_iters = property(attrgetter("train_loop.max_iters"))
+    val_interval = property(attrgetter("train_loop.val_interval"))
+    val_begin = property(attrgetter("train_loop.val_begin"))
+    train_dataloader = property(attrgetter("train_loop.dataloader"))
+    val_dataloader = property(attrgetter("val_loop.dataloader"))
+    test_dataloader = property(attrgetter("test_loop.dataloader"))
+    val_evaluator = property(attrgetter("val_loop.evaluator"))
+    test_evaluator = property(attrgetter("test_loop.evaluator"))

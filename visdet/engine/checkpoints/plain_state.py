@@ -11,7 +11,8 @@ from mmengine.logging import HistoryBuffer
 
 from visdet.errors import InvalidTypeError
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_KINDS: tuple[Any, ...] = (bool, int, float, str, bytes)
+_PLAIN = (*_KINDS, type(None), torch.Size, torch.dtype)
 # The values of a history that a checkpoint keeps, which suffice for every smoothing window in use. The full histories
 # of twenty scalars grow to 100 MB in a long run.
 _HISTORY_LENGTH = 10_000
@@ -32,7 +33,7 @@ def to_plain(value: Any, name: str = "") -> Any:
     Raises:
         InvalidTypeError: there is a value of another type, which could not be read back. The message gives its place.
     """
-    if type(value) in _PLAIN or type(value) in (torch.Size, torch.dtype):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
@@ -54,14 +55,14 @@ def to_plain(value: Any, name: str = "") -> Any:
         return tuple(to_plain(item, f"{name}[{place}]") for place, item in enumerate(value))
     if isinstance(value, list | set | frozenset):
         return [to_plain(item, f"{name}[{place}]") for place, item in enumerate(value)]
-    if isinstance(value, _PLAIN):  # subclasses: a str enum, numpy's float64
-        kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
-        return next(kind(value) for kind in kinds if isinstance(value, kind))
+    for kind in _KINDS:
+        if isinstance(value, kind):  # a subclass: a str enum
+            return kind(value)
     if isinstance(value, PurePath):
         return str(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    named = f"{type(value).__module__}.{type(value).__qualname__}"
     raise InvalidTypeError(
-        f"{name or 'the value'} is a {kind}, which a checkpoint cannot hold. It can hold tensors, numbers, strings, "
+        f"{name or 'the value'} is a {named}, which a checkpoint cannot hold. It can hold tensors, numbers, strings, "
         "None, and dicts, lists and tuples of them"
     )
 

@@ -15,8 +15,11 @@ from .plain_state import to_plain
 Schedules = list[_ParamScheduler] | dict[str, list[_ParamScheduler]] | None
 
 
-def schedules_by_optimizer(schedules: Schedules) -> dict[str, list[_ParamScheduler]]:
-    """Return the schedules of a run by the names of the optimizers. Those of a single optimizer have the name ""."""
+def schedules_by_optimizer(schedules: Any) -> dict[str, list[Any]]:
+    """Return the schedules of a run, or what there is of each of them, by the names of the optimizers.
+
+    Those of a single optimizer, which are a list, have the name "".
+    """
     return schedules if isinstance(schedules, dict) else {"": schedules or []}
 
 
@@ -25,8 +28,9 @@ def schedule_states(schedules: Schedules) -> list | dict | None:
 
     A function, which a checkpoint cannot hold, is left out: OneCycleLR has one, which a new schedule has, too.
     """
-    states: dict[str, list] = {name: [] for name in schedules_by_optimizer(schedules)}
+    states: dict[str, list] = {}
     for name, own in schedules_by_optimizer(schedules).items():
+        states[name] = []
         for schedule in own:
             state = schedule.state_dict()
             states[name].append({key: value for key, value in state.items() if not callable(value)})
@@ -73,8 +77,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def load_schedules(schedules: Schedules, saved: Any, is_trial: bool = False) -> None:
     """Give schedules the states of :func:`schedule_states`. As a trial, only copies of the schedules get them."""
     for name, own in schedules_by_optimizer(schedules).items():
-        states = (saved or {}).get(name) if isinstance(schedules, dict) else saved
-        for schedule, state in zip(own, states or [], strict=False):
+        for schedule, state in zip(own, schedules_by_optimizer(saved).get(name, []), strict=False):
             target = copy.copy(schedule) if is_trial else schedule
             target.load_state_dict({"last_step": state["last_step"], **state})
 
@@ -108,8 +111,8 @@ def continue_changed(
         elif saved and before["kinds"].get(name) == now["kinds"][name]:
             for group, rate, old in zip(groups, rates, before["options"][name], strict=True):
                 group["lr"] = rate * group["initial_lr"] / old["initial_lr"]
-            states = saved.get(name) if isinstance(schedules, dict) else saved
-            starts = before["schedules"].get(name) if isinstance(schedules, dict) else before["schedules"]
+            states = schedules_by_optimizer(saved)[name]
+            starts = schedules_by_optimizer(before["schedules"])[name]
             for schedule, state, start in zip(own, states, starts, strict=True):
                 # What has changed since the start is what a schedule remembers; the rest is the config's.
                 schedule.load_state_dict({key: value for key, value in state.items() if value != start[key]})

@@ -25,12 +25,11 @@ class CheckpointHook(_CheckpointHook):
 
     The arguments are those of :class:`mmengine.hooks.CheckpointHook`. Old checkpoints of ``max_keep_ckpts`` and
     ``save_best`` are removed from local folders only.
-
-    Attributes:
-        saved_at: the number of iterations after which this hook has saved its last checkpoint.
     """
 
-    saved_at = -1
+    _lacks_thresholds_of = (
+        -1
+    )  # the iterations after which the last checkpoint was saved, before their validation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +38,7 @@ class CheckpointHook(_CheckpointHook):
                 f"CheckpointHook.__init__() got an unexpected keyword argument {next(iter(self.args))!r}"
             )
         try:
-            self._names_differ()
+            self._names_differ = self.filename_tmpl.format(0) != self.filename_tmpl.format(1)
         except (AttributeError, LookupError, ValueError) as error:
             raise ConfigError(
                 "CheckpointHook: filename_tmpl must be a text with {} in the place of the number, such as "
@@ -47,81 +46,49 @@ class CheckpointHook(_CheckpointHook):
             ) from error
 
     def before_train(self, runner: Any) -> None:
-        """Create the folder of the checkpoints, and look there for the best checkpoint of the run that is resumed.
-
-        If that run has another folder, its best checkpoint stays, even if a better one is found.
+        """Create the folder of the checkpoints.
 
         Raises:
             UserError: the folder cannot be written, or has no space for a checkpoint.
         """
         steps = runner.message_hub.get_info("keep_ckpt_ids")
-        if steps and self.max_keep_ckpts > 0 and self.filename_tmpl is not None and not self._names_differ():
+        if steps and self.max_keep_ckpts > 0 and not self._names_differ:
             # mmengine would remove the checkpoints that are too many, which have the name of the one to keep.
             runner.message_hub.update_info("keep_ckpt_ids", steps[-self.max_keep_ckpts :])
         super().before_train(runner)
         if isinstance(self.file_backend, LocalBackend) and is_main_process():
             check_work_dir(self.out_dir, "default_hooks.checkpoint.out_dir")
             check_free_space(self.out_dir, _size_of_checkpoint(runner.model), "a checkpoint")
-        if self.save_best is not None:
-            best = self._best_paths()
-            for key, path in best.items():
-                # Only the name counts, because the folder may have been moved or copied since.
-                best[key] = self._existing(path) if path else None
-            self._set_best_paths(best)
-
-    def _existing(self, path: str) -> str | None:
-        """Return the path of the file in the folder of this run that has the name of ``path``, or None."""
-        here = os.path.join(self.out_dir, os.path.basename(path))
-        return here if os.path.isfile(here) else None
+        self.file_backend = _LateRemoval(self.file_backend, self.out_dir)
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
-        outdated = self._keep(runner, step) if self.max_keep_ckpts > 0 else []
-        name = self.filename_tmpl.format(step)
-        path, previous = os.path.join(self.out_dir, name), runner.message_hub.get_info("last_ckpt")
-        self._set_last(runner, path)
+        hub = runner.message_hub
+        previous = hub.get_info("last_ckpt")
         try:
-            runner.save_checkpoint(
-                self.out_dir,
-                name,
-                self.file_client_args,
-                save_optimizer=self.save_optimizer,
-                save_param_scheduler=self.save_param_scheduler,
-                meta=meta,
-                by_epoch=self.by_epoch,
-                backend_args=self.backend_args,
-            )
+            super()._save_checkpoint_with_step(runner, step, meta)
         except BaseException:
-            self._set_last(runner, previous)
+            self.last_ckpt = previous
+            hub.update_info("last_ckpt", previous)
             raise
-        self.saved_at = meta["iter"]
+        done = meta["iter"]
+        self._lacks_thresholds_of = -1 if hub.get_info("validated_at_iter") == done else done
+        self._end_saving(runner)
+
+    def _end_saving(self, runner: Any) -> None:
+        """Name the newest checkpoint and the best one, and remove those that they replace."""
         if is_main_process():
             name_newest(runner.work_dir, runner.message_hub)
-            for old_step in outdated if self._names_differ() else []:
-                _remove(os.path.join(self.out_dir, self.filename_tmpl.format(old_step)))
+            known = runner.message_hub.runtime_info.items()
+            named = [path for name, path in known if name.startswith(("last_ckpt", "best_ckpt"))]
+            self.file_backend.remove_outdated(named)
 
     def after_val_epoch(self, runner: Any, metrics: dict | None = None) -> None:
         """Save the best checkpoint, and add the thresholds of this validation to a checkpoint of this iteration."""
         super().after_val_epoch(runner, metrics)
-        is_of_now = self.saved_at == runner.iter and is_main_process()
-        if is_of_now and self.last_ckpt and os.path.isfile(self.last_ckpt):
-            add_thresholds(self.last_ckpt, thresholds_of(runner.val_evaluator.metrics))
-
-    def _names_differ(self) -> bool:
-        """Return whether checkpoints of different steps have different names."""
-        return self.filename_tmpl.format(0) != self.filename_tmpl.format(1)
-
-    def _set_last(self, runner: Any, path: str | None) -> None:
-        self.last_ckpt = path
-        runner.message_hub.update_info("last_ckpt", path)
-
-    def _keep(self, runner: Any, step: int) -> list[int]:
-        """Add ``step`` to the steps whose checkpoints are kept, and return the steps that are no longer kept."""
-        steps = [kept for kept in self.keep_ckpt_ids if kept != step] + [step]
-        outdated, kept = steps[: -self.max_keep_ckpts], steps[-self.max_keep_ckpts :]
-        self.keep_ckpt_ids.clear()
-        self.keep_ckpt_ids.extend(kept)
-        runner.message_hub.update_info("keep_ckpt_ids", kept)
-        return outdated
+        is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
+        thresholds = thresholds_of(runner.val_evaluator.metrics) if is_of_now else {}
+        if thresholds and self.last_ckpt and os.path.isfile(self.last_ckpt):
+            add_thresholds(self.last_ckpt, thresholds)
 
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
@@ -132,32 +99,52 @@ class CheckpointHook(_CheckpointHook):
                 f"save_best of the checkpoint hook: validation returned no metric "
                 f"{missing[0] if missing else 'at all'}; there are {', '.join(metrics) or 'none'}"
             )
-        # mmengine would remove the previous best checkpoint before it writes the new one. The paths are hidden from
-        # it, so that the file stays until then.
-        previous = self._best_paths()
-        self._set_best_paths(dict.fromkeys(previous))
         super()._save_best_checkpoint(runner, metrics)
-        current = self._best_paths()
-        for key, path in previous.items():
-            if current.get(key) is None:
-                current[key] = path
-        self._set_best_paths(current)
-        if is_main_process():
-            name_newest(runner.work_dir, runner.message_hub)
-            for path in previous.values():
-                if path and path not in current.values():
-                    _remove(path)
+        self._end_saving(runner)
 
-    def _best_paths(self) -> dict[str, str | None]:
-        if len(self.key_indicators) == 1:
-            return {"": self.best_ckpt_path}
-        return dict(self.best_ckpt_path_dict)
+    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
+        path = self.file_backend.here(ckpt_path)
+        if self.file_backend.isfile(path) or not os.path.isdir(self.out_dir):
+            super()._publish_model(runner, path)
 
-    def _set_best_paths(self, paths: dict[str, str | None]) -> None:
-        if len(self.key_indicators) == 1:
-            self.best_ckpt_path = paths[""]
-        else:
-            self.best_ckpt_path_dict = paths
+
+class _LateRemoval:
+    """A file backend that only notes which checkpoints mmengine wants removed, until the new ones have been written.
+
+    Only the name of a checkpoint counts, because the folder may have been moved or copied since. If a run that is
+    resumed has another folder, its checkpoints stay.
+
+    Args:
+        backend: the backend that does everything else.
+        folder: where the checkpoints are.
+    """
+
+    def __init__(self, backend: Any, folder: str) -> None:
+        self.backend = backend
+        self.folder = folder
+        self.outdated: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def here(self, path: str) -> str:
+        return os.path.join(self.folder, os.path.basename(path))
+
+    def isfile(self, path: str) -> bool:
+        return os.path.isfile(self.here(path))
+
+    def isdir(self, path: str) -> bool:
+        return False
+
+    def remove(self, path: str) -> None:
+        self.outdated.append(self.here(path))
+
+    def remove_outdated(self, kept: list[str]) -> None:
+        """Remove what has been noted, beside files that are written anew."""
+        for path in self.outdated:
+            if path not in kept and os.path.isfile(path):
+                os.remove(path)
+        self.outdated.clear()
 
 
 def _size_of_checkpoint(model: nn.Module) -> int:
@@ -165,8 +152,3 @@ def _size_of_checkpoint(model: nn.Module) -> int:
     weights = [*model.parameters(), *model.buffers()]
     trained = [weight for weight in weights if weight.requires_grad]
     return sum(weight.nbytes for weight in [*weights, *trained, *trained])
-
-
-def _remove(path: str) -> None:
-    if os.path.isfile(path):
-        os.remove(path)

@@ -159,9 +159,7 @@ def _millions(count: int) -> str:
 def _optimizer(wrapper: Any) -> str:
     dtype = getattr(wrapper, "cast_dtype", None)
     precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
-    rates = sorted(
-        {group["initial_lr"] if "initial_lr" in group else group["lr"] for group in wrapper.param_groups}
-    )
+    rates = sorted({group.get("initial_lr", group["lr"]) for group in wrapper.param_groups})
     shown = " / ".join(f"{rate:.1e}" for rate in rates)
     counts = wrapper._accumulative_counts
     return f"{type(wrapper.optimizer).__name__}, learning rate {shown}, {precision}" + (

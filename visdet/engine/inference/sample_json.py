@@ -1,5 +1,6 @@
 """Conversion of a sample's predictions to the types of JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from visdet.checks.finite import DIVERGED, check_finite
@@ -7,6 +8,14 @@ from visdet.structures.driving_data_sample import predictions_of
 
 from ..errors import ConfigError
 from .detections import detections_of
+
+# What the record of a box may have, and what the model calls it.
+_OF_BOXES = {
+    "box_3d": "boxes_3d",
+    "track": "instance_ids",
+    "trajectories": "trajs_3d",
+    "trajectory_scores": "trajs_score",
+}
 
 
 def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str, Any]:
@@ -52,26 +61,26 @@ def _driving_record(
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"token": sample.get("token")}
     if "boxes_3d" in found:
-        record["boxes"] = []
-        for i, label in enumerate(found["labels_3d"].tolist()):
-            box = {"class": dataset_meta["classes"][label], "label": label}
-            box |= {"score": round(float(found["scores_3d"][i]), 5), "box_3d": _rounded(found["boxes_3d"][i])}
-            if "instance_ids" in found:
-                box["track"] = int(found["instance_ids"][i])
-            if "trajs_3d" in found:
-                box["trajectories"] = _rounded(found["trajs_3d"][i])
-                box["trajectory_scores"] = _rounded(found["trajs_score"][i])
-            record["boxes"].append(box)
+        columns = {key: found[name] for key, name in _OF_BOXES.items() if name in found}
+        names = dataset_meta["classes"]
+        record["boxes"] = _objects(found["labels_3d"], found["scores_3d"], names, columns)
     if "vectors" in found:
-        lines = zip(found["vectors"], found["scores"].tolist(), found["labels"].tolist(), strict=True)
-        names = dataset_meta["map_classes"]
-        record["lines"] = [
-            {"class": names[label], "label": label, "score": round(score, 5), "points": _rounded(line)}
-            for line, score, label in lines
-        ]
+        columns = {"points": found["vectors"]}
+        record["lines"] = _objects(found["labels"], found["scores"], dataset_meta["map_classes"], columns)
     if "final_planning" in found:
         record["plan"] = _rounded(found["final_planning"])
     return record
+
+
+def _objects(labels: Any, scores: Any, names: Sequence[str], columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a record of each object, with the values that each column has for it."""
+    records = []
+    for label, score in zip(labels.tolist(), scores.tolist(), strict=True):
+        records.append({"class": names[label], "label": label, "score": round(score, 5)})
+    for key, values in columns.items():
+        for record, value in zip(records, values, strict=True):
+            record[key] = _rounded(value)
+    return records
 
 
 def _rounded(values: Any) -> Any:
