@@ -65,13 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
         importlib.import_module("argcomplete").autocomplete(parser)
     options, others = parser.parse_known_args(arguments or sys.argv[1:] or ["--help"])
-    if options.command != "doctor":  # It tells what is not installed.
-        check_installation(f"visdet {options.command}")
+    command = options.command
+    if command != "doctor":  # It tells what is not installed.
+        check_installation(f"visdet {command}")
     if problem := sort_names(options, others):
-        commands.choices[options.command].error(problem)
-    if options.command in _PRINTING:  # The reader of the output, such as head, may end before.
+        commands.choices[command].error(problem)
+    if command in _PRINTING:  # The reader of the output, such as head, may end before.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if status := _run(options.command, modules[options.command], options):
+    if status := _run(command, modules[command], options):
         sys.exit(status)
 
 

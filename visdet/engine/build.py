@@ -252,8 +252,8 @@ def scale_learning_rate(runner: Any, optim_wrapper: Any, options: dict) -> None:
     if not options.get("enable"):
         return
     for wrapper in wrappers_of(optim_wrapper).values():
-        base = options["base_batch_size"] / wrapper._accumulative_counts
-        ratio = float(runner.world_size * runner.train_dataloader.batch_sampler.batch_size) / float(base)
+        images = runner.world_size * runner.train_dataloader.batch_sampler.batch_size
+        ratio = images * wrapper._accumulative_counts / options["base_batch_size"]
         for group in wrapper.optimizer.param_groups:
             group["lr"] = group["lr"] * ratio
         runner.logger.info(f"the learning rate is multiplied by {ratio}, as auto_scale_lr says")

@@ -164,13 +164,14 @@ def evaluate(
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
-    folders = [cfg.work_dir, os.fspath(show_dir)] if show_dir else [cfg.work_dir]
+    pictures = os.fspath(show_dir) if show_dir else ""
+    folders = [cfg.work_dir, pictures] if pictures else [cfg.work_dir]
     with no_empty_folders(*folders), cpu_by_default():
         if out:
             write_detections(cfg, os.fspath(out))
-        if show_dir:
-            check_work_dir(os.fspath(show_dir), "--show-dir")
-            draw_detections(cfg, os.fspath(show_dir))
+        if pictures:
+            check_work_dir(pictures, "--show-dir")
+            draw_detections(cfg, pictures)
         metrics = build_runner(cfg).test()
     for path, what in ((out, "predictions"), (show_dir, "pictures")):
         if path:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,7 @@ from visdet.registry import RUNNERS
 
 from . import build
 from .advice import advice_for_training
-from .checkpoints.checkpoint import (
-    register_checkpoint_readers,
-)
+from .checkpoints.checkpoint import register_checkpoint_readers
 from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.run_state import is_kept
 from .checkpoints.schedules import recipe_of
@@ -100,37 +99,33 @@ class DetRunner(RunCheckpoints):
         return cls(cfg)
 
     def _build(self, cfg: Config) -> None:
-        self.cfg = RunConfig.copy_of(cfg)
-        complete_config(self.cfg)
-        self.work_dir = os.path.abspath(self.cfg.work_dir)
-        self.launcher = self.cfg.get("launcher", "none")
+        self.cfg = cfg = RunConfig.copy_of(cfg)
+        complete_config(cfg)
+        self.work_dir = os.path.abspath(cfg.work_dir)
+        self.launcher = cfg.get("launcher", "none")
         self.distributed = self.launcher != "none"
-        self.load_from: str | None = self.cfg.get("load_from")
+        self.load_from: str | None = cfg.get("load_from")
         self.resumed_from: str | None = None
-        self.trusts_checkpoints = bool(self.cfg.get("trust_checkpoint", False))
-        self.allows_nonfinite = bool(self.cfg.get("allow_nonfinite_weights", False))
+        self.trusts_checkpoints = bool(cfg.get("trust_checkpoint", False))
+        self.allows_nonfinite = bool(cfg.get("allow_nonfinite_weights", False))
         register_checkpoint_readers(self.trusts_checkpoints, self.allows_nonfinite)
-        env_cfg = self.cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
+        env_cfg = cfg.get("env_cfg") or {"dist_cfg": {"backend": "nccl"}}
         self.timestamp = build.enter_environment(env_cfg, self.launcher)
         self.rank, self.world_size = get_dist_info()
-        self._seed_with(dict(self.cfg.get("randomness") or {}))
-        given_name = (
-            self.cfg.get("experiment_name") or os.path.splitext(os.path.basename(self.cfg.filename or ""))[0]
-        )
+        self._seed_with(dict(cfg.get("randomness") or {}))
+        given_name = cfg.get("experiment_name") or Path(cfg.filename or "").stem
         self.experiment_name = f"{given_name}_{self.timestamp}".lstrip("_")
         self.log_dir = self._log_dir = os.path.join(self.work_dir, self.timestamp)
         os.makedirs(self.log_dir, exist_ok=True)
-        self.default_scope = DefaultScope.get_instance(
-            self.experiment_name, scope_name=self.cfg.default_scope
-        )
-        self.log_processor = build.build_log_processor(self.cfg)
+        self.default_scope = DefaultScope.get_instance(self.experiment_name, scope_name=cfg.default_scope)
+        self.log_processor = build.build_log_processor(cfg)
         log_file = os.path.join(self.log_dir, f"{self.timestamp}.log")
-        self.logger = build.build_logger(self.experiment_name, log_file, self.cfg.get("log_level", "INFO"))
+        self.logger = build.build_logger(self.experiment_name, log_file, cfg.get("log_level", "INFO"))
         build.log_environment(self, env_cfg)
         self.message_hub = MessageHub.get_instance(self.experiment_name)
-        self.visualizer = build.build_visualizer(self.cfg, self.log_dir)
-        self.visualizer.add_config(self.cfg)
-        self.model: Any = build.wrap_model(self.cfg, build.model_of(self.cfg), self.distributed)
+        self.visualizer = build.build_visualizer(cfg, self.log_dir)
+        self.visualizer.add_config(cfg)
+        self.model: Any = build.wrap_model(cfg, build.model_of(cfg), self.distributed)
         self.model_name = type(unwrapped(self.model)).__name__
         self.optim_wrapper: Any = None
         self.param_schedulers: Any = None
@@ -142,7 +137,7 @@ class DetRunner(RunCheckpoints):
         self.recipe: dict[str, Any] = {}
         self.hooks: list[Hook] = []
         self._calls: list[_Call] = []
-        for hook in build.build_hooks(self.cfg):
+        for hook in build.build_hooks(cfg):
             self.register_hook(hook)
         self.logger.info(f"Hooks will be executed in the following order:\n{self.get_hooks_info()}")
         build.write_config(self)

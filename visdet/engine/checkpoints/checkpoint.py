@@ -183,14 +183,14 @@ def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> N
     Raises:
         MissingCheckpointError: ``path`` is neither. The message names the checkpoints of its folder.
     """
-    path = str(path)
-    is_known = path.startswith(URL_SCHEMES) or path in PUBLISHED
-    if is_known or os.path.isfile(path) or (folder_is_fine and os.path.isdir(path)):
+    path, file = str(path), Path(path)
+    is_known, is_folder = path.startswith(URL_SCHEMES) or path in PUBLISHED, file.is_dir()
+    if is_known or file.is_file() or (folder_is_fine and is_folder):
         return
-    folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    files = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in SUFFIXES)
-    wrong = "is a folder; give one of its files" if os.path.isdir(path) else "does not exist"
-    near = nearest_names(Path(path).name, [*files, *PUBLISHED])
+    folder = file if is_folder else file.parent
+    files = sorted(other.name for other in folder.glob("[!.]*") if other.suffix in SUFFIXES)
+    wrong = "is a folder; give one of its files" if is_folder else "does not exist"
+    near = nearest_names(file.name, [*files, *PUBLISHED])
     known = f"did you mean {' or '.join(near)}?" if near else ", ".join(files[:8]) or "its folder has none"
     raise MissingCheckpointError(f"checkpoint {path} {wrong}: {known}")
 

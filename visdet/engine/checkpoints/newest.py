@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from mmengine.logging import MessageHub
 
@@ -21,16 +22,18 @@ def name_newest(work_dir: str, message_hub: MessageHub) -> None:
         message_hub: of the run. It has the path of the newest checkpoint, and that of the best one, whose name alone
             counts, because the folder may have been moved or copied since.
     """
+    folder = Path(work_dir)
     last = message_hub.get_info("last_ckpt") or ""
     if last:
-        write_atomically(os.path.join(work_dir, LAST_CHECKPOINT), last.encode())
+        write_atomically(folder / LAST_CHECKPOINT, last.encode())
+    newest = Path(last)
     known = [path for name, path in message_hub.runtime_info.items() if name.startswith("best_ckpt") and path]
-    here = [os.path.join(os.path.dirname(last or path), os.path.basename(path)) for path in known]
-    best = next(filter(os.path.isfile, here), last)
-    for name, path in ((LAST, last), (BEST, best)):
-        link = os.path.join(work_dir, name)
-        is_of_user = os.path.exists(link) and not os.path.islink(link)
-        if os.path.isfile(path) and not is_of_user:
+    here = [Path(last or path).with_name(Path(path).name) for path in known]
+    best = next(filter(Path.is_file, here), newest)
+    for name, path in ((LAST, newest), (BEST, best)):
+        link, partial = folder / name, folder / f"{name}.partial"
+        is_of_user = link.exists() and not link.is_symlink()
+        if path.is_file() and not is_of_user:
             with suppress(OSError):  # Some file systems have no links.
-                os.symlink(os.path.relpath(path, work_dir), f"{link}.partial")
-                os.replace(f"{link}.partial", link)
+                partial.symlink_to(os.path.relpath(path, work_dir))
+                partial.replace(link)

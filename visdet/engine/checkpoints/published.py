@@ -160,8 +160,11 @@ def converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
     count = sum(re.fullmatch(r"neck\.convs\.\d+\.conv\.weight", key) is not None for key in expected)
     levels = [f"convs.{k}." if k < count else f"extra_convs.{k - count}." for k in range(8)]
     rules = [(old, new.replace("{last}", last)) for old, new in found[0]]
-    rules += [(rf"^input_proj\.{k}\.0\.", f"neck.{level}conv.") for k, level in enumerate(levels)]
-    rules += [(rf"^input_proj\.{k}\.1\.", f"neck.{level}gn.") for k, level in enumerate(levels)]
+    for k, level in enumerate(levels):
+        rules += [
+            (rf"^input_proj\.{k}\.0\.", f"neck.{level}conv."),
+            (rf"^input_proj\.{k}\.1\.", f"neck.{level}gn."),
+        ]
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in weights.items():
         for old, new in rules:

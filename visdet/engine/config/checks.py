@@ -91,9 +91,10 @@ def check_counting(cfg: Any) -> None:
     ]
     checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint") or {"by_epoch": False}
     for name, part in [*parts, ("default_hooks.checkpoint", checkpoint)]:
-        if part.get("type") and part.get("by_epoch", True) is True and not part.get("convert_to_iter_based"):
+        kind = part.get("type")
+        if kind and part.get("by_epoch", True) is True and not part.get("convert_to_iter_based"):
             raise ConfigError(
-                f"{name} ({part.get('type')}) counts epochs, but train_cfg counts iterations, so that it would never "
+                f"{name} ({kind}) counts epochs, but train_cfg counts iterations, so that it would never "
                 "act. Give it by_epoch=False and its numbers in iterations"
             )
 

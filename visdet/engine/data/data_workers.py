@@ -130,13 +130,14 @@ def _end_stopped_workers(looks: Counter[int], ended: list[int], at_once: bool = 
         at_once: whether to end every one that is stopped.
     """
     for worker, patience in list(_WORKERS.items()):
-        if not _is_stopped(worker.pid):
-            looks.pop(worker.pid, None)
+        process = worker.pid
+        if not _is_stopped(process):
+            looks.pop(process, None)
             continue
-        looks[worker.pid] += 1
-        if at_once or 0 < patience <= looks[worker.pid]:
-            os.kill(worker.pid, signal.SIGKILL)
-            ended.append(worker.pid)
+        looks[process] += 1
+        if at_once or 0 < patience <= looks[process]:
+            os.kill(process, signal.SIGKILL)
+            ended.append(process)
 
 
 def _is_stopped(process: int | None) -> bool:

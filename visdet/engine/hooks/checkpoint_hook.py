@@ -27,9 +27,9 @@ class CheckpointHook(_CheckpointHook):
     ``save_best`` are removed from local folders only.
     """
 
-    _lacks_thresholds_of = (
-        -1
-    )  # the iterations after which the last checkpoint was saved, before their validation
+    file_backend: Any
+    # The iterations after which the last checkpoint was saved, if that was before their validation.
+    _lacks_thresholds_of = -1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -36,10 +36,11 @@ class NumClassCheckHook(Hook):
         for loader_name in ("train", "val", "test"):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
-                datasets[loader_name] = loop.dataloader.dataset
-                check_driving_data(model, f"{loader_name}_dataloader", loop.dataloader.dataset)
+                section = f"{loader_name}_dataloader"
+                dataset = datasets[section] = loop.dataloader.dataset
+                check_driving_data(model, section, dataset)
                 for head_name, num_classes in heads.items():
-                    _compare(head_name, num_classes, f"{loader_name}_dataloader", loop.dataloader.dataset)
+                    _compare(head_name, num_classes, section, dataset)
         _compare_lists(datasets)
 
 
@@ -56,7 +57,7 @@ def _compare_lists(datasets: dict[str, Any]) -> None:
             label = differing[0]
             here, there = (names[label] if label < len(names) else "absent" for names in (first, classes))
             raise ConfigError(
-                f"the classes of {first_name}_dataloader.dataset and {name}_dataloader.dataset differ: label {label} "
+                f"the classes of {first_name}.dataset and {name}.dataset differ: label {label} "
                 f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
                 "Give both the same metainfo.classes in the same order"
             )

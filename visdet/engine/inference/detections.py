@@ -216,18 +216,15 @@ class Detections:
             image_id: the number of the image in the annotation file.
             category_ids: the number of each class in the annotation file. The default is 1, 2, 3 …
         """
-        numbers = range(1, len(self.classes) + 1) if category_ids is None else category_ids
-        if len(numbers) != len(self.classes):
-            raise InvalidInputError(f"category_ids must have {len(self.classes)} numbers, got {len(numbers)}")
-        return [
-            {
-                "image_id": image_id,
-                "category_id": int(numbers[one.label]),
-                "bbox": [one.box[0], one.box[1], one.box[2] - one.box[0], one.box[3] - one.box[1]],
-                "score": one.score,
-            }
-            for one in self
-        ]
+        count = len(self.classes)
+        numbers = range(1, count + 1) if category_ids is None else category_ids
+        if len(numbers) != count:
+            raise InvalidInputError(f"category_ids must have {count} numbers, got {len(numbers)}")
+        records = []
+        for _, label, score, (x1, y1, x2, y2) in self:
+            record = {"image_id": image_id, "category_id": int(numbers[label])}
+            records.append(record | {"bbox": [x1, y1, x2 - x1, y2 - y1], "score": score})
+        return records
 
     def to_json(self) -> str:
         """Return :meth:`to_dict` as a text in JSON."""

@@ -115,9 +115,7 @@ class Detector:
             )
         self.model.to(self.device).eval()
         measured, self.origin_of_thresholds = measured_thresholds(content, path)
-        self.score_thresholds = [
-            measured.get(name, DEFAULT_THRESHOLD) for name in self.dataset_meta["classes"]
-        ]
+        self.score_thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
         with building(cfg, "test_dataloader"):
             self._pipeline = Compose(test_pipeline(cfg))
         self._cfg = cfg
@@ -203,10 +201,10 @@ class Detector:
         given: Any = self.score_thresholds
         given = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
         given = checked_value("score_thresholds", given, list[AtLeast0])  # One above 1 leaves its class out.
-        if len(given) != len(self.dataset_meta["classes"]):
+        count = len(self.dataset_meta["classes"])
+        if len(given) != count:
             raise InvalidInputError(
-                f"score_thresholds must have a number for each of the {len(self.dataset_meta['classes'])} classes, "
-                f"got {given!r:.200}"
+                f"score_thresholds must have a number for each of the {count} classes, got {given!r:.200}"
             )
         return given
 

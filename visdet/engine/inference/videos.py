@@ -92,15 +92,16 @@ def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
     """Return a writer with the codec H.264, which browsers play, or with MPEG-4 if OpenCV has none of it."""
     import cv2
 
-    level = cv2.utils.logging.getLogLevel()
-    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    log: Any = cv2.utils.logging
+    level = log.getLogLevel()
+    log.setLogLevel(log.LOG_LEVEL_SILENT)
     try:
         for codec in ("avc1", "mp4v"):
             writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*codec), rate, size)
             if writer.isOpened():
                 break
     finally:
-        cv2.utils.logging.setLogLevel(level)
+        log.setLogLevel(level)
     if not writer.isOpened():
         raise UserError(f"OpenCV cannot write the video {path}")
     if codec == "mp4v":
