@@ -36,12 +36,12 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
     """Return what a checkpoint is, in rows."""
     from visdet.engine.checkpoints.checkpoint import weights_of
     from visdet.engine.checkpoints.class_names import lists_of_checkpoint
-    from visdet.engine.checkpoints.held_config import config_of
+    from visdet.engine.checkpoints.held_config import config_of, meta_of
     from visdet.engine.checkpoints.score_thresholds import measured_thresholds, told_thresholds
+    from visdet.engine.config.load import given_dataset
     from visdet.errors import UserError, listed
 
-    meta = content.get("meta")
-    meta = meta if isinstance(meta, dict) else {}
+    meta = meta_of(content)
     weights = weights_of(content, path)
     numbers = sum(value.numel() for value in weights.values() if hasattr(value, "numel"))
     rows: dict[str, Any] = {"file": path, "weights": f"{len(weights)} tensors, {numbers:,} numbers"}
@@ -64,8 +64,7 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
     except UserError as error:
         return rows | {"config": error}
     rows["config"] = f"{cfg.filename}, model {cfg.model.get('type')}"
-    dataset = (cfg.get("test_dataloader") or {}).get("dataset") or {}
-    for number, step in enumerate(dataset.get("pipeline") or (), 1):
+    for number, step in enumerate(given_dataset(cfg, "test").get("pipeline") or (), 1):
         rows[f"step {number}"] = _text(step)
     rows["then"] = _text(cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {})
     return rows

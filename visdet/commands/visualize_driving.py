@@ -120,12 +120,12 @@ def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "tuple[torch.n
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
     from visdet.engine.checkpoints.class_names import class_lists, lists_of_checkpoint, matched_by_name
     from visdet.engine.checkpoints.score_thresholds import measured_thresholds, told_thresholds
-    from visdet.engine.checkpoints.weights import load_weights, weights_of, without_prefix
+    from visdet.engine.checkpoints.weights import load_weights, own_names, weights_of
     from visdet.engine.config.build_errors import build_model
 
     model = build_model(cfg, cfg.model)
     content = read_checkpoint(checkpoint, trust=bool(cfg.get("trust_checkpoint")))
-    weights = without_prefix(weights_of(content, checkpoint), model)
+    weights = own_names(weights_of(content, checkpoint), model)
     weights = matched_by_name(model, weights, lists_of_checkpoint(content), class_lists(metainfo), checkpoint)
     load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
     thresholds, origin = measured_thresholds(content, checkpoint)

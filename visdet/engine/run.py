@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visdet.checks.arguments import checked, with_other_names
@@ -81,7 +80,7 @@ def train(
             "train: config must be a path, a name, or a checkpoint that is given as from_, got None"
         )
     cfg = _loaded(config, options, overrides, work_dir, graph, launcher, for_training=True)
-    from .checkpoints.checkpoint import LAST_CHECKPOINT
+    from .checkpoints.newest import newest_named
     from .prepare import build_runner, enable_amp, enable_auto_scale_lr, set_resume
     from .process.default_device import training_defaults
 
@@ -98,10 +97,9 @@ def train(
     with no_empty_folders(cfg.work_dir), training_defaults():
         runner = build_runner(cfg)
         runner.train()
-    pointer = Path(runner.work_dir, LAST_CHECKPOINT)
     return TrainingResult(
         runner.work_dir,
-        pointer.read_text(errors="replace").strip() if pointer.is_file() else None,
+        newest_named(runner.work_dir) or None,
         runner.message_hub.get_info("best_ckpt"),
         dict(getattr(runner, "metrics", {})),  # mmengine's own runner keeps none.
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from visdet.errors import listed
 
 from ..errors import CheckpointError
+from .held_config import meta_of
 
 ClassLists = dict[str, tuple[str, ...]]
 _LISTS = ("classes", "map_classes")
@@ -25,9 +26,7 @@ def class_lists(metainfo: Any) -> ClassLists:
 
 def lists_of_checkpoint(content: Mapping[str, Any]) -> ClassLists:
     """Return the lists of classes that a checkpoint was trained with. mmdet 2 wrote them into ``meta['CLASSES']``."""
-    meta = content.get("meta")
-    if not isinstance(meta, Mapping):
-        return {}
+    meta = meta_of(content)
     return class_lists(meta.get("dataset_meta")) or class_lists(meta)
 
 

@@ -14,6 +14,7 @@ from mmengine.config import Config
 from visdet.errors import listed
 
 from ..config.foreign_scope import adopt_mmdet_scope
+from ..config.load import given_dataset
 from ..config.load import load_config as load_written_config
 from ..config.packaged import find_config
 from ..config.text import leaves
@@ -65,6 +66,12 @@ def load_config(
     return load_written_config(config, options, work_dir)
 
 
+def meta_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a checkpoint says of its run under 'meta', or nothing."""
+    meta = content.get("meta")
+    return meta if isinstance(meta, Mapping) else {}
+
+
 def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Config:
     """Return the config that a checkpoint holds, without what belongs to the run that wrote it.
 
@@ -78,8 +85,7 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
     """
     from .published import PUBLISHED
 
-    meta = content.get("meta")
-    meta = meta if isinstance(meta, Mapping) else {}
+    meta = meta_of(content)
     text = meta.get("cfg") or meta.get("config")
     if path in PUBLISHED:
         return load_written_config(PUBLISHED[path][0])[0]
@@ -122,8 +128,8 @@ def say_differences(cfg: Config, content: Mapping[str, Any], path: str) -> None:
 def _what_predicts(cfg: Config) -> dict[str, Any]:
     """Return the values that change predictions by their paths."""
     values = cfg.to_dict()
-    dataset = (values.get("test_dataloader") or {}).get("dataset") or {}
-    parts = {"model": values.get("model"), "test_dataloader.dataset.pipeline": dataset.get("pipeline")}
+    pipeline = given_dataset(values, "test").get("pipeline")
+    parts = {"model": values.get("model"), "test_dataloader.dataset.pipeline": pipeline}
     return {path: list(value) if isinstance(value, tuple) else value for path, value in leaves(parts)}
 
 
@@ -154,19 +160,21 @@ def _assigned(node: ast.stmt) -> tuple[str, ast.expr]:
 
 def _literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
-    if isinstance(node, ast.Dict):
-        keys: Any = node.keys
-        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_literal(item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
-    if isinstance(node, ast.Call):
-        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
-        if kind is None:
-            raise ValueError
-        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-        return kind(*map(_literal, node.args), **named)
-    return ast.literal_eval(node)
+    return ast.literal_eval(_Literals().visit(node))
+
+
+class _Literals(ast.NodeTransformer):
+    """Replaces ``dict(key=...)`` and ``float(...)`` by literals."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        kind, arguments = ast.unparse(node.func), node.args
+        names = [keyword.arg for keyword in node.keywords]
+        if kind == "dict" and not arguments and None not in names:
+            return ast.Dict([*map(ast.Constant, names)], [keyword.value for keyword in node.keywords])
+        if kind == "float" and len(arguments) == 1 and not names:
+            return ast.Constant(float(ast.literal_eval(arguments[0])))
+        return node
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:

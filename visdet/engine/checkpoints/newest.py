@@ -11,6 +11,12 @@ from visdet.files.writing import write_atomically
 from .checkpoint import BEST, LAST, LAST_CHECKPOINT
 
 
+def newest_named(work_dir: str | Path) -> str:
+    """Return the path in the file ``last_checkpoint`` of a folder, or "" if there is no such file."""
+    pointer = Path(work_dir, LAST_CHECKPOINT)
+    return pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+
+
 def name_newest(work_dir: str, message_hub: MessageHub) -> None:
     """Let the file ``last_checkpoint`` and the link ``last.pth`` name the newest checkpoint of a run.
 

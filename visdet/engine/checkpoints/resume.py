@@ -10,14 +10,15 @@ from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is
 from visdet.checks.state_dicts import nonfinite_names
 from visdet.registry import DATASETS
 
+from ..config.load import given_dataset
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..optim.wrappers import unwrapped
 from .checkpoint import BEST, LAST, LAST_CHECKPOINT, read_checkpoint
 from .class_names import class_lists, lists_of_checkpoint, matched_by_name
 from .held_config import say_differences
-from .published import converted
+from .newest import newest_named
 from .run_state import refusal
-from .weights import check_finite, load_weights, revised, tensors_of, weights_of, without_prefix
+from .weights import check_finite, load_weights, own_names, tensors_of, weights_of
 
 AUTO = "auto"
 
@@ -45,8 +46,7 @@ def newest_readable_checkpoint(work_dir: str | Path, trust: bool = False) -> tup
 def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any]] | None, list[str]]:
     """Return the path and the content of the checkpoint, or None; see :func:`newest_readable_checkpoint`."""
     folder = Path(work_dir)
-    pointer = folder / LAST_CHECKPOINT
-    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    named = newest_named(folder)
     if named and not _checkpoints_in(folder) and Path(named).is_file():
         folder = Path(named).parent
     files = _checkpoints_in(folder)
@@ -58,7 +58,7 @@ def _newest(work_dir: str | Path, trust: bool) -> tuple[tuple[str, dict[str, Any
         if last.is_file():
             candidates = [last, *(path for path in candidates if path != last)]
         else:
-            remarks.append(f"{pointer} names {last.name}, which does not exist")
+            remarks.append(f"{Path(work_dir, LAST_CHECKPOINT)} names {last.name}, which does not exist")
     for path in candidates:
         try:
             content = read_checkpoint(path, trust=trust)
@@ -157,7 +157,7 @@ def load_into(
         parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
         state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
         check_finite(state, path, runner.allows_nonfinite)
-    weights = without_prefix(converted(revised(weights_of(content, path), revise_keys), model), model)
+    weights = own_names(weights_of(content, path), model, revise_keys)
     trained, wanted = lists_of_checkpoint(content), class_lists(_metainfo(runner))
     if runner.resumed_from is not None and any(
         trained.get(kind, names) != names for kind, names in wanted.items()
@@ -182,7 +182,7 @@ def _metainfo(runner: Any) -> Any:
     for loop in (runner._train_loop, runner._test_loop, runner._val_loop):
         if loop is not None:
             return getattr(loop.dataloader.dataset, "metainfo", None)
-    dataset = (runner.cfg.get("test_dataloader") or {}).get("dataset") or {}
+    dataset = given_dataset(runner.cfg, "test")
     given = dataset.get("metainfo") or dataset
     if class_lists(given) or not dataset:
         return given

@@ -376,10 +376,9 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     is_endless = batches_of_run.endless_part is not None
     before = meta.get("iterations_per_epoch") or now
     loop.batches_ahead = meta.get("batches_ahead", 0)
-    size = _batch_size(runner.train_dataloader), runner.world_size
-    # A checkpoint of an earlier version does not say the size, which follows from the number of batches.
-    size_before = meta.get("batch_size", max(size[0] * now // before, 1)), meta.get("processes", size[1])
-    images, images_before = size[0] * size[1], size_before[0] * size_before[1]
+    size, processes = _batch_size(runner.train_dataloader), runner.world_size
+    size_before, processes_before = meta.get("batch_size", size), meta.get("processes", processes)
+    images, images_before = size * processes, size_before * processes_before
     if (before, images_before) == (now, images):
         return
     epochs, done = loop.epoch, loop.iter - loop.epoch * before
@@ -401,7 +400,7 @@ def _go_on_in_data(runner: Any, path: str, meta: dict[str, Any]) -> None:
     )
     runner.logger.warning(
         f"{path} comes from a run with {before} iterations per epoch, but this run has {now} (batches of "
-        f"{size_before[0]} x {size_before[1]} processes, now {size[0]} x {size[1]}). It goes on after {loop.epoch} "
+        f"{size_before} x {processes_before} processes, now {size} x {processes}). It goes on after {loop.epoch} "
         f"epochs and {batches if loop.by_epoch else loop.iter} iterations. Of the {read} samples that "
         f"were read in this pass over the data, {again} are read again, and {others}"
     )

@@ -9,6 +9,8 @@ from typing import Any
 from visdet.errors import UserError
 from visdet.files.writing import write_atomically
 
+from .held_config import meta_of
+
 CURVES = "precision_recall.json"  # what ``visdet test`` writes; checkpoints without thresholds of their own have it
 DEFAULT_THRESHOLD = 0.3
 
@@ -59,8 +61,7 @@ def measured_thresholds(
     Raises:
         UserError: that file is damaged.
     """
-    meta = content.get("meta")
-    own = meta.get("score_thresholds") if isinstance(meta, Mapping) else None
+    own = meta_of(content).get("score_thresholds")
     if isinstance(own, Mapping) and own:
         return {str(name): float(value) for name, value in own.items()}, "the checkpoint's validation"
     curves = Path(path or "").parent / CURVES

@@ -88,8 +88,15 @@ def revised(state_dict: dict[str, Tensor], revise_keys: Sequence[tuple[str, str]
     return weights
 
 
-def without_prefix(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return weights without a prefix that their names have in the file alone, such as ``model.`` of a wrapper."""
+def own_names(
+    weights: dict[str, Tensor], model: nn.Module, revise_keys: Sequence[tuple[str, str]] = ()
+) -> dict[str, Tensor]:
+    """Return weights under the names that a model has for them.
+
+    Names are revised first, then those of other projects are converted, and then a prefix that the names have in the
+    file alone, such as ``model.`` of a wrapper, is removed.
+    """
+    weights = converted(revised(weights, revise_keys), model)
     return revised(weights, [("^" + re.escape(common_prefix(weights, model.state_dict())), "")])
 
 
@@ -140,7 +147,7 @@ def load_weights(
             numbers of another kind, such as int8 in place of float32. With
             ``strict=False``, this is raised only if no weight fits.
     """
-    weights = without_prefix(converted(revised(state_dict, revise_keys), model), model)
+    weights = own_names(state_dict, model, revise_keys)
     expected = model.state_dict()
     of_other_shape, of_other_type = _differing(weights, expected)
     differing = {**of_other_shape, **of_other_type}
@@ -200,7 +207,7 @@ def config_that_fits(state_dict: dict[str, Tensor]) -> str | None:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = build_model(cfg, cfg.model)
-            weights = without_prefix(converted(state_dict, model), model)
+            weights = own_names(state_dict, model)
         except (UserError, NotImplementedError, RuntimeError, AttributeError):
             continue  # A model that is built of files which are missing fits no weights.
         expected = model.state_dict()

@@ -21,6 +21,7 @@ __all__ = [
     "check_required_keys",
     "complete_config",
     "dataset_config",
+    "given_dataset",
     "load_config",
 ]
 
@@ -203,6 +204,11 @@ def check_required_keys(cfg: Config, for_training: bool) -> None:
             )
 
 
+def given_dataset(cfg: Any, split: str) -> dict:
+    """Return what a config says of the data set of a split, which may be nothing."""
+    return (cfg.get(f"{split}_dataloader") or {}).get("dataset") or {}
+
+
 def dataset_config(cfg: Config, split: str) -> dict:
     """Return the config of the data set of a split.
 
@@ -213,7 +219,7 @@ def dataset_config(cfg: Config, split: str) -> dict:
     Raises:
         ConfigError: the config has no loader for the split, or the loader has no data set.
     """
-    dataset = (cfg.get(f"{split}_dataloader") or {}).get("dataset")
-    if dataset is None:
+    dataset = given_dataset(cfg, split)
+    if not dataset:
         raise ConfigError(f"config {cfg.filename} has no {split}_dataloader.dataset")
     return dataset

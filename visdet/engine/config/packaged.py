@@ -59,9 +59,9 @@ def existing_config(name: str) -> str:
         raise ConfigError(f"config {name} is a folder; give one of its files")
     near = [] if name.startswith(PACKAGE) else named_like(name, Path(name).parent)
     wanted = name.removeprefix(PACKAGE).removesuffix(".py")
-    known = {part: full for full in packaged_configs() for part in (full.rpartition("/")[2], full)}
-    near = near or [known[part] for part in nearest_names(wanted, known)]
-    near = near or [known[part] for part in nearest_names(wanted.rpartition("/")[2], known)]
+    known = {short: full for full in packaged_configs() for short in (full.rpartition("/")[2], full)}
+    for part in (wanted, wanted.rpartition("/")[2]):
+        near = near or [known[like] for like in nearest_names(part, known)]
     hint = did_you_mean(list(dict.fromkeys(near))) or "; `visdet configs` lists those of the package"
     raise ConfigError(f"config {name} does not exist{hint}")
 

@@ -13,6 +13,7 @@ from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_classes
 
 from ..checkpoints.class_names import class_lists, lists_of_checkpoint
+from ..checkpoints.held_config import meta_of
 from ..config.load import dataset_config
 from ..errors import ConfigError, UserError
 from ..process.console import say
@@ -58,7 +59,7 @@ def test_pipeline(cfg: Config) -> list[dict]:
 
 def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.Module) -> dict:
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
-    meta = checkpoint.get("meta", {}) if isinstance(checkpoint.get("meta"), dict) else {}
+    meta = meta_of(checkpoint)
     dataset = _test_dataset(cfg)
     found = meta.get("dataset_meta") or dataset.get("metainfo") or {}
     owner = "test_dataloader.dataset.metainfo"
