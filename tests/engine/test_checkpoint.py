@@ -332,6 +332,15 @@ def test_the_best_checkpoint_of_another_folder_stays(tmp_path, where):
     assert [path.name for path in second.glob("best_*")] == ["best_toy_accuracy_iter_20.pth"]
 
 
+def test_a_run_whose_folder_was_moved_publishes_what_is_there(tmp_path):
+    train_with_accuracy(0.2, tmp_path / "first", train_cfg__max_iters=10)
+    second = shutil.move(tmp_path / "first", tmp_path / "second")
+    options = {"default_hooks__checkpoint__published_keys": ["meta", "state_dict"]}
+    train_with_accuracy(0.1, second, resume="auto", train_cfg__max_iters=20, **options)
+    published = {path.name.rpartition("-")[0] for path in second.glob("*-*.pth")}
+    assert published == {"iter_20", "best_toy_accuracy_iter_10"}
+
+
 def test_checkpoints_in_a_folder_of_their_own_are_resumed(tmp_path):
     options = {"default_hooks__checkpoint__out_dir": str(tmp_path / "store")}
     train(tmp_path / "run", train_cfg__max_iters=10, **options)

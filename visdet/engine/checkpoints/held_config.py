@@ -170,8 +170,10 @@ class _Literals(ast.NodeTransformer):
         self.generic_visit(node)
         kind, arguments = ast.unparse(node.func), node.args
         names = [keyword.arg for keyword in node.keywords]
-        if kind == "dict" and not arguments and None not in names:
-            return ast.Dict([*map(ast.Constant, names)], [keyword.value for keyword in node.keywords])
+        first = arguments[0] if arguments else ast.Dict([], [])
+        if kind == "dict" and len(arguments) < 2 and isinstance(first, ast.Dict) and None not in names:
+            values = [keyword.value for keyword in node.keywords]
+            return ast.Dict([*first.keys, *map(ast.Constant, names)], [*first.values, *values])
         if kind == "float" and len(arguments) == 1 and not names:
             return ast.Constant(float(ast.literal_eval(arguments[0])))
         return node

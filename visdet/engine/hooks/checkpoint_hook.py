@@ -102,10 +102,14 @@ class CheckpointHook(_CheckpointHook):
         super()._save_best_checkpoint(runner, metrics)
         self._end_saving(runner)
 
-    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
-        path = self.file_backend.here(ckpt_path)
-        if self.file_backend.isfile(path) or not os.path.isdir(self.out_dir):
-            super()._publish_model(runner, path)
+    def after_train(self, runner: Any) -> None:
+        """Publish the last checkpoint and the best ones, but none of another folder, which may have been moved."""
+        if os.path.isdir(self.out_dir):
+            existing = self.file_backend.existing
+            self.best_ckpt_path = existing(getattr(self, "best_ckpt_path", None))
+            best = {key: existing(path) for key, path in getattr(self, "best_ckpt_path_dict", {}).items()}
+            self.best_ckpt_path_dict = {key: path for key, path in best.items() if path}
+        super().after_train(runner)
 
 
 class _LateRemoval:
@@ -127,20 +131,23 @@ class _LateRemoval:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    def here(self, path: str) -> str:
-        return os.path.join(self.folder, os.path.basename(path))
+    def existing(self, path: str | None) -> str | None:
+        """Return the path of the file in the folder that has the name of ``path``, or None."""
+        here = os.path.join(self.folder, os.path.basename(path or ""))
+        return here if os.path.isfile(here) else None
 
     def isfile(self, path: str) -> bool:
-        return os.path.isfile(self.here(path))
+        return self.existing(path) is not None
 
     def isdir(self, path: str) -> bool:
         return False
 
     def remove(self, path: str) -> None:
-        self.outdated.append(self.here(path))
+        if here := self.existing(path):
+            self.outdated.append(here)
 
     def remove_outdated(self, kept: list[str]) -> None:
-        """Remove what has been noted, beside files that are written anew."""
+        """Remove what has been noted, beside files that have been written anew."""
         for path in self.outdated:
             if path not in kept and os.path.isfile(path):
                 os.remove(path)
