@@ -1,8 +1,8 @@
 """COCO's precision and recall arrays, and the AP and AR computed from them."""
 
 import contextlib
-import importlib
 import io
+import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ from visdet.structures.coco_json import id_order
 
 # For each library, the module and class of the annotation index and of the evaluator.
 _BACKENDS = {
-    "faster_coco_eval": ("faster_coco_eval.COCO", "faster_coco_eval.COCOeval_faster"),
-    "pycocotools": ("pycocotools.coco.COCO", "pycocotools.cocoeval.COCOeval"),
+    "faster_coco_eval": ("faster_coco_eval:COCO", "faster_coco_eval:COCOeval_faster"),
+    "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval"),
 }
 
 AREAS = ("all", "s", "m", "l")
@@ -33,10 +33,8 @@ def import_backend(name: str | None = None) -> tuple[type, type]:
     """
     for candidate in [name] if name else _BACKENDS:
         with contextlib.suppress(ImportError):
-            index, evaluator = (path.rpartition(".") for path in _BACKENDS[candidate])
-            return tuple(
-                getattr(importlib.import_module(module), cls) for module, _, cls in (index, evaluator)
-            )
+            index, evaluator = map(pkgutil.resolve_name, _BACKENDS[candidate])
+            return index, evaluator
     raise MissingPackageError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
 
 

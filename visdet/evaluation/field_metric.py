@@ -1,12 +1,11 @@
 """The errors of a field at points with known values."""
 
 import math
+import sys
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
-from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 
 from visdet.checks.finite import DIVERGED, check_finite
@@ -52,9 +51,7 @@ class FieldMetric(BaseMetric):
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metrics over the points of all processes. ``size`` is not used."""
-        results = list(chain.from_iterable(all_gather_object(self.results)))
-        self.results.clear()
-        return {f"{self.prefix}/{name}": value for name, value in self.compute_metrics(results).items()}
+        return super().evaluate(sys.maxsize)
 
     def compute_metrics(self, results: list[tuple[float, ...]]) -> dict[str, float]:
         """Return the metrics from the sums of all batches."""

@@ -186,9 +186,8 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
     """Draw the boxes into a camera view, the farthest first."""
-    order: Any = np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)) if len(scene.boxes) else []
-    corners: Any = box_corners(scene.boxes[:, :7]) if len(scene.boxes) else []
-    for index in order:
+    corners = box_corners(scene.boxes)
+    for index in np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)):
         points = np.hstack([corners[index], np.ones((8, 1))]) @ projection.T
         if (points[:, 2] < _NEAR).all():
             continue
@@ -242,11 +241,12 @@ def _draw_from_above(
         cv2.circle(canvas, (width * 8, height * 8), radius, (48, 52, 58), 1, cv2.LINE_AA, 4)
     for kind, line in scene.lines:
         path(line, MAP_COLORS[kind % len(MAP_COLORS)], 2)
+    all_corners = box_corners(scene.boxes)
     for index, box in enumerate(scene.boxes):
         color = np.array(colors[int(scene.labels[index]) % len(colors)])
         for future, weight in scene.futures[index] if index < len(scene.futures) else ():
             path(np.vstack([box[:2], future]), (color * (0.25 + 0.6 * weight)).astype(int).tolist())
-        corners = box_corners(box[None, :7])[0, :4]
+        corners = all_corners[index, :4]
         path(
             corners,
             color.tolist(),

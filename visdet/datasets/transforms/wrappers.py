@@ -18,7 +18,7 @@ from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
 from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
-from .tv_results import set_boxes, set_image
+from .tv_results import PER_BOX, set_image, set_large_boxes
 
 
 def _built(steps: Sequence[dict | Callable]) -> Compose:
@@ -93,11 +93,8 @@ class TorchvisionTransform(BaseTransform):
             )
         set_image(results, image)
         boxes = v2.functional.clamp_bounding_boxes(boxes).as_subclass(torch.Tensor)
-        set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
+        set_large_boxes(results, boxes)
         return results
-
-
-_PER_BOX = ("gt_bboxes_labels", "gt_ignore_flags", "gt_areas")
 
 
 class MixingTransform(BaseTransform):
@@ -147,13 +144,13 @@ class MixingTransform(BaseTransform):
     def joined(self, results: dict, image: Tensor, parts: Sequence[dict]) -> dict:
         """Return the results with an image and with the boxes of all parts, which are in its pixels."""
         set_image(results, image)
-        for key in _PER_BOX:
+        for key in PER_BOX:
             # Images without boxes, and all images outside of tests, have no areas.
             values = [part[key] for part in parts if key in part]
             if values:
                 results[key] = torch.cat(values)
         boxes = torch.cat([part["gt_bboxes"].as_subclass(Tensor) for part in parts])
-        set_boxes(results, boxes, keep=(boxes[:, 2:] - boxes[:, :2] >= 1).all(dim=1))
+        set_large_boxes(results, boxes)
         return results
 
 
