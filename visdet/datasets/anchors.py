@@ -9,6 +9,7 @@ from scipy.cluster.vq import kmeans2
 
 from visdet.errors import InvalidInputError
 from visdet.structures.polylines import cut_to_region
+from visdet.structures.poses import turn_about_z
 
 from .frame_records import value_of
 
@@ -130,9 +131,7 @@ def motion_anchors(
         )
         num_steps = futures.shape[1]
         usable = (masks.sum(axis=1) == num_steps) & (np.hypot(boxes[:, 0], boxes[:, 1]) < max_distance)
-        cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
-        to_agent = np.stack([np.stack([cos, sin], -1), np.stack([-sin, cos], -1)], axis=1)  # [n, 2, 2]
-        local = np.einsum("nij,ntj->nti", to_agent, futures.cumsum(axis=1))
+        local = np.einsum("ijn,ntj->nti", turn_about_z(-boxes[:, 6]), futures.cumsum(axis=1))
         for row in np.flatnonzero(usable):
             name = str(names[row])
             if name in paths:

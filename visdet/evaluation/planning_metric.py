@@ -8,6 +8,7 @@ from mmengine.logging import print_log
 
 from visdet.errors import InvalidInputError
 from visdet.registry import METRICS
+from visdet.structures.poses import turn_about_z
 from visdet.structures.tables import table_text
 
 from .driving_metric import DrivingMetric, as_array
@@ -176,7 +177,7 @@ def collides(
     """
     yaw = headings(plan)
     own = np.zeros((len(plan), 7))
-    own[:, :2] = plan + offset * np.stack([np.cos(yaw), np.sin(yaw)], axis=-1)
+    own[:, :2] = plan + offset * turn_about_z(yaw)[:, 0].T
     own[:, 3:5], own[:, 6] = size, yaw
     return np.array([boxes_intersect(box, others).any() for box, others in zip(own, boxes, strict=False)])
 
@@ -201,7 +202,5 @@ def boxes_intersect(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def _half_sides(boxes: np.ndarray) -> np.ndarray:
     """Return the vectors [m, 2, 2] from the centre of each box to the middle of its front and of its left side."""
-    cos, sin = np.cos(boxes[:, 6]), np.sin(boxes[:, 6])
-    along = np.stack([cos, sin], axis=-1) * boxes[:, 3:4] / 2
-    across = np.stack([-sin, cos], axis=-1) * boxes[:, 4:5] / 2
-    return np.stack([along, across], axis=1)
+    axes = turn_about_z(boxes[:, 6]).T  # those along the length and along the width of each box
+    return axes * boxes[:, 3:5, None] / 2

@@ -45,9 +45,14 @@ def clip_polygon(polygon: np.ndarray, roi_size: Sequence[float] | np.ndarray) ->
     outline = np.asarray(polygon, dtype=np.float64)
     for axis, sign in _SIDES:
         outline = polygon_inside(outline, roi_size[axis] / 2 - sign * outline[:, axis])
-    x, y = outline[:, :2].T
-    area = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
-    return np.concatenate([outline, outline[:1]]) if area >= _MIN_AREA_M2 else None
+    is_large = polygon_area(outline) >= _MIN_AREA_M2
+    return np.concatenate([outline, outline[:1]]) if is_large else None
+
+
+def polygon_area(polygon: np.ndarray) -> float:
+    """Return the area of a polygon [n, >= 2] in x and y."""
+    x, y = polygon[:, :2].T
+    return 0.5 * abs(float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))))
 
 
 def polygon_inside(polygon: np.ndarray, reach: np.ndarray) -> np.ndarray:

@@ -51,8 +51,11 @@ def inverse_pose(pose: np.ndarray) -> np.ndarray:
     return inverse
 
 
-def turn_about_z(angle: float) -> np.ndarray:
-    """Return the rotation [2, 2] by an angle, which turns the x axis towards the y axis if it is positive."""
+def turn_about_z(angle: float | np.ndarray) -> np.ndarray:
+    """Return the rotation [2, 2] by an angle, which turns the x axis towards the y axis if it is positive.
+
+    Of angles [n], the result is [2, 2, n].
+    """
     cos, sin = np.cos(angle), np.sin(angle)
     return np.array([[cos, -sin], [sin, cos]])
 
@@ -99,9 +102,5 @@ def box_corners(boxes: np.ndarray) -> np.ndarray:
         [[1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1], [1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1]]
     )
     local = signs * (boxes[:, None, 3:6] / 2)
-    cos, sin = np.cos(boxes[:, None, 6]), np.sin(boxes[:, None, 6])
-    rotated = np.stack(
-        [local[..., 0] * cos - local[..., 1] * sin, local[..., 0] * sin + local[..., 1] * cos, local[..., 2]],
-        axis=-1,
-    )
-    return rotated + boxes[:, None, :3]
+    local[..., :2] = np.einsum("ijn,nkj->nki", turn_about_z(boxes[:, 6]), local[..., :2])
+    return local + boxes[:, None, :3]

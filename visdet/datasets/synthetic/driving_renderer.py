@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 
 from visdet.structures.polylines import polygon_inside
-from visdet.structures.poses import box_corners, yaw_of
+from visdet.structures.poses import box_corners, turn_about_z, yaw_of
 
 from .driving_world import DRIVING_CLASSES, Road, World
 
@@ -51,12 +51,11 @@ def make_cameras(width: int, height: int) -> list[Camera]:
     """
     cameras = []
     for name, heading, position, field_of_view in RIG:
-        angle = np.deg2rad(heading)
-        right = np.array([np.cos(angle), np.sin(angle), 0.0])
-        ahead = np.array([-np.sin(angle), np.cos(angle), 0.0])
         focal = width / 2 / np.tan(np.deg2rad(field_of_view) / 2)
         intrinsic = np.array([[focal, 0, width / 2], [0, focal, 0.42 * height + 0.5], [0, 0, 1]])
-        rotation = np.stack([right, [0.0, 0.0, -1.0], ahead], axis=-1)
+        rotation = np.zeros((3, 3))
+        rotation[:2, [0, 2]] = turn_about_z(np.deg2rad(heading))  # x to the right, z ahead
+        rotation[2, 1] = -1  # y down
         cameras.append(Camera(name, rotation, np.array(position), intrinsic))
     return cameras
 

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from visdet.checks.arguments import Positive, Range, Seed, checked
+from visdet.structures.polylines import polygon_area
 
 from .drawn_folder import draw_in_processes, draw_once
 
@@ -72,7 +73,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
     cos, sin = math.cos(turn), math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
     outlines = [outline @ to_image.T + center for outline in _OUTLINES[SHAPE_CLASSES[label]]]
-    area = _polygon_area(outlines[0]) - sum(_polygon_area(hole) for hole in outlines[1:])
+    area = polygon_area(outlines[0]) - sum(map(polygon_area, outlines[1:]))
 
     margin = 3 + int(0.3 * radius)  # room for the shadow
     left, top = np.maximum(np.floor(outlines[0].min(axis=0)).astype(int) - margin, 0)
@@ -113,11 +114,6 @@ _OUTLINES = {
     "cross": [np.concatenate([_QUARTER @ np.linalg.matrix_power(_QUARTER_TURN, k).T for k in range(4)])],
     "ring": [_regular_polygon(64), _regular_polygon(64, 0.55)],
 }
-
-
-def _polygon_area(points: np.ndarray) -> float:
-    x, y = points.T
-    return 0.5 * abs(float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))))
 
 
 def _coverage(outlines: list[np.ndarray], width: int, height: int) -> Image.Image:
