@@ -10,7 +10,6 @@ Without a GPU the models are tiny, so that everything runs but the figures mean 
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -34,7 +33,7 @@ from visdet.engine.stages import StagedModel
 from .case import dtype_name
 from .environment import describe, synchronize
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
-from .report import table
+from .report import facts_of, table, write_report
 
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
@@ -253,7 +252,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     device = torch.device(options.device)
     report: dict[str, Any] = {"environment": describe(device), "results": []}
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         runs = list(itertools.product(chosen, options.dtypes))
         for case, name in runs:
@@ -261,18 +259,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = measure(case, dtype, device, Path(folder), options.steps, options.graph)
             report["results"].append(result)
             print(result, flush=True)
-            (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
+            write_report(report, options.out / "models.json")
         if device.type == "cuda":
             for (case, name), result in zip(runs, report["results"], strict=True):
                 result |= measure_gpu(case, getattr(torch, name), device, Path(folder), options.graph)
-                (options.out / "models.json").write_text(json.dumps(report, indent=1) + "\n")
+                write_report(report, options.out / "models.json")
     rows = [
         [one["case"], one["dtype"], *(_text(one.get(column)) for column in COLUMNS)]
         for one in report["results"]
     ]
     text = "\n".join(table(["case", "type", *COLUMNS.values()], rows))
-    environment = ", ".join(f"{label} {value}" for label, value in report["environment"].items())
-    (options.out / "models.md").write_text(f"{environment}\n\n{text}\n")
+    (options.out / "models.md").write_text(f"{facts_of(report)}\n\n{text}\n")
     print(f"\n{text}\n\nwrote {options.out / 'models.md'} and {options.out / 'models.json'}")
     return 0
 

@@ -6,7 +6,6 @@ code if it is 5 % faster than the next best one on a shape of a model. This need
 """
 
 import argparse
-import json
 import re
 import shlex
 import sys
@@ -27,6 +26,7 @@ from .ops.gaussian_field import CASES as GAUSSIANS
 from .ops.ms_deform_attn import CASES as ATTENTION
 from .ops.ms_deform_attn import PYRAMID
 from .ops.ms_deform_attn import case as attention_case
+from .report import write_report
 from .timing import deterministic, time_pass
 from .write_docs import write_docs
 
@@ -157,8 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 times = [f"{'*' * r['chosen']}{r['path']} {r['us']:.1f}" for r in rows if r["pass"] == kind]
                 if times:
                     print(f"{case.title} {dtype_name(dtype)} {kind}: {', '.join(times)}", flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1))
+            write_report(report, options.out)
     if options.write_docs:
         write_docs([options.out])
     return 0

@@ -8,10 +8,15 @@ from typing import Any
 Report = dict[str, Any]  # "environment", "floors", "command", "results"; all of it plain JSON
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write bench.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+def write_report(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def facts_of(report: Report) -> str:
+    """Return a line with what the figures depend on."""
+    return ", ".join(f"{label} {value}" for label, value in report["environment"].items())
 
 
 def short_table(report: Report) -> str:

@@ -21,7 +21,7 @@ from .case import Case, dtype_name
 from .environment import describe
 from .floors import floors_of
 from .measure import measure
-from .report import short_table, write_report
+from .report import facts_of, short_table, write_report
 from .write_docs import write_docs
 
 
@@ -67,7 +67,7 @@ def run(
         "command": command,
         "results": [],
     }
-    print(", ".join(f"{label} {value}" for label, value in environment.items()), flush=True)
+    print(facts_of(report), flush=True)
     for case in cases:
         for dtype in dtypes:
             if dtype not in case.dtypes:
@@ -79,7 +79,7 @@ def run(
             for kind, problem in result["failures"].items():
                 print(f"  FAILED: {kind}: {problem}", flush=True)
             report["results"].append(result)
-            write_report(report, out)
+            write_report(report, out / "bench.json")
     print(f"\n{short_table(report)}\n\nwrote {out / 'bench.json'}")
     return all(result["gate"]["passed"] and not result["failures"] for result in report["results"])
 

@@ -37,7 +37,7 @@ from visdet.registry import HOOKS, MODELS
 from .environment import ROOT, describe
 from .model_inputs import random_anchors
 from .models import covered
-from .report import table
+from .report import facts_of, table, write_report
 from .transforms import draw_photographs
 
 # (height, width) and how many of a thousand images have it. The rest has 640 pixels on one side and 300 to 640 on the
@@ -353,15 +353,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cv2.setNumThreads(0)  # The scenes are drawn by processes that are forked from this one.
     report: dict[str, Any] = {"environment": describe(torch.device(options.device)), "results": []}
     report["command"] = shlex.join(["python", "-m", "benchmarks.runs", *(arguments or sys.argv[1:])])
-    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.runs:
         with tempfile.TemporaryDirectory() as folder:
             report["results"].append(measure(name, Path(folder), options))
         print(report["results"][-1], flush=True)
-        (options.out / "runs.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_report(report, options.out / "runs.json")
     lines = table(COLUMNS, [cells_of(result) for result in report["results"]])
-    facts = ", ".join(f"{label} {value}" for label, value in report["environment"].items())
-    text = "\n".join([f"`{report['command']}`: {facts}", "", *lines, "", NOTE]) + "\n"
+    text = "\n".join([f"`{report['command']}`: {facts_of(report)}", "", *lines, "", NOTE]) + "\n"
     (options.out / "runs.md").write_text(text)
     print(f"\n{text}\nwrote {options.out / 'runs.md'} and {options.out / 'runs.json'}")
     return 0

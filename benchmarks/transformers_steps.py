@@ -10,7 +10,6 @@ optimizer. The exit status is 1 if an output differs.
 import argparse
 import contextlib
 import itertools
-import json
 import shlex
 import statistics
 import sys
@@ -29,7 +28,7 @@ from visdet.compat import transformers as bridge
 from .case import dtype_name
 from .environment import describe, synchronize
 from .models import profiled
-from .report import table
+from .report import facts_of, table, write_report
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
 WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet": bridge.installed}
@@ -231,15 +230,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "batch": options.batch,
         "results": [],
     }
-    print(", ".join(f"{label} {value}" for label, value in report["environment"].items()), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    print(facts_of(report), flush=True)
     for name in options.families:
         report["results"].append(race(FAMILIES[name], options, device))
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(report, options.out)
         print("\n".join(lines_of(report["results"][-1:])[2:]), flush=True)
     for result in report["results"] if device.type == "cuda" else ():
         add_gpu_figures(result, options, device)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(report, options.out)
     print("\n" + "\n".join(lines_of(report["results"])) + f"\n\nwrote {options.out}")
     return 0 if all(result["steps"] for result in report["results"]) else 1
 

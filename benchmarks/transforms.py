@@ -7,7 +7,6 @@ outside the timed call. torchvision's transforms for the same purpose are measur
 
 import argparse
 import copy
-import json
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from torchvision.transforms import v2
 from visdet.registry import TRANSFORMS
 
 from .environment import describe
-from .report import table
+from .report import table, write_report
 
 SIZE = (480, 640)  # height and width of most images of COCO
 BOXES = 7  # number of boxes in an image, as in COCO
@@ -142,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = race(pipeline, draw_photographs(Path(folder), [SIZE] * options.images))
     report = {"environment": describe(torch.device("cpu")), "config": options.config, "results": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "transforms.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, options.out / "transforms.json")
     names = ("visdet", "torchvision")
     cells = [[row["transform"], *(f"{row[n]:.0f}" if n in row else "–" for n in names)] for row in rows]
     print("\n".join(table(["images a second and core", *names], cells)))

@@ -61,15 +61,6 @@ _WITHIN_PACKAGES = {
     "deformable_aggregation_ext": "aggregation_ext",
     "deformable_aggregation_ext_a800": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
-    **{
-        extension: f"mmdet_ext:{extension}"
-        for extension in (
-            *("nms_ext", "roi_align_ext", "roi_pool_ext", "deform_conv_ext", "deform_pool_ext", "carafe_ext"),
-            *("carafe_naive_ext", "sigmoid_focal_loss_ext", "masked_conv2d_ext", "corner_pool_ext"),
-        )
-    },
-    "e2e_sigmoid_focal_loss_ext": "mmcv_ext_activations:e2e_sigmoid_focal_loss_ext",
-    "utils.compiling_info": "mmdet_ext:compiling_info",
     "bev_pool_ext": "bev_ext",
     "occ_pool_ext": "bev_ext",
     "bev_pool_v3_ext": "bev_ext",
@@ -79,26 +70,24 @@ _WITHIN_PACKAGES = {
     "voxel_pooling_inference_ext": "bev_ext",
     "voxel_pooling_train_ext": "bev_ext",
     "local_aggregate._C": "gaussian_ext",
-    **{
-        extension: f"points_ext:{extension}"
-        for extension in (
-            *("assign_score_withk_ext", "ball_query_ext", "furthest_point_sample_ext", "gather_points_ext"),
-            *("group_points_ext", "interpolate_ext", "knn_ext", "pointnet2_batch_cuda"),
-            *("pointnet2_stack_cuda", "pointnet2_ops._ext"),
-        )
-    },
-    "_msmv_sampling_cuda": "views_ext:_msmv_sampling_cuda",
-    "sparse_conv_ext": "sparse_ext:sparse_conv_ext",
-    **{
-        extension: f"boxes_ext:{extension}"
-        for extension in (
-            *("iou3d_cuda", "iou3d_nms_cuda", "roiaware_pool3d_ext", "roiaware_pool3d_cuda"),
-            "roipoint_pool3d_cuda",
-        )
-    },
     "local_aggregate_prob._C": "gaussian_prob_ext",
     "local_aggregate_prob_fast._C": "gaussian_prob_ext",
+    "utils.compiling_info": "mmdet_ext:compiling_info",
 }
+# The extensions of which a module has those functions that it declares for them.
+_SERVED_BY = {
+    "mmdet_ext": "nms_ext roi_align_ext roi_pool_ext deform_conv_ext deform_pool_ext carafe_ext carafe_naive_ext "
+    "sigmoid_focal_loss_ext masked_conv2d_ext corner_pool_ext",
+    "mmcv_ext_activations": "e2e_sigmoid_focal_loss_ext",
+    "points_ext": "assign_score_withk_ext ball_query_ext furthest_point_sample_ext gather_points_ext group_points_ext "
+    "interpolate_ext knn_ext pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",
+    "views_ext": "_msmv_sampling_cuda",
+    "sparse_ext": "sparse_conv_ext",
+    "boxes_ext": "iou3d_cuda iou3d_nms_cuda roiaware_pool3d_ext roiaware_pool3d_cuda roipoint_pool3d_cuda",
+}
+for _module, _extensions in _SERVED_BY.items():
+    for _extension in _extensions.split():
+        _WITHIN_PACKAGES[_extension] = f"{_module}:{_extension}"
 # With something before these names, too, as in "e2e_deformable_aggregation_ext".
 _ENDS = re.compile(r"(?:.*_)?(deformable_aggregation(?:_with_depth)?_ext)")
 _PACKAGES = ("flash_attn",)

@@ -14,8 +14,10 @@ __all__ = [
     "check_numbers",
     "check_tensors",
     "computation_dtype",
+    "constant",
     "integer_table",
     "pair",
+    "places_in_groups",
 ]
 
 
@@ -83,6 +85,16 @@ def as_tensor(values: Any) -> Tensor:
 def computation_dtype(tensor: Tensor) -> torch.dtype:
     """Return the type that sums and coordinates have beside ``tensor``: float64 for float64, otherwise float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def constant(tensor: Tensor, beside: Tensor) -> Tensor:
+    """Return a tensor without gradients, in the type that coordinates have beside another one."""
+    return tensor.detach().to(computation_dtype(beside))
+
+
+def places_in_groups(groups: Tensor, counts: Tensor) -> Tensor:  # [N], [G] -> [N]
+    """Return the place of each row within its group, where ``groups`` rise and ``counts`` are the sizes of all."""
+    return torch.arange(len(groups), device=groups.device) - (counts.cumsum(0) - counts)[groups]
 
 
 def integer_table(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._arguments import computation_dtype
+from ._arguments import constant
 from ._declared import declared
 from .box_iou_rotated import overlaps
 from .nms import kept_indices
@@ -119,7 +119,7 @@ def nms3d_normal(
 
     Source: The signature is mmcv's.
     """
-    wide = boxes.detach().to(computation_dtype(boxes))
+    wide = constant(boxes, boxes)
     half = wide[:, 3:5] / 2
     return kept_indices(torch.cat([wide[:, :2] - half, wide[:, :2] + half], 1), scores, iou_threshold)
 

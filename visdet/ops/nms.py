@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import as_tensor, check_numbers, computation_dtype
+from ._arguments import as_tensor, check_numbers, constant
 from ._classes import check_classes
 from ._declared import declared
 from ._renamed import renamed_arguments
@@ -68,7 +68,7 @@ def nms(
     classes = None if classes is None else check_classes("nms", "classes", classes, boxes)
     is_candidate = scores > score_threshold if score_threshold > 0 else None
     if offset:  # A box whose sides are longer by one is the same as a box that ends one later.
-        wide = boxes.detach().to(computation_dtype(boxes))
+        wide = constant(boxes, boxes)
         compared = torch.cat([wide[:, :2], wide[:, 2:] + offset], 1)
     else:
         compared = boxes
@@ -128,7 +128,7 @@ def kept_indices(
     is_candidate: Tensor | None = None,  # [N] bool
 ) -> Tensor:
     """Return the indices of the boxes that stay, best score first. Boxes that are no candidates do not take part."""
-    boxes = boxes.detach().to(computation_dtype(boxes))
+    boxes = constant(boxes, boxes)
     scores = scores.detach()
     if not scores.is_floating_point() or torch.promote_types(scores.dtype, boxes.dtype) != boxes.dtype:
         # Rounding would make ties. Ranks have the same order.

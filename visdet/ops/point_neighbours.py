@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import computation_dtype
+from ._arguments import constant, places_in_groups
 from ._declared import declared
 
 __all__ = [
@@ -43,7 +43,7 @@ def first_marked(marks: Tensor, count: int) -> tuple[Tensor, Tensor]:  # [M, N] 
     """
     row, column = marks.nonzero(as_tuple=True)
     found = marks.sum(1)
-    rank = torch.arange(len(row), device=marks.device) - (found.cumsum(0) - found)[row]
+    rank = places_in_groups(row, found)
     kept = rank < count
     row, column, rank = row[kept], column[kept], rank[kept]
     first = found.new_zeros(len(marks)).index_put((row[rank == 0],), column[rank == 0])
@@ -105,8 +105,7 @@ def ball_query(
 def _in_balls(
     xyz: Tensor, center_xyz: Tensor, low: float, high: float, count: int, is_stacked: bool
 ) -> Tensor:
-    dtype = computation_dtype(xyz)
-    points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
+    points, centers = constant(xyz, xyz), constant(center_xyz, xyz)
     return _ball_query(points, centers, float(low), float(high), count, is_stacked)
 
 
@@ -224,8 +223,7 @@ def knn(
     Source: mmcv's ``knn(k, xyz, center_xyz, transposed=False)`` returns the indices alone, [B, k, M], and reads three
         numbers for each point whatever D is. ``visdet.compat`` provides mmcv's entry.
     """
-    dtype = computation_dtype(xyz)
-    points, centers = xyz.detach().to(dtype), center_xyz.detach().to(dtype)
+    points, centers = constant(xyz, xyz), constant(center_xyz, xyz)
     has_kernel = xyz.shape[2] == 3 and k <= _library.CONSTANTS.get("max_neighbours", 0)
     return (_knn if has_kernel else knn_reference)(points, centers, k)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import computation_dtype, pair
+from ._arguments import constant, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
@@ -86,7 +86,7 @@ def pool_by_kernels(
     takes_maximum: bool = False,
 ) -> Tensor:
     """Return what visdet's kernels compute. Those of maxima are for the CPU and upright regions."""
-    rois = rois.detach().to(computation_dtype(input))
+    rois = constant(rois, input)
     pool = _roi_align_max if takes_maximum else _roi_align
     return pool(input, rois, *size, float(spatial_scale), int(sampling_ratio), bool(aligned))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library, _registration
-from ._arguments import computation_dtype, pair
+from ._arguments import constant, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._roi_sampling import MAP, UPRIGHT, check_samples, is_image
@@ -63,7 +63,7 @@ def roi_pool_with_argmax(
     """Return ``roi_pool`` and the index into H * W of each bin's maximum, which is -1 for a bin without pixels."""
     size = pair(output_size)
     check_samples("roi_pool", size)
-    rois = rois.detach().to(computation_dtype(input))
+    rois = constant(rois, input)
     return _roi_pool(input, rois, *size, float(spatial_scale))
 
 

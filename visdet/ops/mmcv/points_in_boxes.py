@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import computation_dtype
+from .._arguments import computation_dtype, constant, places_in_groups
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
@@ -35,8 +35,7 @@ def _places(
 
 def _constants(points: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Return both in the type of coordinates, without gradients."""
-    dtype = computation_dtype(points)
-    return points.detach().to(dtype), boxes.detach().to(dtype)
+    return constant(points, points), constant(boxes, points)
 
 
 @declared(points="real [B, N, 3]", boxes="real [B, M, 7]")
@@ -122,8 +121,7 @@ def collect_points(
 ) -> Tensor:  # [M, *size, max_pts_per_voxel] int32
     """Return the number of points in each voxel of each box and then the points, which fill the last dimension."""
     X, Y, Z = size
-    dtype = computation_dtype(pts)
-    points, boxes = pts.detach().to(dtype), rois.detach().to(dtype)
+    points, boxes = _constants(pts, rois)
     keys, indices = [], []
     for rows in row_ranges(len(boxes), len(points)):
         x, y, z, is_inside = _places(points, boxes[rows])
@@ -141,7 +139,7 @@ def collect_points(
     if keys and voxels:
         key, order = torch.cat(keys).sort(stable=True)
         count = key.bincount(minlength=voxels)
-        rank = torch.arange(len(key), device=key.device) - (count.cumsum(0) - count)[key]
+        rank = places_in_groups(key, count)
         kept = rank < max_pts_per_voxel - 1
         collected[key[kept], rank[kept] + 1] = torch.cat(indices)[order][kept].int()
         collected[:, 0] = count.clamp(max=max_pts_per_voxel - 1)
@@ -153,8 +151,7 @@ def pairs_of(collected: Tensor) -> tuple[Tensor, Tensor]:
     flat = collected.flatten(0, 3)
     count = flat[:, 0].long()
     voxel = torch.repeat_interleave(count)
-    slot = torch.arange(1, len(voxel) + 1, device=flat.device) - (count.cumsum(0) - count)[voxel]
-    return voxel, flat[voxel, slot].long()
+    return voxel, flat[voxel, 1 + places_in_groups(voxel, count)].long()
 
 
 def places_of(argmax: Tensor) -> Tensor:  # [..., C] -> [1, ..., 1]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype, pair
+from .._arguments import constant, pair
 from .._declared import declared
 from .._modules import OperatorModule
 from .._roi_sampling import MAP, ROTATED
@@ -63,7 +63,7 @@ def riroi_align_rotated(
             f"for {features.shape[1]}"
         )
     pooled = roi_align_rotated(features, rois, size, spatial_scale, num_samples, False, clockwise)
-    turn = rois[:, 5].detach().to(computation_dtype(features)) * (G / (2 * math.pi))
+    turn = constant(rois[:, 5], features) * (G / (2 * math.pi))
     turn = torch.where(turn.isfinite(), turn, 0)  # Such a region is 0.
     start = turn.floor()
     fraction = (turn - start)[:, None, None, None, None].to(pooled.dtype)

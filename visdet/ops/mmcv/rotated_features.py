@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._arguments import computation_dtype
+from .._arguments import computation_dtype, constant
 from .._declared import check_indices, declared
 from ..sample_sum import sample_sum
 
@@ -46,7 +46,7 @@ def rotated_feature_align(
     H, W = features.shape[2:]
     if features.numel() == 0:
         return features.clone()
-    boxes = best_rbboxes.detach().to(computation_dtype(features)).flatten(1, 2)
+    boxes = constant(best_rbboxes, features).flatten(1, 2)
     center = boxes[..., [1, 0]] * spatial_scale  # (x, y)
     at = center[:, :, None]
     if points == 5:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._arguments import check_layout, computation_dtype
+from .._arguments import check_layout, computation_dtype, places_in_groups
 from .._declared import check_indices, declared
 from .voxels import keys_of_rows, rows_of_keys
 
@@ -110,7 +110,7 @@ def get_indice_pairs(
         unique, output = key[tap_of, source].unique(return_inverse=True)
         outids = rows_of_keys(unique, out_shape).to(torch.int32)
     counts = reaches.sum(1)
-    rank = torch.arange(len(source), device=source.device) - (counts.cumsum(0) - counts)[tap_of]
+    rank = places_in_groups(tap_of, counts)
     pairs = indices.new_full((K, 2, N), -1, dtype=torch.int32)
     pairs[tap_of, 0, rank], pairs[tap_of, 1, rank] = source.int(), output.int()
     return outids, pairs, counts.int()

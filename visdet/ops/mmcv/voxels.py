@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _registration
-from .._arguments import check_layout, check_numbers, computation_dtype
+from .._arguments import check_layout, check_numbers, computation_dtype, places_in_groups
 from .._declared import check_indices, declared
 
 __all__ = [
@@ -121,7 +121,7 @@ def hard_voxelize(
     order = voxel.argsort(stable=True)
     start = count.cumsum(0) - count
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device) - start[voxel[order]]
+    rank[order] = places_in_groups(voxel[order], count)
     # Voxels are numbered by their first points.
     first = order[start]
     by_first = first.argsort()
