@@ -135,32 +135,20 @@ def test_norm_without_gradient_and_group_norm_names():
     assert "layer4.1.gn2.weight" in tiny(norm_cfg={"type": "GN", "num_groups": 2}).state_dict()
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpointing_changes_nothing_on_a_gpu(dtype):
-    plain, saving = (tiny(base_channels=16, norm_eval=False, with_cp=with_cp) for with_cp in (False, True))
-    x = torch.randn(2, 3, 64, 64).cuda()
-    for backbone in (plain, saving):
-        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            out = backbone.cuda().train()(x)[-1]
-        out.float().square().sum().backward()
-    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
-        assert (a.grad - b.grad).norm() <= 1e-3 * b.grad.norm() + 1e-6
-    for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("norm", ["BN", "SyncBN"])
 @pytest.mark.parametrize("norm_eval", [True, False])
-def test_checkpointing_changes_nothing(norm, norm_eval):
-    options = dict(norm_cfg=dict(type=norm), norm_eval=norm_eval)
-    plain, saving = tiny(**options), tiny(**options, with_cp=True)
-    saving.load_state_dict(plain.state_dict())
-    x = torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_changes_nothing(norm, norm_eval, dtype, device):
+    options = dict(base_channels=16, norm_cfg=dict(type=norm), norm_eval=norm_eval)
+    plain, saving = (tiny(**options, with_cp=with_cp).to(device).train() for with_cp in (False, True))
+    x = torch.randn(2, 3, 64, 64, device=device)
     for backbone in (plain, saving):
-        backbone.train()(x)[-1].square().sum().backward()
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            out = backbone(x)[-1]
+        out.float().square().sum().backward()
+    tolerance = 1e-6 if device == "cpu" else 1e-3
     for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+        assert (a.grad - b.grad).norm() <= tolerance * (b.grad.norm() + 1e-3)
     for a, b in zip(plain.buffers(), saving.buffers(), strict=True):
         torch.testing.assert_close(a, b)
 

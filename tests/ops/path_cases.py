@@ -1,7 +1,5 @@
 """Sizes, devices and arguments for the tests of the paths that operators choose."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -83,8 +81,30 @@ devices = st.one_of(
 )
 
 
-def refusal(error: Exception) -> bool:
-    """Return whether an error is an operator's refusal of sizes: it names what must be, and no kernel."""
-    return bool(
-        re.search(r"must be under|must be|at the most|too large", str(error))
-    ) and "CUDA kernel" not in str(error)
+side = st.one_of(st.integers(1, 9), st.integers(1, 700))
+
+
+@st.composite
+def attention_sizes(draw):
+    """Sizes of ms_deform_attn from nothing to large, encoders included."""
+    shapes = draw(st.lists(st.tuples(side, side), min_size=1, max_size=5))
+    queries = st.one_of(st.none(), st.integers(0, 40), st.sampled_from([300, 384, 450, 900, 1000, 30000]))
+    return dict(
+        Q=draw(queries),
+        B=draw(st.one_of(st.integers(0, 3), st.integers(1, 64))),
+        G=draw(st.one_of(st.integers(0, 3), st.sampled_from([1, 2, 4, 6, 8, 12, 16, 32]))),
+        C=draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 71, 128, 256, 1025]))),
+        P=draw(st.one_of(st.integers(0, 9), st.sampled_from([4, 8, 300]))),
+        shapes=shapes,
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),
+    )
+
+
+@st.composite
+def launches_of_attention(draw):
+    return attention(**draw(attention_sizes()))
+
+
+@st.composite
+def launches_of_fused_attention(draw):
+    return fused(**draw(attention_sizes()), boxes=draw(st.booleans()))

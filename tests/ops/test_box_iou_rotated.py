@@ -252,7 +252,7 @@ OPERATORS = (
             _draw_suppression_of_rotated_boxes(columns),
             _kept,
             compare=_same,
-            spoiled={"dets": ("rank", 0, 1), "scores": ("rank", 0)},
+            spoiled={"dets": ("rank", 0, 1), "scores": ("rank", 0), "labels": ("rank", 0)},
             launches=launches,
         )
         for call, columns, launches in (

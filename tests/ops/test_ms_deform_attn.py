@@ -9,6 +9,7 @@ import pytest
 import torch
 from calls import gradients, relative_error
 from golden import golden, under
+from path_cases import launches_of_attention
 from torch import Tensor
 
 from tests.fuzz.problem import EXTREME, HALVES, Draw, Operator, Problem, largest, rand, wide_of
@@ -221,6 +222,7 @@ OPERATORS = (
         _draw,
         ms_deform_attn_reference,
         _bounds,
+        launches=launches_of_attention,
         reads_beside=("value",),
         scatters_beside=("weights",),
         spoiled={

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from calls import gradients, relative_error
+from path_cases import launches_of_fused_attention
 from test_ms_deform_attn import _factor, _sizes, _value, gradient_sum, level_tables, near_whole
 from torch import Tensor
 
@@ -212,6 +213,7 @@ OPERATORS = (
         _draw_fused,
         _fused_reference,
         _fused_bounds,
+        launches=launches_of_fused_attention,
         reads_beside=("value",),
         scatters_beside=("logits",),
         spoiled={

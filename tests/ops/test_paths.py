@@ -1,13 +1,11 @@
-"""Which kernels calls take on which GPU, and that every launch fits: without a GPU, on tensors without data."""
+"""Which kernels calls of attention take on which GPU: without a GPU, on tensors without data."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from path_cases import attention, devices, fused, needs_library, refusal
+from path_cases import attention, fused, needs_library
 
 from visdet import ops
 from visdet.ops import explain
@@ -169,47 +167,6 @@ def test_on_the_cpu_there_is_nothing_to_choose():
 def test_explain_rejects(operator, device, message):
     with pytest.raises(ValueError, match=message):
         explain(operator, **attention(3), device=device)
-
-
-side = st.one_of(st.integers(1, 9), st.integers(1, 700))
-
-
-@st.composite
-def attention_sizes(draw):
-    """Sizes of ms_deform_attn from nothing to large, encoders included."""
-    shapes = draw(st.lists(st.tuples(side, side), min_size=1, max_size=5))
-    queries = st.one_of(st.none(), st.integers(0, 40), st.sampled_from([300, 384, 450, 900, 1000, 30000]))
-    return dict(
-        Q=draw(queries),
-        B=draw(st.one_of(st.integers(0, 3), st.integers(1, 64))),
-        G=draw(st.one_of(st.integers(0, 3), st.sampled_from([1, 2, 4, 6, 8, 12, 16, 32]))),
-        C=draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 64, 71, 128, 256, 1025]))),
-        P=draw(st.one_of(st.integers(0, 9), st.sampled_from([4, 8, 300]))),
-        shapes=shapes,
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),
-    )
-
-
-@needs_library
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes=attention_sizes(),
-    device=devices,
-    deterministic=st.booleans(),
-    boxes=st.booleans(),
-    is_fused=st.booleans(),
-)
-def test_launches_of_ms_deform_attn_fit_every_device(sizes, device, deterministic, boxes, is_fused):
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        if is_fused:
-            explain("ms_deform_attn_fused", **fused(**sizes, boxes=boxes), device=device)
-        else:
-            explain("ms_deform_attn", **attention(**sizes), device=device)
-    except RuntimeError as error:
-        assert refusal(error), error
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_every_kernel_starts_through_the_launcher_and_has_bounds():
