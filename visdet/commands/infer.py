@@ -103,8 +103,9 @@ def _detect(args: argparse.Namespace) -> None:
     cfg, _ = load_config(args.config, args.cfg_options)
     if args.graph is not None:
         cfg.graph = args.graph
-    files, left_out = find_images(args.images, args.out_dir)
-    check_out_file(os.path.join(args.out_dir, "predictions.json"), "--out-dir")
+    out_dir = args.out_dir
+    files, left_out = find_images(args.images, out_dir)
+    check_out_file(os.path.join(out_dir, "predictions.json"), "--out-dir")
     detector = Detector(cfg, args.checkpoint, args.device)
     if args.score_thr is None:
         say(
@@ -115,7 +116,7 @@ def _detect(args: argparse.Namespace) -> None:
     found, failures = detect_files(
         detector,
         files,
-        args.out_dir,
+        out_dir,
         args.score_thr,
         args.batch_size,
         args.amp,
@@ -128,8 +129,8 @@ def _detect(args: argparse.Namespace) -> None:
     total = sum(len(image["detections"]) for image in found)
     frames = sum("frame" in image for image in found)
     read = f"{len(found) - frames} images" + (f" and {frames} frames of videos" if frames else "")
-    pictures = "" if args.json_only else f" and {args.out_dir}/pictures"
-    say(f"wrote {total} detections in {read} to {args.out_dir}/predictions.json{pictures}")
+    pictures = "" if args.json_only else f" and {out_dir}/pictures"
+    say(f"wrote {total} detections in {read} to {out_dir}/predictions.json{pictures}")
     side = (cfg.get("visualizer") or {}).get("min_side", 480)
     if not args.json_only and (small := sum(max(one["height"], one["width"]) < side for one in found)):
         left_out.append(f"{small} pictures of less than {side} pixels are enlarged (visualizer.min_side)")

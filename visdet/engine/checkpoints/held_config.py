@@ -160,23 +160,19 @@ def _assigned(node: ast.stmt) -> tuple[str, ast.expr]:
 
 def _literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
-    return ast.literal_eval(_Literals().visit(node))
-
-
-class _Literals(ast.NodeTransformer):
-    """Replaces ``dict(key=...)`` and ``float(...)`` by literals."""
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        kind, arguments = ast.unparse(node.func), node.args
-        names = [keyword.arg for keyword in node.keywords]
-        first = arguments[0] if arguments else ast.Dict([], [])
-        if kind == "dict" and len(arguments) < 2 and isinstance(first, ast.Dict) and None not in names:
-            values = [keyword.value for keyword in node.keywords]
-            return ast.Dict([*first.keys, *map(ast.Constant, names)], [*first.values, *values])
-        if kind == "float" and len(arguments) == 1 and not names:
-            return ast.Constant(float(ast.literal_eval(arguments[0])))
-        return node
+    if isinstance(node, ast.Dict):
+        keys: Any = node.keys
+        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_literal(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Call):
+        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
+        if kind is None:
+            raise ValueError
+        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+        return kind(*map(_literal, node.args), **named)
+    return ast.literal_eval(node)
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:

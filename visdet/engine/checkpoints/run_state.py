@@ -228,7 +228,7 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
     Raises:
         CheckpointError: a part does not fit this run. The message names it.
     """
-    meta, loop = content["meta"], runner.train_loop
+    meta, loop, warn = content["meta"], runner.train_loop, runner.logger.warning
     with _restoring(path, "meta"):
         loop.epoch, loop.iter = int(meta["epoch"]), int(meta["iter"])
         if min(loop.epoch, loop.iter) < 0:
@@ -237,11 +237,9 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
     with _restoring(path, "message_hub"):
         runner.message_hub.load_state_dict(restore_message_hub(content["message_hub"]))
     if to_plain(meta.get("dataset_meta")) != to_plain(getattr(loop.dataloader.dataset, "metainfo", None)):
-        runner.logger.warning(
-            f"{path} comes from a run whose training data have other classes or another metainfo"
-        )
+        warn(f"{path} comes from a run whose training data have other classes or another metainfo")
     if meta.get("seed") not in (None, runner.seed):
-        runner.logger.warning(
+        warn(
             f"{path} comes from a run with the seed {meta['seed']}, but the config has {runner.seed}: the order of the "
             "data is another one from here on"
         )
@@ -252,7 +250,7 @@ def restore(runner: Any, path: str, content: dict[str, Any]) -> dict[str, Any] |
             if name in (content.get("hooks") or {}):
                 _remember(hook, content["hooks"][name])
     if lacking := _lacking(runner, content):
-        runner.logger.warning(
+        warn(
             f"{path} is not complete: it lacks {listed(lacking)}. The run goes on from it otherwise than the run that "
             "wrote it would have"
         )

@@ -85,14 +85,15 @@ class SplitGaussiansHook(Hook):
         field = _field(runner, self)
         masses = field.masses()
         order = masses.argsort(stable=True)
-        most = int(self.max_share * len(order))
+        count = len(order)
+        most = int(self.max_share * count)
         given_up = order[:most][masses[order[:most]] < self.prune_below * masses.mean()]
         if len(given_up) == 0:
             return
-        split = order[len(order) - len(given_up) :]
+        split = order[count - len(given_up) :]
         field.split(split, given_up)
-        forget_moments(runner.optim_wrapper.optimizer, torch.cat([split, given_up]), len(order))
-        runner.logger.info(f"split {len(split)} of {len(order)} Gaussians into the places of spent ones")
+        forget_moments(runner.optim_wrapper.optimizer, torch.cat([split, given_up]), count)
+        runner.logger.info(f"split {len(split)} of {count} Gaussians into the places of spent ones")
 
 
 def forget_moments(optimizer: torch.optim.Optimizer, rows: Tensor, count: int) -> None:

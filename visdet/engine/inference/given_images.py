@@ -166,22 +166,24 @@ def _rgb_of_array(image: Any, channel_order: str, name: str) -> np.ndarray:
 
 def _bytes_of(image: np.ndarray, name: str) -> np.ndarray:
     """Return the values of an image as uint8."""
-    kind = image.dtype.kind
-    if image.dtype == np.uint8:
+    dtype = image.dtype
+    kind = dtype.kind
+    if dtype == np.uint8:
         return image
     if kind not in "uif":
-        raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {image.dtype}")
-    if kind == "u" and image.dtype.itemsize == 2:  # in either order of the bytes
+        raise InvalidTypeError(f"{name}: the values must be whole numbers or floats, got {dtype}")
+    if kind == "u" and dtype.itemsize == 2:  # in either order of the bytes
         return (image >> 8).astype(np.uint8)
     low, high = image.min(), image.max()
-    top = 1 if kind == "f" else 255
-    slack = 0.001 if kind == "f" else 0  # Resizing and conversions leave rounding errors.
+    is_float = kind == "f"
+    # Resizing and conversions leave rounding errors.
+    top, slack = (1, 0.001) if is_float else (255, 0)
     if not (low >= -slack and high <= top + slack):  # This is so for NaN, too.
         raise InvalidInputError(
-            f"{name}: values of {image.dtype} must be from 0 to {top}, got {low:g} to {high:g}; give uint8 or uint16, "
+            f"{name}: values of {dtype} must be from 0 to {top}, got {low:g} to {high:g}; give uint8 or uint16, "
             "or divide floats by 255"
         )
-    return np.round(image * 255).astype(np.uint8) if kind == "f" else image.astype(np.uint8)
+    return np.round(image * 255).astype(np.uint8) if is_float else image.astype(np.uint8)
 
 
 def _opened(path: str) -> Any:
@@ -220,7 +222,8 @@ def _frames(path: str) -> Iterator[GivenImage]:
     is_read, frame = video.read()
     if not is_read:
         raise UserError(f"video {path} has no frame that OpenCV can read")
-    number, time, longest = 0, max(video.get(cv2.CAP_PROP_POS_MSEC) / 1000, 0.0), 0.0
+    shown = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
+    number, time, longest = 0, max(shown, 0.0), 0.0
     rate = _rate_of(video)
     first = video.get(getattr(cv2, "CAP_PROP_PTS", -1))  # 0 in versions of OpenCV that do not know it
     while is_read:

@@ -59,8 +59,9 @@ def signals_interrupt(ends: bool = True) -> Iterator[list[int]]:
         received.append(number)
         if time.monotonic() - last > 5:
             last = time.monotonic()
-            if _noting and not (_noting[-1].at_once or _noting[-1].number):
-                _noting[-1].number = number
+            noted = _noting[-1] if _noting else None
+            if noted and not (noted.at_once or noted.number):
+                noted.number = number
             else:
                 raise Interrupted(number)
 

@@ -32,9 +32,10 @@ def tool_session() -> Iterator[None]:
             leave_process_group()
         except (KeyboardInterrupt, Exception) as error:
             # An error after a signal is a consequence of the signal, which data workers and other processes get, too.
+            rank = os.environ.get("RANK")
             if received or isinstance(error, KeyboardInterrupt):
                 number = received[0] if received else getattr(error, "number", signal.SIGINT)
-                if os.environ.get("RANK", "0") == "0":  # The main process alone says it.
+                if rank in (None, "0"):  # The main process alone says it.
                     print(
                         "; ".join([str(Interrupted(number)), *hints_of(error)]), file=sys.stderr, flush=True
                     )
@@ -44,6 +45,5 @@ def tool_session() -> Iterator[None]:
                 if sys.version_info < (3, 11):  # Later versions print the hints below the traceback.
                     print("\n".join(hints_of(error)), file=sys.stderr)
                 raise
-            rank = os.environ.get("RANK")
             print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
             sys.exit(1)
