@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(recording_report(args.check, args.data_root)))
         return
     if args.convert:
-        check_out_file(Path(args.convert).with_suffix(".npz"), "a copy of the file elsewhere")
+        file = Path(args.convert).with_suffix(".npz")
+        check_out_file(file, "a copy of the file elsewhere")
         infos, metadata = load_infos(args.convert)
-        write(Path(args.convert).with_suffix(".npz"), list(infos), metadata)
+        write(file, list(infos), metadata)
         return
     check_work_dir(args.out_dir, "--out-dir")
     converter = NuScenesConverter(args.root, args.version, args.can_bus, with_map=not args.no_map)
@@ -64,11 +65,8 @@ def run(args: argparse.Namespace) -> None:
     for scene in track(converter.tables.scenes(), description="scenes"):
         split = split_of_scene(args.version, scene["name"])
         infos_of_split.setdefault(split, []).extend(converter.infos_of_scene(scene))
-    if converter.scenes_without_can_bus:
-        print(
-            f"{len(converter.scenes_without_can_bus)} scenes have no CAN bus messages, so that their ego_status "
-            "is 0"
-        )
+    if silent := converter.scenes_without_can_bus:
+        print(f"{len(silent)} scenes have no CAN bus messages, so that their ego_status is 0")
     for split, infos in infos_of_split.items():
         write(Path(args.out_dir) / f"nuscenes_infos_{split}.npz", infos, {"version": args.version})
 

@@ -121,13 +121,14 @@ def log_environment(runner: Any, env_cfg: dict) -> None:
 @master_only
 def write_config(runner: Any) -> None:
     """Write the config to the work_dir, and warn of values that the copy cannot have."""
-    name = os.path.basename(runner.cfg.filename or f"{runner.timestamp}.py")
+    cfg = runner.cfg
+    name = os.path.basename(cfg.filename or f"{runner.timestamp}.py")
     with written_whole(os.path.join(runner.work_dir, name)) as partial:
-        runner.cfg.dump(partial)
-    if lost := values_without_code(runner.cfg.to_dict()):
+        cfg.dump(partial)
+    if lost := values_without_code(cfg.to_dict()):
         runner.logger.warning(
             f"the copy of the config in the work_dir has a description in place of {', '.join(lost)}, which cannot be "
-            f"written as code. Keep {runner.cfg.filename}"
+            f"written as code. Keep {cfg.filename}"
         )
 
 
@@ -304,13 +305,14 @@ def build_evaluation_loop(runner: Any, stage: str) -> EvaluationLoop:
         runner: the runner. stage: 'val' or 'test'.
     """
     config, loader, evaluator = (f"{stage}_{part}" for part in ("cfg", "dataloader", "evaluator"))
-    given = dict(runner.cfg[config])
+    cfg = runner.cfg
+    given = dict(cfg[config])
     kind = _loop_class(
         config, given.pop("type", f"{stage.title()}Loop"), dict.fromkeys((ValLoop, TestLoop), EvaluationLoop)
     )
-    with building(runner.cfg, config, loader, evaluator):
-        data = runner.build_dataloader(runner.cfg[loader])
-        metrics = runner.evaluators.get(stage) or build_evaluator(runner.cfg, stage)
+    with building(cfg, config, loader, evaluator):
+        data = runner.build_dataloader(cfg[loader])
+        metrics = runner.evaluators.get(stage) or build_evaluator(cfg, stage)
         check_evaluation_data(data, loader)
         check_metrics_are_apart(metrics.metrics, evaluator)
         return kind(runner, data, metrics, **given)

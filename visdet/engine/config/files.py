@@ -259,9 +259,10 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     """Return the path of a base and the scope of its package, if it is written ``package::path``."""
     if base.startswith(PACKAGE):
         return existing_config(base), None
-    file, scope = Config._get_cfg_path(base, os.path.abspath(reader))
+    place = os.path.abspath(reader)
+    file, scope = Config._get_cfg_path(base, place)
     if not os.path.isfile(file):
-        folder = Path(os.path.abspath(reader)).parent
+        folder = Path(place).parent
         near = [os.path.relpath(found, folder) for found in named_like(file, folder)]
         raise ConfigError(
             f"config {_shown(reader)}: there is no base {file}. A path in {_BASE} is relative to the folder of the "
@@ -272,9 +273,10 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
 
 def _executed(tree: ast.Module, path: str, bases: dict[str, Any]) -> dict[str, Any]:
     """Run a config and return its values."""
-    names: dict[str, Any] = {_BASE: bases, "__file__": os.path.abspath(path), "__name__": "config"}
+    place = os.path.abspath(path)
+    names: dict[str, Any] = {_BASE: bases, "__file__": place, "__name__": "config"}
     try:
-        exec(compile(tree, os.path.abspath(path), "exec"), names)
+        exec(compile(tree, place, "exec"), names)
     except (Exception, SystemExit) as error:  # A config is a program and may raise any error.
         raise _told(error, path) from error.__cause__
     if names[_BASE] is not bases:

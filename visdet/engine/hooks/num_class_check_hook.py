@@ -65,11 +65,14 @@ def _compare_lists(datasets: dict[str, Any]) -> None:
 
 def _compare(head_name: str, num_classes: int, loader_name: str, dataset: Dataset) -> None:
     classes = (getattr(dataset, "metainfo", None) or {}).get("classes")
-    if classes is None or len(classes) == num_classes:
+    if classes is None:
         return
-    shown = ", ".join(classes[:6]) + (", ..." if len(classes) > 6 else "")
+    count = len(classes)
+    if count == num_classes:
+        return
+    shown = ", ".join(classes[:6]) + (", ..." if count > 6 else "")
     raise ConfigError(
         f"model.{head_name}.num_classes is {num_classes}, but {loader_name}.dataset ({type(dataset).__name__}) has "
-        f"{len(classes)} classes ({shown}). Set model.{head_name}.num_classes={len(classes)}, or name the classes "
+        f"{count} classes ({shown}). Set model.{head_name}.num_classes={count}, or name the classes "
         "to train on in the data set's metainfo"
     )

@@ -61,9 +61,10 @@ def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.M
     """Return the data set's meta information, with ``classes``, from a checkpoint or else from the config."""
     meta = meta_of(checkpoint)
     dataset = _test_dataset(cfg)
-    found = meta.get("dataset_meta") or dataset.get("metainfo") or {}
+    of_checkpoint, older_names = meta.get("dataset_meta"), meta.get("CLASSES")
+    found = of_checkpoint or dataset.get("metainfo") or {}
     owner = "test_dataloader.dataset.metainfo"
-    if meta.get("dataset_meta") or meta.get("CLASSES"):
+    if of_checkpoint or older_names:
         owner = f"checkpoint {path}: meta['dataset_meta']"
     if not found:
         default = getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", {})
@@ -72,7 +73,7 @@ def dataset_meta_of(cfg: Config, checkpoint: dict, path: str | None, model: nn.M
             found = default
     if not isinstance(found, dict):
         return checked_classes(found, owner)
-    classes = found.get("classes") or found.get("CLASSES") or meta.get("CLASSES")
+    classes = found.get("classes") or found.get("CLASSES") or older_names
     if classes is None:
         raise ConfigError(
             "neither the checkpoint nor the config names the classes. Name them with "
