@@ -70,6 +70,11 @@ def moved_points(points: np.ndarray, pose: np.ndarray) -> np.ndarray:
     return points @ pose[:3, :3].T + pose[:3, 3]
 
 
+def seen_from(pose: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Return points [..., 2] of the world in the frame of a pose [4, 4], which is turned about the z axis alone."""
+    return (points - pose[:2, 3]) @ pose[:2, :2]
+
+
 def moved_boxes(boxes: np.ndarray, pose: np.ndarray) -> np.ndarray:
     """Return boxes in other coordinates, given the pose [4, 4] of theirs in these.
 

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 
 from visdet.structures.polylines import polygon_inside
-from visdet.structures.poses import box_corners, turn_about_z, yaw_of
+from visdet.structures.poses import box_corners, seen_from, turn_about_z, yaw_of
 
 from .driving_world import DRIVING_CLASSES, Road, World
 
@@ -143,7 +143,7 @@ class Renderer:
         start, stop = station - 75, station + 75
 
         def pixels(xy: np.ndarray) -> np.ndarray:
-            local = (xy - lidar_pose[:2, 3]) @ lidar_pose[:2, :2]
+            local = seen_from(lidar_pose, xy)
             plane = (
                 np.stack([local[:, 0] + _MAP_RANGE, _MAP_RANGE - local[:, 1]], axis=-1) / _MAP_RESOLUTION
                 - 0.5
@@ -332,7 +332,7 @@ def _parts_of_agents(world: World, frame: int, lidar_pose: np.ndarray) -> Parts:
 def boxes_in_lidar(world: World, frame: int, lidar_pose: np.ndarray) -> np.ndarray:
     """Return the boxes of all agents at ``frame`` in the lidar frame, [n, 7] (x, y, z, length, width, height, yaw)."""
     agents = world.agents
-    xy = (agents.xy[:, frame] - lidar_pose[:2, 3]) @ lidar_pose[:2, :2]
+    xy = seen_from(lidar_pose, agents.xy[:, frame])
     yaw = agents.yaw[:, frame] - yaw_of(lidar_pose)
     z = GROUND_Z + agents.sizes[:, 2] / 2
     return np.concatenate([xy, z[:, None], agents.sizes, yaw[:, None]], axis=1)

@@ -19,6 +19,7 @@ from visdet.structures.poses import (
     moved_points,
     pose_matrix,
     quaternion_from_matrix,
+    seen_from,
     turn_about_z,
 )
 
@@ -254,21 +255,18 @@ def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> 
     here = road.nearest_station(lidar[:2, 3])
     start, stop = here - 50, here + 50
 
-    def local(xy: np.ndarray) -> np.ndarray:
-        return (xy - lidar[:2, 3]) @ lidar[:2, :2]
-
     lines: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
     for crossing in road.crossings:
         if abs(crossing - here) < 50:
             half = road.half_width
             ends = [road.line(side * half, crossing - 1.5, crossing + 1.5) for side in (-1, 1)]
-            polygon = clip_polygon(local(np.concatenate([ends[0], ends[1][::-1]])), roi_size)
+            polygon = clip_polygon(seen_from(lidar, np.concatenate([ends[0], ends[1][::-1]])), roi_size)
             if polygon is not None:
                 lines[0].append(polygon)
     for offset in dividers_of(road):
-        lines[1] += clip_line(local(road.line(offset, start, stop)), roi_size)
+        lines[1] += clip_line(seen_from(lidar, road.line(offset, start, stop)), roi_size)
     for side in (-1, 1):
-        lines[2] += clip_line(local(road.line(side * road.half_width, start, stop)), roi_size)
+        lines[2] += clip_line(seen_from(lidar, road.line(side * road.half_width, start, stop)), roi_size)
     return lines
 
 
