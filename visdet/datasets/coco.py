@@ -16,7 +16,7 @@ from visdet.checks.arguments import checked
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, listed, where_to_get
 from visdet.files.images import open_image, sizes_of
-from visdet.registry import DATASETS, TRANSFORMS
+from visdet.registry import DATASETS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
@@ -25,6 +25,8 @@ from visdet.structures.coco_json import (
     load_coco_json,
     match_categories,
 )
+
+from .transforms.base import built
 
 # The 80 categories of COCO 2017, in the order of its JSON files.
 _COCO_NAMES = """
@@ -130,8 +132,7 @@ class CocoDataset(BaseDataset):
             filter_cfg=filter_cfg,
             indices=indices,
             serialize_data=serialize_data,
-            # The transforms are built here, so that names without a scope mean visdet's if no default scope is set.
-            pipeline=[TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline],
+            pipeline=built(pipeline),  # by visdet's registry, whatever the default scope is
             test_mode=test_mode,
             lazy_init=lazy_init,
             max_refetch=max_refetch,

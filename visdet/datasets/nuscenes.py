@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from visdet.checks.arguments import Positive
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, where_to_get
-from visdet.registry import DATASETS, TRANSFORMS
+from visdet.registry import DATASETS
 from visdet.structures.class_names import checked_names
 from visdet.structures.poses import inverse_pose, moved_boxes, pose_matrix
 
@@ -23,6 +23,7 @@ from .frame_records import check_frame
 from .future_steps import TrackedBoxes, boxes_between, coming_steps
 from .info_files import frame_keys, load_infos, sequence_flags, sort_frames
 from .nuscenes_tables import NUSCENES_CLASSES
+from .transforms.base import built
 
 
 @DATASETS.register_module(name=["NuScenes3DDetTrackDataset", "NuScenes3DDataset"])
@@ -139,9 +140,7 @@ class NuScenes3DDetTrackDataset(Dataset):
             "version": self.metadata.get("version"),
             **(metainfo or {}),
         }
-        self.pipeline = Compose(
-            [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline or []]
-        )
+        self.pipeline = Compose(built(pipeline or []))
         if with_seq_flag:
             self.flag = sequence_flags(self._scenes, sequences_split_num)
 

@@ -9,6 +9,7 @@ import torch
 from mmengine.dataset import Compose
 
 from visdet.errors import InvalidInputError, UserError
+from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
 # What the names of results begin with, which other transforms read.
@@ -63,6 +64,11 @@ class BaseTransform(metaclass=ABCMeta):
             f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
         )
         return f"{type(self).__name__}({settings})"
+
+
+def built(steps: Sequence[Any]) -> list[Any]:
+    """Return the steps of a pipeline, which may be given as configs. Names without a scope mean visdet's."""
+    return [TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps]
 
 
 class DrawnTransform(BaseTransform):

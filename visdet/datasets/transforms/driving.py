@@ -97,11 +97,12 @@ class CircleObjectRangeFilter(BaseTransform):
             return results
         labels = results["gt_labels_3d"]
         distance = np.hypot(results["gt_bboxes_3d"][:, 0], results["gt_bboxes_3d"][:, 1])
-        if not isinstance(self.class_dist_thred, list):
-            return _keep_boxes(results, (labels >= 0) & (distance <= self.class_dist_thred))
-        reach = np.array([*self.class_dist_thred, -1.0])  # -1 for unknown classes
-        known = (labels >= 0) & (labels < len(self.class_dist_thred))
-        return _keep_boxes(results, distance <= reach[np.where(known, labels, -1)])
+        reach: Any = self.class_dist_thred
+        if isinstance(
+            reach, list
+        ):  # The last number, which nothing is within, is that of classes without one.
+            reach = np.array([*reach, -1.0])[np.minimum(labels, len(reach))]
+        return _keep_boxes(results, (labels >= 0) & (distance <= reach))
 
 
 @TRANSFORMS.register_module()

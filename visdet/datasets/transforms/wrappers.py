@@ -17,13 +17,8 @@ from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
-from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
+from .base import BaseTransform, DrawnTransform, built, choose, uniform, uniform_int
 from .tv_results import PER_BOX, set_image, set_large_boxes
-
-
-def _built(steps: Sequence[dict | Callable]) -> Compose:
-    """Return a pipeline of transforms, which may be given as configs."""
-    return Compose([TRANSFORMS.build(step) if isinstance(step, dict) else step for step in steps])
 
 
 @TRANSFORMS.register_module()
@@ -48,7 +43,7 @@ class RandomChoice(DrawnTransform):
             )
         self.prob = prob
         listed = [steps if isinstance(steps, (list, tuple)) else [steps] for steps in transforms]
-        self.transforms = [_built(steps) for steps in listed]  # type: ignore[arg-type]
+        self.transforms = [Compose(built(steps)) for steps in listed]  # type: ignore[arg-type]
 
     def _drawn(self, rng: Random | None) -> Compose:
         probabilities = self.prob or [1 / len(self.transforms)] * len(self.transforms)
@@ -115,7 +110,7 @@ class MixingTransform(BaseTransform):
     def __init__(self, pipeline: Sequence[dict | Callable] | None = None, prob: Share = 0.5) -> None:
         self._read: Compose | None = None
         if pipeline is not None:
-            self._read = _built(pipeline)
+            self._read = Compose(built(pipeline))
         self.prob = prob
 
     def others(self, results: dict, number: int) -> list[dict]:
