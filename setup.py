@@ -64,8 +64,8 @@ CUDA_UNITS = {
 
 def notice(*lines):
     """Print a message that stands out in a build log."""
-    width = max(len(line) for line in lines) + 4
-    print("=" * width, *(f"  {line}" for line in lines), "=" * width, sep="\n", file=sys.stderr, flush=True)
+    rule = "=" * 100
+    print(rule, *lines, rule, sep="\n", file=sys.stderr, flush=True)
 
 
 def find_nvcc():

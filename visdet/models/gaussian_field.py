@@ -203,7 +203,8 @@ class LearnableGaussianField(BaseDetector):
         sample = points[chosen] + torch.from_numpy(rng.normal(0, 0.05 * spacing, (count, 3)))
         means, scales, nearest = sample[:N], torch.full((N,), 0.5 * spacing, dtype=torch.float64), chosen[:N]
         if method == "kmeans":
-            from scipy.cluster.vq import kmeans2  # It is slow to import, and most runs do not need it.
+            from scipy.cluster.vq import kmeans2  # They are slow to import, and most runs do not need them.
+            from scipy.spatial import KDTree
 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # A cluster without points keeps its centre.
@@ -212,9 +213,7 @@ class LearnableGaussianField(BaseDetector):
             squares = (sample - means[cluster]).square().sum(1)
             sizes = torch.bincount(cluster, minlength=N).clamp(min=1)
             scales = (torch.zeros(N, dtype=torch.float64).index_add_(0, cluster, squares) / sizes / 3).sqrt()
-            by_distance = np.lexsort((squares.numpy(), label))
-            clusters, first = np.unique(label[by_distance], return_index=True)
-            nearest[torch.from_numpy(clusters).long()] = chosen[torch.from_numpy(by_distance[first])]
+            nearest = chosen[KDTree(sample.numpy()).query(centres)[1]]
         self._set_round(means, scales.clamp(min=0.05 * spacing), values[nearest])
 
     def _set_round(self, means: Tensor, scales: Tensor, values: Tensor) -> None:

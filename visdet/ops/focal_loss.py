@@ -150,7 +150,8 @@ def _weight_of_target(weight: Tensor, target: Tensor) -> Tensor:
 
 _sigmoid_focal_loss = _registration.differentiable(
     "sigmoid_focal_loss",
-    lambda given: given.input.new_empty(given.input.shape),
+    "input [N, C]",
+    layouts={"input": "[N, C]"},
     elsewhere=sigmoid_focal_loss_reference,
     needs_library=False,
 )
