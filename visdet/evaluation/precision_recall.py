@@ -62,11 +62,10 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
         None if nothing is right; and ``scores``, ``precision`` and ``recall``, at most 201 points of the curve. The
         threshold is in the middle between the lowest score that belongs to the best F1 and the next one.
     """
-    order = np.argsort(-scores, kind="stable")
-    scores, right = np.asarray(scores, float)[order], np.cumsum(np.asarray(is_right, float)[order])
     # Predictions of equal scores are above a threshold together.
-    last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True)) if len(scores) else np.zeros(0, int)
-    scores, right, counts = scores[last], right[last], last + 1
+    negative, group = np.unique(-np.asarray(scores, float), return_inverse=True)
+    scores = -negative  # the highest first
+    right, counts = np.cumsum(np.bincount(group, is_right)), np.cumsum(np.bincount(group))
     precision = right / counts
     recall = right / max(num_truths, 1)
     f1 = 2 * right / (counts + num_truths)
