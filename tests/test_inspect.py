@@ -53,7 +53,8 @@ def test_a_checkpoint_is_described(content, tmp_path, capsys):
 )
 def test_what_a_checkpoint_lacks_is_said(content, change, row, text):
     content["meta"].update(change)
-    assert text in str(checkpoint_rows(content, "a.pth")[row])
+    shown = str(checkpoint_rows(content, "a.pth")[row])
+    assert text in shown and not shown.rstrip().endswith(":")
     assert "weights" in checkpoint_rows({"a": torch.zeros(2)}, "a.pth")
 
 

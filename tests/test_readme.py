@@ -1,11 +1,16 @@
 """The snippets of README.md and of the pages for beginners run as they stand."""
 
+import argparse
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from visdet.command_line import sort_names
+from visdet.commands import _MODULES
 from visdet.ops import _library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,3 +123,16 @@ def test_every_command_of_the_pages_exists():
             assert (ROOT / script).exists(), (path, script)
         for pair in re.findall(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)", text, flags=re.MULTILINE):
             assert {*pair} - {""} <= targets, (path, pair)
+
+
+@pytest.mark.parametrize("command", _MODULES)
+def test_the_lines_of_the_pages_are_accepted_by_the_command(command):
+    parser = argparse.ArgumentParser(f"visdet {command}")
+    importlib.import_module(_MODULES[command]).add_arguments(parser)
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(), flags=re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            for line in re.findall(rf"^visdet {command} .*", joined, flags=re.MULTILINE):
+                given = argparse.Namespace(command=command)
+                options, others = parser.parse_known_args(shlex.split(line, comments=True)[2:], given)
+                assert not sort_names(options, others), (path.name, line)

@@ -13,7 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_config_arguments(parser, "checkpoint")
     parser.add_argument("--format", default="pt2", help="pt2, aoti, onnx or openvino (default: pt2)")
-    parser.add_argument("--out", type=folder_name, required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--out",
+        type=folder_name,
+        default="exported",
+        metavar="FOLDER",
+        help="folder to write (default: exported)",
+    )
     parser.add_argument(
         "--precision",
         default="float32",

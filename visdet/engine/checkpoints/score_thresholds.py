@@ -77,4 +77,4 @@ def told_thresholds(names: Iterable[str], thresholds: Iterable[float], origin: s
     """Return a line on the thresholds that a command uses and where they come from."""
     pairs = list(zip(names, thresholds, strict=True))
     shown = ", ".join(f"{name} {value:.2f}" for name, value in pairs[:8]) + (", …" if len(pairs) > 8 else "")
-    return f"thresholds of scores ({origin}): {shown}"
+    return f"thresholds of scores ({origin})" + (shown and f": {shown}")

@@ -45,6 +45,8 @@ class RunReportHook(Hook):
             "train": f"{_size(loader.dataset)}, batch {batch} x {processes} "
             f"process{'es' if processes > 1 else ''}, {length}{runner.max_iters} iterations",
         }
+        if isinstance(batch, int) and batch > len(loader.dataset):
+            rows["train"] += ". A batch is larger than the data set; --batch-size sets a smaller one"
         if runner.val_loop is not None:
             rows["val"] = f"{_size(runner.val_dataloader.dataset)}, {_validations(runner.train_loop)}"
         rows["optimizer"] = _optimizer(runner.optim_wrapper)
