@@ -152,6 +152,8 @@ def sort_names(args: argparse.Namespace, others: list[str]) -> str | None:
     if hasattr(args, "images"):
         args.images, names = names, []
     missing = [name for name in getattr(args, "required_names", ()) if not getattr(args, name)]
+    if missing and args.config != args.checkpoint:
+        missing[-1] += f" ({first} is no checkpoint, so that it was taken as the config)"
     return wrong_arguments(args.command, missing, names + others)
 
 

@@ -111,6 +111,12 @@ def test_the_start_up_dump_is_in_the_log_and_not_on_the_terminal(tmp_path, capsy
     assert printed.count("\n") < 30
 
 
+@pytest.mark.parametrize(("batch_size", "is_said"), [(24, False), (25, True)])
+def test_a_batch_larger_than_the_data_set_is_said(tmp_path, capsys, batch_size, is_said):
+    train(tmp_path, train_dataloader__batch_size=batch_size, train_cfg__max_iters=1)
+    assert ("A batch is larger than the data set" in capsys.readouterr().out) == is_said
+
+
 def test_the_summary_says_what_is_trained_on_what(tmp_path, capsys):
     train(tmp_path)
     printed = capsys.readouterr().out

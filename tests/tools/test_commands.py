@@ -1,5 +1,6 @@
 """The program ``visdet`` and the configs of the package, which are found from any folder."""
 
+import argparse
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ import torch
 from mmengine.config import Config
 
 import visdet
+from visdet.command_line import sort_names
 from visdet.commands import _MODULES
 from visdet.engine import ConfigError, load_config
 from visdet.engine.config.files import files_of_config, read_config
@@ -167,3 +169,10 @@ def test_the_results_of_a_test_are_read_by_coco(monkeypatch, tmp_path):
     assert coco.COCO(str(truth)).loadRes(str(tmp_path / "found.bbox.json")).anns
     with pytest.raises(ConfigError, match="CocoMetric"):
         visdet.evaluate(cfg, "random.pth", test_evaluator=[], out="found.bbox.json")
+
+
+@pytest.mark.parametrize("first", ["a_folder", "picture.jpg", "my_config.py"])
+def test_a_name_that_is_no_checkpoint_is_named_where_one_is_missing(first):
+    args = argparse.Namespace(command="infer", config=first, checkpoint="b.jpg", images=[])
+    args.required_names = ("images",)
+    assert f"required: images ({first} is no checkpoint" in sort_names(args, [])
