@@ -5,8 +5,8 @@
 
 #include "model.h"
 // These need cstdio.
-#include "jpeglib.h"
 #include "jerror.h"
+#include "jpeglib.h"
 
 // Ends the program with the message of libjpeg.
 void fail(j_common_ptr jpeg) {

@@ -51,7 +51,8 @@ struct Model {
     const auto fit = [&](const std::string& size, int64_t found) {
       if (!std::isalpha(size[0])) return std::stoll(size) == found;
       const auto range = numbers("ranges." + size);
-      return (range.empty() || (range[0] <= found && found <= range[1])) && known.emplace(size, found).first->second == found;
+      return (range.empty() || (range[0] <= found && found <= range[1])) &&
+             known.emplace(size, found).first->second == found;
     };
     const auto sizes = texts("inputs." + name + ".shape");
     return std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin(), tensor.sizes().end(), fit);
@@ -64,8 +65,8 @@ struct Model {
     for (const auto& name : texts("inputs")) {
       const at::Tensor& tensor = named(inputs, name, where);
       const std::string& type = facts["inputs." + name + ".type"];
-      TORCH_CHECK(tensor.scalar_type() == c10::getStringToDtypeMap().at(type), where, ": ", name, " must be a tensor of ",
-                  type, ", got ", c10::getDtypeNames(tensor.scalar_type()).first);
+      TORCH_CHECK(tensor.scalar_type() == c10::getStringToDtypeMap().at(type), where, ": ", name,
+                  " must be a tensor of ", type, ", got ", c10::getDtypeNames(tensor.scalar_type()).first);
       TORCH_CHECK(fits(tensor, name, known), where, ": ", name, " has the sizes ", tensor.sizes(),
                   ", which model.json does not allow");
       given.push_back(tensor.to(facts["AOTI_DEVICE_KEY"]).contiguous());

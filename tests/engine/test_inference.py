@@ -191,8 +191,8 @@ def test_names_that_people_try_are_answered(tmp_path, trained, image):
     detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
     with pytest.raises(TypeError, match="'conf'; write score_threshold="):
         detector(image, conf=0.5)
-    with pytest.raises(UserError, match=r"epochs: .*write train_cfg=dict\(max_epochs="):
-        visdet.train("dino/dino_shapes", epochs=3)
+    with pytest.raises(UserError, match=r"batch: .*batch_size=\.\.\."):
+        visdet.train("dino/dino_shapes", batch=3)
     assert {"Detector", "init_detector", "ops", "train"} <= set(dir(visdet))
     assert not any("." in name for name in dir(visdet)) and visdet.ops.ms_deform_attn
 

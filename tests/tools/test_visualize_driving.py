@@ -58,5 +58,6 @@ def test_trust_is_the_configs(tmp_path):
     foreign = pathlib.PurePosixPath  # a class is no plain value
     torch.save({"state_dict": MODELS.build(model).state_dict(), "extra": foreign}, checkpoint)
     with pytest.raises(CheckpointError, match="trust_checkpoint=True"):
-        load_model(Config({"model": model}), checkpoint)
-    assert not load_model(Config({"model": model, "trust_checkpoint": True}), checkpoint).training
+        load_model(Config({"model": model}), checkpoint, {})
+    trusted, thresholds = load_model(Config({"model": model, "trust_checkpoint": True}), checkpoint, {})
+    assert not trusted.training and not thresholds
