@@ -143,4 +143,7 @@ def main(name: str, work: str, device: str, scale: str, report_path: str, task: 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] in ([], ["--help"]):
+        print(f"usage: python -m tools.upstream.worker FOLDER WORK DEVICE SCALE REPORT TASK\n\n{__doc__}")
+    else:
+        main(*sys.argv[1:])
