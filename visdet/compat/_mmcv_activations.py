@@ -31,7 +31,8 @@ def bias_act(
         bias = None
         xref = yref / gain if yref.numel() else torch.zeros_like(input)
         if clamp >= 0:
-            xref = torch.where(xref.abs() * gain >= clamp, 2 * xref, xref)
+            beyond = torch.full_like(xref, torch.inf).copysign(xref)
+            xref = torch.where(yref.abs() >= clamp, beyond, xref) if yref.numel() else xref
     with torch.enable_grad():
         x = xref.detach().requires_grad_()
         y = activate(x, bias, dim, act, alpha, gain, clamp)
