@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["captured", "gradients", "in_a_process", "relative_error"]
+__all__ = ["captured", "gradients", "in_a_process", "in_order", "relative_error", "without_synchronisation"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,6 +36,26 @@ def relative_error(actual, expected):
         return 0.0
     actual, expected = actual.double().cpu(), expected.double().cpu()
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+@contextmanager
+def in_order(is_wanted=True):
+    """Let torch use deterministic algorithms alone within the block."""
+    torch.use_deterministic_algorithms(is_wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def without_synchronisation():
+    """Let whatever waits for the GPU raise an error within the block."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def captured(step):

@@ -331,41 +331,6 @@ OPERATORS = (
 )
 
 
-def maps(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_by_hand(device):
-    ramp = torch.arange(12.0, device=device).view(1, 1, 3, 4)  # 4 y + x
-    box = torch.tensor([[[1.0, 0, 3, 2]]], device=device)
-    # The largest of the samples at the top, the left, the bottom and the right.
-    assert border_align(ramp.expand(1, 4, 3, 4), box, 2).tolist() == [[[[3, 9, 11, 11]]]]
-    # Straight curves. The samples around (0, 0) are at y of -0.25 and 0.25 and x of -0.75 and 0.75; below 0, 0 counts.
-    curve = torch.tensor([[0.0, 0, 0, 1, 0, 2, 0, 3, 0, 3, 2, 2, 2, 1, 2, 0, 2]], device=device)
-    torch.testing.assert_close(
-        bezier_align(ramp, curve, (1, 1), 1.0, 2, False).item(), 4 * 0.25 / 2 + 0.75 / 2
-    )
-    roi = torch.tensor([[0.0, 0, 0, 2, 2], [9, 0, 0, 2, 2]], device=device)
-    assert prroi_pool(ramp, roi, (1, 1), 1.0).flatten().tolist() == [5, 0]  # The mean is that of the middle.
-    attention = torch.arange(6.0, device=device).view(1, 3, 1, 2)
-    assert psa_mask(attention, "collect", (1, 3)).flatten().tolist() == [2, 1, 4, 3]
-    assert psa_mask(attention, "distribute", (1, 3)).flatten().tolist() == [2, 4, 1, 3]
-    one = [(1, 1)] * 3 + [(0, 0)] + [(1, 1)] * 2
-    pair = torch.tensor([[[[1.0, 2]], [[3, 4]]]], device=device)
-    assert correlation(pair, pair, *one).flatten().tolist() == [10, 20]
-    shift = torch.tensor([[1, -1]], device=device)
-    moved = tin_shift(torch.arange(6.0, device=device).view(1, 3, 2, 1), shift)
-    assert moved.flatten().tolist() == [0, 3, 0, 5, 2, 0]
-
-
-def test_curves_of_no_image_are_0(device):
-    input = maps(1, 2, 9, 10).to(device)
-    assert bezier_align(input, torch.zeros(0, 17, device=device), (2, 3)).shape == (0, 2, 2, 3)
-    broken = torch.full((2, 17), math.nan, device=device)
-    broken[1] = 5
-    assert (bezier_align(input, broken, (2, 3), 1.0, 2) == 0).all()
-
-
 def test_correlation_of_no_pixels():
     x = torch.zeros(1, 2, 0, 3)
     assert correlation(x, x, *[(1, 1)] * 3, (1, 0), *[(1, 1)] * 2).tolist() == [[[[[0] * 3] * 2]]]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import captured
+from calls import captured, in_order
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,12 +183,8 @@ def test_a_second_gpu_serves_while_the_first_is_current(name, number):
 @sized
 def test_deterministic_algorithms_repeat_every_bit(name, number):
     problem = problem_of(name, number, 2000, "cuda")
-    torch.use_deterministic_algorithms(True)
-    try:
-        with Recorded() as recorded:
-            found = [results(name, problem) for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with in_order(), Recorded() as recorded:
+        found = [results(name, problem) for _ in range(3)]
     if not recorded.calls:
         pytest.skip("plain torch or torchvision serves it")
     for others in found[1:]:

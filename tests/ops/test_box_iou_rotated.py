@@ -334,20 +334,6 @@ def test_areas_by_hand(name, backend):
             )
 
 
-def test_quadrilaterals_need_not_be_rectangles(backend):
-    square, triangle = (
-        [0, 0, 2, 0, 2, 2, 0, 2],
-        [0, 0, 2, 0, 1, 1, 0, 2],
-    )  # the corner (1, 1) is on the hypotenuse
-    concave = [0, 0, 4, 0, 1, 1, 0, 4]
-    boxes = torch.tensor([square, triangle, concave], dtype=torch.float64)
-    for one in (boxes, torch.cat([boxes[:, i : i + 2] for i in (6, 4, 2, 0)], 1)):  # either way round
-        shared = box_iou_quadri(one, boxes, "area")
-        # Within the square, the concave one lacks the corner behind the lines from (1, 1) to (2, 2/3) and to (2/3, 2).
-        expected = torch.tensor([[4, 2, 8 / 3], [2, 2, 2], [8 / 3, 2, 4]], dtype=torch.float64)
-        torch.testing.assert_close(shared, expected)
-
-
 def test_shapely_agrees(backend):
     polygon = pytest.importorskip("shapely.geometry").Polygon
     boxes = rotated_boxes(40)
@@ -403,37 +389,6 @@ def test_an_overlap_equal_to_the_threshold_is_not_more(backend):
     boxes = torch.tensor([[1.0, 1, 2, 2, 0], [2, 1, 2, 2, 0]])  # 1/3
     assert len(nms_rotated(boxes, torch.ones(2), 1 / 3)[1]) == 2
     assert len(nms_rotated(boxes, torch.ones(2), 0.333)[1]) == 1
-
-
-BOXES_3D = torch.tensor(
-    [
-        [0.0, 0, 0, 4, 2, 2, 0],
-        [1, 0, 1, 4, 2, 2, 0],
-        [0, 0, 0, 4, 2, 2, PI / 2],
-        [9, 9, 0, 1, 1, 1, 0],
-        [0, 0, 0, 4, 2, 0, 0],
-    ]
-)
-
-
-def test_boxes_in_space_by_hand(backend):
-    area = boxes_overlap_bev(BOXES_3D[:1], BOXES_3D)
-    torch.testing.assert_close(area, torch.tensor([[8.0, 6, 4, 0, 8]]))
-    for column in range(7):
-        endless = BOXES_3D.clone()
-        endless[1, column] = math.inf
-        assert boxes_iou3d(BOXES_3D, endless).isnan().sum(0).tolist() == [0, 5, 0, 0, 0]
-    iou = boxes_iou3d(BOXES_3D[:1], BOXES_3D)
-    torch.testing.assert_close(iou, torch.tensor([[1, 6 / 26, 8 / 24, 0, 0]]))
-    scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5])
-    assert nms3d(BOXES_3D, scores, 0.5).tolist() == [0, 2, 3]
-    assert nms3d(BOXES_3D, scores, 0.7).tolist() == [0, 1, 2, 3]
-    assert nms3d_normal(BOXES_3D, scores, 0.7).tolist() == [0, 1, 3]
-    assert (
-        nms3d(BOXES_3D[:0], scores[:0], 0.5).shape
-        == nms3d_normal(BOXES_3D[:0], scores[:0], 0.5).shape
-        == (0,)
-    )
 
 
 def test_entries_of_mmcv(device):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from calls import in_a_process, relative_error
+from calls import in_a_process, in_order, relative_error
 from hypothesis import strategies as st
 from test_ms_deform_attn import NEAR
 from torch import Tensor
@@ -424,18 +424,6 @@ def test_taps_of_the_padding_have_no_gradient(modulated, backend):
     assert grad[4, 0].tolist() == [[3, 3, 3], [3, 3, 3], [-7, -8, -9]]  # the centre: down a row
 
 
-def on(device, is_ordered, function, tensors, settings):
-    """Return output and gradients on a device, with deterministic algorithms where ``is_ordered``, on the CPU."""
-    leaves = [t.detach().to(device).requires_grad_() for t in tensors]
-    torch.use_deterministic_algorithms(is_ordered)
-    try:
-        out = function(*leaves, *settings)
-        grads = torch.autograd.grad(out.square().sum(), leaves)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return [t.detach().cpu() for t in (out, *grads)]
-
-
 def test_maps_smaller_than_the_kernel():
     layer = DeformConv2d(1, 1, 3, padding=1)
     x = torch.randn(1, 1, 2, 2)
@@ -660,12 +648,9 @@ def test_all_but_the_gradient_of_input_is_ordered():
 def test_deterministic_algorithms_are_asked_for_before_the_forward():
     x, offset, mask, weight = Case().tensors(torch.float32, "cuda")
     out = modulated_deform_conv2d(x.requires_grad_(), offset, mask, weight, padding=1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match=r"use_deterministic_algorithms\(True\) must be called before"):
-            out.sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    said = r"use_deterministic_algorithms\(True\) must be called before"
+    with in_order(), pytest.raises(RuntimeError, match=said):
+        out.sum().backward()
 
 
 @pytest.mark.cuda

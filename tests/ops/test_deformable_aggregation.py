@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import gradients, in_a_process, relative_error
+from calls import gradients, in_a_process, in_order, relative_error, without_synchronisation
 from golden import golden, under
 from hypothesis import strategies as st
 from test_ms_deform_attn import gradient_sum, near_whole
@@ -209,16 +209,6 @@ OPERATORS = (
         launches=_launches_of_deformable_aggregation,
     ),
 )
-
-
-def test_one_pair_by_hand():
-    # A 2 x 3 map; the sample at pixel (x=1.25, y=0.5) weighs its corners .375 .125 .375 .125. Two groups.
-    features = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]).reshape(1, 6, 1).repeat(1, 1, 2)
-    location = torch.tensor([(1.25 + 0.5) / 3, (0.5 + 0.5) / 2]).reshape(1, 1, 1, 1, 2)
-    weights = torch.tensor([2.0, -1.0]).reshape(1, 1, 1, 1, 1, 2)
-    out = deformable_aggregation(features, [[(2, 3)]], [[0]], location, weights)
-    sample = 0.375 * 2 + 0.125 * 4 + 0.375 * 16 + 0.125 * 32
-    assert out.flatten().tolist() == pytest.approx([2 * sample, -sample])
 
 
 @pytest.mark.parametrize("outside", [0.0, 1.0, -1e-7, 1 + 1e-6, math.nan, math.inf, -math.inf, 1e30, -1e30])
@@ -527,11 +517,8 @@ def test_many_pairs_on_few_texels(deterministic, device):
     case[3] = (torch.rand(1, 30, 400, 3, 2, generator=generator, dtype=torch.float64) * 0.2 + 0.4).to(device)
     grad_output = torch.randn(1, 30, 16, generator=generator, dtype=torch.float64)
     expected, expected_grads = gradients(deformable_aggregation_reference, case, grad_output)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with in_order(deterministic):
         output, grads = gradients(deformable_aggregation, case, grad_output)
-    finally:
-        torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(grads, expected_grads)
 
@@ -581,8 +568,7 @@ def test_no_synchronisation():
     case = make_case(*CASES["B3-Q9-P13-G8-C256"], dtype=torch.float32, device="cuda")
     features, shapes, starts, locations, weights = case
     maps = [torch.randn(3, 3, 16, H, W, device="cuda") for H, W in ((4, 6), (2, 3))]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         gradients(deformable_aggregation_function, case, torch.ones(3, 9, 256, device="cuda"))
         on_device = (
             features,
@@ -593,8 +579,6 @@ def test_no_synchronisation():
         )
         gradients(deformable_aggregation_function, on_device, torch.ones(3, 9, 256, device="cuda"))
         feature_maps_format(feature_maps_format(maps), inverse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.cuda

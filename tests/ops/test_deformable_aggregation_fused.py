@@ -212,13 +212,6 @@ SHAPES = [[(8, 16), (4, 8)], [(6, 9), (2, 2)]]  # two cameras, two levels
 # Camera 0 looks along +x, camera 1 along -x: u = 32 + 30 * lateral / depth, in images of 64 x 32 pixels.
 FORWARD = [[32.0, -30, 0, 160], [16, 0, -30, 80], [1, 0, 0, 5], [0, 0, 0, 1]]
 BACKWARD = [[-32.0, 30, 0, 160], [-16, 0, -30, 80], [-1, 0, 0, 5], [0, 0, 0, 1]]
-SIZES = {
-    "B2-Q5-P3-G2-C16": (2, 5, 3, 2, 16),
-    "B1-Q7-P13-G8-C64": (1, 7, 13, 8, 64),
-    "B2-Q3-P150-G3-C9": (2, 3, 150, 3, 9),
-    "B1-Q2-P2-G300-C300": (1, 2, 2, 300, 300),
-    "B1-Q2-P300-G16-C32": (1, 2, 300, 16, 32),  # blocks of 1024 threads on CUDA
-}
 
 
 def make_case(B, Q, P, G, C, *, cameras=True, keep=True, dtype=torch.float64, logit_dtype=None, device="cpu"):

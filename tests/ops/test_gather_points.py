@@ -198,21 +198,6 @@ OPERATORS = (
 )
 
 
-LAYOUTS = {"of each image": (3, 20, 9), "shared": (9, 20)}
-
-
-def inputs(layout, dtype, index_dtype, has_weight, zeros_outside, device, M=50):
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(LAYOUTS[layout], generator=generator, dtype=dtype).mT.contiguous().mT
-    low, high = (-2, 12) if zeros_outside else (0, 9)
-    index = torch.randint(low, high, (3, M, 3 if has_weight else 1), generator=generator, dtype=index_dtype)
-    weight = (
-        torch.randn(3, M, 3, generator=generator, dtype=dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    )
-    weight = weight if has_weight else features.new_empty(0)
-    return features.to(device), index.to(device), weight.to(device), zeros_outside
-
-
 @pytest.mark.parametrize("call", [group_points, gather_points, three_interpolate])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1])

@@ -184,6 +184,16 @@ def _launches_of_mahalanobis_distance(draw: st.DrawFn) -> dict[str, Any]:
     return drawn
 
 
+TENSORS = ("points", "means", "cholesky", "weights")
+
+
+def _of_sizes(B: int, N: int, names: tuple[str, ...] = TENSORS, **settings: float) -> Problem:
+    """Return a problem of B points and N round Gaussians."""
+    round_factors = rand(N, 3, 3) * torch.eye(3)
+    tensors = dict(zip(TENSORS, (rand(B, 3), rand(N, 3), round_factors, rand(N)), strict=True))
+    return Problem({name: tensors[name] for name in names} | settings, names)
+
+
 OPERATORS = (
     Operator(
         "mahalanobis_distance",
@@ -196,12 +206,7 @@ OPERATORS = (
             "means": ("rank", "device", 0, 1),
             "cholesky": ("device", 0, 1, 2),
         },
-        of_size=(
-            lambda n: Problem(
-                {"points": rand(4, 3), "means": rand(n, 3), "cholesky": rand(n, 3, 3) * torch.eye(3)},
-                ("points", "means", "cholesky"),
-            ),
-        ),
+        of_size=(lambda n: _of_sizes(4, n, ("points", "means", "cholesky")),),
         launches=_launches_of_mahalanobis_distance,
     ),
     Operator(
@@ -217,60 +222,14 @@ OPERATORS = (
             "weights": ("rank", "device", 0),
         },
         of_size=(
-            lambda n: Problem(
-                {
-                    "points": rand(n, 3),
-                    "means": rand(4, 3),
-                    "cholesky": rand(4, 3, 3) * torch.eye(3),
-                    "weights": rand(4),
-                    "tolerance": 0.0,
-                },
-                ("points", "means", "cholesky", "weights"),
-            ),
-            lambda n: Problem(
-                {
-                    "points": rand(n, 3),
-                    "means": rand(4, 3),
-                    "cholesky": rand(4, 3, 3) * torch.eye(3),
-                    "weights": rand(4),
-                    "tolerance": 0.01,
-                },
-                ("points", "means", "cholesky", "weights"),
-            ),
-            lambda n: Problem(
-                {
-                    "points": rand(4, 3),
-                    "means": rand(n, 3),
-                    "cholesky": rand(n, 3, 3) * torch.eye(3),
-                    "weights": rand(n),
-                    "tolerance": 0.0,
-                },
-                ("points", "means", "cholesky", "weights"),
-            ),
-            lambda n: Problem(
-                {
-                    "points": rand(4, 3),
-                    "means": rand(n, 3),
-                    "cholesky": rand(n, 3, 3) * torch.eye(3),
-                    "weights": rand(n),
-                    "tolerance": 0.01,
-                },
-                ("points", "means", "cholesky", "weights"),
-            ),
+            lambda n: _of_sizes(n, 4),
+            lambda n: _of_sizes(n, 4, tolerance=0.01),
+            lambda n: _of_sizes(4, n),
+            lambda n: _of_sizes(4, n, tolerance=0.01),
         ),
         launches=_launches_of_gaussian_field,
     ),
 )
-
-
-def test_by_hand(device):
-    # L = [[2, 0, 0], [1, 1, 0], [0, 2, 4]], x - mu = (2, 3, 8): v = (1, 2, 1), |v|^2 = 6.
-    points = torch.tensor([[3.0, 4, 9]], device=device)
-    means = torch.ones(1, 3, device=device)
-    cholesky = torch.tensor([[[2.0, 9, 9], [1, 1, 9], [0, 2, 4]]], device=device)  # 9: not read
-    assert mahalanobis_distance(points, means, cholesky).tolist() == [[6.0]]
-    field = gaussian_field(points, means, cholesky, torch.tensor([5.0], device=device))
-    assert field.item() == pytest.approx(5 * math.exp(-3))
 
 
 @pytest.mark.parametrize("case", ["random", "cov_tril", "ill_conditioned", "one", "points_at_means"])

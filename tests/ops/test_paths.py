@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import in_order
 from path_cases import attention, fused, needs_library
 
 from visdet import ops
@@ -126,11 +127,8 @@ def test_why_a_path_of_the_forward_declines(name):
 
 @needs_library
 def test_deterministic_mode_sorts():
-    torch.use_deterministic_algorithms(True)
-    try:
+    with in_order():
         plan = explain("ms_deform_attn", **attention(None, B=1), device="H100")
-    finally:
-        torch.use_deterministic_algorithms(False)
     backward = plan.plans[-1]
     assert backward.path == "sorted"
     assert [path for path, reason in backward.declined if "deterministic" in reason] == ["encoder", "direct"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from calls import in_order
 from path_cases import needs_library
 
 from tests.fuzz.problem import wide_of
@@ -64,11 +65,8 @@ def test_choices_of_deformable_aggregation(name, device):
 @needs_library
 def test_only_the_deterministic_mode_sorts_cells():
     for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
+        with in_order(deterministic):
             backward = explain("deformable_aggregation", **aggregation(), device="H200").plans[-1]
-        finally:
-            torch.use_deterministic_algorithms(False)
         assert ("order_kernel" in [launch.kernel for launch in backward.launches]) == deterministic
 
 

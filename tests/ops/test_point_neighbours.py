@@ -347,15 +347,6 @@ def test_furthest_point_sample_is_the_loop(dtype, device):
     assert furthest_point_sample(points.to(device), 30).shape == (3, 30)
 
 
-def test_stacked_groups_are_zero_where_an_index_leaves_its_cloud(device):
-    features = torch.rand(7, 2, device=device)
-    sizes, groups = torch.tensor([3, 4], device=device), torch.tensor([2, 1], device=device)
-    index = torch.tensor([[0, 2], [3, -1], [3, 0]], dtype=torch.int32, device=device)
-    grouped = stack_group_points(features, sizes.int(), index, groups.int())
-    assert torch.equal(grouped[0], features[[0, 2]].T) and (grouped[1] == 0).all()
-    assert torch.equal(grouped[2], features[[6, 3]].T)
-
-
 def pool_in_equal_boxes(features, count):
     points, boxes = features.new_zeros(1, 1, 3), features.new_ones(1, count, 7)
     return roipoint_pool3d(points + 1, features, boxes, 1)[0][..., 3]

@@ -395,15 +395,6 @@ OPERATORS = (
 )
 
 
-def test_min_area_polygons_by_hand():
-    points = torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2, 1, 1, 2, 1, 3, 1, 1, 0, 0, 1]])
-    assert min_area_polygons(points).tolist() == [[4, 0, 0, 0, 0, 2, 4, 2]]
-    assert min_area_polygons(points * 0 + 3).tolist() == [[3] * 8]
-    assert convex_iou(points, torch.tensor([[0.0, 0, 2, 0, 2, 4, 0, 4]])).item() == pytest.approx(1 / 3)
-    giou, gradient = convex_giou(points, torch.tensor([[0.0, 0, 4, 0, 4, 2, 0, 2]]))
-    assert giou.item() == 1 and gradient.shape == (1, 18)
-
-
 def test_the_gradient_where_sides_coincide_is_mmcvs():
     """A hull whose left and lower sides lie on those of the polygon; the shared area has 0 or 1 as derivative there."""
     points = torch.tensor([[1.0, 1, 2, 2, 1, 2, 2, 1, 1, 3, 3, 1, 2, 3, 3, 2, 1.5, 1.5]])
@@ -441,31 +432,3 @@ def test_the_overlap_and_its_gradient_in_line_with_the_origin_and_of_small_sets(
     # The corner (0, 0): moving it outward by x adds x to the set, to the union and to the common hull.
     expected = (1 / 49 - (8 - 7) / 64) / size
     assert gradient[0, :2].tolist() == pytest.approx([expected] * 2)
-
-
-def test_points_in_concave_polygons(device):
-    concave = torch.tensor([[0.0, 0, 4, 0, 1, 1, 0, 4]], device=device)
-    points = torch.tensor([[0.5, 0.5], [2.0, 2.0], [-1, 1]], device=device)
-    assert points_in_polygons(points, concave).tolist() == [[1], [0], [0]]
-
-
-@pytest.mark.parametrize("call", [diff_iou_rotated_2d, diff_iou_rotated_3d])
-def test_negative_sides_count_as_0_and_boxes_without_end_have_no_overlap(call):
-    box = torch.tensor([0.0, 0, 0, 2, 1, 2, 0])
-    turned, far, flat = box.clone(), box.clone(), box.clone()
-    turned[3], far[2], flat[3:5] = -2, math.inf, -1
-    if call is diff_iou_rotated_2d:
-        far[0] = math.inf
-    one, other = torch.stack([box, box, flat])[None], torch.stack([turned, far, flat])[None]
-    if call is diff_iou_rotated_2d:
-        one, other = (boxes[..., [0, 1, 3, 4, 6]] for boxes in (one, other))
-    one.requires_grad_()
-    found = call(one, other)
-    assert found[0, 0].item() == 0 and found[0, 1:].isnan().all()  # -1 * -1 is not an area
-    assert torch.autograd.grad(found[0, 0], one)[0][0, 0].isfinite().all()
-
-
-X = torch.zeros(3, 4)
-
-
-REFUSED = []

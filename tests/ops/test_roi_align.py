@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from calls import in_a_process
+from calls import in_a_process, in_order
 
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
@@ -66,13 +66,6 @@ def upright(function, mode="avg"):
     return lambda x, rois, size, scale, ratio, aligned: function(x, rois, size, scale, ratio, mode, aligned)
 
 
-@pytest.fixture
-def in_order():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def compare(turned, name, dtype, device, mode="avg"):
     x, rois, settings = make(name, dtype, turned, device)
     function, reference = (
@@ -124,13 +117,15 @@ def test_the_cuda_kernels_match_the_definitions(turned, name, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES_OF_CUDA)
 @pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
-def test_gradients_in_order(turned, name, dtype, in_order):
+@in_order()
+def test_gradients_in_order(turned, name, dtype):
     first = compare(turned, name, dtype, "cuda")
     assert all(torch.equal(compare(turned, name, dtype, "cuda"), first) for _ in range(2))
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
-def test_gradients_in_order_of_any_size(scale, device, in_order):
+@in_order()
+def test_gradients_in_order_of_any_size(scale, device):
     x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float64, False, device)
     output, expected, gradient = both(upright(roi_align_reference), x, rois, settings)
     _, found, _ = both(upright(roi_align), x, rois, settings, gradient * scale)
@@ -174,14 +169,11 @@ def test_a_pixel_spoils_the_bins_that_sample_it_alone(device, ratio, value):
 def test_a_bad_gradient_spreads_to_the_pixels_of_its_bin(device, ordered):
     x = torch.ones(1, 2, 8, 8, device=device, requires_grad=True)
     rois = torch.tensor([[0.0, 1.3, 1.3, 5.3, 5.3], [0, -9, -9, -3, -3]], device=device)
-    torch.use_deterministic_algorithms(ordered)
-    try:
+    with in_order(ordered):
         out = roi_align(x, rois, 2, 1.0, 0)
         gradient = torch.ones_like(out)
         gradient[0, 0, 0, 0] = gradient[1] = math.nan
         out.backward(gradient)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert x.grad[0, 0, 1:4, 1:4].isnan().all() and x.grad[0, 0].isnan().sum() == 9
     assert x.grad[0, 1].isfinite().all()
 

@@ -6,20 +6,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_roi_ops import _bounds, _launches_of_roi_align, draw_regions, positions_in_bins
+from test_roi_ops import _bounds, _launches_of_roi_align, draw_regions, samples_of
 from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
 from tests.fuzz.sampling import is_unclear, sampled
 from visdet.ops import (
-    RoIAlignRotated,
     active_rotated_filter,
     riroi_align_rotated,
     roi_align_rotated,
     rotated_feature_align,
 )
-from visdet.ops.roi_align_rotated import roi_align_rotated_reference
 
 
 @st.composite
@@ -49,37 +47,31 @@ def _draw_pooled(draw: Draw) -> Problem:
     return _in_two_roundings(problem, "features")
 
 
-def _pooled(
-    features: Tensor,
-    rois: Tensor,
-    out_size: tuple[int, int],
-    spatial_scale: float,
-    num_samples: int,
-    num_orientations: int,
-    clockwise: bool,
-) -> Tensor:
-    (PH, PW), G = out_size, num_orientations
-    rows = [features.new_zeros(0, features.shape[1], PH, PW) + features[:0].sum()]
-    for image, *box, angle in rois.tolist():
-        x, y, w, h = (number * spatial_scale for number in box)
-        down, across = (
-            rois.new_tensor(positions_in_bins(-max(side, 1) / 2, max(side, 1) / 2, bins, num_samples))
-            for side, bins in ((h, PH), (w, PW))
-        )
-        turn = angle if clockwise else -angle
-        right = (across * math.cos(turn) - down[:, None] * math.sin(turn) + x).flatten()
-        below = (across * math.sin(turn) + down[:, None] * math.cos(turn) + y).flatten()
-        values = sampled(features[int(image)], below, right).view(
-            -1, PH, len(down) // PH, PW, len(across) // PW
-        )
-        bins = values.mean((2, 4)).unflatten(0, (-1, G))
-        first = math.floor(angle * G / (2 * math.pi))
-        part = angle * G / (2 * math.pi) - first
-        turned = [
-            (1 - part) * bins[:, (o - first) % G] + part * bins[:, (o - first + 1) % G] for o in range(G)
-        ]
-        rows.append(torch.stack(turned, 1).flatten(0, 1)[None])
+def _means(input: Tensor, rois: Tensor, output_size: tuple[int, int], **settings: Any) -> Tensor:
+    """Return the mean of the samples in each bin, or 0 where there are none."""
+    C, (PH, PW) = input.shape[1], output_size
+    rows = [input.new_zeros(0, C, PH, PW) + input[:0].sum()]
+    for region in rois.tolist():
+        y, x = (places.to(input) for places in samples_of(region, output_size, **settings))
+        values = sampled(input[int(region[0])], y.flatten(), x.flatten())
+        bins = values.view(C, PH, len(y) // PH, PW, y.shape[1] // PW)
+        rows.append(bins.sum((2, 4))[None] / max(y.numel() // (PH * PW), 1))
     return torch.cat(rows)
+
+
+def _pooled(
+    features: Tensor, rois: Tensor, out_size: Any, num_samples: int, num_orientations: int, **settings: Any
+) -> Tensor:
+    G = num_orientations
+    means = _means(features, rois, out_size, sampling_ratio=num_samples, aligned=False, **settings)
+    turn = rois[:, 5] * G / (2 * math.pi)
+    first = turn.floor()
+    part = (turn - first)[:, None, None, None, None]
+    orientation = torch.arange(G, device=rois.device) - first.long()[:, None]  # [N, G]
+    of_orientation = means.unflatten(1, (-1, G)).movedim(2, 1)  # [N, G, C / G, PH, PW]
+    region = torch.arange(len(rois), device=rois.device)[:, None]
+    before, after = (of_orientation[region, (orientation + i) % G] for i in (0, 1))
+    return ((1 - part) * before + part * after).movedim(1, 2).flatten(1, 2)
 
 
 def _points(best_rbboxes: Tensor, spatial_scale: float, points: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +141,7 @@ OPERATORS = (
         "roi_align_rotated",
         roi_align_rotated,
         lambda draw: draw_regions(draw, "roi_align_rotated"),
-        roi_align_rotated_reference,
+        _means,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
         launches=_launches_of_roi_align_rotated,
@@ -181,73 +173,6 @@ OPERATORS = (
 )
 
 
-ROIS = [
-    [0, 4.2, 3.1, 6.3, 2.2, 0.7],
-    [1, 2.0, 6.5, 3.0, 5.5, -2.4],
-    [1, 9, 1, 8, 8, 11.0],
-    [0, 3, 3, 0, 2, 1.0],
-]
-
-
-def maps(*shape, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-
-
-def rois(dtype=torch.float64):
-    return torch.tensor(ROIS, dtype=dtype)
-
-
-def sample(plane, x, y):
-    H, W = plane.shape
-    if not (-1 <= x <= W and -1 <= y <= H):
-        return 0.0
-    x, y = min(max(x, 0), W - 1), min(max(y, 0), H - 1)
-    left, top = min(int(x), max(W - 2, 0)), min(int(y), max(H - 2, 0))
-    right, bottom, fx, fy = min(left + 1, W - 1), min(top + 1, H - 1), x - left, y - top
-    above = (1 - fx) * plane[top, left] + fx * plane[top, right]
-    below = (1 - fx) * plane[bottom, left] + fx * plane[bottom, right]
-    return (1 - fy) * above + fy * below
-
-
-def by_loops(x, rois, size, scale, ratio, aligned, clockwise):
-    (PH, PW), out = size, torch.zeros(len(rois), x.shape[1], *size, dtype=x.dtype)
-    for n, (b, cx, cy, w, h, angle) in enumerate(rois.tolist()):
-        shift, angle = (0.5 if aligned else 0.0), (angle if clockwise else -angle)
-        cx, cy, w, h = cx * scale - shift, cy * scale - shift, w * scale, h * scale
-        if not aligned:
-            w, h = max(w, 1), max(h, 1)
-        down, across = (ratio, ratio) if ratio > 0 else (math.ceil(h / PH), math.ceil(w / PW))
-        for c in range(x.shape[1]):
-            for p in range(PH):
-                for q in range(PW):
-                    values = []
-                    for i in range(down):
-                        for j in range(across):
-                            v = -h / 2 + (p + (i + 0.5) / down) * h / PH
-                            u = -w / 2 + (q + (j + 0.5) / across) * w / PW
-                            values.append(
-                                sample(
-                                    x[int(b), c],
-                                    cx + u * math.cos(angle) - v * math.sin(angle),
-                                    cy + u * math.sin(angle) + v * math.cos(angle),
-                                )
-                            )
-                    if values:
-                        out[n, c, p, q] = sum(values) / len(values)
-    return out
-
-
-@pytest.mark.parametrize("clockwise", [False, True])
-@pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize("ratio", [0, 2])
-def test_roi_align_rotated_is_its_definition(ratio, aligned, clockwise):
-    x, settings = maps(2, 2, 7, 9), ((2, 3), 0.8, ratio, aligned, clockwise)
-    expected = by_loops(x, rois(), *settings)
-    assert expected[:3].flatten(1).any(1).all()
-    torch.testing.assert_close(roi_align_rotated(x, rois(), *settings), expected)
-    torch.testing.assert_close(RoIAlignRotated(*settings)(x, rois()), expected)
-
-
 def test_a_point_outside_the_map_reads_no_pixel():
     x = torch.ones(1, 1, 3, 3)
     x[0, 0, 0, 0] = math.nan
@@ -264,12 +189,12 @@ def test_gradients_of_rotated_filters_are_rounded_once(dtype):
     assert found.item() == 1 + 2 * epsilon
 
 
-X = torch.zeros(2, 8, 4, 5)
+X, ROIS = torch.zeros(2, 8, 4, 5), torch.zeros(3, 6)
 
 
 REFUSED = [
-    (lambda: roi_align_rotated(X, rois(), 2, 0.0), "spatial_scale must be above 0, got 0.0"),
-    (lambda: roi_align_rotated(X, rois(), 0, 1.0), r"output_size must be at least 1, got 0"),
-    (lambda: riroi_align_rotated(X, rois(), 0, 1.0), "riroi_align_rotated: out_size must be at least 1"),
-    (lambda: riroi_align_rotated(X, rois(), 2, 1.0, 0, 3), "num_orientations must divide .*got 3 for 8"),
+    (lambda: roi_align_rotated(X, ROIS, 2, 0.0), "spatial_scale must be above 0, got 0.0"),
+    (lambda: roi_align_rotated(X, ROIS, 0, 1.0), r"output_size must be at least 1, got 0"),
+    (lambda: riroi_align_rotated(X, ROIS, 0, 1.0), "riroi_align_rotated: out_size must be at least 1"),
+    (lambda: riroi_align_rotated(X, ROIS, 2, 1.0, 0, 3), "num_orientations must divide .*got 3 for 8"),
 ]

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import without_synchronisation
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.sampling import CLEAR, is_unclear
 from visdet.ops import (
     DeformRoIPoolPack,
     ModulatedDeformRoIPoolPack,
@@ -29,9 +31,6 @@ from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_pool import roi_pool_reference, roi_pool_with_argmax
 
 NOWHERE = (0.0, -900.0, -900.0, -890.0, -890.0)  # a region without any pixel
-
-
-CLEAR = 1e-3
 
 
 NOWHERE_ROTATED = (*NOWHERE[:3], 10.0, 10.0, 0.0)
@@ -81,49 +80,43 @@ def positions_in_bins(low: float, high: float, bins: int, ratio: int) -> list[fl
     return [low + (b + (i + 0.5) / count) * size for b in range(bins) for i in range(count)]
 
 
+def samples_of(
+    region: list[float],
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    aligned: bool = True,
+    clockwise: bool = True,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:  # [samples down, samples across] each
+    """Return y and x of the samples of a region, which is upright (x1, y1, x2, y2) or rotated (x, y, w, h, angle)."""
+    shift, least, angle = (0.5, -math.inf, 0.0) if aligned else (0.0, 1.0, 0.0)
+    if len(region) == 5:
+        x1, y1, x2, y2 = (number * spatial_scale - shift for number in region[1:])
+        w, h = max(x2 - x1, least), max(y2 - y1, least)
+        x, y = x1 + w / 2, y1 + h / 2
+    else:
+        x, y, w, h = (number * spatial_scale for number in region[1:5])
+        x, y, w, h = x - shift, y - shift, max(w, least), max(h, least)
+        angle = region[5] if clockwise else -region[5]
+    down, across = (
+        torch.tensor(positions_in_bins(-extent / 2, extent / 2, bins, sampling_ratio), dtype=torch.float64)
+        for extent, bins in zip((h, w), output_size, strict=True)
+    )
+    right = across * math.cos(angle) - down[:, None] * math.sin(angle) + x
+    below = across * math.sin(angle) + down[:, None] * math.cos(angle) + y
+    return below, right
+
+
 def _is_unclear(
     region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
 ) -> bool:
     """Return whether rounding decides if a sample is inside the map, or if it reads a bad number."""
-    scale, shift = settings["spatial_scale"], 0.5 if settings.get("aligned", True) else 0.0
-    for axis in (0, 1):
-        low, high = region[1 + axis] * scale - shift, region[3 + axis] * scale - shift
-        high = high if settings.get("aligned", True) else max(high, low + 1)
-        bins, side = settings["output_size"][1 - axis], images.shape[3 - axis]
-        for place in positions_in_bins(low, high, bins, settings["sampling_ratio"]):
-            if abs(place + 1) < CLEAR or abs(place - side) < CLEAR:
-                return True
-            if near_bad_numbers and abs(place - round(place)) < CLEAR:
-                return True
-    return False
-
-
-def _is_unclear_rotated(
-    region: list[float], images: Tensor, settings: dict[str, Any], near_bad_numbers: bool
-) -> bool:
-    """Return the same for a rotated region."""
-    scale, shift = settings["spatial_scale"], 0.5 if settings["aligned"] else 0.0
-    x, y, w, h, angle = (*(number * scale for number in region[1:5]), region[5])
-    if not settings["aligned"]:
-        w, h = max(w, 1), max(h, 1)
-    angle = angle if settings["clockwise"] else -angle
-    PH, PW = settings["output_size"]
-    down, across = (
-        torch.tensor(
-            positions_in_bins(-extent / 2, extent / 2, bins, settings["sampling_ratio"]), dtype=torch.float64
-        )
-        for extent, bins in ((h, PH), (w, PW))
-    )
-    right = across * math.cos(angle) - down[:, None] * math.sin(angle) + x - shift
-    below = across * math.sin(angle) + down[:, None] * math.cos(angle) + y - shift
-    for places, side in ((right, images.shape[3]), (below, images.shape[2])):
-        is_near = ((places + 1).abs() < CLEAR) | ((places - side).abs() < CLEAR)
-        if near_bad_numbers:  # A sample on the first pixel reads the second one, too, with weight 0.
-            places = places.clamp(min=0)
-            is_near |= (places - places.round()).abs() < CLEAR
-        if is_near.any():
-            return True
-    return False
+    y, x = samples_of(region, **settings)
+    unclear = is_unclear(y, x, *images.shape[2:], False)
+    if near_bad_numbers:  # A sample on the first pixel reads the second one, too, with weight 0.
+        unclear |= is_unclear(y.clamp(min=0), x.clamp(min=0), *images.shape[2:], True)
+    return bool(unclear.any())
 
 
 def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
@@ -161,12 +154,11 @@ def draw_regions(draw: Draw, kind: str) -> Problem:
     nowhere = torch.tensor(NOWHERE, dtype=regions.dtype)
     if is_rotated:
         regions, nowhere = _turned(draw, regions), torch.tensor(NOWHERE_ROTATED, dtype=regions.dtype)
-    is_unclear = _is_unclear_rotated if is_rotated else _is_unclear
     for row, region in enumerate(regions.tolist()):
         if kind == "roi_pool":
             unclear = _edges_unclear(region, settings)
         else:
-            unclear = is_unclear(region, images, settings, draw.has_bad_numbers)
+            unclear = _is_unclear(region, images, settings, draw.has_bad_numbers)
         if unclear:
             regions[row] = nowhere
     exact = regions.clone()
@@ -486,12 +478,9 @@ def test_regions_of_no_image_in_a_compiled_and_an_exported_layer():
 def test_bounding_the_regions_does_not_synchronise():
     x, rois = maps().cuda().requires_grad_(), ROIS.cuda()
     roi_align(x, rois, 2).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         for ratio in (0, 2):
             roi_align(x, rois, 2, 0.5, ratio).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import gradients, relative_error
+from calls import gradients, in_order, relative_error
 from golden import golden, under
 from hypothesis import strategies as st
 from test_ms_deform_attn import gradient_sum, near_whole, row_sum
@@ -257,23 +257,6 @@ def make_case(name, B, C, H, W, Q, D, G, octaves, dtype=torch.float64, device="c
     return [images.to(device), samples.to(wide).to(device), *(x.to(wide).to(device) for x in others)], rest
 
 
-def test_by_hand(device):
-    # A 2 x 3 image of two channels; the sample at pixel (1.25, 0.5) weighs its corners .375 .125 .375 .125.
-    image = torch.tensor([[1.0, 2, 4], [8, 16, 32]], device=device)
-    images = torch.stack([image, 2 * image])[None]
-    samples = torch.tensor([(1.25 + 0.5) * 2 / 3 - 1, 0.0], device=device).reshape(1, 1, 1, 2)
-    value = 0.375 * 2 + 0.125 * 4 + 0.375 * 16 + 0.125 * 32
-    weights = torch.tensor([3.0, -1.0], device=device).reshape(1, 2, 1, 1)
-    out = sample_sum(images, samples, weights)
-    assert out.flatten().tolist() == pytest.approx([3 * value, 6 * value, -value, -2 * value])
-    queries = torch.tensor([1.0, 10.0], device=device).reshape(1, 1, 1, 2)
-    depths = torch.full((1, 1, 1), 1 / 12, device=device)
-    assert sample_dot(images, samples, queries, depths).item() == pytest.approx(21 * value)
-    # One octave: the channels meet sin(pi / 6) = 1/2 and cos(pi / 6).
-    dot = sample_dot(images, samples, queries[..., :0], depths, 1)
-    assert dot.item() == pytest.approx((0.5 + 2 * math.cos(math.pi / 6)) * value, rel=1e-5)
-
-
 @pytest.mark.parametrize("case", ["random", "num_octaves_0", "border"])
 def test_golden_vectors(case, device):
     arrays = under(golden("fused_sample_ops"), case)
@@ -381,11 +364,8 @@ def test_all_samples_in_one_cell(Q, D):
     grad_output = torch.ones(1, dtype=torch.float64)
     _, expected = gradients(OPS["sum"][1], exact, grad_output)
     tensors = [tensor.float().cuda() for tensor in exact]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with in_order():
         runs = [gradients(OPS["sum"][0], tensors, grad_output)[1] for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
     for grads in runs:
         assert all(torch.equal(*pair) for pair in zip(grads, runs[0], strict=True))
         assert relative_error(grads[0], expected[0]) < 1e-3

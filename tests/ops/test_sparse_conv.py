@@ -176,10 +176,6 @@ def dense(indices, features, shape, batch_size=2):
     return grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
 
 
-def values_at(maps, indices):
-    return maps.movedim(1, -1)[tuple(indices.long().T)]
-
-
 CASES = [
     ((7, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
     ((7, 8), (3, 2), (2, 1), (1, 0), (1, 1)),

@@ -296,34 +296,6 @@ OPERATORS = (
 )
 
 
-SIZE, RANGE = (0.5, 0.5, 1.0), (0, -1, -2, 2, 1, 2)
-
-
-def test_by_hand(device):
-    points = torch.tensor([[0.6, 0.1, -1.5], [2, 1, 2], [0, -1, -2], [torch.nan, 0, 0]], device=device)
-    # The upper corner of the range is outside, and the lower one inside.
-    expected = [[0, 2, 1], [-1] * 3, [0, 0, 0], [-1] * 3]
-    assert dynamic_voxelize(points, SIZE, RANGE).tolist() == expected
-    features, places = (
-        torch.arange(1.0, 5, device=device)[:, None],
-        [[0, 1, 0, 0], [0, 1, 0, 0], [2, 0, 0, 0]],
-    )
-    places = torch.tensor([*places, [-1, 0, 0, 0]], dtype=torch.int32, device=device)
-    for kind, values in (("max", [2, 3]), ("sum", [3, 3]), ("mean", [1.5, 3])):
-        assert dynamic_scatter(features, places, kind)[0].flatten().tolist() == values
-    assert bev_pool(features, places, 1, 1, 3, 2)[0, 0, :, :, 0].tolist() == [[0, 3], [0, 0], [3, 0]]
-    columns = voxel_pooling(places[None, :, :3], features[None], (3, 2, 1))
-    assert columns[0, :, :, 0].tolist() == [[0, 0, 3], [3, 0, 0]]
-    depth, ranks = (
-        torch.tensor([2.0, 5], device=device).view(1, 1, 2, 1, 1),
-        torch.tensor([0, 1], device=device),
-    )
-    pooled = bev_pool_v2(
-        depth, features[:1].view(1, 1, 1, 1, 1), ranks.int(), 0 * ranks.int(), 0 * ranks.int(), 2
-    )
-    assert pooled.flatten().tolist() == [7, 0]
-
-
 def test_a_grid_of_more_than_2_to_the_31_voxels(device):
     points = torch.tensor([[1.0, 1, 1], [9999, 9999, 999], [1, 1, 1.0]], device=device)
     voxels, places, counts = hard_voxelize(points, (1, 1, 1), (0, 0, 0, 10000, 10000, 1000))
@@ -361,9 +333,9 @@ def test_forward_derivatives(aggregate):
 REFUSED = [
     (partial(call, torch.zeros(5, 3)), message)
     for call, message in [
-        (lambda x: dynamic_voxelize(x, (1, 1), RANGE[:4]), r"voxel_size must be \[3\], got \[2\]"),
-        (lambda x: hard_voxelize(x, SIZE, (0, 1)), r"coors_range must be 6 numbers, got \(0, 1\)"),
-        (lambda x: hard_voxelize(x, SIZE, RANGE, 0), "max_points must be at least 1, got 0"),
+        (lambda x: dynamic_voxelize(x, (1, 1), EXTENT[:4]), r"voxel_size must be \[3\], got \[2\]"),
+        (lambda x: hard_voxelize(x, FINE, (0, 1)), r"coors_range must be 6 numbers, got \(0, 1\)"),
+        (lambda x: hard_voxelize(x, FINE, EXTENT, 0), "max_points must be at least 1, got 0"),
         (lambda x: dynamic_scatter(x, x.int(), "min"), "must be one of 'max', 'sum', 'mean', got 'min'"),
     ]
 ]
@@ -374,18 +346,3 @@ def test_a_largest_feature_of_0_has_its_whole_gradient(device):
     voxels = torch.tensor([[0], [0], [1], [1]], dtype=torch.int32, device=device)
     dynamic_scatter(features, voxels, "max")[0].sum().backward()
     assert features.grad.flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
-
-
-def test_local_aggregate_prob_of_two_gaussians_by_hand(device):
-    # The first point is at the mean of a Gaussian and out of the other's reach. The second one sees none.
-    points = torch.tensor([[0.5, 0.5, 0.5], [3.5, 0.5, 0.5]], device=device)
-    means = torch.tensor([[0.5, 0.5, 0.5], [0.5, 1.5, 0.5]], device=device, requires_grad=True)
-    semantics = torch.tensor([[1.0, 2, 3], [4, 5, 6]], device=device)
-    precision = torch.tensor([[1.0, 1, 1, 0, 0, 0]] * 2, device=device)
-    given = points, points.int(), means, means.int(), torch.ones(2, device=device), semantics
-    sizes = torch.tensor([1, 0], device=device), precision, 4, 4, 4
-    expected, occupied, density = local_aggregate_prob(*given, *sizes)
-    assert expected.tolist() == [[1, 2, 3], [0.5, 0.5, 0.5]]
-    assert occupied.tolist() == [1, 0] and density.tolist() == [1, 0]
-    torch.autograd.backward([expected.sum() + occupied.sum() + density.sum()])
-    assert means.grad.isfinite().all()
