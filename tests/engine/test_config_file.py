@@ -145,7 +145,7 @@ def test_a_bug_in_a_users_module_keeps_its_traceback(tmp_path, monkeypatch, conf
         ("import json as j\nr = j.loads('[1]')", [1]),
         ("import numpy as np\n_base_ = []\nr = float(np.float32(2) ** 3)", 8.0),
         ("_base_ = 'base.py'\nr = f'{__file__}'[-11:]", "a_config.py"),
-        ("import torch\nr = torch.pi", 3.141592653589793),
+        ("import numpy as np\nr = float(np.ones(2).sum())", 2.0),
     ],
 )
 def test_imports_in_a_config(tmp_path, text, value):
@@ -157,12 +157,9 @@ def test_imports_in_a_config(tmp_path, text, value):
 
 def test_a_call_of_an_imported_name_says_how_to_write_it(tmp_path):
     written(tmp_path, "x = 1", "base.py")
-    for text in (
-        "import torch\nr = torch.ones(2)",
-        f"{READ_BASE}import numpy\nr = numpy.ones(2)",
-    ):
-        with pytest.raises(ConfigError, match=r"an import gives its value only when .*_base_"):
-            load_config(written(tmp_path, text))
+    text = f"{READ_BASE}import numpy\nr = numpy.ones(2)"
+    with pytest.raises(ConfigError, match=r"an import gives its value only when .*_base_"):
+        load_config(written(tmp_path, text))
 
 
 def test_bases_merge(tmp_path):

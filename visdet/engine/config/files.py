@@ -18,7 +18,6 @@ import ast
 import json
 import os
 import re
-import sys
 import traceback
 import types
 from pathlib import Path
@@ -31,6 +30,7 @@ from visdet.errors import ConfigError, add_hint, hints_of
 from visdet.files.yaml_text import load_yaml
 
 from .packaged import PACKAGE, did_you_mean, existing_config, named_like
+from .text import leaves
 
 _BASE = "_base_"
 _SUFFIXES = (".py", ".json", ".yaml", ".yml")
@@ -57,8 +57,7 @@ def read_config(path: str) -> Config:
     ``path`` may also be the name of one of the package's configs (see :func:`find_config`). A config is a Python
     program, or a JSON or YAML file. It inherits from the files that ``_base_`` names, where ``visdet::`` begins the
     names of the package's configs. Modules, functions and classes at its top level are not part of the result. mmengine
-    reads configs that inherit by ``with read_base():`` or that import other packages than Python's own and have no
-    ``_base_``; imported names cannot be called in them.
+    reads configs that inherit by ``with read_base():``; imported names cannot be called in them.
 
     Raises:
         ConfigError: the file or one of its bases does not exist or cannot be read. The message names the file and, if
@@ -303,11 +302,11 @@ def _read_lazily(path: str) -> Config:
     """Return a config that mmengine reads, whose imported names stand for what they import."""
     try:
         cfg = Config.fromfile(os.path.abspath(path), import_custom_modules=False, lazy_import=True)
-        _look_up(cfg._cfg_dict)
+        list(leaves(cfg._cfg_dict))  # mmengine imports what a value names when the value is read.
     except Exception as error:
         if isinstance(error, RuntimeError) and not str(error):
             raise ConfigError(
-                f"config {path} calls a name that it imports. Without {_BASE}, an import gives its value only when a "
+                f"config {path} calls a name that it imports. Beside read_base, an import gives its value only when a "
                 f"part is built. Write `{_BASE} = []` instead of read_base, and an import works as in any program"
             ) from error
         raise (error if isinstance(error, ImportError) else _told(error, path)) from error.__cause__
@@ -316,24 +315,9 @@ def _read_lazily(path: str) -> Config:
 
 
 def _is_lazy(tree: ast.Module) -> bool:
-    """Return whether mmengine must read a config, since it has no ``_base_`` and imports configs or packages."""
-    own = {*sys.stdlib_module_names, "mmengine"}
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.With) and "read_base" in ast.unparse(node.items[0]):
-            return True
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add("." if node.level else str(node.module).split(".")[0])
-    return not _assignments_of_base(tree) and not imported <= own
-
-
-def _look_up(value: Any) -> None:
-    """Import what a config names, which mmengine does when a value is read."""
-    is_list = isinstance(value, list | tuple)
-    for item in value.values() if isinstance(value, dict) else value if is_list else ():
-        _look_up(item)
+    """Return whether a config inherits by ``with read_base():``, so that mmengine must read it."""
+    blocks = [node for node in tree.body if isinstance(node, ast.With)]
+    return any("read_base" in ast.unparse(block) for block in blocks)
 
 
 def _shown(path: str) -> str:
