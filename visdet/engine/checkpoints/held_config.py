@@ -32,6 +32,12 @@ _OF_THE_RUN = (
 _NAMING = ("type", "constructor", "runner_type")
 # The packages whose classes registries have under the last part of their dotted names.
 _REGISTERED = ("visdet", "mmdet", "mmcv", "mmengine", "torch")
+# The functions that a literal may call, and all that it may consist of besides. Nothing of this can run other code.
+_MAKERS = {"dict": dict, "float": float}
+_LITERAL = (
+    *(ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.UnaryOp, ast.Call),
+    *(ast.keyword, ast.USub, ast.UAdd, ast.Load),
+)
 _TIME_OF_A_RUN = re.compile(r"_\d{8}_\d{6}$")
 
 
@@ -146,7 +152,7 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
         try:
             name, value = _assigned(node)
             values[name] = _literal(value)
-        except (ValueError, TypeError, SyntaxError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, OverflowError):
             code.append(ast.unparse(node)[:80])
     return values, code
 
@@ -160,19 +166,12 @@ def _assigned(node: ast.stmt) -> tuple[str, ast.expr]:
 
 def _literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
-    if isinstance(node, ast.Dict):
-        keys: Any = node.keys
-        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_literal(item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
-    if isinstance(node, ast.Call):
-        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
-        if kind is None:
+    for part in ast.walk(node):
+        is_maker = isinstance(part, ast.Name) and part.id in _MAKERS
+        if not (is_maker or isinstance(part, _LITERAL)):
             raise ValueError
-        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-        return kind(*map(_literal, node.args), **named)
-    return ast.literal_eval(node)
+    expression = compile(ast.Expression(node), "config", "eval")
+    return eval(expression, {"__builtins__": {}, **_MAKERS})
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:
