@@ -1,6 +1,5 @@
 """What a run does before its first step: it tries the largest batch, and captures a step of each size."""
 
-import contextlib
 import copy
 import logging
 import time
@@ -8,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from mmengine.dist import get_world_size
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
@@ -42,7 +40,7 @@ def prepare_sizes(
         logger: gets a line about the sizes.
 
     Raises:
-        MemoryNotEnoughError: the largest batch does not fit. The message says what would.
+        MemoryNotEnoughError: the largest batch does not fit.
     """
     batches: Any = getattr(dataloader.batch_sampler, "batch_sampler", None)
     plan = getattr(batches, "plan", None)
@@ -129,31 +127,13 @@ class ImaginedBatches:
         return True
 
     def try_largest(self, number: int) -> None:
-        """Raise MemoryNotEnoughError if the memory does not suffice for the largest batch, and say what would fit."""
-        largest = self.plan.sizes[-1]
-        if self.fits(number, largest):
+        """Raise MemoryNotEnoughError if the memory does not suffice for the largest batch."""
+        height, width = self.plan.sizes[-1]
+        if self.fits(number, (height, width)):
             return
-        torch.cuda.empty_cache()
-        advice = []
-        # Several processes may not try alike, and would wait for one another.
-        is_alone = get_world_size() == 1
-        halves = [number >> shift for shift in range(1, number.bit_length())] if is_alone else []
-        smaller = next((n for n in halves if self.fits(n, largest)), None)
-        if smaller:
-            advice.append(f"batches of {smaller} would (train_dataloader.batch_size={smaller})")
-        torch.cuda.empty_cache()
-        sizes = self.plan.sizes[-2::-1] if is_alone else ()
-        size = next((size for size in sizes if self.fits(number, size)), None)
-        if size:
-            advice.append(
-                f"images of at most {size[0]} x {size[1]} would (the scales of the pipeline's Resize)"
-            )
-        parts = [name for name, part in self.model.named_modules() if getattr(part, "with_cp", None) is False]
-        with contextlib.suppress(ValueError):
-            advice.append(f"model.{min(parts, key=len)}.with_cp=True takes less memory and more time")
         held = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
         raise MemoryNotEnoughError(
-            f"a training step of {number} images of {largest[0]} x {largest[1]} (height x width), the largest of the "
-            f"run, does not fit into the {held:.0f} GiB of the GPU. "
-            + "; ".join(advice or ["Lower train_dataloader.batch_size"])
+            f"a training step of {number} images of {height} x {width} (height x width), the largest of the run, does "
+            f"not fit into the {held:.0f} GiB of the GPU. Lower train_dataloader.batch_size or the scales of the "
+            "pipeline's Resize, or set with_cp=True in parts of the model, which takes less memory and more time"
         )
