@@ -9,8 +9,7 @@ visdet infer work_dirs/deformable-detr_shapes/best.pth data/shapes/val
 import argparse
 import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -46,18 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _with_progress(results: Iterator[Any], num_files: int) -> Iterator[Any]:
-    """Yield the results, and show how many there are, and how many come in a second."""
-    from rich.progress import BarColumn, Progress, TextColumn
+def _with_progress(results: Iterator[Any], num_files: int) -> Iterable[Any]:
+    """Return the results, and show how many of the files have some."""
+    from rich.progress import track
 
     from visdet.engine.process.console import console
 
-    start, text = time.perf_counter(), "{task.completed} images, {task.fields[rate]:.1f} a second"
-    with Progress(BarColumn(), TextColumn(text), console=console, transient=True) as bar:
-        task = bar.add_task("", total=num_files, rate=0.0)
-        for done, result in enumerate(results, 1):
-            bar.update(task, completed=done, rate=done / (time.perf_counter() - start))
-            yield result
+    return track(results, "", num_files, console=console, transient=True)
 
 
 @contextmanager
