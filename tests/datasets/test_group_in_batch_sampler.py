@@ -8,7 +8,7 @@ import torch
 from mmengine.dataset import DefaultSampler
 
 from visdet.datasets.samplers import GroupInBatchSampler, SceneSampler
-from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.data.resumable_batches import ResumableBatches
 
 LENGTHS = [3, 5, 4, 2, 6, 3]
 

@@ -25,8 +25,8 @@ from visdet.datasets.samplers.batch_sizes import choose_sizes, last_batches
 from visdet.datasets.samplers.planned_images import PlannedImages
 from visdet.datasets.samplers.run_plan import plan_of
 from visdet.datasets.transforms.base import planned_size
-from visdet.engine.checkpoints.resumable_batches import ResumableBatches
 from visdet.engine.data.loaders import build_dataloader
+from visdet.engine.data.resumable_batches import ResumableBatches
 from visdet.models import DetDataPreprocessor
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample

@@ -14,7 +14,7 @@ from toy_detection import Stack, ToyDetector
 from toy_run import losses, toy_config, toy_runner, train, weights
 
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
-from visdet.engine.checkpoints.resumable_batches import ResumableBatches
+from visdet.engine.data.resumable_batches import ResumableBatches
 from visdet.execution.staged_detector import TemporalDetector
 from visdet.models.base_detector import BaseDetector
 from visdet.registry import MODELS

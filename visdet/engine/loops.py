@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from visdet.checks.arguments import Count, Positive, checked
 from visdet.execution.host_copy import ArrivingSamples
 
-from .checkpoints.resumable_batches import ResumableBatches
+from .data.resumable_batches import ResumableBatches
 
 
 def stop_workers(loop: Any) -> None:

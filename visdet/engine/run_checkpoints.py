@@ -9,14 +9,24 @@ from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.logging import MessageHub
 from mmengine.runner import save_checkpoint as save_elsewhere
+from torch import nn
+
+from visdet.checks.state_dicts import nonfinite_names
+from visdet.registry import DATASETS
 
 from .checkpoints.checkpoint import read_checkpoint, write_checkpoint
+from .checkpoints.class_names import ClassLists, class_lists, lists_of_checkpoint, matched_by_name
+from .checkpoints.held_config import say_differences
 from .checkpoints.newest import name_newest
 from .checkpoints.plain_state import to_plain
-from .checkpoints.resume import load_into, read_to_resume
-from .checkpoints.run_state import collected_state, restore
+from .checkpoints.resume import read_to_resume
+from .checkpoints.run_state import collected_state, refusal, restore
+from .checkpoints.weights import check_finite, load_weights, own_names, tensors_of, weights_of
+from .config.load import given_dataset
+from .errors import CheckpointError
 from .late_numbers import LateNumbers
 from .loops import RunnerInterface
+from .optim.wrappers import unwrapped
 from .process.console import say
 
 _INTERRUPTED = "interrupted.pth"
@@ -26,6 +36,9 @@ class RunCheckpoints(RunnerInterface):
     """The half of a runner that begins from a checkpoint and saves others."""
 
     cfg: Config
+    model: Any
+    allows_nonfinite: bool
+    class_lists: ClassLists
     hooks: list[Hook]
     late_numbers: LateNumbers
     logger: Any
@@ -66,7 +79,7 @@ class RunCheckpoints(RunnerInterface):
         if found is None:
             self.load_or_resume()
             return None
-        load_into(self, *found, strict=True)
+        self._load(*found, strict=True)
         state = restore(self, *found)
         self.logger.info(f"resumed from {found[0]} after {self.epoch} epochs and {self.iter} iterations")
         return state
@@ -98,9 +111,52 @@ class RunCheckpoints(RunnerInterface):
             CheckpointError: the file is missing or damaged, or its weights are refused (see :func:`load_weights`).
         """
         strict = self.cfg.get("strict_load", True) if strict is None else strict
-        return load_into(
-            self, filename, read_checkpoint(filename, trust=self.trusts_checkpoints), strict, revise_keys
-        )
+        content = read_checkpoint(filename, trust=self.trusts_checkpoints)
+        return self._load(filename, content, strict, revise_keys)
+
+    def _load(
+        self,
+        path: str,
+        content: dict[str, Any],
+        strict: bool,
+        revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
+    ) -> dict[str, Any]:
+        """Load the weights of a checkpoint into the model, and return its content, whose weights hooks see, too.
+
+        Raises:
+            CheckpointError: the weights do not fit or are not finite (see :func:`load_weights`), or the averaged
+                weights or the optimizer of a run that is resumed are not finite.
+        """
+        model = unwrapped(self.model)
+        trained, wanted = lists_of_checkpoint(content), class_lists(self._metainfo())
+        if self.resumed_from is not None:
+            _check_resumable(model, path, content, self.allows_nonfinite)
+            if any(trained.get(kind, names) != names for kind, names in wanted.items()):
+                raise CheckpointError(
+                    refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
+                )
+        if self._train_loop is None:
+            say_differences(self.cfg, content, path)
+        weights = own_names(weights_of(content, path), model, revise_keys)
+        weights = matched_by_name(model, weights, trained, wanted, path, strict)
+        self.class_lists = wanted or trained
+        content = {**content, "state_dict": weights}
+        self.call_hook("after_load_checkpoint", checkpoint=content)
+        load_weights(model, content["state_dict"], path, strict, (), self.allows_nonfinite, lists_all=True)
+        self.has_loaded = True
+        self.logger.info(f"weights loaded from {path}")
+        return content
+
+    def _metainfo(self) -> Any:
+        """Return the meta information of the data that this run trains or tests on, which may not be read yet."""
+        for loop in (self._train_loop, self._test_loop, self._val_loop):
+            if loop is not None:
+                return getattr(loop.dataloader.dataset, "metainfo", None)
+        dataset = given_dataset(self.cfg, "test")
+        given = dataset.get("metainfo") or dataset
+        if class_lists(given) or not dataset:
+            return given
+        return getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", None)
 
     def save_checkpoint(
         self,
@@ -164,3 +220,11 @@ class RunCheckpoints(RunnerInterface):
         )
         if self.rank == 0:
             name_newest(self.work_dir, self.message_hub)
+
+
+def _check_resumable(model: nn.Module, path: str, content: dict[str, Any], allows_nonfinite: bool) -> None:
+    """Refuse weights, averaged weights and an optimizer that are not finite. Masks of the model itself may be so."""
+    masks = tuple(nonfinite_names(model.state_dict()))
+    parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
+    state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+    check_finite(state, path, allows_nonfinite)

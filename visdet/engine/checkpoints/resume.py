@@ -1,24 +1,15 @@
 """Resuming a run: the checkpoint is chosen, and read once in each process."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmengine.dist import all_gather_object, broadcast_object_list, get_rank, is_main_process
 
-from visdet.checks.state_dicts import nonfinite_names
-from visdet.registry import DATASETS
-
-from ..config.load import given_dataset
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..optim.wrappers import unwrapped
 from .checkpoint import BEST, LAST, LAST_CHECKPOINT, read_checkpoint
-from .class_names import class_lists, lists_of_checkpoint, matched_by_name
-from .held_config import say_differences
 from .newest import newest_named
 from .run_state import refusal
-from .weights import check_finite, load_weights, own_names, tensors_of, weights_of
 
 AUTO = "auto"
 
@@ -136,54 +127,3 @@ def _choose(resume: str, work_dir: str, trust: bool) -> tuple[str | None, dict[s
         advice = "; to begin anew, choose another --work-dir" if resume == AUTO else ""
         raise CheckpointError(f"resume: no checkpoint in {folder} can be resumed:{reasons}{advice}")
     return None, None, []
-
-
-def load_into(
-    runner: Any,
-    path: str,
-    content: dict[str, Any],
-    strict: bool,
-    revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
-) -> dict[str, Any]:
-    """Load the weights of a checkpoint into the model of a run, and return its content, whose weights hooks see, too.
-
-    Raises:
-        CheckpointError: the weights do not fit or are not finite (see :func:`load_weights`), or the averaged weights or
-            the optimizer of a run that is resumed are not finite.
-    """
-    model = unwrapped(runner.model)
-    if runner.resumed_from is not None:
-        masks = tuple(nonfinite_names(model.state_dict()))
-        parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
-        state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
-        check_finite(state, path, runner.allows_nonfinite)
-    weights = own_names(weights_of(content, path), model, revise_keys)
-    trained, wanted = lists_of_checkpoint(content), class_lists(_metainfo(runner))
-    if runner.resumed_from is not None and any(
-        trained.get(kind, names) != names for kind, names in wanted.items()
-    ):
-        raise CheckpointError(
-            refusal(path, f"its classes are {trained}, and those of the training data are {wanted}")
-        )
-    if runner._train_loop is None:
-        say_differences(runner.cfg, content, path)
-    weights = matched_by_name(model, weights, trained, wanted, path, strict)
-    runner.class_lists = wanted or trained
-    content = {**content, "state_dict": weights}
-    runner.call_hook("after_load_checkpoint", checkpoint=content)
-    load_weights(model, content["state_dict"], path, strict, (), runner.allows_nonfinite, lists_all=True)
-    runner.has_loaded = True
-    runner.logger.info(f"weights loaded from {path}")
-    return content
-
-
-def _metainfo(runner: Any) -> Any:
-    """Return the meta information of the data that a run trains or tests on, which may not have been read yet."""
-    for loop in (runner._train_loop, runner._test_loop, runner._val_loop):
-        if loop is not None:
-            return getattr(loop.dataloader.dataset, "metainfo", None)
-    dataset = given_dataset(runner.cfg, "test")
-    given = dataset.get("metainfo") or dataset
-    if class_lists(given) or not dataset:
-        return given
-    return getattr(DATASETS.get(str(dataset.get("type"))), "METAINFO", None)
