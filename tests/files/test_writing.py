@@ -76,15 +76,32 @@ def test_folders_are_made_links_are_followed_and_devices_are_written(tmp_path):
         write_atomically(tmp_path / "far", "x")
 
 
-def test_a_killed_program_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.json"
+STOPPED = """
+import os, signal, sys
+from visdet.files.writing import written_whole
+with written_whole(sys.argv[1]) as partial:
+    partial.write_text(sys.argv[2])
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+def test_writers_at_once_do_not_meet_and_what_a_killed_one_left_is_removed(tmp_path):
+    path = tmp_path / "a [1].json"
     path.write_text("old")
-    code = "import os, sys\nfrom visdet.files.writing import written_whole\n"
-    code += "with written_whole(sys.argv[1]) as partial:\n    partial.write_text('h')\n    os.kill(os.getpid(), 9)\n"
-    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
+    killed, frozen = (
+        subprocess.Popen([sys.executable, "-c", STOPPED, str(path), name]) for name in ("SIGKILL", "SIGSTOP")
+    )
+    assert killed.wait() == -signal.SIGKILL
+    os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WNOWAIT)
     assert path.read_text() == "old"
-    write_atomically(path, "new")
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["new"]
+    with written_whole(path) as outer:
+        outer.write_text("outer")
+        write_atomically(path, "inner")
+        assert path.read_text() == "inner"
+    assert path.read_text() == "outer"
+    assert sorted(file.read_text() for file in tmp_path.iterdir()) == ["SIGSTOP", "outer"]
+    frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait() == 0 and [file.read_text() for file in tmp_path.iterdir()] == ["SIGSTOP"]
 
 
 def detections(path):

@@ -51,12 +51,12 @@ def copy(name: str, folder: str) -> None:
         ConfigError: there is no such config. UserError: a file of another content is there already.
     """
     import filecmp
-    import shutil
     from pathlib import Path
 
     from visdet.engine import UserError, check_work_dir, say
     from visdet.engine.config.files import files_of_config
     from visdet.engine.config.packaged import CONFIGS, PACKAGE
+    from visdet.files.writing import write_atomically
 
     name = PACKAGE + name.removeprefix(PACKAGE)
     files = {file: Path(folder, file.relative_to(CONFIGS)) for file in files_of_config(name)}
@@ -65,5 +65,5 @@ def copy(name: str, folder: str) -> None:
             raise UserError(f"{target} exists and differs from the package's file; give another folder")
     for file, target in files.items():
         check_work_dir(target.parent, "FOLDER")
-        shutil.copyfile(file, target)
+        write_atomically(target, file.read_bytes())
         say(f"wrote {target}")

@@ -1,6 +1,9 @@
 """The writer of every file that a user keeps."""
 
+import fcntl
+import glob
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +27,8 @@ def written_whole(
     """Yield the name of a file that the block writes, and that replaces the file at ``path`` when the block ends.
 
     After a crash, or an error of any type, ``path`` holds either the old file or the complete new one. Nothing is left
-    beside it, unless the process is killed. The name in the block has the suffix of ``path``.
+    beside it, unless the process is killed; the next writer of the file removes what is left then. The name in the
+    block has the suffix of ``path``, and no other process or thread has the same one.
     The folder is made if it is missing. What ``path`` links to is replaced, and not the link. A device such as
     ``/dev/stdout`` is written directly.
 
@@ -38,16 +42,16 @@ def written_whole(
     """
     target = Path(os.path.realpath(path))
     is_device = target.exists() and not (target.is_file() or target.is_dir())
-    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
     try:
         if is_device:
             yield Path(path)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        if reaches_disk:
-            _reach_disk(partial)
-        os.replace(partial, target)
+        with _partial(target) as partial:
+            yield partial
+            if reaches_disk:
+                _reach_disk(partial)
+            os.replace(partial, target)
         if reaches_disk:
             _reach_disk(target.parent)
     except UserError:
@@ -58,9 +62,32 @@ def written_whole(
             f"file {path}{bytes_of_it} cannot be written: {error.strerror or error}. Files that were written before "
             "are unchanged"
         ) from error
+
+
+@contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """Yield a new file beside ``target`` for the block, and remove those of processes that were killed.
+
+    A file is locked while it is written. The lock ends with the process, so that what is not locked has no writer.
+    """
+    start, end = f".{target.stem}.", f".partial{target.suffix}"
+    for left in target.parent.glob(f"{glob.escape(start)}*{glob.escape(end)}"):
+        with suppress(OSError), open(left, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    partial = target.with_name(f"{start}{uuid.uuid4().hex[:12]}{end}")
+    unlocked = partial.with_name(
+        f"{partial.name}.new"
+    )  # Under this name no other writer takes it for one left.
+    try:
+        with open(unlocked, "xb") as file:
+            with suppress(OSError):  # Some file systems have no locks.
+                fcntl.flock(file, fcntl.LOCK_EX)
+            unlocked.replace(partial)
+            yield partial
     finally:
-        with suppress(OSError):
-            partial.unlink()
+        for path in (unlocked, partial):
+            path.unlink(missing_ok=True)
 
 
 def _reach_disk(path: Path) -> None:

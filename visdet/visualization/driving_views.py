@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from visdet.files.writing import written_whole
 from visdet.structures import DrivingDataSample
 from visdet.structures.class_names import class_palette
 from visdet.structures.driving_data_sample import predictions_of
@@ -288,6 +289,6 @@ def write_gif(
         image = Image.fromarray(picture)
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
         frames.append(image.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE))
-    frames[0].save(
-        path, save_all=True, append_images=frames[1:], duration=round(1000 / frames_per_second), loop=0
-    )
+    milliseconds = round(1000 / frames_per_second)
+    with written_whole(path, reaches_disk=False) as partial:
+        frames[0].save(partial, save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)

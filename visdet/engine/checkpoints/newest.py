@@ -41,5 +41,6 @@ def name_newest(work_dir: str, message_hub: MessageHub) -> None:
         is_of_user = link.exists() and not link.is_symlink()
         if path.is_file() and not is_of_user:
             with suppress(OSError):  # Some file systems have no links.
+                partial.unlink(missing_ok=True)  # A run that was killed may have left it.
                 partial.symlink_to(os.path.relpath(path, work_dir))
                 partial.replace(link)
