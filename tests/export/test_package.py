@@ -1,5 +1,6 @@
 """A folder of an exported model: what its loaders compare, and what an export leaves behind if it does not end well."""
 
+import contextlib
 import importlib
 import json
 import resource
@@ -11,7 +12,7 @@ import visdet
 from tests.export.test_export import IN_ONNX, needs
 from visdet.errors import UserError
 from visdet.export import ExportError
-from visdet.export.formats import pt2
+from visdet.export.formats import aoti, pt2
 from visdet.models.gaussian_field import LearnableGaussianField
 
 FORMATS = [
@@ -134,14 +135,42 @@ def test_other_results_are_not_called_checked(tmp_path, monkeypatch):
         assert not json.loads((tmp_path / name).read_text())["checked"]
 
 
-@pytest.mark.parametrize("format", FORMATS[:2])
-def test_a_full_disk_is_a_message(tmp_path, format):
-    """Files may have so many bytes, as if the disk were full then."""
+@contextlib.contextmanager
+def full_disk():
+    """Files may have 4000 bytes in the block, as if the disk were full then."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:
-        with pytest.raises(UserError, match=rf"model\.{format} .*cannot be written"):
-            visdet.export(LearnableGaussianField(5), tmp_path, format)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("format", FORMATS[:2])
+def test_a_full_disk_is_a_message(tmp_path, format):
+    with pytest.raises(UserError, match=rf"model\.{format} .*cannot be written"), full_disk():
+        visdet.export(LearnableGaussianField(5), tmp_path, format)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.json"]
+
+
+@needs("openvino")
+def test_a_disk_that_is_full_after_the_graph_is_a_message(tmp_path, monkeypatch):
+    import openvino
+
+    save = openvino.save_model
+    monkeypatch.setattr(openvino, "save_model", full_disk()(save))
+    with pytest.raises(UserError, match=r"model\.xml cannot be written: OpenVINO .*is the disk full"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "openvino")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.json", "model.onnx"}
+
+
+def test_a_disk_that_is_full_after_the_compilation_is_a_message(tmp_path, monkeypatch):
+    @full_disk()
+    def compiled(_program, package_path, **_options):
+        package_path.write(bytes(4001))
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    monkeypatch.setattr(aoti, "write_atomically", full_disk()(aoti.write_atomically))
+    with pytest.raises(UserError, match=r"model\.pt2 \(4001 bytes\) cannot be written"):
+        visdet.export(LearnableGaussianField(5), tmp_path, "aoti")
     assert [path.name for path in tmp_path.iterdir()] == ["model.json"]

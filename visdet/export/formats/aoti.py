@@ -4,7 +4,7 @@ torch does not pack the library of an operator, so that the folder also has thos
 ``model.json`` says as its metadata, in lines of text, so that a C++ program needs no parser of JSON.
 """
 
-import shutil
+import io
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import visdet.ops
+from visdet.files.writing import write_atomically
 
 from ..package import Package, read_description
 from ..program import Program
@@ -20,13 +21,16 @@ from ..program import Program
 
 def write(program: Program, folder: Path) -> None:
     """Write ``model.pt2`` and the libraries of visdet's operators into a folder, whose ``model.json`` is there."""
+    content = io.BytesIO()  # See the format pt2.
     torch._inductor.aoti_compile_and_package(
         program.exported,
-        package_path=str(folder / "model.pt2"),
+        package_path=content,
         inductor_configs={"aot_inductor.metadata": dict(_facts(read_description(folder)))},
     )
+    write_atomically(folder / "model.pt2", content.getbuffer())
     for device in {"cpu", *(tensor.device.type for tensor in program.inputs.values())}:
-        shutil.copy(Path(visdet.ops.__file__).with_name(f"libvisdet_{device}.so"), folder)
+        library = Path(visdet.ops.__file__).with_name(f"libvisdet_{device}.so")
+        write_atomically(folder / library.name, library.read_bytes())
 
 
 def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -35,8 +35,8 @@ def write(program: Program, folder: Path) -> None:
     assert graph is not None
     with written_whole(folder / "model.onnx") as path:
         graph.save(path, external_data=False)
-    if program.calibration is not None:
-        quantize(folder / "model.onnx", program.calibration)
+        if program.calibration is not None:
+            quantize(path, program.calibration)
     model = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     problems = sorted(

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from visdet.files.writing import written_whole
+
 from ..openvino_extension import EXTENSION, build_extension
 from ..package import Package
 from ..program import Program
@@ -20,7 +22,13 @@ def write(program: Program, folder: Path) -> None:
     core = openvino.Core()
     if program.custom_op is not None:
         core.add_extension(build_extension(folder))
-    openvino.save_model(core.read_model(folder / "model.onnx"), folder / "model.xml", compress_to_fp16=False)
+    model = core.read_model(folder / "model.onnx")
+    with written_whole(folder / "model.bin") as weights, written_whole(folder / "model.xml") as graph:
+        try:
+            openvino.save_model(model, graph, compress_to_fp16=False)  # and the weights beside it
+        except RuntimeError as error:
+            raise OSError(f"OpenVINO says {str(error).strip()!r}; is the disk full?") from error
+        graph.with_suffix(".bin").replace(weights)
 
 
 def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
