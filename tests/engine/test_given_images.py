@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -312,7 +313,23 @@ def test_a_video_that_is_read_is_not_overwritten(detector, tmp_path, given):
     images = {"list": [path], "pattern": str(tmp_path / "i*.mp4"), "link": path}.get(given, tmp_path)
     with pytest.raises(UserError, match="must not name a video that is read"):
         list(detector(images, save_video=tmp_path / "linked.mp4" if given == "link" else path))
-    assert path.read_bytes() == written and not list(tmp_path.glob("*.part.mp4"))
+    assert path.read_bytes() == written and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_a_video_that_the_disk_cannot_take_is_a_message(detector, tmp_path, limit):
+    """The codec's header, or the index at the end, does not fit."""
+    path = tmp_path / "out.mp4"
+    path.write_text("old")
+    noise = np.random.default_rng(0).integers(0, 256, (4, 480, 640, 3), dtype=np.uint8)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"out\.mp4 cannot be written: only 0 of its 4 frames.*disk full"):
+            detector(list(noise), save_video=path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize(

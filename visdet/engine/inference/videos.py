@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from visdet.errors import UserError
+from visdet.files.writing import written_whole
 
 from ..process.console import say
 from ..process.places import check_out_file
@@ -32,7 +33,8 @@ def written_as_video(
         rate: the number of frames in a second on average. The frames are shown at the times of ``found``.
 
     Raises:
-        UserError: the file cannot be written or is one that is read, or a frame has another size than the first one.
+        UserError: the file cannot be written as a whole, for example because the disk is full, or it is one that is
+            read, or a frame has another size than the first one.
     """
     # FFmpeg would print many lines about a codec that is not there. OpenCV reads this variable at its first video.
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
@@ -44,32 +46,50 @@ def written_as_video(
 
 
 def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[Detections]:
-    writer: Any = None
-    part = f"{path[:-4]}.part.mp4"  # The file of the other name may be among those that are still to be read.
-    is_read = False
+    # Threads predict and draw the next frames while one is written.
+    drawn = computed_ahead(_drawn, found, 3, 1)
+    first = next(drawn, None)
+    if first is None:
+        return
+    expected = _size_of(first[1])
     times: list[float] = []
-    try:
-        # Threads predict and draw the next frames while one is written.
-        for result, picture in computed_ahead(_drawn, found, 3, 1):
-            files = [str(result.path), path]
-            if is_read := all(map(os.path.exists, files)) and os.path.samefile(*files):
-                raise UserError(f"save_video must not name a video that is read, got {path!r}")
-            # The codec takes even sizes only.
-            size = (picture.width // 2 * 2, picture.height // 2 * 2)
-            if writer is None:
-                first, writer = size, _opened(part, rate, size)
-            if size != first:
-                raise UserError(f"save_video: the frames must be of one size, got {first} and {size}")
-            rgb = np.asarray(picture.crop((0, 0, *size)))
-            writer.write(np.ascontiguousarray(rgb[..., ::-1]))
-            times.append(len(times) / rate if result.time is None else result.time)
-            yield result
-    finally:
-        if writer is not None:
+    stopped: BaseException | None = None
+    with written_whole(path, reaches_disk=False) as partial:
+        writer = _opened(str(partial), rate, expected)
+        try:
+            for result, picture in chain([first], drawn):
+                files = [str(result.path), path]
+                if all(map(os.path.exists, files)) and os.path.samefile(*files):
+                    raise UserError(f"save_video must not name a video that is read, got {path!r}")
+                size = _size_of(picture)
+                if size != expected:
+                    raise UserError(f"save_video: the frames must be of one size, got {expected} and {size}")
+                rgb = np.asarray(picture.crop((0, 0, *size)))
+                writer.write(np.ascontiguousarray(rgb[..., ::-1]))
+                times.append(len(times) / rate if result.time is None else result.time)
+                yield result
+        except (GeneratorExit, KeyboardInterrupt) as error:  # The frames that were taken until then are kept.
+            stopped = error
+        finally:
             writer.release()
-            _set_times(part, times, rate)
-        if os.path.exists(part):
-            os.remove(part) if is_read else os.replace(part, path)
+        _check_complete(str(partial), len(times))
+        _set_times(str(partial), times, rate)
+    if stopped is not None:
+        raise stopped
+
+
+def _size_of(picture: Image.Image) -> tuple[int, int]:
+    """Return the size of a frame. The codec takes even sizes only."""
+    return picture.width // 2 * 2, picture.height // 2 * 2
+
+
+def _check_complete(path: str, expected: int) -> None:
+    """Compare the number of frames of a video with those that were written. OpenCV's writer reports no error."""
+    import cv2
+
+    found = int(cv2.VideoCapture(path).get(cv2.CAP_PROP_FRAME_COUNT))
+    if found != expected:
+        raise OSError(f"only {max(found, 0)} of its {expected} frames can be read; is the disk full?")
 
 
 def _drawn(result: Detections) -> tuple[Detections, Image.Image]:
