@@ -7,9 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mmengine.runner import CheckpointLoader
 from torchvision.models import ResNet18_Weights
 
 from visdet.engine import CheckpointError, read_checkpoint
+from visdet.engine.checkpoints import checkpoint
+from visdet.engine.checkpoints.checkpoint import register_checkpoint_readers
 from visdet.engine.errors import DamagedCheckpointError, MissingCheckpointError
 from visdet.models.backbones.pretrained import PretrainedWeightsError, load_pretrained
 
@@ -50,6 +53,7 @@ SENT = {
     "cut": (WHOLE[:1500], len(WHOLE)),
     "cut without a length": (WHOLE[:-1], 0),
     "cut legacy": (LEGACY[:-100], len(LEGACY)),
+    "of another length": (LEGACY, len(LEGACY) + 100),
     "login": (b"<!DOCTYPE html><title>Log in</title>", 0),
     "nothing": (b"", 0),
     "flipped": (WHOLE.replace(torch.tensor(7.0).numpy().tobytes(), b"\1\2\3\4"), 0),
@@ -101,6 +105,24 @@ def test_a_checksum_in_the_name_is_compared(server):
     ):
         read_checkpoint(server.url)
     assert not list(server.cache.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["open-mmlab", "openmmlab", "mmcls", "modelzoo", "torchvision"])
+def test_names_of_mmengine_are_downloaded_as_addresses_are(server, monkeypatch, scheme):
+    server.body, server.length = WHOLE[:1500], len(WHOLE)
+    monkeypatch.setitem(checkpoint._LISTS_OF_ADDRESSES, scheme, lambda: {"net": server.url})
+    register_checkpoint_readers()
+    for path in (f"{scheme}://net", f"{scheme}://nett"):
+        message = (
+            "1500 of its .*Nothing is kept" if path.endswith("net") else "mmengine's list, which has net"
+        )
+        with pytest.raises(CheckpointError, match=message):
+            CheckpointLoader.load_checkpoint(path)
+    assert not list(server.cache.iterdir())
+    server.body, server.length = checkpoint_bytes(state_dict={"backbone.weight": torch.ones(1, 1)}), 0
+    content = CheckpointLoader.load_checkpoint(f"{scheme}://net")
+    assert list(content.get("state_dict", content)) == ["weight" if scheme == "mmcls" else "backbone.weight"]
+    assert len(list(server.cache.iterdir())) == 1
 
 
 def test_damaged_weights_of_torchvision_in_the_cache_are_named(server):

@@ -163,6 +163,7 @@ def test_pretrained_weights_that_cannot_be_fetched_are_one_message(tmp_path, mon
         raise error
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setattr("visdet.engine.checkpoints.checkpoint.urlopen", refuse)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     register_checkpoint_readers()
     pretrained = {"type": "Pretrained", "checkpoint": checkpoint}

@@ -10,21 +10,26 @@ import zipfile
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 from urllib.parse import urlparse
+from urllib.request import Request, urlopen
 
 import torch
-from mmengine.runner import CheckpointLoader
+from mmengine.runner import (
+    CheckpointLoader,
+    get_deprecated_model_names,
+    get_external_models,
+    get_mmcls_models,
+    get_torchvision_models,
+)
 
-from visdet.files.writing import write_atomically
+from visdet.files.writing import write_atomically, written_whole
 from visdet.restricted_load import load_restricted, start_of_other_file
 
 from ..errors import (
     CheckpointError,
     DamagedCheckpointError,
     MissingCheckpointError,
-    UserError,
     is_out_of_memory,
     nearest_names,
 )
@@ -38,6 +43,14 @@ LAST_CHECKPOINT = "last_checkpoint"
 LAST, BEST = "last.pth", "best.pth"  # links in the folder of a run
 # By torch's convention these are the first digits of the file's SHA-256.
 _CHECKSUM_IN_NAME = re.compile(r"-([a-f0-9]{8,})\.")
+# The lists of addresses whose names follow a scheme in mmengine's configs.
+_LISTS_OF_ADDRESSES = {
+    "open-mmlab": get_external_models,
+    "openmmlab": get_external_models,
+    "mmcls": get_mmcls_models,
+    "modelzoo": get_torchvision_models,
+    "torchvision": get_torchvision_models,
+}
 _IF_TRUSTED = (
     "If you trust its origin, read it with `--cfg-options trust_checkpoint=True`, which can run code from the "
     "file."
@@ -76,8 +89,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", trust: bool = F
     because reading it could run code. The content of the file is compared with its checksums.
 
     Args:
-        path: a file; or an http(s) address or a name of :data:`PUBLISHED`, whose file is kept in the cache of
-            ``torch.hub``.
+        path: a file; or an http(s) address, a name of :data:`PUBLISHED` or one of mmengine's lists, such as
+            ``open-mmlab://detectron2/resnet50_caffe``, whose file is kept in the cache of ``torch.hub``.
         map_location: the device of the tensors, in any form that ``torch.load`` accepts.
         trust: whether to read every type. Code that the file contains is run then.
 
@@ -174,7 +187,7 @@ def _not_now(source: str, reason: str) -> CheckpointError:
 
 
 def check_checkpoint_exists(path: str | Path, folder_is_fine: bool = False) -> None:
-    """Check that ``path`` is a file, an http(s) address or a name of :data:`PUBLISHED`.
+    """Check that ``path`` is a file, or has the form of an address or a name that :func:`read_checkpoint` takes.
 
     Args:
         path: the path, the address, which is not looked up, or the name.
@@ -205,7 +218,11 @@ def register_checkpoint_readers(trust: bool = False, allow_nonfinite: bool = Fal
 
     def load_from_file_or_url(filename: str, map_location: Any = None) -> dict[str, Any]:
         content = read_checkpoint(os.path.expanduser(filename), map_location=map_location, trust=trust)
-        check_finite(weights_of(content, filename), filename, allow_nonfinite)
+        weights = weights_of(content, filename)
+        check_finite(weights, filename, allow_nonfinite)
+        if filename.startswith("mmcls://"):  # These are the weights of classifiers.
+            start = "backbone."
+            return {key[len(start) :]: value for key, value in weights.items() if key.startswith(start)}
         return content
 
     for prefix in ("", *URL_SCHEMES):
@@ -248,6 +265,14 @@ def _address_of(path: str) -> str | None:
     """Return the address that a path or a name of :data:`PUBLISHED` stands for, or None for a file."""
     if path in PUBLISHED and not os.path.isfile(path):
         return PUBLISHED[path][1]
+    scheme, _, name = path.partition("://")
+    if scheme in _LISTS_OF_ADDRESSES:
+        addresses = _LISTS_OF_ADDRESSES[scheme]()
+        name = get_deprecated_model_names().get(name, name)
+        if name not in addresses:
+            near = " or ".join(nearest_names(name, addresses)) or f"{len(addresses)} other names"
+            raise MissingCheckpointError(f"checkpoint {path} is not in mmengine's list, which has {near}")
+        return addresses[name]
     return path if path.startswith(URL_SCHEMES) else None
 
 
@@ -266,27 +291,39 @@ def _place_in_cache(address: str) -> Path:
 def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> dict[str, Any]:
     """Return the content of the file at an address, which is kept in the cache if it can be read as a whole."""
     say(f"downloading {address} to {cached}")
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=cached.parent) as folder:
-            file = os.path.join(folder, cached.name)
-            torch.hub.download_url_to_file(address, file, hash_prefix=_checksum_of(address), progress=False)
-            try:
-                content = _content_of(file, address, map_location, trust)
-            except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(
-                    f"{error}. The transfer has broken off, or the server has sent something else, such as a page to "
-                    f"log in. Nothing is kept as {cached}"
-                ) from error
-            except CheckpointError:  # It is whole, and holds a type that is not on the list.
-                os.replace(file, cached)
-                raise
-            os.replace(file, cached)
-            return content
-    except UserError:
-        raise
-    except (OSError, HTTPException, RuntimeError, ValueError) as error:
-        raise MissingCheckpointError(
-            f"checkpoint {address} cannot be fetched: {error}. Download it on a machine with network access. Then "
-            f"give the path of the file instead of the address, or put the file at {cached}"
-        ) from error
+    refused: CheckpointError | None = None
+    with written_whole(cached, reaches_disk=False) as file:
+        try:
+            _fetch(address, file)
+            content = _content_of(str(file), address, map_location, trust)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error}. The transfer has broken off, or the server has sent something else, such as a page to log "
+                f"in. Nothing is kept as {cached}"
+            ) from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise MissingCheckpointError(
+                f"checkpoint {address} cannot be fetched: {error}. Download it on a machine with network access. Then "
+                f"give the path of the file instead of the address, or put the file at {cached}"
+            ) from error
+        except CheckpointError as error:  # It is whole, and holds a type that is not on the list.
+            refused = error
+    if refused is not None:
+        raise refused
+    return content
+
+
+def _fetch(address: str, file: Path) -> None:
+    """Write what a server sends into a file, and compare its length and the checksum that the address has."""
+    checksum, expected = hashlib.sha256(), _checksum_of(address)
+    with urlopen(Request(address, headers={"User-Agent": "visdet"})) as answer, open(file, "wb") as opened:
+        while part := answer.read(2**20):
+            checksum.update(part)
+            opened.write(part)
+        size, length = opened.tell(), answer.headers["Content-Length"]
+    if length is not None and size != int(length):
+        raise DamagedCheckpointError(
+            f"checkpoint {address} cannot be read: {size} of its {length} bytes have come"
+        )
+    if expected is not None and not checksum.hexdigest().startswith(expected):
+        raise ValueError(f"invalid hash value (expected {expected!r}, got {checksum.hexdigest()!r})")

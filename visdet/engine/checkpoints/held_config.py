@@ -21,7 +21,11 @@ from ..config.text import leaves
 from ..errors import CheckpointError, ConfigError
 from ..process.console import say
 
-URL_SCHEMES = ("http://", "https://")
+# The first two are those of addresses, and the others those of names in mmengine's lists of addresses.
+URL_SCHEMES = (
+    *("http://", "https://", "open-mmlab://", "openmmlab://", "mmcls://"),
+    *("modelzoo://", "torchvision://"),
+)
 SUFFIXES = (".pth", ".pt", ".safetensors", ".bin")
 # What belongs to the run that wrote the checkpoint, or is for the user of the file to decide.
 _OF_THE_RUN = (
