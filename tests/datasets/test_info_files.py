@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from visdet.datasets.info_files import frame_keys, load_infos, save_infos
+from visdet.errors import InvalidInputError
 
 INFOS = [
     {
@@ -33,6 +34,20 @@ INFOS = [
         "pair": (np.float32(0.5), np.int64(7)),
     },
 ]
+
+
+def test_every_flipped_byte_of_the_content_is_noticed(tmp_path):
+    path = tmp_path / "infos.npz"
+    save_infos(path, INFOS[1:], {})
+    whole, expected = path.read_bytes(), str(list(load_infos(path)[0]))
+    noticed = 0
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+        try:
+            assert str(list(load_infos(path)[0])) == expected
+        except InvalidInputError:
+            noticed += 1
+    assert noticed > 0.25 * len(whole)
 
 
 def test_round_trip(tmp_path):

@@ -4,6 +4,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import zipfile
 from collections import Counter
 
 import numpy as np
@@ -426,16 +427,20 @@ def test_an_average_of_weights_begins_with_weights_whose_keys_are_revised(tmp_pa
         assert torch.equal(value, state[f"module.{key}"]), key
 
 
-def test_every_flipped_byte_of_the_content_is_noticed(tmp_path):
-    write_checkpoint({"state_dict": {"w": torch.arange(500.0)}}, tmp_path / "whole.pth")
-    whole = bytearray((tmp_path / "whole.pth").read_bytes())
-    first = bytes(whole).index(torch.arange(1.0, 500).numpy().tobytes())
-    for place in range(first, first + 1990, 199):
-        flipped = whole.copy()
-        flipped[place] ^= 4
-        (tmp_path / "flipped.pth").write_bytes(flipped)
-        with pytest.raises(DamagedCheckpointError, match="checksum of its part"):
-            read_checkpoint(tmp_path / "flipped.pth")
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_flipped_bit_in_any_part_is_noticed(tmp_path, trust):
+    write_checkpoint(
+        {"state_dict": {"w": torch.arange(500.0)}, "meta": {"epoch": 3}}, path := tmp_path / "a.pth"
+    )
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        parts = {part.filename: (part.header_offset, archive.read(part)) for part in archive.infolist()}
+    for name, (header, data) in parts.items():
+        start = whole.index(data, header + len(name)) if data else 0
+        for place in {start, start + len(data) // 2, start + len(data) - 1} if data else ():
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            with pytest.raises(DamagedCheckpointError, match=f"checksum of its part {name} is wrong"):
+                read_checkpoint(path, trust=trust)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "student.", "ema_model.module.", "module.model."])

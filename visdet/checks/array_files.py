@@ -8,6 +8,9 @@ import numpy as np
 
 from visdet.errors import InvalidInputError, MissingFileError
 
+# What numpy raises for damaged files.
+DAMAGED = (ValueError, EOFError, RuntimeError, BadZipFile, zlib.error)
+
 
 def load_arrays(path: str | Path) -> np.ndarray | dict[str, np.ndarray]:
     """Return the array of a .npy file, or the arrays of a .npz file by their names.
@@ -24,7 +27,7 @@ def load_arrays(path: str | Path) -> np.ndarray | dict[str, np.ndarray]:
             return loaded
         with loaded:
             return {name: loaded[name] for name in loaded.files}
-    except (ValueError, EOFError, BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise InvalidInputError(
             f"array file {path} cannot be read: it is damaged, no .npy or .npz file, or holds objects"
         ) from error

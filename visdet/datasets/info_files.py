@@ -9,7 +9,6 @@ memory in worker processes. Published pickles are read without running any code 
 import io
 import json
 import pickle
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from mmengine import fileio
 
+from visdet.checks.array_files import DAMAGED
 from visdet.errors import InvalidInputError, InvalidTypeError, reading
 from visdet.files.writing import written_whole
 from visdet.restricted_load import load_numpy_pickle
@@ -215,7 +215,7 @@ def _load_npz(path: str | Path, opened: BinaryIO) -> tuple[InfoTable, dict]:
             keys = [tuple(key) for key in json.loads(str(file["frame_keys"]))]
             tokens = json.loads(str(file["tokens"]))
             return InfoTable(file["text"], file["ends"], pools, keys, tokens), header["metadata"]
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+    except (KeyError, OSError, *DAMAGED) as error:
         raise InvalidInputError(f"info file {path} is not one of visdet's: {error}") from error
 
 
