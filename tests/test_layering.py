@@ -183,3 +183,24 @@ def test_tests_of_operators_need_torch_alone():
     for path in sorted((Path(__file__).parent / "ops").glob("*.py")):
         needless = [line for line in path.read_text().splitlines() if forbidden.match(line)]
         assert not needless, f"{path.name}: {needless}"
+
+
+# The functions of libraries that read pictures, and the files of visdet that may call them.
+READERS = {
+    "Image.open": {"files/images.py"},
+    "cv2.imdecode": {"datasets/transforms/multi_view.py"},  # Views are reduced while they are decoded.
+    "cv2.VideoCapture": {"engine/inference/given_images.py", "engine/inference/videos.py"},
+}
+
+
+def test_pictures_are_read_in_one_place():
+    """A second reader would lack the first one's limits, and its rule for orientations."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.search(
+                r"(\bImage\.open|\bimread\w*|imdecode|imfrombytes|decode_(image|jpeg|png)|VideoCapture)$",
+                called := ast.unparse(node),
+            ):
+                found.setdefault(called, set()).add(str(path.relative_to(ROOT)))
+    assert found == READERS
