@@ -80,9 +80,7 @@ def test_a_box_is_painted_where_it_projects(camera, xy):
     box = boxes_in_lidar(world, 0, pose)
     np.testing.assert_allclose(box[0], [*xy, GROUND_Z + 0.75, 4, 2, 1.5, 0.4], atol=1e-9)
     view = renderer.cameras[camera]
-    bottom = box_corners(box)[0]
-    bottom[4:, 2] = GROUND_Z + 0.6 * 1.5  # the body of a car ends there, the dark cabin follows
-    seen = (bottom - view.translation) @ view.rotation @ view.intrinsic.T
+    seen = (box_corners(box)[0] - view.translation) @ view.rotation @ view.intrinsic.T
     assert (seen[:, 2] > 0).all()
     pixels = seen[:, :2] / seen[:, 2:]
     image = shot.images[camera].astype(int)
@@ -91,7 +89,7 @@ def test_a_box_is_painted_where_it_projects(camera, xy):
     drawn = [columns.min(), rows.min(), columns.max(), rows.max()]
     expected = [*pixels.min(axis=0), *pixels.max(axis=0)]
     np.testing.assert_allclose(drawn, np.clip(expected, 0, [255, 95, 255, 95]), atol=2.0)
-    assert shot.visible[0] >= red.sum() > 100
+    assert 1.1 * shot.visible[0] >= red.sum() > 100  # The rim of a box is painted in part.
 
 
 def test_futures_velocities_and_poses_agree(infos):

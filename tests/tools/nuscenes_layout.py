@@ -186,15 +186,12 @@ def _write_map(folder):
         road, half = world.road, world.road.half_width
         # Two overlapping road segments: their union is the road.
         for start, stop in ((-80.0, 40.0), (38.0, 200.0)):
-            outline = [road.line(-half, start, stop), road.line(half, start, stop)[::-1]]
-            add_area("road_segment", np.concatenate(outline))
-        for offset, _ in road.lanes:
-            add_line("road_divider" if offset > 0 else "lane_divider", road.line(offset - 1.75, -80, 200))
+            add_area("road_segment", road.strip(-half, half, start, stop))
+        for offset in road.dividers:
+            add_line("lane_divider" if offset else "road_divider", road.line(offset, -80, 200))
         for crossing in road.crossings:
             for low, high in ((-half, 0.5), (0.0, half)):  # in two parts that belong together
-                along = np.array([crossing - 1.5, crossing + 1.5])
-                ends = [road.place(along, np.full(2, side))[0] for side in (low, high)]
-                add_area("ped_crossing", np.concatenate([ends[0], ends[1][::-1]]))
+                add_area("ped_crossing", road.strip(low, high, crossing - 1.5, crossing + 1.5))
     folder.mkdir(parents=True)
     (folder / f"{LOCATION}.json").write_text(json.dumps(layers | {"node": nodes}))
 

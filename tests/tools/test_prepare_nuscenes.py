@@ -91,22 +91,22 @@ def test_map(nuscenes):
             ours, expected = info["map_annos"][label], source["map_annos"][label]
             # At the rim of the region the two parts of a crossing may be cut so that they point another way.
             is_inner = [label == 2 or (np.abs(line) < [14.9, 29.9]).all() for line in expected]
-            assert len(ours) >= len(expected) if label == 0 else len(ours) == len(expected)
             for line in (line for line, inner in zip(expected, is_inner, strict=True) if inner):
                 line = resample(line, 100)
                 # Boundaries are cut 0.2 m inside the region.
                 line = line[(np.abs(line) < [14.8, 29.8]).all(axis=1)] if label == 2 else line
-                gaps = [
-                    np.linalg.norm(resample(o, 2000)[:, None] - line, axis=-1).min(axis=0).max() for o in ours
-                ]
-                assert min(gaps) < 0.05
+                if not len(line):
+                    continue
+                points = np.concatenate([resample(one, 2000) for one in ours])
+                assert np.linalg.norm(points[:, None] - line, axis=-1).min(axis=0).max() < 0.05
                 checked += 1
         for line in info["map_annos"][0]:
             np.testing.assert_array_equal(line[0], line[-1])
-        dividers = np.concatenate([resample(line, 500) for line in source["map_annos"][1]])
-        for line in info["map_annos"][1]:
-            assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-6).all()
-            assert np.linalg.norm(line[:, None] - dividers, axis=-1).min(axis=1).max() < 0.3
+        for label in (1, 2):
+            expected = np.concatenate([resample(line, 500) for line in source["map_annos"][label]])
+            for line in info["map_annos"][label]:
+                assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-6).all()
+                assert np.linalg.norm(line[:, None] - expected, axis=-1).min(axis=1).max() < 0.3
     assert checked > 20
 
 

@@ -10,7 +10,8 @@ import signal
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,47 +124,28 @@ def _read_stamp(path: Path) -> dict | None:
     return None
 
 
-def draw_in_processes(draw_share: Callable, arguments: tuple, num_workers: int | None, maker: str) -> None:
-    """Run ``draw_share(*arguments, worker, num_workers)`` in several processes, or once in this process.
+def draw_each(draw: Callable, tasks: Sequence[tuple], num_workers: int | None) -> list[Any]:
+    """Return the results of ``draw(*task)`` in the order of the tasks, which several processes share.
 
     Args:
-        draw_share: the function that draws a share of the data set.
-        arguments: its first arguments.
+        draw: the function that draws a part of the data set.
+        tasks: its arguments for each part.
         num_workers: number of processes. The default is one per core. One worker is this process itself.
-        maker: the name of the calling function, for errors.
 
     Raises:
-        RuntimeError: a process failed.
+        RuntimeError: a process was killed. An error of ``draw`` is raised as it is.
     """
     num_workers = num_workers or len(os.sched_getaffinity(0))
     if num_workers == 1:
-        draw_share(*arguments, 0, 1)
-        return
+        return [draw(*task) for task in tasks]
     # The processes are forked, because they need only numpy and an imaging library and need not import torch again.
     context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=_draw_quietly, args=(draw_share, *arguments, worker, num_workers))
-        for worker in range(num_workers)
-    ]
-    try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.terminate()
-                worker.join()
-    failed = [worker.exitcode for worker in workers if worker.exitcode != 0]
-    if failed:
-        raise RuntimeError(
-            f"{maker}: {len(failed)} of {num_workers} drawing processes failed, exit codes {failed}"
-        )
+    with ProcessPoolExecutor(num_workers, context, initializer=_be_a_quiet_worker) as workers:
+        return list(workers.map(draw, *zip(*tasks, strict=True)))
 
 
-def _draw_quietly(draw_share: Callable, *arguments: Any) -> None:
-    """Draw a share in a new process. The parent alone reports Ctrl-C, which all processes get, and ends the others."""
+def _be_a_quiet_worker() -> None:
+    """Let the parent alone report Ctrl-C, which all processes get, and end this process with its parent."""
     import cv2
 
     cv2.setNumThreads(0)  # The threads of the parent do not exist in a process that is forked.
@@ -172,4 +154,3 @@ def _draw_quietly(draw_share: Callable, *arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    draw_share(*arguments)

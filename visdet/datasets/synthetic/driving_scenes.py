@@ -1,10 +1,7 @@
 """The synthetic driving scenes: six cameras on a moving vehicle, drawn and stored in the form of nuScenes."""
 
-import itertools
-import pickle
-from collections.abc import Iterator
 from functools import partial
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,16 +21,16 @@ from visdet.structures.poses import (
 )
 
 from ..future_steps import command_of
-from ..info_files import load_infos, save_infos
+from ..info_files import save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
-from .drawn_folder import claim_folder, draw_in_processes, draw_once
-from .driving_renderer import GROUND_Z, RIG, Renderer, boxes_in_lidar, dividers_of
+from .drawn_folder import claim_folder, draw_each, draw_once
+from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
 AGENT_STEPS, EGO_STEPS = 12, 6
 
-_GENERATOR_VERSION = 3
+_GENERATOR_VERSION = 4
 _STAMP = "driving_scenes.json"
 _SPLITS = ("train", "val", "test")
 _MIN_VISIBLE_PIXELS = 6  # An object with fewer visible pixels counts as one without lidar points.
@@ -80,7 +77,7 @@ def make_driving_scenes(
     Raises:
         FileExistsError: the folder is not empty and was not written by this function.
         ValueError: a number is not positive.
-        RuntimeError: a drawing process failed.
+        RuntimeError: a drawing process was killed.
     """
     stamp: dict[str, Any] = {
         "generator_version": _GENERATOR_VERSION,
@@ -103,85 +100,76 @@ def make_driving_scenes(
 
 
 def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
-    counts = {split: stamp[f"num_{split}"] for split in _SPLITS}
     for name in ("LIDAR_TOP", *(name for name, *_ in RIG)):
         (folder / "samples" / name).mkdir(parents=True)
-    draw_in_processes(_draw_share, (folder, counts, stamp), num_workers, "make_driving_scenes")
     metadata = {"version": f"driving-scenes-{_GENERATOR_VERSION}"}
-    for split in counts:
-        frames: list[dict] = []
-        for part in folder.glob(f"{split}-*.part.pkl"):
-            frames += load_infos(part)[0]
-            part.unlink()
-        frames.sort(key=itemgetter("timestamp"))
-        save_infos(folder / f"driving_infos_{split}.npz", frames, metadata)
+    for split in _SPLITS:
+        tasks = [(folder, split, index, stamp) for index in range(stamp[f"num_{split}"])]
+        scenes = draw_each(_draw_scene, tasks, num_workers)
+        save_infos(folder / f"driving_infos_{split}.npz", chain.from_iterable(scenes), metadata)
 
 
-def _draw_share(folder: Path, counts: dict, stamp: dict, worker: int, num_workers: int) -> None:
-    """Draw every ``num_workers``-th scene and write the infos of each split."""
-    for split, count in counts.items():
-        scenes = (_draw_scene(folder, split, index, stamp) for index in range(worker, count, num_workers))
-        infos = list(itertools.chain.from_iterable(scenes))
-        content = pickle.dumps({"infos": infos, "metadata": {}})
-        (folder / f"{split}-{worker}.part.pkl").write_bytes(content)
-
-
-def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> Iterator[dict]:
-    """Write the images and points of one scene and yield its infos."""
+def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]:
+    """Write the images and points of one scene and return its infos."""
     rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
+    num_frames = stamp["num_frames"]
     # The world extends beyond the last frame, so that the commands of the last frames are known.
-    world = make_world(rng, stamp["num_frames"] + EGO_STEPS)
+    world = make_world(rng, num_frames + EGO_STEPS)
     height, width = stamp["image_size"]
     renderer = Renderer(width, height)
     scene = f"{split}-{index:04d}"
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (_SPLITS.index(split) * 100_000 + index) * 3_600_000_000
-    num_frames = stamp["num_frames"]
     poses = [_ego_pose(world, frame) for frame in range(num_frames + EGO_STEPS)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
+    infos = []
     for frame in range(num_frames):
-        ego, lidar = poses[frame], lidar_poses[frame]
         token = f"{scene}-{frame:02d}"
-        shot = renderer.shoot(world, frame, lidar, rng)
+        shot = renderer.shoot(world, frame, lidar_poses[frame], rng)
         shot.points.tofile(folder / "samples" / "LIDAR_TOP" / f"{token}.bin")
-        timestamp = scene_start + round(frame * STEP_S * 1e6)
-        cameras = {}
-        for camera, image in zip(renderer.cameras, shot.images, strict=True):
-            name = f"samples/{camera.name}/{token}.jpg"
-            if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
-                raise OSError(f"make_driving_scenes: cannot write {folder / name}")
-            to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
-            cameras[camera.name] = {
-                "data_path": name,
-                "type": camera.name,
-                "sample_data_token": token + camera.name,
-                "sensor2ego_translation": to_ego[:3, 3].tolist(),
-                "sensor2ego_rotation": quaternion_from_matrix(to_ego[:3, :3]),
-                "ego2global_translation": ego[:3, 3].tolist(),
-                "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
-                "timestamp": timestamp,
-                "sensor2lidar_rotation": camera.rotation,
-                "sensor2lidar_translation": camera.translation,
-                "cam_intrinsic": camera.intrinsic,
-            }
-        yield {
+        info = {
             "token": token,
             "scene_token": scene,
-            "timestamp": timestamp,
-            "frame_idx": frame,
+            "timestamp": scene_start + round(frame * STEP_S * 1e6),
             "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
             # The first frame of a scene has no sweeps, as in nuScenes.
             "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
-            "cams": cameras,
-            "lidar2ego_translation": _LIDAR_TO_EGO[:3, 3].tolist(),
-            "lidar2ego_rotation": quaternion_from_matrix(_LIDAR_TO_EGO[:3, :3]),
-            "ego2global_translation": ego[:3, 3].tolist(),
-            "ego2global_rotation": quaternion_from_matrix(ego[:3, :3]),
+            "cams": _write_images(folder, token, renderer.cameras, shot.images),
+            **_pose_entries("lidar2ego", _LIDAR_TO_EGO),
+            **_pose_entries("ego2global", poses[frame]),
             "map_location": "driving-scenes",
-            "map_annos": _map_annotations(world, lidar, stamp["roi_size"]),
-            **_agent_annotations(world, frame, num_frames, lidar, shot.visible),
-            **_ego_annotations(world, frame, num_frames, lidar_poses),
+            "map_annos": _map_annotations(world, lidar_poses[frame], stamp["roi_size"]),
         }
+        info |= _agent_annotations(world, frame, num_frames, lidar_poses[frame], shot.visible)
+        info |= _ego_annotations(world, frame, num_frames, lidar_poses)
+        infos.append(info)
+    return infos
+
+
+def _write_images(folder: Path, token: str, cameras: list[Camera], images: list[np.ndarray]) -> dict:
+    """Write the images of a frame and return the records of the cameras."""
+    records = {}
+    for camera, image in zip(cameras, images, strict=True):
+        name = f"samples/{camera.name}/{token}.jpg"
+        if not cv2.imwrite(str(folder / name), image, [cv2.IMWRITE_JPEG_QUALITY, 92]):
+            raise OSError(f"make_driving_scenes: cannot write {folder / name}")
+        to_ego = _LIDAR_TO_EGO @ pose_matrix(camera.translation, camera.rotation)
+        records[camera.name] = {
+            "data_path": name,
+            **_pose_entries("sensor2ego", to_ego),
+            "sensor2lidar_rotation": camera.rotation,
+            "sensor2lidar_translation": camera.translation,
+            "cam_intrinsic": camera.intrinsic,
+        }
+    return records
+
+
+def _pose_entries(name: str, pose: np.ndarray) -> dict[str, list[float]]:
+    """Return the translation and the quaternion of a pose [4, 4] under the keys of nuScenes."""
+    return {
+        f"{name}_translation": pose[:3, 3].tolist(),
+        f"{name}_rotation": quaternion_from_matrix(pose[:3, :3]),
+    }
 
 
 def _ego_pose(world: World, frame: int) -> np.ndarray:
@@ -251,22 +239,18 @@ def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: lis
 
 def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> dict[int, list[np.ndarray]]:
     """Return the polylines of each map class within the region around the vehicle, in the lidar frame."""
-    road = world.road
+    road, half = world.road, world.road.half_width
     here = road.nearest_station(lidar[:2, 3])
-    start, stop = here - 50, here + 50
-
     lines: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
     for crossing in road.crossings:
-        if abs(crossing - here) < 50:
-            half = road.half_width
-            ends = [road.line(side * half, crossing - 1.5, crossing + 1.5) for side in (-1, 1)]
-            polygon = clip_polygon(seen_from(lidar, np.concatenate([ends[0], ends[1][::-1]])), roi_size)
-            if polygon is not None:
-                lines[0].append(polygon)
-    for offset in dividers_of(road):
-        lines[1] += clip_line(seen_from(lidar, road.line(offset, start, stop)), roi_size)
-    for side in (-1, 1):
-        lines[2] += clip_line(seen_from(lidar, road.line(side * road.half_width, start, stop)), roi_size)
+        outline = road.strip(-half, half, crossing - 1.5, crossing + 1.5)
+        polygon = clip_polygon(seen_from(lidar, outline), roi_size)
+        if polygon is not None:
+            lines[0].append(polygon)
+    for label, offsets in ((1, road.dividers), (2, (-half, half))):
+        for offset in offsets:
+            line = road.line(offset, here - 50, here + 50)
+            lines[label] += clip_line(seen_from(lidar, line), roi_size)
     return lines
 
 

@@ -13,17 +13,16 @@ from PIL import Image, ImageDraw, ImageFilter
 from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.structures.polylines import polygon_area
 
-from .drawn_folder import draw_in_processes, draw_once
+from .drawn_folder import draw_each, draw_once
 
 SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
 
 _SUPERSAMPLING = 4
 _MIN_VISIBLE = 0.25
+Shape = tuple[int, tuple[int, int, int, int], int]  # label, box (x1, y1, x2, y2), number of visible pixels
 
 
-def draw_shapes(
-    rng: np.random.Generator, size: int
-) -> tuple[np.ndarray, list[tuple[int, tuple[int, int, int, int], int]]]:
+def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[Shape]]:
     """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
 
     A shape is its label, the box (x1, y1, x2, y2) around its visible pixels, and their number. One to six shapes are
@@ -200,7 +199,7 @@ def make_shapes(
     Raises:
         FileExistsError: the folder is not empty and was not written by this function.
         ValueError: a number is not positive.
-        RuntimeError: a drawing process failed.
+        RuntimeError: a drawing process was killed.
     """
     stamp = {
         "generator_version": _GENERATOR_VERSION,
@@ -220,42 +219,33 @@ def make_shapes(
 
 
 def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
-    counts = {"train": stamp["num_train"], "val": stamp["num_val"]}
-    for split in counts:
-        (folder / split).mkdir()
-    # Each worker draws every num_workers-th image.
-    draw_in_processes(_draw_share, (folder, counts, stamp), num_workers, "make_shapes")
     (folder / "annotations").mkdir()
-    for split, count in counts.items():
-        annotations = folder / "annotations" / f"instances_{split}.json"
-        annotations.write_text(json.dumps(_merge(folder, split, count, stamp["image_size"])))
-    for part in folder.glob("*.part.json"):
-        part.unlink()
-
-
-def _draw_share(partial: Path, counts: dict, stamp: dict, worker: int, num_workers: int) -> None:
     for split_number, split in enumerate(_SPLITS):
-        objects_of_image = {}
-        for index in range(worker, counts[split], num_workers):
-            rng = np.random.default_rng([stamp["seed"], split_number, index])
-            pixels, objects_of_image[index] = draw_shapes(rng, stamp["image_size"])
-            Image.fromarray(pixels).save(partial / split / f"{index:06d}.jpg", quality=92, subsampling=0)
-        (partial / f"{split}-{worker}.part.json").write_text(json.dumps(objects_of_image))
+        (folder / split).mkdir()
+        tasks = [(folder / split, split_number, index, stamp) for index in range(stamp[f"num_{split}"])]
+        objects_of_images = draw_each(_write_image, tasks, num_workers)
+        content = _coco(split, objects_of_images, stamp["image_size"])
+        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
 
 
-def _merge(partial: Path, split: str, count: int, image_size: int) -> dict:
-    """Return the COCO JSON of a split from the files of the workers."""
-    objects_of_image = {}
-    for part in partial.glob(f"{split}-*.part.json"):
-        objects_of_image.update(json.loads(part.read_text()))
+def _write_image(folder: Path, split_number: int, index: int, stamp: dict) -> list[Shape]:
+    """Write an image and return its shapes."""
+    rng = np.random.default_rng([stamp["seed"], split_number, index])
+    pixels, objects = draw_shapes(rng, stamp["image_size"])
+    Image.fromarray(pixels).save(folder / f"{index:06d}.jpg", quality=92, subsampling=0)
+    return objects
+
+
+def _coco(split: str, objects_of_images: list[list[Shape]], image_size: int) -> dict:
+    """Return the content of the COCO file of a split."""
     images: list[dict] = []
     annotations: list[dict] = []
-    for index in range(count):
+    for index, objects in enumerate(objects_of_images):
         image_id = index + 1
         images.append(
             {"id": image_id, "file_name": f"{index:06d}.jpg", "height": image_size, "width": image_size}
         )
-        for label, (x1, y1, x2, y2), area in objects_of_image[str(index)]:
+        for label, (x1, y1, x2, y2), area in objects:
             annotations.append(
                 {
                     "id": len(annotations) + 1,
