@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from visdet.evaluation import NuScenesMetric, VectorMapMetric
+from visdet.evaluation.box_evaluation import import_backend
 from visdet.evaluation.precision_recall import CurveReport, box_report, score_curve
 
 
@@ -72,7 +73,7 @@ def test_boxes_and_their_confusion_by_hand():
         row("2", 1, FAR, 0.2),  # wrong
         row("2", 2, A, 0.2),  # of no class
     ]
-    report = box_report(truth, found, [1, "2"], ("a", "b"))
+    report = box_report(truth, found, [1, "2"], ("a", "b"), import_backend()[2])
     a, b = report.classes["a"], report.classes["b"]
     assert a["num_truths"] == 2 and a["scores"] == [0.9, 0.8, 0.7, 0.6]
     assert a["precision"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 2]) and a["recall"] == pytest.approx(

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,23 @@ import numpy as np
 from visdet.errors import MissingPackageError
 from visdet.structures.coco_json import id_order
 
-# For each library, the module and class of the annotation index and of the evaluator.
+# For each library, the classes of the annotation index and of the evaluator, and the function of the IoU.
 _BACKENDS = {
-    "faster_coco_eval": ("faster_coco_eval:COCO", "faster_coco_eval:COCOeval_faster"),
-    "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval"),
+    "faster_coco_eval": (
+        "faster_coco_eval:COCO",
+        "faster_coco_eval:COCOeval_faster",
+        "faster_coco_eval:mask.iou",
+    ),
+    "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval", "pycocotools.mask:iou"),
 }
+Backend = tuple[type, type, Callable]
 
 AREAS = ("all", "s", "m", "l")
 _MAX_DETS_OF_AP = 100
 
 
-def import_backend(name: str | None = None) -> tuple[type, type]:
-    """Return the classes COCO and COCOeval of a library.
+def import_backend(name: str | None = None) -> Backend:
+    """Return the classes COCO and COCOeval and the function ``iou`` of a library.
 
     Args:
         name: the name of the library. The default is the first one that is installed.
@@ -33,8 +38,8 @@ def import_backend(name: str | None = None) -> tuple[type, type]:
     """
     for candidate in [name] if name else _BACKENDS:
         with contextlib.suppress(ImportError):
-            index, evaluator = map(pkgutil.resolve_name, _BACKENDS[candidate])
-            return index, evaluator
+            index, evaluator, iou = map(pkgutil.resolve_name, _BACKENDS[candidate])
+            return index, evaluator, iou
     raise MissingPackageError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
 
 
@@ -91,7 +96,7 @@ def evaluate_boxes(
     num_classes: int,
     iou_thrs: np.ndarray,
     max_dets: Iterable[int],
-    backend: tuple[type, type],
+    backend: Backend,
 ) -> BoxEvaluation:
     """Match detections to ground truth as COCO does.
 
@@ -113,7 +118,7 @@ def evaluate_boxes(
         {**row, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0} for row in _numbered(detections, order)
     ]
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
-    index_class, evaluator_class = backend
+    index_class, evaluator_class, _ = backend
     max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []

@@ -221,7 +221,7 @@ class CocoMetric(BaseMetric):
         evaluation = evaluate_boxes(
             truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
         )
-        self.curve_report = box_report(truth, detections, image_ids, classes)
+        self.curve_report = box_report(truth, detections, image_ids, classes, self._backend[2])
         for label, name in enumerate(classes):
             row = {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
             for item, choice in _PRECISIONS.items():

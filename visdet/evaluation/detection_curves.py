@@ -7,6 +7,8 @@ import numpy as np
 
 from visdet.structures.poses import wrap_angle
 
+from .precision_recall import take_closest
+
 TP_ERRORS = ("trans_err", "scale_err", "orient_err", "vel_err", "attr_err")
 _RECALLS = np.linspace(0, 1, 101)
 
@@ -127,18 +129,22 @@ def take_nearest(
         max_distance: the greatest distance of a match in x and y, in metres.
         allowed: bool [m, n]. A prediction whose nearest free box is not allowed gets no match, and the box stays free.
     """
-    taken = np.full(len(predicted.values), -1, dtype=np.int64)
-    if not len(truth) or not len(predicted.values):
-        return taken
-    distances = np.linalg.norm(predicted.values[:, None, :2] - truth[None, :, :2], axis=-1)
     assert predicted.scores is not None
     order = np.argsort(predicted.scores, kind="stable")[::-1]
-    for row in order[distances.min(axis=1)[order] < max_distance]:
-        nearest = int(distances[row].argmin())
-        if distances[row, nearest] < max_distance and (allowed is None or allowed[row, nearest]):
-            taken[row] = nearest
-            distances[:, nearest] = np.inf
+    closeness = closeness_of(predicted.values, truth, max_distance)
+    taken = np.full(len(order), -1, dtype=np.int64)
+    taken[order] = take_closest(closeness[order], None if allowed is None else allowed[order])
     return taken
+
+
+def closeness_of(boxes: np.ndarray, truth: np.ndarray, max_distance: float) -> np.ndarray:
+    """Return the negative distances in x and y [m, n], or -inf if they are not below ``max_distance``.
+
+    Args:
+        boxes: [m, >= 2]. truth: [n, >= 2]. max_distance: the greatest distance in metres.
+    """
+    distances = np.linalg.norm(boxes[:, None, :2] - truth[None, :, :2], axis=-1)
+    return np.where(distances < max_distance, -distances, -np.inf)
 
 
 def _errors(

@@ -192,11 +192,26 @@ class DrivingBoxMetric(DrivingMetric):
             "pose": pose,
             "vehicle": np.asarray(vehicle, dtype=np.float64)[:2],
             "gt_boxes": boxes_in_world(sample["gt_bboxes_3d"], pose),
-            "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1),
+            "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1).astype(np.int64),
             "boxes": boxes_in_world(prediction["boxes_3d"], pose)[kept],
             "scores": as_array(prediction["scores_3d"])[kept],
-            "labels": as_array(prediction["labels_3d"])[kept],
+            "labels": as_array(prediction["labels_3d"])[kept].astype(np.int64),
         }
+
+    @staticmethod
+    def in_range(frame: Mapping[str, Any], reaches: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Return which true boxes [n] and which predictions [m] of a frame count.
+
+        Args:
+            frame: the result of :meth:`boxes_of`.
+            reaches: the distance in metres of each label. With 0, boxes of the label do not count.
+        """
+        reach = np.array([*reaches, 0.0])
+        masks = []
+        for boxes, labels in ((frame["gt_boxes"], frame["gt_labels"]), (frame["boxes"], frame["labels"])):
+            distance = np.linalg.norm(boxes[:, :2] - frame["vehicle"], axis=1)
+            masks.append(distance < reach[np.where(labels < len(reaches), labels, -1)])
+        return masks[0], masks[1]
 
     @staticmethod
     def best_boxes(prediction: Mapping[str, Any], least_score: float = -np.inf) -> np.ndarray:
@@ -225,11 +240,6 @@ def boxes_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """
     boxes = as_array(boxes)[:, :9]
     return moved_boxes(np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1]))), pose)
-
-
-def within(places: np.ndarray, vehicle: np.ndarray, reach: float) -> np.ndarray:
-    """Return whether places [n, >= 2] are nearer to the vehicle [2] than ``reach`` metres, bool [n]."""
-    return np.linalg.norm(places[:, :2] - vehicle, axis=1) < reach
 
 
 def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:

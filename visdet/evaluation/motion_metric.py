@@ -12,11 +12,7 @@ from visdet.registry import METRICS
 from visdet.structures.tables import table_text
 
 from .detection_curves import Boxes, match_frames, take_nearest, tp_error
-from .driving_metric import (
-    DrivingBoxMetric,
-    as_array,
-    within,
-)
+from .driving_metric import DrivingBoxMetric, as_array
 
 # The merged class of each class of boxes. Classes that are not listed are not evaluated.
 MOTION_CLASSES = {
@@ -134,9 +130,9 @@ class MotionMetric(DrivingBoxMetric):
         metrics: dict[str, float] = {}
         rows = []
         for name in names:
-            labels = [label for label, other in enumerate(merged) if other == name]
+            reaches = [self.range_of(name) if other == name else 0.0 for other in merged]
             for prefix, key in (("", "paths"), ("constant_velocity_", "constant")):
-                frames = [self._of_class(frame, labels, self.range_of(name), key) for frame in results]
+                frames = [self._of_class(frame, reaches, key) for frame in results]
                 scores = motion_scores(frames, self.unknown_is_right)
                 metrics |= {f"{prefix}{name}_{key}": value for key, value in scores.items()}
                 source = prefix.replace("_", " ").strip() or "model"
@@ -144,11 +140,9 @@ class MotionMetric(DrivingBoxMetric):
         print_log(table_text(("class", "paths", *_NAMES), rows), logger="current")
         return metrics
 
-    @staticmethod
-    def _of_class(frame: dict, labels: Sequence[int], reach: float, key: str) -> dict[str, np.ndarray]:
+    def _of_class(self, frame: dict, reaches: Sequence[float], key: str) -> dict[str, np.ndarray]:
         """Return the part of a frame that ``motion_scores`` needs for one class."""
-        truth = within(frame["gt_boxes"], frame["vehicle"], reach) & np.isin(frame["gt_labels"], labels)
-        mine = within(frame["boxes"], frame["vehicle"], reach) & np.isin(frame["labels"], labels)
+        truth, mine = self.in_range(frame, reaches)
         return {
             "gt_places": frame["gt_boxes"][truth, :2],
             "gt_paths": frame["gt_paths"][truth],

@@ -1,6 +1,7 @@
 """nuScenes' detection metrics, which are mAP over centre distances, five true-positive errors and NDS."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,11 @@ from .detection_curves import (
     Boxes,
     accumulate,
     average_precision,
-    take_nearest,
+    closeness_of,
     tp_error,
 )
-from .driving_metric import (
-    DrivingBoxMetric,
-    boxes_in_world,
-    read_anchors,
-    within,
-)
-from .precision_recall import CurveReport, confusion_matrix, score_curve
+from .driving_metric import DrivingBoxMetric, boxes_in_world, read_anchors
+from .precision_recall import Found, report_of
 
 # Boxes that are farther away from the vehicle than this, in metres, do not count.
 CLASS_RANGE = {
@@ -103,7 +99,8 @@ class NuScenesMetric(DrivingBoxMetric):
         """Return mAP, the errors, NDS, and the AP of each class."""
         classes = self.classes or self.dataset_meta["classes"]
         with_attributes = bool(results) and all(frame["gt_attributes"] is not None for frame in results)
-        boxes = [self._boxes_of_class(results, label, name) for label, name in enumerate(classes)]
+        counted = self._counted(results, classes)
+        boxes = [_boxes_of_class(counted, label, name) for label, name in enumerate(classes)]
         rows = {}
         for name, (truths, predictions) in zip(classes, boxes, strict=True):
             period = np.pi if name == "barrier" else 2 * np.pi
@@ -129,63 +126,22 @@ class NuScenesMetric(DrivingBoxMetric):
             lines.append((name, count, *map(row.get, columns)))
         table = table_text(("class", "boxes", *columns), lines)
         print_log(table + summary_line(summary), logger="current")
-        self.curve_report = self._report(boxes, classes, len(results))
+        frames = [_found_in_frame(frame) for frame in counted]
+        self.curve_report = report_of(frames, classes, f"centre distance {_TP_DISTANCE:g} m")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
-    def _report(
-        self, boxes: list[tuple[list[Boxes], list[Boxes]]], classes: Sequence[str], num_frames: int
-    ) -> CurveReport:
-        """Return the curves of each class, and the confusion matrix of boxes, which may match across classes."""
-        curves = {}
-        for name, (truths, predictions) in zip(classes, boxes, strict=True):
-            taken = [
-                take_nearest(t.values, p, _TP_DISTANCE) for t, p in zip(truths, predictions, strict=True)
-            ]
-            scores = np.concatenate([np.zeros(0), *(frame.scores for frame in predictions)])
-            is_right = np.concatenate([np.zeros(0, int), *taken]) >= 0
-            curves[name] = score_curve(scores, is_right, sum(len(frame.values) for frame in truths))
-        least = [curve["best_threshold"] for curve in curves.values()]
-        frames = (self._confident_matches(boxes, frame, least) for frame in range(num_frames))
-        return CurveReport(
-            f"centre distance {_TP_DISTANCE:g} m", curves, confusion_matrix(len(classes), frames)
-        )
-
-    def _confident_matches(
-        self, boxes: list[tuple[list[Boxes], list[Boxes]]], frame: int, least: list[float | None]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        truth = [truths[frame].values for truths, _ in boxes]
-        kept = []
-        for (_, predictions), threshold in zip(boxes, least, strict=True):
-            found = predictions[frame]
-            assert found.scores is not None
-            rows = found.scores >= (np.inf if threshold is None else threshold)
-            kept.append(Boxes(found.values[rows], found.scores[rows]))
-        predicted = Boxes(
-            np.concatenate([part.values for part in kept]), np.concatenate([part.scores for part in kept])
-        )
-        taken = take_nearest(np.concatenate(truth), predicted, _TP_DISTANCE)
-        classes = np.arange(len(boxes))
-        true_labels = np.repeat(classes, [len(part) for part in truth])
-        predicted_labels = np.repeat(classes, [len(part.values) for part in kept])
-        return true_labels, predicted_labels, taken
-
-    def _boxes_of_class(self, results: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
-        reach = self.range_of(name)
-        truths, predictions = [], []
+    def _counted(self, results: list[dict], classes: Sequence[str]) -> list[dict]:
+        """Return the boxes of each frame that are within the distance of their class."""
+        reaches = [self.range_of(name) for name in classes]
+        counted = []
         for frame in results:
-            keep = (frame["gt_labels"] == label) & within(frame["gt_boxes"], frame["vehicle"], reach)
+            truth, found = self.in_range(frame, reaches)
+            part = {key: frame[key][truth] for key in ("gt_boxes", "gt_labels")}
+            part |= {key: frame[key][found] for key in ("boxes", "labels", "scores")}
             attributes = frame["gt_attributes"]
-            truths.append(
-                Boxes(
-                    frame["gt_boxes"][keep],
-                    None,
-                    None if attributes is None else np.asarray(attributes)[keep],
-                )
-            )
-            keep = (frame["labels"] == label) & within(frame["boxes"], frame["vehicle"], reach)
-            boxes = frame["boxes"][keep]
-            predictions.append(Boxes(boxes, frame["scores"][keep], _attributes(name, boxes)))
-        return truths, predictions
+            part["gt_attributes"] = None if attributes is None else np.asarray(attributes)[truth]
+            counted.append(part)
+        return counted
 
     def _precision_of_anchors(
         self, anchors: np.ndarray, results: list[dict], classes: Sequence[str]
@@ -204,11 +160,30 @@ class NuScenesMetric(DrivingBoxMetric):
                 }
                 for frame in results
             ]
-            truths, predictions = self._boxes_of_class(constant, label, name)
+            truths, predictions = _boxes_of_class(self._counted(constant, classes), label, name)
             values += [
                 average_precision(accumulate(truths, predictions, distance)) for distance in _DISTANCES
             ]
         return float(np.mean(values))
+
+
+def _boxes_of_class(counted: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:
+    """Return the true boxes and the predictions of a class in each frame."""
+    truths, predictions = [], []
+    for frame in counted:
+        is_true, is_found = frame["gt_labels"] == label, frame["labels"] == label
+        attributes = frame["gt_attributes"]
+        attributes = None if attributes is None else attributes[is_true]
+        truths.append(Boxes(frame["gt_boxes"][is_true], None, attributes))
+        boxes = frame["boxes"][is_found]
+        predictions.append(Boxes(boxes, frame["scores"][is_found], _attributes(name, boxes)))
+    return truths, predictions
+
+
+def _found_in_frame(frame: dict) -> Found:
+    closeness = partial(closeness_of, frame["boxes"], frame["gt_boxes"], _TP_DISTANCE)
+    is_crowd = np.zeros(len(frame["gt_labels"]), dtype=bool)
+    return Found(frame["gt_labels"], frame["labels"], frame["scores"], closeness, is_crowd)
 
 
 def _attributes(name: str, boxes: np.ndarray) -> np.ndarray:

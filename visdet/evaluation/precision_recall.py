@@ -1,7 +1,7 @@
 """Precision over recall of each class, the score of the best F1, and confusion matrices, as numbers and pictures."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,26 +89,102 @@ def score_curve(scores: np.ndarray, is_right: np.ndarray, num_truths: int) -> di
     )
 
 
-def confusion_matrix(
-    num_classes: int, matches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
-) -> np.ndarray:
-    """Return how often each true class was predicted as each class, int64 [num_classes + 1, num_classes + 1].
+@dataclass(frozen=True)
+class Found:
+    """The true objects and the predictions of one image or frame.
 
-    The last row counts predictions without a true object, and the last column true objects without a prediction.
+    Attributes:
+        labels: [n], the classes of the true objects.
+        predicted, scores: [m], the classes and the scores of the predictions.
+        closeness: returns [m, n], how close each prediction is to each true object, -inf if they cannot be matched.
+        is_crowd: bool [n], true objects that need not be found. Predictions on them do not count.
+    """
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    scores: np.ndarray
+    closeness: Callable[[], np.ndarray]
+    is_crowd: np.ndarray
+
+    def matches(self, rows: np.ndarray, label: int | None = None) -> np.ndarray:
+        """Return the true object [len(rows)] of each of the predictions ``rows``; -1 is none, -2 is a crowd.
+
+        The first prediction takes the closest free object of the class ``label``, or of any class, and so on.
+        """
+        closeness = self.closeness()[rows]
+        if label is not None:
+            closeness[:, self.labels != label] = -np.inf
+        is_on_crowd = np.isfinite(closeness[:, self.is_crowd]).any(axis=1)
+        closeness[:, self.is_crowd] = -np.inf
+        taken = take_closest(closeness)
+        return np.where((taken < 0) & is_on_crowd, -2, taken)
+
+    def best_first(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the rows of those predictions for which the mask ``chosen`` [m] is True, the highest score first."""
+        rows = np.flatnonzero(chosen)
+        return rows[np.argsort(-self.scores[rows], kind="stable")]
+
+
+def take_closest(closeness: np.ndarray, is_allowed: np.ndarray | None = None) -> np.ndarray:
+    """Return the column that each row of ``closeness`` [m, n] takes, int64 [m], or -1 for none.
+
+    One after another, each row takes the closest column that is still free, unless that is -inf.
 
     Args:
-        num_classes: number of classes.
-        matches: for each frame the labels of the true objects [n], the labels of the predictions [m], and the row of
-            the true object that each prediction is matched with [m], or -1 for none. Classes need not agree.
+        closeness: [m, n].
+        is_allowed: bool [m, n]. A row whose closest free column is not allowed gets none, and the column stays free.
     """
-    counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
-    for truth, predicted, taken in matches:
-        found = taken >= 0
-        np.add.at(counts, (truth[taken[found]], predicted[found]), 1)
-        np.add.at(counts[num_classes], predicted[~found], 1)
-        missed = np.setdiff1d(np.arange(len(truth)), taken[found])
-        np.add.at(counts[:, num_classes], truth[missed], 1)
-    return counts
+    taken = np.full(len(closeness), -1, dtype=np.int64)
+    free = closeness.copy()
+    for row in np.flatnonzero(np.isfinite(closeness).any(axis=1)):
+        best = int(free[row].argmax())
+        if np.isfinite(free[row, best]) and (is_allowed is None or is_allowed[row, best]):
+            taken[row] = best
+            free[:, best] = -np.inf
+    return taken
+
+
+def report_of(
+    frames: Sequence[Found], classes: Sequence[str], matched_by: str, most_of_class: int | None = None
+) -> CurveReport:
+    """Return the report of the predictions in frames.
+
+    The confusion matrix counts the predictions above the best threshold of their class, and matches them with the
+    closest true object whatever its class.
+
+    Args:
+        frames: the frames.
+        classes: the names of the labels.
+        matched_by: see :class:`CurveReport`.
+        most_of_class: the greatest number of predictions of a class in a frame that count for the curves.
+    """
+    scores: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
+    right: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
+    num_truths = np.zeros(len(classes), dtype=int)
+    for frame in frames:
+        np.add.at(num_truths, frame.labels[~frame.is_crowd], 1)
+        for label in np.unique(frame.predicted):
+            rows = frame.best_first(frame.predicted == label)[:most_of_class]
+            taken = frame.matches(rows, label)
+            scores[label].append(frame.scores[rows][taken > -2])
+            right[label].append(taken[taken > -2] >= 0)
+    curves = {}
+    for label, name in enumerate(classes):
+        curves[name] = score_curve(
+            np.concatenate(scores[label]), np.concatenate(right[label]), num_truths[label]
+        )
+    best = [curve["best_threshold"] for curve in curves.values()]
+    least = np.array([np.inf if threshold is None else threshold for threshold in best])
+    confusion = np.zeros((len(classes) + 1, len(classes) + 1), dtype=np.int64)
+    for frame in frames:
+        rows = frame.best_first(frame.scores >= least[frame.predicted])
+        taken, predicted = frame.matches(rows), frame.predicted[rows]
+        is_missed = ~frame.is_crowd
+        is_missed[taken[taken >= 0]] = False
+        np.add.at(confusion, (frame.labels[taken[taken >= 0]], predicted[taken >= 0]), 1)
+        np.add.at(confusion[-1], predicted[taken == -1], 1)
+        np.add.at(confusion[:, -1], frame.labels[is_missed], 1)
+    return CurveReport(matched_by, curves, confusion)
 
 
 def box_report(
@@ -116,101 +192,35 @@ def box_report(
     detections: Iterable[Mapping[str, Any]],
     image_ids: Iterable[Any],
     classes: Sequence[str],
+    iou: Callable,
 ) -> CurveReport:
     """Return the report of boxes in images, which are matched as COCO does at IoU 0.5.
-
-    The confusion matrix counts the detections above the best threshold of their class, and matches them with the true
-    box of the greatest IoU whatever its class. Detections on crowd regions do not count.
 
     Args:
         truth, detections: see :func:`visdet.evaluation.box_evaluation.evaluate_boxes`.
         image_ids: the ids of the images that were evaluated.
         classes: the names of the labels.
+        iou: COCO's function, see :func:`visdet.evaluation.box_evaluation.import_backend`.
     """
-    images = _by_image(truth, detections, image_ids, len(classes))
-    scores: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
-    right: list[list[np.ndarray]] = [[np.zeros(0)] for _ in classes]
-    num_truths = np.zeros(len(classes), dtype=int)
-    for image in images:
-        np.add.at(num_truths, image.labels[~image.is_crowd], 1)
-        for label in np.unique(image.predicted):
-            rows = np.flatnonzero(image.predicted == label)
-            rows = rows[np.argsort(-image.scores[rows], kind="stable")][:_MOST_BOXES]
-            taken = _take_best(image.iou[rows] * (image.labels == label), image.is_crowd)
-            counted = taken > -2
-            scores[label].append(image.scores[rows][counted])
-            right[label].append(taken[counted] >= 0)
-    curves = {
-        name: score_curve(np.concatenate(scores[label]), np.concatenate(right[label]), num_truths[label])
-        for label, name in enumerate(classes)
-    }
-    least = np.array(
-        [np.inf if c["best_threshold"] is None else c["best_threshold"] for c in curves.values()]
-    )
-    confusion = confusion_matrix(len(classes), (_confident_matches(image, least) for image in images))
-    return CurveReport(f"IoU {_IOU}", curves, confusion)
-
-
-@dataclass(frozen=True)
-class _ImageBoxes:
-    labels: np.ndarray  # [n] of the true boxes
-    is_crowd: np.ndarray  # [n]
-    predicted: np.ndarray  # [m] labels of the detections
-    scores: np.ndarray  # [m]
-    iou: np.ndarray  # [m, n]
-
-
-def _by_image(
-    truth: Iterable[Mapping], detections: Iterable[Mapping], image_ids: Iterable, num_classes: int
-) -> list[_ImageBoxes]:
     of_image: dict[Any, tuple[list, list]] = defaultdict(lambda: ([], []))
     for kind, rows in enumerate((truth, detections)):
         for row in rows:
-            if row["category_id"] < num_classes:  # COCO's code leaves others out, too.
+            if row["category_id"] < len(classes):  # COCO's code leaves others out, too.
                 of_image[row["image_id"]][kind].append(row)
-    images = []
-    for image_id in dict.fromkeys(image_ids):
-        true, found = of_image[image_id]
-        crowd = np.array([bool(row["iscrowd"]) for row in true], dtype=bool)
-        boxes, true_boxes = (
-            np.array([row["bbox"] for row in rows], float).reshape(-1, 4) for rows in (found, true)
-        )
-        labels = [np.array([row["category_id"] for row in rows], int) for rows in (found, true)]
-        scores = np.array([row["score"] for row in found], float)
-        images.append(_ImageBoxes(labels[1], crowd, labels[0], scores, _iou(boxes, true_boxes, crowd)))
-    return images
+    images = [_found_in_image(*of_image[image_id], iou) for image_id in dict.fromkeys(image_ids)]
+    return report_of(images, classes, f"IoU {_IOU}", _MOST_BOXES)
 
 
-def _iou(boxes: np.ndarray, truth: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
-    """Return the IoU [m, n] of boxes (x, y, width, height), which is the covered part of the box for a crowd."""
-    low = np.maximum(boxes[:, None, :2], truth[None, :, :2])
-    high = np.minimum(boxes[:, None, :2] + boxes[:, None, 2:], truth[None, :, :2] + truth[None, :, 2:])
-    common = np.maximum(high - low, 0).prod(axis=-1)
-    areas, true_areas = boxes[:, 2:].prod(axis=1)[:, None], truth[:, 2:].prod(axis=1)[None]
-    union = np.where(is_crowd[None], areas, areas + true_areas - common)
-    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+def _found_in_image(true: list[Mapping], found: list[Mapping], iou: Callable) -> Found:
+    def column(rows: list[Mapping], key: str, dtype: type) -> np.ndarray:
+        return np.array([row[key] for row in rows], dtype)
 
-
-def _take_best(iou: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
-    """Return the true box that each detection is matched with, the highest score first; -1 is none, -2 a crowd."""
-    on_crowd = (np.where(is_crowd[None], iou, 0.0) >= _IOU).any(axis=1)
-    taken = np.where(on_crowd, -2, -1)
-    free = np.where(is_crowd[None], 0.0, iou)
-    for row in np.flatnonzero((free >= _IOU).any(axis=1)):
-        best = int(free[row].argmax())
-        if free[row, best] >= _IOU:
-            taken[row] = best
-            free[:, best] = 0
-    return taken
-
-
-def _confident_matches(image: _ImageBoxes, least: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows = np.flatnonzero(image.scores >= least[image.predicted])
-    rows = rows[np.argsort(-image.scores[rows], kind="stable")]
-    taken = _take_best(image.iou[rows], image.is_crowd)
-    number = np.cumsum(~image.is_crowd) - 1  # of each true box without the crowds
-    matched = np.array([number[row] if row >= 0 else -1 for row in taken], int)
-    return image.labels[~image.is_crowd], image.predicted[rows][taken > -2], matched[taken > -2]
+    is_crowd = column(true, "iscrowd", bool)
+    boxes, true_boxes = (column(rows, "bbox", float).reshape(-1, 4) for rows in (found, true))
+    overlap = np.reshape(iou(boxes, true_boxes, is_crowd.tolist()), (len(boxes), len(true_boxes)))
+    closeness = np.where(overlap >= _IOU, overlap, -np.inf)
+    labels, predicted = (column(rows, "category_id", int) for rows in (true, found))
+    return Found(labels, predicted, column(found, "score", float), closeness.copy, is_crowd)
 
 
 def _draw_curves(classes: Mapping[str, Mapping[str, Any]], matched_by: str, path: str) -> None:

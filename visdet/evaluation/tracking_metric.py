@@ -13,11 +13,7 @@ from visdet.registry import METRICS
 from visdet.structures.tables import summary_line, table_text
 
 from .clear_mot import Frame, interpolate, motar_curve
-from .driving_metric import (
-    DrivingBoxMetric,
-    as_array,
-    within,
-)
+from .driving_metric import DrivingBoxMetric, as_array
 from .nuscenes_metric import CLASS_RANGE
 
 _NOT_TRACKED = ("barrier", "traffic_cone", "construction_vehicle")
@@ -89,7 +85,8 @@ class TrackingMetric(DrivingBoxMetric):
         for frame in sorted(results, key=itemgetter("time")):
             scenes.setdefault(frame["scene"], []).append(frame)
         labels = {label: name for label, name in enumerate(classes) if name not in _NOT_TRACKED}
-        tracks = [self._tracks(scene, labels) for scene in scenes.values()]
+        reaches = [self.range_of(name) if label in labels else 0.0 for label, name in enumerate(classes)]
+        tracks = [self._tracks(scene, reaches) for scene in scenes.values()]
         rows: dict[str, dict[str, float]] = {}
         for label, name in labels.items():
             of_class = [_of_class(scene, label) for scene in tracks]
@@ -108,32 +105,21 @@ class TrackingMetric(DrivingBoxMetric):
         print_log(table + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
-    def _tracks(self, scene: list[dict], labels: dict[int, str]) -> list[tuple[Frame, Frame]]:
+    def _tracks(self, scene: list[dict], reaches: Sequence[float]) -> list[tuple[Frame, Frame]]:
         """Return the (truth, prediction) of all tracked classes in each frame, after filling gaps in tracks.
 
         A predicted track may change its class. Its mean score and its gaps are those of the whole track.
         """
         truths, predictions = [], []
         for frame in scene:
-            places, vehicle = frame["gt_boxes"][:, :2], frame["vehicle"]
-            truth = Frame(frame["gt_ids"], places, labels=frame["gt_labels"])
-            is_tracked = frame["gt_ids"] >= 0
-            truths.append(truth.rows(is_tracked & self._counts(places, frame["gt_labels"], vehicle, labels)))
-            places = frame["boxes"][:, :2]
-            prediction = Frame(frame["ids"], places, frame["scores"], frame["labels"])
-            predictions.append(prediction.rows(self._counts(places, frame["labels"], vehicle, labels)))
+            is_true, is_found = self.in_range(frame, reaches)
+            truth = Frame(frame["gt_ids"], frame["gt_boxes"][:, :2], labels=frame["gt_labels"])
+            truths.append(truth.rows(is_true & (frame["gt_ids"] >= 0)))
+            prediction = Frame(frame["ids"], frame["boxes"][:, :2], frame["scores"], frame["labels"])
+            predictions.append(prediction.rows(is_found))
         times = [frame["time"] for frame in scene]
         predictions = _with_track_scores(predictions)
         return list(zip(interpolate(truths, times), interpolate(predictions, times), strict=True))
-
-    def _counts(
-        self, places: np.ndarray, found: np.ndarray, vehicle: np.ndarray, labels: dict[int, str]
-    ) -> np.ndarray:
-        """Return whether objects are of a tracked class and within its range, bool [n]."""
-        counts = np.zeros(len(places), dtype=bool)
-        for label, name in labels.items():
-            counts |= (found == label) & within(places, vehicle, self.range_of(name))
-        return counts
 
 
 def _with_track_scores(frames: list[Frame]) -> list[Frame]:
