@@ -142,12 +142,20 @@ class Draw:
         tensor.view(-1)[places] = kinds[self.whole(0, len(BAD_NUMBERS), count)]
         return tensor
 
-    def place(self, tensor: Tensor, dtype: torch.dtype | None = None, can_expand: bool = True) -> Tensor:
+    def values(self, *shape: int, dtype: torch.dtype | None = None, bad: float = 0.5) -> Tensor:
+        """Return numbers of a random kind, of which some may be bad, in any type and memory layout."""
+        return self.place(self.numbers(*shape), dtype or self.dtype(), bad=bad)
+
+    def place(
+        self, tensor: Tensor, dtype: torch.dtype | None = None, can_expand: bool = True, bad: float = 0.0
+    ) -> Tensor:
         """Return the tensor on the device, with a dtype and a random memory layout.
 
         Views are surrounded by NaN, or by ones for integers. An expanded tensor repeats its first entry along a
-        dimension.
+        dimension. Before, some numbers may be made bad, with the probability ``bad``.
         """
+        if bad:
+            tensor = self.with_bad_numbers(tensor, bad)
         tensor = tensor.to(dtype or tensor.dtype).to(self.device)
         kind = self.random.random()
         if kind < 0.45 or tensor.dim() == 0:

@@ -9,15 +9,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["captured", "gradients", "in_a_process", "in_order", "relative_error", "without_synchronisation"]
+__all__ = [
+    "assert_matches",
+    "assert_near",
+    "captured",
+    "exact",
+    "gradients",
+    "in_a_process",
+    "in_order",
+    "relative_error",
+    "without_synchronisation",
+]
 
 HERE = Path(__file__).resolve().parent
 
 
-def gradients(function, case, grad_output, of=None):
+def gradients(function, case, grad_output=None, of=None):
     """Return the output of a call and its gradients.
 
     Args:
+        grad_output: the gradient of the output. The default is random eighths, which every type holds.
         of: the indices of the arguments to differentiate by. The default is all floating-point tensors.
     """
     if of is None:
@@ -26,8 +37,42 @@ def gradients(function, case, grad_output, of=None):
     for index in of:
         arguments[index] = case[index].detach().clone().requires_grad_()
     output = function(*arguments)
+    if grad_output is None:
+        grad_output = torch.randint(-16, 17, output.shape, generator=torch.Generator().manual_seed(1)) / 8
     leaves = [arguments[index] for index in of]
     return output, torch.autograd.grad(output, leaves, grad_output.to(output).expand_as(output))
+
+
+def exact(case):
+    """Return the arguments of a call in float64 on the CPU."""
+    return [
+        one.cpu().to(torch.float64 if one.is_floating_point() else one.dtype)
+        if isinstance(one, Tensor)
+        else one
+        for one in case
+    ]
+
+
+def assert_matches(function, reference, case, *tolerances, of=None):
+    """Compare output and gradients of a call with those in float64 on the CPU.
+
+    Args:
+        tolerances: the relative errors of the output and of each gradient, or one for all.
+    """
+    output, grads = gradients(function, case, of=of)
+    expected, expected_grads = gradients(reference, exact(case), of=of)
+    assert output.dtype == case[0].dtype and output.device == case[0].device
+    assert_near((output, *grads), (expected, *expected_grads), *tolerances)
+    sources = [one for one in case if isinstance(one, Tensor) and one.is_floating_point()]
+    chosen = sources if of is None else [case[index] for index in of]
+    assert [grad.dtype for grad in grads] == [one.dtype for one in chosen]
+
+
+def assert_near(found, expected, *tolerances):
+    """Compare tensors by their relative errors, with a tolerance for each, or one for all."""
+    tolerances = tolerances * len(expected) if len(tolerances) == 1 else tolerances
+    errors = [relative_error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert all(error < most for error, most in zip(errors, tolerances, strict=True)), errors
 
 
 def relative_error(actual, expected):

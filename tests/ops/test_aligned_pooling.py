@@ -18,7 +18,7 @@ FAR = -900.0  # a place without any pixel
 
 def _maps(draw: Draw, channels: int) -> tuple[Tensor, int, int, int]:
     B, H, W = draw.size(3), draw.size(9), draw.size(9)
-    return draw.place(draw.with_bad_numbers(draw.numbers(B, channels, H, W)), draw.dtype()), B, H, W
+    return draw.values(B, channels, H, W), B, H, W
 
 
 def _problem(name: str, given: dict[str, Any], *others: str, **settings: Any) -> Problem:
@@ -108,7 +108,7 @@ def _draw_curves(draw: Draw) -> Problem:
     ends = draw.uniform(-2, 10, N, 1, 1, 2) + draw.uniform(-3, 8, N, 2, 4, 2)
     points = (ends.flatten(1) * 8).round() / 8 / settings["spatial_scale"]
     beziers = torch.cat([draw.whole(-1, B + 1, N, 1), points], 1)
-    beziers = draw.place(draw.with_bad_numbers(beziers, 0.3), wide_of(maps.dtype), can_expand=False)
+    beziers = draw.place(beziers, wide_of(maps.dtype), can_expand=False, bad=0.3)
     for row, bezier in enumerate(beziers):
         if bool(bezier.isfinite().all()) and float(bezier[1:].abs().max()) < 1e4:
             y, x = _samples_between(bezier, *settings.values())
@@ -143,7 +143,7 @@ def _draw_integrals(draw: Draw) -> Problem:
     corner = draw.uniform(-3, 9, N, 2)
     sides = draw.uniform(0.5, 9, N, 2) * (1 if draw.chance(0.8) else -1)
     rois = torch.cat([draw.whole(-1, B + 1, N, 1), torch.cat([corner, corner + sides], 1) / scale], 1)
-    rois = draw.place(draw.with_bad_numbers(rois, 0.3), wide_of(maps.dtype), can_expand=False)
+    rois = draw.place(rois, wide_of(maps.dtype), can_expand=False, bad=0.3)
     rois[~(rois[:, 1:].abs() < 1e4).all(1), 1:] = math.nan
     given = {"features": maps, "rois": rois, "output_size": (draw.size(3, 0), draw.size(4, 0))}
     unsure = draw.has_bad_numbers  # Each bin reads all pixels, most of them with weight 0.
@@ -191,9 +191,7 @@ def _integral_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 def _draw_masks(draw: Draw) -> Problem:
     B, H, W, mask_size = draw.size(3), draw.size(6), draw.size(6), (draw.size(7, 0), draw.size(7, 0))
-    masks = draw.place(
-        draw.with_bad_numbers(draw.numbers(B, mask_size[0] * mask_size[1], H, W)), draw.dtype()
-    )
+    masks = draw.values(B, mask_size[0] * mask_size[1], H, W)
     given = {"input": masks, "psa_type": draw.pick("collect", "distribute"), "mask_size": mask_size}
     problem = Problem(given, ("input",), wide=wide_of(masks.dtype))
     if draw.chance(0.03):
@@ -218,10 +216,7 @@ def _draw_maps(draw: Draw) -> Problem:
     settings["padding"] = draw.size(3, 0.4), draw.size(3, 0.4)
     settings |= {name: (draw.size(3, 0), draw.size(3, 0)) for name in ("dilation", "dilation_patch")}
     dtype = draw.dtype()
-    given = {
-        name: draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype)
-        for name in ("input1", "input2")
-    }
+    given = {name: draw.values(B, C, H, W, dtype=dtype) for name in ("input1", "input2")}
     sizes = _window_counts((H, W), settings)
     refused = "" if min(sizes) > 0 else "no window fits"
     if draw.chance(0.03):
@@ -274,7 +269,7 @@ def _correlation(
 
 def _draw_shifts(draw: Draw) -> Problem:
     B, T, G, S = draw.size(3), draw.size(8), draw.size(4, 0), draw.size(9)
-    maps = draw.place(draw.with_bad_numbers(draw.numbers(B, T, G * draw.size(3), S)), draw.dtype())
+    maps = draw.values(B, T, G * draw.size(3), S)
     kind = draw.pick(torch.int32, torch.int64)
     shift = draw.place(draw.whole(-5, 6, B, G), kind, can_expand=False)
     return Problem({"input": maps, "shift": shift}, ("input",), wide=wide_of(maps.dtype))

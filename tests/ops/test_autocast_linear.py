@@ -20,11 +20,9 @@ def _draw(draw: Draw) -> Problem:
     dtype = draw.pick(*HALVES)
     return Problem(
         {
-            "input": draw.place(
-                draw.with_bad_numbers(draw.numbers(*rows, C)), draw.pick(dtype, torch.float32)
-            ),
-            "weight": draw.place(draw.with_bad_numbers(draw.numbers(D, C), 0.2), torch.float32),
-            "bias": draw.place(draw.with_bad_numbers(draw.numbers(D), 0.2), torch.float32),
+            "input": draw.values(*rows, C, dtype=draw.pick(dtype, torch.float32)),
+            "weight": draw.values(D, C, dtype=torch.float32, bad=0.2),
+            "bias": draw.values(D, dtype=torch.float32, bad=0.2),
             "dtype": dtype,
         },
         differentiable=("input", "weight", "bias"),

@@ -25,8 +25,8 @@ def _draw_batch_norm(draw: Draw) -> Problem:
     arguments: dict[str, Any] = {
         "input": _image(draw, x, dtype),
         "residual": None,
-        "weight": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
-        "bias": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
+        "weight": draw.values(C, dtype=parameter_type, bad=0.2),
+        "bias": draw.values(C, dtype=parameter_type, bad=0.2),
         "running_mean": None,
         "running_var": None,
         "num_batches_tracked": None,

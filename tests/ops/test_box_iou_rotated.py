@@ -33,9 +33,7 @@ from visdet.ops.box_iou_rotated import MODES, box_iou_rotated_reference
 def _draw_table(draw: Draw) -> Problem:
     dtype = draw.dtype()
     given = {
-        name: draw.place(
-            draw.with_bad_numbers(boxes_in_space(draw, draw.size(9)), 0.3), draw.dtype(dtype, torch.float32)
-        )
+        name: draw.place(boxes_in_space(draw, draw.size(9)), draw.dtype(dtype, torch.float32), bad=0.3)
         for name in ("boxes_a", "boxes_b")
     }
     return Problem(given, positions=tuple(given), wide=torch.float64, epsilon=1e-9)
@@ -57,11 +55,9 @@ def _draw_suppression(is_normal: bool) -> Callable[[Draw], Problem]:
     def draw_problem(draw: Draw) -> Problem:
         N = 70 if draw.is_big else draw.size(25)
         dtype = draw.dtype()
-        boxes = draw.place(draw.with_bad_numbers(boxes_in_space(draw, N), 0.5), dtype, can_expand=False)
+        boxes = draw.place(boxes_in_space(draw, N), dtype, can_expand=False, bad=0.5)
         scores = draw.place(
-            draw.with_bad_numbers(random_scores(draw, N), 0.3),
-            draw.dtype(dtype, torch.float64),
-            can_expand=False,
+            random_scores(draw, N), draw.dtype(dtype, torch.float64), can_expand=False, bad=0.3
         )
         flat = boxes[:, FLAT].double()
         if is_normal:
@@ -104,8 +100,8 @@ def _draw_overlaps(columns: int) -> Callable[[Draw], Problem]:
         aligned, dtype = draw.chance(0.3), draw.dtype()
         N = M if aligned else draw.size(150)
         arguments = {
-            "bboxes1": draw.place(draw.with_bad_numbers(_boxes(draw, M, columns), 0.3), dtype),
-            "bboxes2": draw.place(draw.with_bad_numbers(_boxes(draw, N, columns), 0.3), dtype),
+            "bboxes1": draw.place(_boxes(draw, M, columns), dtype, bad=0.3),
+            "bboxes2": draw.place(_boxes(draw, N, columns), dtype, bad=0.3),
             "mode": draw.pick("iou", "iof"),
             "aligned": aligned,
         }
@@ -135,7 +131,7 @@ def _draw_suppression_of_rotated_boxes(columns: int) -> Callable[[Draw], Problem
         overlaps = box_iou_rotated_reference(boxes, boxes, 0, False)
         threshold = draw.random.uniform(0.05, 0.95)
         arguments: dict[str, Any] = {
-            "dets": draw.place(draw.with_bad_numbers(boxes, 0.3), dtype, can_expand=False),
+            "dets": draw.place(boxes, dtype, can_expand=False, bad=0.3),
             "scores": draw.place(scores, dtype, can_expand=False),
             "iou_threshold": threshold,
         }

@@ -31,10 +31,10 @@ def draw_problem(draw):
     if draw.chance(0.3):
         logits = None
     else:
-        logits = draw.place(draw.with_bad_numbers(draw.numbers(B, Q, M * 3)), draw.dtype(dtype, *HALVES))
+        logits = draw.values(B, Q, M * 3, dtype=draw.dtype(dtype, *HALVES))
     arguments = {
-        "anchors": draw.place(draw.with_bad_numbers(anchors), dtype),
-        "fixed": draw.place(draw.with_bad_numbers(draw.numbers(F, 3)), draw.dtype(dtype, *HALVES)),
+        "anchors": draw.place(anchors, dtype, bad=0.5),
+        "fixed": draw.values(F, 3, dtype=draw.dtype(dtype, *HALVES)),
         "logits": logits,
         "max_log_size": draw.pick(10.0, 10.0, 1.0, 4.5),
     }

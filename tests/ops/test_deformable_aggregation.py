@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import gradients, in_a_process, in_order, relative_error, without_synchronisation
+from calls import assert_near, exact, gradients, in_a_process, in_order, without_synchronisation
 from golden import golden, under
 from hypothesis import strategies as st
 from test_ms_deform_attn import gradient_sum, near_whole
@@ -112,7 +112,7 @@ def _sizes(draw: Draw) -> tuple[int, ...]:
 def _draw(draw: Draw) -> Problem:
     B, Q, P, V, L, G, group, side = _sizes(draw)
     shapes, starts, rows = _tables(draw, V, L, side)
-    features = draw.place(draw.with_bad_numbers(draw.numbers(B, rows, G * group)), draw.dtype())
+    features = draw.values(B, rows, G * group)
     wide = wide_of(features.dtype)
     locations = draw.uniform(*draw.pick((-0.2, 1.2), (-1.0, 2.0), (0.0, 1.0)), B, Q, P, V, 2)
     kind = draw.random.random()
@@ -122,10 +122,8 @@ def _draw(draw: Draw) -> Problem:
     elif kind < 0.25:
         locations = draw.uniform(0.1, 0.9, 1, 1, 1, V, 2) + draw.uniform(0, 1e-3, B, Q, P, V, 2)
     types = (wide, wide, torch.float64, *HALVES)
-    locations = draw.place(draw.with_bad_numbers(locations), draw.dtype(*types), not draw.has_bad_numbers)
-    weights = draw.place(
-        draw.with_bad_numbers(draw.numbers(B, Q, P, V, L, G)), draw.dtype(wide, features.dtype, *HALVES)
-    )
+    locations = draw.place(locations, draw.dtype(*types), not draw.has_bad_numbers, bad=0.5)
+    weights = draw.values(B, Q, P, V, L, G, dtype=draw.dtype(wide, features.dtype, *HALVES))
     used = locations.detach().to(wide).double().cpu()
     near = torch.zeros(used.shape, dtype=torch.bool)
     for level in range(L):
@@ -233,9 +231,8 @@ def test_golden_vectors(suffix):
     names = ("feature", "spatial_shapes", "start_index", "locations", "weights")
     case = [arrays[f"input/{name}"] for name in names]
     output, grads = gradients(deformable_aggregation_function, case, arrays["input/grad_output"])
-    assert relative_error(output, arrays["output/output"]) < 1e-12
-    for grad, name in zip(grads, ("feature", "locations", "weights"), strict=True):
-        assert relative_error(grad, arrays[f"output/grad_{name}"]) < 1e-12
+    names = ("output", "grad_feature", "grad_locations", "grad_weights")
+    assert_near((output, *grads), [arrays[f"output/{name}"] for name in names], 1e-12)
 
 
 SHAPES_groups = [
@@ -254,14 +251,10 @@ def test_bad_channel_stays_in_its_group(channels, dtype, bad, device):
         1, 5, 3, 3, 3 * channels, dtype=dtype, device=device
     )
     locations = locations * 0.4 + 0.3  # visible, every one
-    grad_output = torch.ones(1, 5, 3 * channels)
-    expected, expected_grads = gradients(
-        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output
-    )
+    case = features, shapes, starts, locations, weights
+    expected, expected_grads = gradients(deformable_aggregation, case)
     features[:, :, 0] = bad
-    output, grads = gradients(
-        deformable_aggregation, (features, shapes, starts, locations, weights), grad_output
-    )
+    output, grads = gradients(deformable_aggregation, case)
     assert not output[..., 0].isfinite().any() and torch.equal(output[..., 1:], expected[..., 1:])
     assert not grads[2][..., 0].isfinite().any() and torch.equal(
         grads[2][..., 1:], expected_grads[2][..., 1:]
@@ -299,14 +292,11 @@ PATHS = {
 def test_every_path_gives_the_same(G, C, op, path, dtype):
     case = make_case(2, 7, 5, G, C, SHAPES_groups, dtype=dtype, device="cuda")
     grad_output = torch.randn(2, 7, C, generator=torch.Generator().manual_seed(1)).to(dtype).cuda()
-    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
-    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
+    expected, grads = gradients(deformable_aggregation_reference, exact(case), grad_output.double())
     with choose_only(op, path):
         results = run(case, grad_output)
     wide = 1e-12 if dtype == torch.float64 else 2e-5
-    tolerances = (TOLERANCE[dtype], TOLERANCE[dtype], wide, wide)
-    for result, wanted, tolerance in zip(results, (expected, *expected_grads), tolerances, strict=True):
-        assert relative_error(result, wanted) < tolerance
+    assert_near(results, (expected, *grads), TOLERANCE[dtype], TOLERANCE[dtype], wide, wide)
 
 
 @pytest.mark.cuda
@@ -359,11 +349,8 @@ def test_sum_of_samples_far_apart_is_deterministic(spread):
     runs = [run(case, grad_output, deterministic=True) for _ in range(3)]
     for other in runs[1:]:
         assert all(torch.equal(*pair) for pair in zip(other, runs[0], strict=True))
-    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in case]
-    expected, expected_grads = gradients(deformable_aggregation_reference, exact, grad_output.double())
-    assert relative_error(runs[0][0], expected) < 1e-4
-    for grad, wanted in zip(runs[0][1:], expected_grads, strict=True):
-        assert relative_error(grad, wanted) < 1e-4
+    expected, grads = gradients(deformable_aggregation_reference, exact(case), grad_output.double())
+    assert_near(runs[0], (expected, *grads), 1e-4)
 
 
 @pytest.mark.cuda
@@ -515,19 +502,15 @@ def test_many_pairs_on_few_texels(deterministic, device):
     generator = torch.Generator().manual_seed(0)
     case = list(make_case(1, 30, 400, 2, 16, [[(3, 3)]] * 3, device=device))
     case[3] = (torch.rand(1, 30, 400, 3, 2, generator=generator, dtype=torch.float64) * 0.2 + 0.4).to(device)
-    grad_output = torch.randn(1, 30, 16, generator=generator, dtype=torch.float64)
-    expected, expected_grads = gradients(deformable_aggregation_reference, case, grad_output)
     with in_order(deterministic):
-        output, grads = gradients(deformable_aggregation, case, grad_output)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(grads, expected_grads)
+        found = gradients(deformable_aggregation, case)
+    torch.testing.assert_close(found, gradients(deformable_aggregation_reference, case))
 
 
 def test_more_maps_than_travel_with_a_launch(device):
     case = make_case(1, 5, 2, 2, 8, [[(3, 4)] * 5] * 20, device=device)
-    output, grads = gradients(deformable_aggregation, case, torch.ones(1, 5, 8))
-    expected, expected_grads = gradients(deformable_aggregation_reference, case, torch.ones(1, 5, 8))
-    torch.testing.assert_close((output, *grads), (expected, *expected_grads))
+    expected = gradients(deformable_aggregation_reference, case)
+    torch.testing.assert_close(gradients(deformable_aggregation, case), expected)
 
 
 @pytest.mark.cuda

@@ -23,7 +23,7 @@ def _draw_layer_norm(draw: Draw) -> Problem:
     dtype, p, relu = draw.dtype(), draw.pick(0.0, 0.0, 0.1, 0.5, 1.0), draw.chance(0.4)
     is_autocast = draw.device == "cuda" and dtype in HALVES and draw.chance(0.7)
     parameter_type = torch.float32 if is_autocast else dtype
-    x = draw.place(draw.with_bad_numbers(draw.numbers(*rows, C)), dtype)
+    x = draw.values(*rows, C, dtype=dtype)
     residual = None
     if draw.chance(0.6):
         residual = draw.with_bad_numbers(draw.numbers(*rows, C))
@@ -31,8 +31,8 @@ def _draw_layer_norm(draw: Draw) -> Problem:
     arguments = {
         "input": x,
         "residual": residual,
-        "weight": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
-        "bias": draw.place(draw.with_bad_numbers(draw.numbers(C), 0.2), parameter_type),
+        "weight": draw.values(C, dtype=parameter_type, bad=0.2),
+        "bias": draw.values(C, dtype=parameter_type, bad=0.2),
     }
     seed = draw.random.getrandbits(40)
     settings: dict[str, Any] = {

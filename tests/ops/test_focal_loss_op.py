@@ -21,11 +21,9 @@ def _loss(draw: Draw, lowest: int, highest: int) -> Problem:
         N, C = draw.pick(3000, 20000), 80
     dtype = draw.dtype()
     target = draw.whole(lowest, C + highest, N)
-    weight = (
-        draw.place(draw.with_bad_numbers(draw.uniform(0, 2, C), 0.2), dtype) if draw.chance(0.3) else None
-    )
+    weight = draw.place(draw.uniform(0, 2, C), dtype, bad=0.2) if draw.chance(0.3) else None
     arguments = {
-        "input": draw.place(draw.with_bad_numbers(draw.numbers(N, C) * draw.pick(1.0, 1.0, 20.0)), dtype),
+        "input": draw.place(draw.numbers(N, C) * draw.pick(1.0, 1.0, 20.0), dtype, bad=0.5),
         "target": draw.place(target, can_expand=False),
         "gamma": draw.pick(2.0, 2.0, 0.0, 1.0, 1.5),
         "alpha": draw.pick(0.25, 0.5, 1.0),
@@ -92,7 +90,7 @@ def _loss_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 def _draw_corners(draw: Draw) -> Problem:
     x = draw.numbers(draw.size(3), draw.size(8), draw.size(20), draw.size(20))
-    x = draw.place(draw.with_bad_numbers(x), draw.dtype())
+    x = draw.place(x, draw.dtype(), bad=0.5)
     return Problem(
         {"x": x, "mode": draw.pick("top", "bottom", "left", "right")},
         differentiable=("x",),

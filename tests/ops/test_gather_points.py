@@ -19,10 +19,6 @@ from visdet.ops import (
 )
 
 
-def draw_features(draw: Draw, *shape: int) -> Tensor:
-    return draw.place(draw.with_bad_numbers(draw.numbers(*shape)), draw.dtype())
-
-
 def draw_index(draw: Draw, low: int, high: int, *shape: int) -> Tensor:
     kind = draw.pick(torch.int32, torch.int64)
     return draw.place(draw.whole(low, max(high, low + 1), *shape), kind, can_expand=False)
@@ -40,7 +36,7 @@ def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Pr
 def _draw_groups(draw: Draw) -> Problem:
     B, C, N = draw.size(3), draw.size(5), draw.size(30)
     M, K = (draw.size(12), draw.size(6)) if N else (0, draw.size(6))
-    given = {"features": draw_features(draw, B, C, N), "indices": draw_index(draw, 0, N, B, M, K)}
+    given = {"features": draw.values(B, C, N), "indices": draw_index(draw, 0, N, B, M, K)}
     return linear_problem("features", given)
 
 
@@ -80,8 +76,8 @@ def _launches_of_groups(draw: st.DrawFn, name: str) -> dict[str, Any]:
 def _draw_interpolation(draw: Draw) -> Problem:
     B, C, M = draw.size(3), draw.size(5), draw.size(30, 0)
     N = draw.size(12)
-    features = draw_features(draw, B, C, M)
-    weight = draw.place(draw.with_bad_numbers(draw.numbers(B, N, 3)), features.dtype)
+    features = draw.values(B, C, M)
+    weight = draw.values(B, N, 3, dtype=features.dtype)
     given = {"features": features, "indices": draw_index(draw, 0, M, B, N, 3), "weight": weight}
     return linear_problem("features", given, "weight")
 
@@ -94,7 +90,7 @@ def _draw_stacked_groups(draw: Draw) -> Problem:
     clouds, C, K = draw.size(4), draw.size(5), draw.size(6)
     counts, groups = ([draw.size(12, 0.1) for _ in range(clouds)] for _ in range(2))
     given = {
-        "features": draw_features(draw, sum(counts), C),
+        "features": draw.values(sum(counts), C),
         "features_batch_cnt": torch.tensor(counts, dtype=torch.int32).to(draw.device),
         "indices": draw_index(draw, -2, 14, sum(groups), K),
         "indices_batch_cnt": torch.tensor(groups, dtype=torch.int32).to(draw.device),
@@ -117,11 +113,11 @@ def _stacked_groups(
 
 def _draw_scores(draw: Draw) -> Problem:
     B, N, M, C, P, K = (draw.size(limit) for limit in (3, 20, 4, 5, 12, 6))
-    features = draw_features(draw, B, N, M, C)
+    features = draw.values(B, N, M, C)
     given = {
-        "scores": draw_features(draw, B, P, K, M),
+        "scores": draw.values(B, P, K, M),
         "point_features": features,
-        "center_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, M, C)), features.dtype),
+        "center_features": draw.values(B, N, M, C, dtype=features.dtype),
         "knn_idx": draw_index(draw, *draw.pick((0, N), (-1, N + 1)), B, P, K),
     }
     return linear_problem("point_features", given, "scores", "center_features")

@@ -27,7 +27,7 @@ def _draw(draw: Draw) -> Problem:
     if draw.chance(0.1):  # Numbers out of range are taken as the nearest that is possible.
         counts += draw.whole(-50, 50, samples)
     return Problem(
-        {"costs": draw.place(draw.with_bad_numbers(costs), torch.float64), "counts": draw.place(counts)},
+        {"costs": draw.place(costs, torch.float64, bad=0.5), "counts": draw.place(counts)},
         positions=("costs",),
         must_refuse="the CPU has no kernel" if draw.device == "cpu" else "",
     )

@@ -36,9 +36,9 @@ def _draw_masked(draw: Draw) -> Problem:
     B, dtype = draw.size(3), draw.dtype()
     mask = draw.numbers(B, H, W)
     arguments: dict[str, Any] = {
-        "features": draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype),
-        "mask": draw.place(draw.with_bad_numbers(mask), draw.dtype(dtype, torch.float32), can_expand=False),
-        "weight": draw.place(draw.with_bad_numbers(draw.numbers(out_channels, C, *kernel)), dtype),
+        "features": draw.values(B, C, H, W, dtype=dtype),
+        "mask": draw.place(mask, draw.dtype(dtype, torch.float32), can_expand=False, bad=0.5),
+        "weight": draw.values(out_channels, C, *kernel, dtype=dtype),
         "bias": draw.place(draw.numbers(out_channels), dtype) if draw.chance(0.7) else None,
         "padding": padding,
     }
@@ -70,10 +70,10 @@ def _draw_carafe(draw: Draw) -> Problem:
         H, W, C = 20, 27, G * 32
     dtype = draw.dtype()
     masks = draw.numbers(B, K * K * G, H * s, W * s)
-    masks = draw.place(draw.with_bad_numbers(masks), draw.dtype(dtype, dtype, torch.float32))
+    masks = draw.place(masks, draw.dtype(dtype, dtype, torch.float32), bad=0.5)
     return Problem(
         {
-            "features": draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), dtype),
+            "features": draw.values(B, C, H, W, dtype=dtype),
             "masks": masks if dtype not in HALVES else masks.to(dtype),
             "kernel_size": K,
             "group_size": G,

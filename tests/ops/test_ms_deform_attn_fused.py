@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls import gradients, relative_error
+from calls import assert_matches, exact, relative_error
 from path_cases import launches_of_fused_attention
-from test_ms_deform_attn import _factor, _sizes, _value, gradient_sum, level_tables, near_whole
+from test_ms_deform_attn import _factor, _sizes, gradient_sum, level_tables, near_whole
 from torch import Tensor
 
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
@@ -91,18 +91,10 @@ CASES = {
 }
 
 
-def exactly(case):
-    """Return the case in float64 on the CPU."""
-    return [
-        item.double().cpu() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-        for item in case
-    ]
-
-
 def _draw_fused(draw: Draw) -> Problem:
     shapes, B, Q, G, C, P = _sizes(draw)
     L = len(shapes)
-    value = _value(draw, B, int(shapes.prod(1).sum()), G, C)
+    value = draw.values(B, int(shapes.prod(1).sum()), G, C)
     wide = wide_of(value.dtype)
     points = P if draw.chance(0.5) else [draw.size(6) for _ in range(L)]
     counts = [points] * L if isinstance(points, int) else points
@@ -120,12 +112,12 @@ def _draw_fused(draw: Draw) -> Problem:
     if draw.has_bad_numbers and K:
         logits = torch.where(draw.uniform(0, 1, *logits.shape) < 0.1, -torch.inf, logits)
     narrow = draw.dtype(wide, value.dtype, *HALVES)
-    offsets = draw.place(draw.with_bad_numbers(offsets), narrow, not draw.has_bad_numbers)
-    logits = draw.place(draw.with_bad_numbers(logits), narrow if draw.chance(0.8) else draw.dtype())
+    offsets = draw.place(offsets, narrow, not draw.has_bad_numbers, bad=0.5)
+    logits = draw.place(logits, narrow if draw.chance(0.8) else draw.dtype(), bad=0.5)
     types = (
         (wide,) if shared_batch or shared_level else (wide, wide, *HALVES)
     )  # a sum is rounded for each term
-    reference_points = draw.place(draw.with_bad_numbers(reference_points), draw.dtype(*types))
+    reference_points = draw.place(reference_points, draw.dtype(*types), bad=0.5)
     given_shapes, given_starts, starts = level_tables(draw, shapes)
     level_of = torch.repeat_interleave(torch.arange(L), torch.tensor(counts, dtype=torch.int64))
     near = _near_whole_of_fused(shapes, level_of, counts, reference_points, offsets, wide)
@@ -257,29 +249,23 @@ def test_two_samples_by_hand(device):
     )
 
 
-def assert_gradients_match(grads, wanted, case, of=(0, 3, 4, 5)):
-    """Compare gradients with respect to the arguments ``of`` of the case with those in float64."""
+def assert_matches_reference(case, of=(0, 3, 4, 5)):
+    """Compare the output, and gradients with respect to the arguments ``of``, with those in float64."""
     coordinates = 1e-12 if case[0].dtype == torch.float64 else 2e-5
-    for index, grad, expected in zip(of, grads, wanted, strict=True):
-        assert grad.dtype == case[index].dtype
-        rounding = TOLERANCE[case[index].dtype]
-        tolerance = {0: rounding, 3: coordinates}.get(index, max(rounding, coordinates))
-        assert relative_error(grad, expected) < tolerance, index
+    of_inputs = max(TOLERANCE[case[4].dtype], coordinates)
+    tolerances = {0: TOLERANCE[case[0].dtype], 3: coordinates, 4: of_inputs, 5: of_inputs}
+    assert_matches(
+        *(ms_deform_attn_fused, ms_deform_attn_fused_reference, case, tolerances[0]),
+        *(tolerances[index] for index in of),
+        of=of,
+    )
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name, references, types, device, deterministic):
-    dtype, inputs = types
-    case = make_case(*CASES[name], references, dtype, inputs, device)
-    B, Q, G, C = CASES[name][:4]
-    grad_output = torch.randn(B, Q, G * C, generator=torch.Generator().manual_seed(1)).to(dtype)
-    output, grads = gradients(ms_deform_attn_fused, case, grad_output.to(device))
-    expected, expected_grads = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double())
-    assert output.dtype == dtype and output.device.type == device
-    assert relative_error(output, expected) < TOLERANCE[dtype]
-    assert_gradients_match(grads, expected_grads, case)
+    assert_matches_reference(make_case(*CASES[name], references, *types, device))
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
@@ -302,7 +288,7 @@ def test_an_encoders_many_rows_match_reference(num_points, columns, references, 
     shapes = [(17, 15), (1, 7), (3, columns)]
     B = 17 if device == "cuda" else 2  # On the CPU every image is treated alike.
     case = make_case(B, 262 + 3 * columns, 8, 32, num_points, shapes, references, dtype, inputs, device)
-    expected = ms_deform_attn_fused_reference(*exactly(case))
+    expected = ms_deform_attn_fused_reference(*exact(case))
     assert relative_error(ms_deform_attn_fused(*case), expected) < TOLERANCE[dtype]
 
 
@@ -310,13 +296,8 @@ def test_an_encoders_many_rows_match_reference(num_points, columns, references, 
 @pytest.mark.parametrize("references", [2, 4])
 @pytest.mark.parametrize("num_points", [[4, 0, 0], [8, 0, 1], [3, 6, 3], [8, 16, 8]], ids=str)
 def test_references_that_need_no_gradient(num_points, references, types, device, deterministic):
-    dtype, inputs = types
-    case = make_case(2, 73, 3, 32, num_points, [(8, 7), (2, 7), (3, 1)], references, dtype, inputs, device)
-    grad_output = torch.randn(2, 73, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-    of = (0, 4, 5)
-    grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
-    wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
-    assert_gradients_match(grads, wanted, case, of)
+    case = make_case(2, 73, 3, 32, num_points, [(8, 7), (2, 7), (3, 1)], references, *types, device)
+    assert_matches_reference(case, of=(0, 4, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -324,22 +305,14 @@ def test_references_that_need_no_gradient(num_points, references, types, device,
 def test_gradients_of_an_encoders_many_rows(of, dtype, device):
     """A block of the CUDA kernel owns rows of two heads, and more than it works out the softmax of at a time."""
     case = make_case(17, 268, 8, 32, [4, 4, 4], [(17, 15), (1, 7), (3, 2)], 2, dtype, device=device)
-    grad_output = torch.randn(17, 268, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
-    grads = gradients(ms_deform_attn_fused, case, grad_output.to(device), of)[1]
-    wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double(), of)[1]
-    assert_gradients_match(grads, wanted, case, of)
+    assert_matches_reference(case, of)
 
 
 @pytest.mark.parametrize("references", [2, 4])
 def test_twenty_levels(references, device):
     # On CUDA more than travel with a launch: the path of separate operators.
     case = make_case(1, 5, 2, 8, [1, 2] * 10, [(3, 4)] * 20, references, torch.float32, device=device)
-    grad_output = torch.ones(1, 5, 16, device=device)
-    output, grads = gradients(ms_deform_attn_fused, case, grad_output)
-    expected, wanted = gradients(ms_deform_attn_fused_reference, exactly(case), grad_output.double().cpu())
-    assert relative_error(output, expected) < 5e-6
-    for actual, grad in zip(grads, wanted, strict=True):
-        assert relative_error(actual, grad) < 2e-5
+    assert_matches_reference(case)
 
 
 def rejection_case():

@@ -87,10 +87,8 @@ def _draw_overlaps(draw: Draw) -> Problem:
     dtype = draw.dtype()
     offset = draw.pick(0, 0, 1)
     arguments = {
-        "bboxes1": draw.place(draw.with_bad_numbers(_rows(draw, M, whole)), dtype),
-        "bboxes2": draw.place(
-            draw.with_bad_numbers(_rows(draw, N, whole)), draw.dtype(dtype, dtype, torch.float32)
-        ),
+        "bboxes1": draw.place(_rows(draw, M, whole), dtype, bad=0.5),
+        "bboxes2": draw.place(_rows(draw, N, whole), draw.dtype(dtype, dtype, torch.float32), bad=0.5),
         "mode": draw.pick("iou", "iof"),
         "aligned": aligned,
         "offset": offset,

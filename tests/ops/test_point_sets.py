@@ -81,10 +81,7 @@ def _draw_pairs(is_flat: bool, names: tuple[str, str]) -> Callable[[Draw], Probl
         boxes = [boxes_in_space(draw, *shape, is_flat=is_flat) for _ in names]
         if draw.chance(0.2):
             boxes[1][:, ::2] = boxes[0][:, ::2]
-        given = {
-            name: draw.place(draw.with_bad_numbers(one, 0.3), dtype)
-            for name, one in zip(names, boxes, strict=True)
-        }
+        given = {name: draw.place(one, dtype, bad=0.3) for name, one in zip(names, boxes, strict=True)}
         return Problem(given, names, names, wide=torch.float64, epsilon=1e-9)
 
     return draw_problem
@@ -134,8 +131,8 @@ def _draw_sets(draw: Draw, is_paired: bool) -> Problem:
     polygons = _quadrilaterals(draw, N, points) if is_paired else _quadrilaterals(draw, draw.size(6))
     scale = draw.pick(1.0, 1.0, 1.0, 1e-4)  # The differences of the reference suit pixels.
     given = {
-        "pointsets": draw.place(draw.with_bad_numbers(points * scale), dtype),
-        "polygons": draw.place(draw.with_bad_numbers(polygons * scale), draw.dtype(dtype, torch.float32)),
+        "pointsets": draw.place(points * scale, dtype, bad=0.5),
+        "polygons": draw.place(polygons * scale, draw.dtype(dtype, torch.float32), bad=0.5),
     }
     skip: dict[str, Tensor | bool] = {"output 1": scale != 1}
     return Problem(given, positions=tuple(given), wide=torch.float64, epsilon=1e-9, skip=skip)
@@ -187,7 +184,7 @@ def _giou_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 def _draw_least(draw: Draw) -> Problem:
-    points = draw.place(draw.with_bad_numbers(_point_sets(draw, draw.size(20))), draw.dtype())
+    points = draw.place(_point_sets(draw, draw.size(20)), draw.dtype(), bad=0.5)
     return Problem({"pointsets": points}, positions=("pointsets",), wide=torch.float64, epsilon=1e-9)
 
 
@@ -228,8 +225,8 @@ def _draw_inside(draw: Draw) -> Problem:
     N, M, dtype = draw.size(60), draw.size(8), draw.dtype()
     points = draw.uniform(-25, 25, N, 2)
     given = {
-        "points": draw.place(draw.with_bad_numbers(points.round() if draw.chance(0.3) else points), dtype),
-        "polygons": draw.place(draw.with_bad_numbers(_quadrilaterals(draw, M)), dtype),
+        "points": draw.place(points.round() if draw.chance(0.3) else points, dtype, bad=0.5),
+        "polygons": draw.place(_quadrilaterals(draw, M), dtype, bad=0.5),
     }
     return Problem(given)
 

@@ -30,7 +30,7 @@ def _draw_boxes(draw: Draw) -> Problem:
     return Problem(
         {
             "points": draw.place(points, dtype),
-            "boxes": draw.place(draw.with_bad_numbers(_boxes(draw, B, M)), dtype),
+            "boxes": draw.place(_boxes(draw, B, M), dtype, bad=0.5),
         }
     )
 
@@ -75,7 +75,7 @@ def _draw_pooled(draw: Draw) -> Problem:
     points[(_margins(points, boxes).abs() < NEAR).any(2)] = FAR
     given = {
         "points": points,
-        "point_features": draw.place(draw.with_bad_numbers(draw.numbers(B, N, draw.size(4))), draw.dtype()),
+        "point_features": draw.values(B, N, draw.size(4)),
         "boxes3d": boxes,
         "num_sampled_points": draw.size(20, 0),
     }
@@ -103,15 +103,15 @@ def _sampled(
 def _draw_voxels_of_boxes(draw: Draw) -> Problem:
     N, M, dtype = draw.size(60), draw.size(6), draw.dtype()
     size, mode = draw.pick(draw.size(4, 0), [draw.size(4, 0) for _ in range(3)]), draw.pick("max", "avg")
-    pts = draw.place(draw.with_bad_numbers(draw.uniform(-3, 3, N, 3)), dtype, can_expand=False)
-    rois = draw.place(draw.with_bad_numbers(_boxes(draw, M)), dtype)
+    pts = draw.place(draw.uniform(-3, 3, N, 3), dtype, can_expand=False, bad=0.5)
+    rois = draw.place(_boxes(draw, M), dtype, bad=0.5)
     places, _ = _places_in_boxes(rois.double(), pts.double(), size)
     is_near = ((places - places.round()).abs() < NEAR * (1 + places.abs())) & (places.abs() < 1e4)
     pts[is_near.any(2).any(0)] = FAR
     given = {
         "rois": rois,
         "pts": pts,
-        "pts_feature": draw.place(draw.with_bad_numbers(draw.numbers(N, draw.size(4))), draw.dtype()),
+        "pts_feature": draw.values(N, draw.size(4)),
         "out_size": size,
         "max_pts_per_voxel": draw.pick(1, 2, 5, 128),
         "mode": mode,

@@ -85,13 +85,13 @@ def _points(best_rbboxes: Tensor, spatial_scale: float, points: int) -> tuple[Te
 
 def _draw_aligned(draw: Draw) -> Problem:
     B, C, H, W = draw.size(3), draw.size(6), draw.size(12), draw.size(12)
-    features = draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), draw.dtype())
+    features = draw.values(B, C, H, W)
     settings = {"spatial_scale": draw.pick(1.0, 0.5, 0.125), "points": draw.pick(1, 5)}
     numbers = [draw.uniform(-4, H + 3, B, H, W, 1), draw.uniform(-4, W + 3, B, H, W, 1)]
     numbers.append(draw.uniform(-1, 12, B, H, W, 2))
     eighths = (torch.cat(numbers, 3) * 8).round() / 8 / settings["spatial_scale"]
     boxes = torch.cat([eighths, (draw.uniform(-7, 7, B, H, W, 1) * 8).round() / 8], 3)
-    boxes = draw.place(draw.with_bad_numbers(boxes), wide_of(features.dtype), can_expand=False)
+    boxes = draw.place(boxes, wide_of(features.dtype), can_expand=False, bad=0.5)
     y, x = _points(boxes.double(), **settings)
     is_near = is_unclear(y, x, H, W, False)
     if draw.has_bad_numbers:  # Samples are clamped before they are scaled to -1..1, which rounds.
@@ -120,7 +120,7 @@ def _draw_filters(draw: Draw) -> Problem:
     indices = torch.stack(rotations, 1) if R else torch.zeros(G * H * W, 0, dtype=torch.int64)
     kind = draw.pick(torch.int32, torch.int64, torch.uint8)
     given = {
-        "input": draw.place(draw.with_bad_numbers(draw.numbers(M, C, G, H, W)), draw.dtype()),
+        "input": draw.values(M, C, G, H, W),
         "indices": draw.place(indices.view(G, H, W, R), kind, can_expand=False),
     }
     return Problem(given, ("input",), wide=wide_of(given["input"].dtype))

@@ -135,7 +135,7 @@ def _edges_unclear(region: list[float], settings: dict[str, Any]) -> bool:
 def draw_regions(draw: Draw, kind: str) -> Problem:
     B, C = draw.size(3), draw.pick(1, 2, 3, 8, 13, 30)
     H, W = draw.size(20, 0.01), draw.size(20, 0.01)
-    images = draw.place(draw.with_bad_numbers(draw.numbers(B, C, H, W)), draw.dtype())
+    images = draw.values(B, C, H, W)
     wide = wide_of(images.dtype)
     settings: dict[str, Any] = {
         "output_size": (draw.pick(1, 2, 3, 7), draw.pick(1, 2, 4, 7)),
@@ -219,7 +219,7 @@ def _add_offset(
             places = places[None] if axis == 0 else places[:, None]
             moved = places + settings["gamma"] * (high - low) * offset[n, axis][..., None]
             unclear |= bool(((moved - moved.round()).abs() < CLEAR).any())
-    arguments["offset"] = draw.place(draw.with_bad_numbers(offset, 0.3), wide, can_expand=False)
+    arguments["offset"] = draw.place(offset, wide, can_expand=False, bad=0.3)
     bad = not bool((arguments["offset"].abs() < 1e4).all())
     if unclear or bad:
         skip.update(offset=True, input=True, output=True)

@@ -21,7 +21,7 @@ def _draw_sparse(draw: Draw) -> Problem:
     indices = every[torch.randperm(len(every), generator=draw.generator)[: draw.size(40)]].int()
     ksize, C = [draw.pick(1, 2, 3) for _ in range(3)], draw.size(4, 0)
     subm = draw.chance(0.4)
-    features = draw.place(draw.with_bad_numbers(draw.numbers(len(indices), C)), draw.dtype())
+    features = draw.values(len(indices), C)
     given = {
         "features": features,
         "filters": draw.place(draw.numbers(*ksize, C, draw.size(4, 0)), features.dtype),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_gather_points import draw_features, draw_index, linear_problem
+from test_gather_points import draw_index, linear_problem
 from test_point_neighbours import draw_cloud, nothing
 from torch import Tensor
 
@@ -85,7 +85,7 @@ def _same_hard_voxels(problem: Problem, got: tuple[Tensor, ...], expected: Any) 
 def _draw_scatter(draw: Draw) -> Problem:
     N = draw.size(60)
     given = {
-        "feats": draw_features(draw, N, draw.size(5)),
+        "feats": draw.values(N, draw.size(5)),
         "coors": draw_index(draw, -1, 4, N, 3),
         "reduce_type": draw.pick("max", "sum", "mean"),
     }
@@ -101,7 +101,7 @@ def _scattered(feats: Tensor, coors: Tensor, reduce_type: str) -> Tensor:
 
 def _draw_cells(draw: Draw) -> Problem:
     N, sizes = draw.size(60), {name: draw.size(4, 0.02) for name in "BDHW"}
-    given = {"feats": draw_features(draw, N, draw.size(5)), "coords": draw_index(draw, -1, 5, N, 4), **sizes}
+    given = {"feats": draw.values(N, draw.size(5)), "coords": draw_index(draw, -1, 5, N, 4), **sizes}
     return linear_problem("feats", given)
 
 
@@ -120,9 +120,9 @@ def _draw_ranks(draw: Draw) -> Problem:
         *(draw.size(4, 0) for _ in range(3)),
         draw.size(9, 0),
     )
-    N, features = draw.size(60), draw_features(draw, B, V, H, W, draw.size(5))
+    N, features = draw.size(60), draw.values(B, V, H, W, draw.size(5))
     given = {
-        "depth": draw.place(draw.with_bad_numbers(draw.uniform(0, 1, B, V, D, H, W)), features.dtype),
+        "depth": draw.place(draw.uniform(0, 1, B, V, D, H, W), features.dtype, bad=0.5),
         "feat": features,
         "ranks_depth": draw_index(draw, 0, B * V * D * H * W, N),
         "ranks_feat": draw_index(draw, 0, B * V * H * W, N),
@@ -145,7 +145,7 @@ def _draw_columns(draw: Draw) -> Problem:
     sizes = [draw.size(4, 0) for _ in range(3)]
     given = {
         "geom_xyz": draw_index(draw, -1, 5, B, N, 3),
-        "input_features": draw_features(draw, B, N, draw.size(5)),
+        "input_features": draw.values(B, N, draw.size(5)),
         "voxel_num": sizes,
     }
     return linear_problem("input_features", given)
