@@ -130,10 +130,9 @@ def _draw_sets(draw: Draw, is_paired: bool) -> Problem:
     points = _point_sets(draw, N)
     polygons = _quadrilaterals(draw, N, points) if is_paired else _quadrilaterals(draw, draw.size(6))
     scale = draw.pick(1.0, 1.0, 1.0, 1e-4)  # The differences of the reference suit pixels.
-    given = {
-        "pointsets": draw.place(points * scale, dtype, bad=0.5),
-        "polygons": draw.place(polygons * scale, draw.dtype(dtype, torch.float32), bad=0.5),
-    }
+    pointsets = draw.place(points * scale, dtype, bad=0.5)
+    polygons = draw.with_bad_numbers(polygons * scale)
+    given = {"pointsets": pointsets, "polygons": draw.place(polygons, draw.dtype(dtype, torch.float32))}
     skip: dict[str, Tensor | bool] = {"output 1": scale != 1}
     return Problem(given, positions=tuple(given), wide=torch.float64, epsilon=1e-9, skip=skip)
 
