@@ -1,11 +1,17 @@
-"""Updates of several iterations: where a run is interrupted between them, and what the learning rate counts."""
+"""Updates of several iterations: where a run is interrupted between them."""
 
 import pytest
 import torch
-from test_resume import EPOCHS
-from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
-
-from visdet.engine import enable_auto_scale_lr
+from toy_run import (
+    EPOCHS,
+    check_equal_weights,
+    check_rest,
+    in_two_processes,
+    losses,
+    toy_runner,
+    train,
+    weights,
+)
 
 AT = 8  # Updates follow iterations 5, 10, 15 and so on, and an epoch has six iterations.
 OPTIONS = {
@@ -29,19 +35,14 @@ def test_a_run_interrupted_between_two_updates_goes_on_as_if_it_had_not_been(tmp
     capsys.readouterr()
     rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / f"iter_{AT}.pth"), **OPTIONS, **options)
     assert " lost" not in capsys.readouterr().out
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > AT}
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(rest)[name]), name
+    check_rest(whole, rest, AT)
 
 
 def test_gradients_are_saved_between_updates_only(tmp_path):
     options = {**OPTIONS, "default_hooks__checkpoint": {"by_epoch": False, "interval": 5}}
     train(tmp_path, train_cfg__max_iters=12, **options)  # The last iteration updates in any case.
-    saved = {
-        step: torch.load(tmp_path / f"iter_{step}.pth")["meta"]["accumulated_gradients"]
-        for step in (5, 10, 12)
-    }
-    assert saved == {5: None, 10: None, 12: None}
+    for step in (5, 10, 12):
+        assert torch.load(tmp_path / f"iter_{step}.pth")["meta"]["accumulated_gradients"] is None
     longer = toy_runner(tmp_path, resume="auto", train_cfg__max_iters=14, **options)
     longer.train()
     assert list(losses(longer)) == [13, 14]
@@ -53,21 +54,6 @@ def test_gradients_of_other_updates_are_reported_as_lost(tmp_path, counts, capsy
     options = {**OPTIONS, "optim_wrapper__accumulative_counts": counts, "train_cfg__max_iters": AT + 2}
     train(tmp_path / "rest", resume=str(tmp_path / f"iter_{AT}.pth"), **options)
     assert "between two updates" in capsys.readouterr().out
-
-
-def test_the_learning_rate_counts_the_images_of_an_update(tmp_path):
-    """Batches of 4 and updates of 5 iterations are 20 images."""
-    runner = toy_runner(
-        tmp_path,
-        auto_scale_lr={"base_batch_size": 40},
-        param_scheduler=None,
-        train_cfg__max_iters=1,
-        **OPTIONS,
-    )
-    enable_auto_scale_lr(runner.cfg)
-    runner.auto_scale_lr = runner.cfg.auto_scale_lr
-    runner.train()
-    assert runner.optim_wrapper.get_lr()["lr"] == [pytest.approx(1e-2 / 2)]
 
 
 def run_process(rank, folder):

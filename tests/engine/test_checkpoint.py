@@ -1,11 +1,14 @@
 """Checkpoint files: plain types, read without running code, written whole."""
 
+import functools
+import operator
 import os
 import pathlib
 import pickle
 import shutil
 import zipfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,41 +38,36 @@ class RunsCode:
 
 def test_our_checkpoint_is_tensors_and_plain_types(tmp_path):
     train(tmp_path, train_cfg__max_iters=10)
-    for name in ("iter_10.pth", "best_toy_accuracy_iter_10.pth"):
-        checkpoint = torch.load(tmp_path / name, weights_only=True)
-        assert set(checkpoint) >= {"meta", "state_dict", "message_hub"}
+    torch.load(tmp_path / "best_toy_accuracy_iter_10.pth", weights_only=True)
     checkpoint = torch.load(tmp_path / "iter_10.pth", weights_only=True)
-    assert checkpoint["meta"]["iter"] == 10
-    assert checkpoint["meta"]["dataset_meta"]["classes"] == ("dark", "bright")
-    assert len(checkpoint["meta"]["random_states"]) == 1
+    meta = checkpoint["meta"]
+    assert meta["iter"] == 10 and meta["dataset_meta"]["classes"] == ("dark", "bright")
+    assert len(meta["random_states"]) == 1
     history = restore_message_hub(checkpoint["message_hub"])["log_scalars"]["train/loss"]
     assert isinstance(history, HistoryBuffer) and len(history.data[0]) == 10
     assert checkpoint["state_dict"]._metadata[""], "versions by which modules migrate old weights"
 
 
+# What a checkpoint holds, and what comes back.
+PLAIN = [
+    (np.float64(0.5), 0.5),
+    (np.int64(3), 3),
+    (np.bool_(True), True),
+    (np.arange(3), [0, 1, 2]),
+    (pathlib.Path("a/b"), "a/b"),
+    ({7}, [7]),
+    (Counter({3: 1}), {3: 1}),
+    ((1, [None, "x", b"y", 2.5, True]), (1, [None, "x", b"y", 2.5, True])),
+]
+
+
 def test_to_plain_converts_what_weights_only_would_refuse(tmp_path):
-    history = HistoryBuffer([1.0, 2.0, 4.0], [1, 1, 2])
-    state = {
-        "scalar": np.float64(0.5),
-        "count": np.int64(3),
-        "flag": np.bool_(True),
-        "array": np.arange(3),
-        "path": pathlib.Path("a/b"),
-        "set": {7},
-        "counter": Counter({3: 1}),
-        "history": history,
-        "parameter": torch.nn.Parameter(torch.ones(2)),
-        "nested": (1, [None, "x", b"y", 2.5, True]),
-    }
-    write_checkpoint(state, tmp_path / "plain.pth")
+    given, expected = zip(*PLAIN, strict=True)
+    parameter, history = torch.nn.Parameter(torch.ones(2)), HistoryBuffer([1.0, 2.0, 4.0], [1, 1, 2])
+    write_checkpoint({"values": given, "w": parameter, "history": history}, tmp_path / "plain.pth")
     plain = torch.load(tmp_path / "plain.pth", weights_only=True)
-    assert plain["scalar"] == 0.5 and type(plain["scalar"]) is float
-    assert plain["count"] == 3 and type(plain["count"]) is int
-    assert plain["flag"] is True
-    assert plain["array"] == [0, 1, 2]
-    assert plain["path"] == "a/b" and plain["set"] == [7] and plain["counter"] == {3: 1}
-    assert plain["nested"] == (1, [None, "x", b"y", 2.5, True])
-    assert torch.equal(plain["parameter"], torch.ones(2)) and not plain["parameter"].requires_grad
+    assert plain["values"] == expected and [*map(type, plain["values"])] == [*map(type, expected)]
+    assert torch.equal(plain["w"], torch.ones(2)) and not plain["w"].requires_grad
     hub = {
         "log_scalars": {"h": plain["history"]},
         "runtime_info": {},
@@ -149,12 +147,14 @@ def raising(error):
     return fail
 
 
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.complex64, torch.float8_e4m3fn])
 def test_weights_of_another_kind_of_numbers_are_not_cast(dtype):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    weights = {
-        key: value.to(dtype) if key == "0.weight" else value for key, value in model.state_dict().items()
-    }
+    model = layers()
+    weights = {**model.state_dict(), "0.weight": model[0].weight.to(dtype)}
     with pytest.raises(CheckpointError, match=f"1 of another type .0.weight {dtype} for torch.float32"):
         load_weights(model, weights, "a.pth")
     before = model[0].weight.clone()
@@ -162,10 +162,9 @@ def test_weights_of_another_kind_of_numbers_are_not_cast(dtype):
     assert torch.equal(model[0].weight, before), "it keeps its value"
 
 
-def test_floats_of_other_widths_are_cast():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        load_weights(model, {key: value.to(dtype) for key, value in model.state_dict().items()}, "a.pth")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_other_widths_are_cast(dtype):
+    load_weights(layers(), layers().to(dtype).state_dict(), "a.pth")
 
 
 @pytest.mark.parametrize("key", ["iter", "epoch"])
@@ -228,36 +227,32 @@ def test_addresses_that_end_alike_are_two_files(tmp_path, monkeypatch):
 
 def test_newest_readable_checkpoint_prefers_the_pointer_and_passes_over_weights(tmp_path):
     assert newest_readable_checkpoint(tmp_path) == (None, [])
-    for age, (name, content) in enumerate(
-        {
-            "iter_1.pth": {"optimizer": {}},
-            "iter_2.pth": {"optimizer": {}},
-            "best.pth": {"state_dict": {}},
-        }.items()
-    ):
-        write_checkpoint(content, tmp_path / name)
+    for age, name in enumerate(("iter_1.pth", "iter_2.pth", "weights.pth")):
+        write_checkpoint({"state_dict" if name == "weights.pth" else "optimizer": {}}, tmp_path / name)
         os.utime(tmp_path / name, (age, age))
     assert newest_readable_checkpoint(tmp_path) == (str(tmp_path / "iter_2.pth"), [])
     (tmp_path / "last_checkpoint").write_text("/elsewhere/iter_1.pth")
     assert newest_readable_checkpoint(tmp_path) == (str(tmp_path / "iter_1.pth"), [])
 
 
-def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
-    runner = toy_runner(
-        tmp_path, default_hooks__checkpoint__max_keep_ckpts=2, default_hooks__checkpoint__interval=5
-    )
-    seen, save = [], runner.save_checkpoint
+def files_before_each(runner, pattern):
+    """Return a dict that gets, for each checkpoint that the run saves, the files that are there before."""
+    seen, save = {}, runner.save_checkpoint
 
     def save_and_look(out_dir, filename, *args, **kwargs):
-        before = sorted(path.name for path in tmp_path.glob("iter_*.pth"))
+        seen[filename] = sorted(path.name for path in Path(out_dir).glob(pattern))
         save(out_dir, filename, *args, **kwargs)
-        seen.append((filename, before))
 
     runner.save_checkpoint = save_and_look
+    return seen
+
+
+def test_old_checkpoints_go_after_the_new_one_is_written(tmp_path):
+    kept = {"default_hooks__checkpoint__max_keep_ckpts": 2, "default_hooks__checkpoint__interval": 5}
+    runner = toy_runner(tmp_path, **kept)
+    seen = files_before_each(runner, "iter_*.pth")
     runner.train()
-    assert ("iter_15.pth", ["iter_10.pth", "iter_5.pth"]) in seen, (
-        "both old ones were there until the third was written"
-    )
+    assert seen["iter_15.pth"] == ["iter_10.pth", "iter_5.pth"], "both were there until the third was written"
     assert sorted(path.name for path in tmp_path.glob("iter_*.pth")) == ["iter_15.pth", "iter_20.pth"]
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "iter_20.pth")
 
@@ -295,18 +290,10 @@ def test_the_best_checkpoint_stays_until_a_better_one_is_written(tmp_path):
     runner = toy_runner(tmp_path, train_cfg__val_interval=5)
     accuracies, evaluate = iter((0.1, 0.3, 0.2, 0.4)), runner.val_loop.evaluator.evaluate
     runner.val_loop.evaluator.evaluate = lambda size: {**evaluate(size), "toy/accuracy": next(accuracies)}
-    seen, save = [], runner.save_checkpoint
-
-    def save_and_look(out_dir, filename, *args, **kwargs):
-        before = [path.name for path in tmp_path.glob("best_*")]
-        save(out_dir, filename, *args, **kwargs)
-        if filename.startswith("best_"):
-            seen.append((filename, before))
-
-    runner.save_checkpoint = save_and_look
+    seen = files_before_each(runner, "best_*")
     runner.train()
     five, ten, twenty = (f"best_toy_accuracy_iter_{i}.pth" for i in (5, 10, 20))
-    assert seen == [(five, []), (ten, [five]), (twenty, [ten])]
+    assert (seen[five], seen[ten], seen[twenty]) == ([], [five], [ten])
     assert [path.name for path in tmp_path.glob("best_*")] == [twenty]
 
 
@@ -382,19 +369,6 @@ def test_strict_load_false_loads_what_fits(tmp_path):
         train(tmp_path / "four", load_from=str(tmp_path / "nothing.pth"), strict_load=False)
 
 
-def test_weights_of_a_wrapped_model_and_of_other_layouts_load(tmp_path):
-    state = toy_runner(tmp_path).model.state_dict()
-    for name, content in {
-        "ddp": {"state_dict": {f"module.{key}": value for key, value in state.items()}},
-        "model": {"model": dict(state)},
-        "bare": dict(state),
-    }.items():
-        torch.save(content, tmp_path / f"{name}.pth")
-        runner = toy_runner(tmp_path / name, load_from=str(tmp_path / f"{name}.pth"))
-        runner.load_checkpoint(runner.load_from)
-        assert torch.equal(runner.model.conv.weight, state["conv.weight"]), name
-
-
 @pytest.mark.parametrize("trusted", [True, False])
 def test_trust_holds_for_pretrained_backbones_too(tmp_path, monkeypatch, trusted):
     monkeypatch.chdir(tmp_path)
@@ -443,42 +417,42 @@ def test_a_flipped_bit_in_any_part_is_noticed(tmp_path, trust):
                 read_checkpoint(path, trust=trust)
 
 
-@pytest.mark.parametrize("prefix", ["model.", "student.", "ema_model.module.", "module.model."])
-def test_a_prefix_of_all_keys_is_removed(prefix):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "model.", "student.", "ema_model.module.", "module.model."]
+)
+@pytest.mark.parametrize("places", [(), ("state_dict",), ("model",), ("model", "state_dict")])
+def test_prefixes_and_the_layouts_of_other_projects_do_not_matter(prefix, places):
+    model = layers()
     weights = {key: torch.full_like(value, 7) for key, value in model.state_dict().items()}
-    nested = {"model": {"state_dict": {prefix + key: value for key, value in weights.items()}}}
-    load_weights(model, weights_of(nested, "other.pth"), "other.pth")
+    content = {prefix + key: value for key, value in weights.items()}
+    for place in reversed(places):
+        content = {place: content}
+    load_weights(model, weights_of(content, "other.pth"), "other.pth")
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 
-def test_weights_that_are_not_finite_are_named_and_refused(tmp_path):
-    """This holds for load_from and for a test, and for backbones, averaged weights and optimizers."""
-    runner = train(tmp_path / "a", train_cfg__max_iters=5, custom_hooks=[dict(type="EMAHook")])
+@pytest.mark.parametrize(
+    ("part", "key", "named"),
+    [
+        ("state_dict", ("conv.weight",), "conv.weight"),
+        ("ema_state_dict", ("module.conv.weight",), "ema_state_dict"),
+        ("optimizer", ("state", 0, "exp_avg"), "optimizer.state.0"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_and_refused(tmp_path, part, key, named):
+    """This holds for load_from and for a test, and for averaged weights and optimizers of a run that is resumed."""
+    ema = [dict(type="EMAHook")]
+    train(tmp_path / "a", train_cfg__max_iters=5, custom_hooks=ema)
     content = read_checkpoint(str(tmp_path / "a" / "iter_5.pth"))
-    place = {
-        "conv.weight": content["state_dict"],
-        "ema_state_dict": content["ema_state_dict"],
-        "optimizer.state.0": content["optimizer"]["state"][0],
-    }
-    key = {
-        "ema_state_dict": "module.conv.weight",
-        "optimizer.state.0": next(iter(place["optimizer.state.0"])),
-    }
-    for name, tensors in place.items():
-        tensor = tensors[key.get(name, name)]
-        before = tensor.clone()
-        tensor.view(-1)[0] = float("nan")
-        write_checkpoint(content, tmp_path / "nan.pth")
-        with pytest.raises(CheckpointError, match=rf"nan\.pth has NaN.*{name}.*allow_nonfinite_weights=True"):
-            train(tmp_path / "b", resume=str(tmp_path / "nan.pth"), custom_hooks=[dict(type="EMAHook")])
-        if name == "conv.weight":
-            with pytest.raises(CheckpointError, match="allow_nonfinite_weights=True"):
-                toy_runner(tmp_path / "c", load_from=str(tmp_path / "nan.pth")).test()
-            allowed = {"load_from": str(tmp_path / "nan.pth"), "allow_nonfinite_weights": True}
-            toy_runner(tmp_path / "d", **allowed).test()
-        tensor.copy_(before)
-    assert runner.iter == 5
+    functools.reduce(operator.getitem, key, content[part]).view(-1)[0] = float("nan")
+    bad = str(tmp_path / "nan.pth")
+    write_checkpoint(content, bad)
+    with pytest.raises(CheckpointError, match=rf"nan\.pth has NaN.*{named}.*allow_nonfinite_weights=True"):
+        train(tmp_path / "b", resume=bad, custom_hooks=ema)
+    if part == "state_dict":
+        with pytest.raises(CheckpointError, match="allow_nonfinite_weights=True"):
+            toy_runner(tmp_path / "c", load_from=bad).test()
+        toy_runner(tmp_path / "d", load_from=bad, allow_nonfinite_weights=True).test()
 
 
 def test_a_mask_of_the_model_itself_may_be_infinite():

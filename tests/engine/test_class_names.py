@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from test_inference import PIPELINE
 from torch import nn
-from toy_run import toy_config, toy_runner, train
+from toy_run import detector_of, toy_runner, train
 
-from visdet.engine import CheckpointError, Detector
+from visdet.engine import CheckpointError
 from visdet.engine.checkpoints.class_names import lists_of_checkpoint, matched_by_name, rows_of_classes
 from visdet.engine.checkpoints.weights import config_that_fits, load_weights
 from visdet.engine.config.build_errors import build_model
@@ -132,12 +131,8 @@ def test_weights_without_names_and_a_detector_with_other_names_say_it_once(tmp_p
         result = matched_by_name(model, model.state_dict(), {}, {"classes": ("a", "b")}, "bare.pth")
     assert all(torch.equal(result[key], value) for key, value in model.state_dict().items())
     assert "bare.pth names no classes" in capsys.readouterr().out
-    cfg = toy_config(
-        tmp_path,
-        test_dataloader__dataset__pipeline=PIPELINE,
-        test_dataloader__dataset__metainfo={"classes": ("dark", "grey")},
-    )
-    assert Detector(cfg, checkpoint, "cpu").dataset_meta["classes"] == ("dark", "bright")
+    named = {"test_dataloader__dataset__metainfo": {"classes": ("dark", "grey")}}
+    assert detector_of(tmp_path, checkpoint, **named).dataset_meta["classes"] == ("dark", "bright")
     assert "the classes are those of the checkpoint, dark, bright" in capsys.readouterr().out
 
 

@@ -189,18 +189,6 @@ def test_stock_mmdet_configs_are_read_in_our_scope():
     assert adopt_mmdet_scope(Config({"default_scope": "visdet", "model": {"type": "mmdet.X"}})) == []
 
 
-@pytest.mark.parametrize("schedule", ["schedule_50e_adamw", "schedule_shapes"])
-def test_the_bases_merge_and_fit_each_other(tmp_path, schedule):
-    base = ROOT / "configs" / "_base_"
-    names = [f"{base}/default_runtime.py", f"{base}/schedules/{schedule}.py"]
-    cfg, _ = load_config(written(tmp_path, f"_base_ = {names!r}"))
-    complete_config(cfg)
-    by_epoch = schedule == "schedule_50e_adamw"
-    assert cfg.default_hooks.checkpoint.by_epoch is by_epoch
-    assert cfg.default_hooks.checkpoint.interval == (1 if by_epoch else cfg.train_cfg.val_interval)
-    assert cfg.log_processor.by_epoch is by_epoch and cfg.log_processor.window_size == 50
-
-
 def test_the_published_learning_rates(tmp_path):
     """AdamW 2e-4, a tenth of it for the backbone and the layers that say where to look, a tenth after epoch 40."""
     from mmengine.optim import build_optim_wrapper

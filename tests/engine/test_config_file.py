@@ -272,12 +272,6 @@ def test_outside_of_a_text_a_variable_is_a_literal(tmp_path, monkeypatch, value,
     assert not (tmp_path / "ran").exists()
 
 
-def test_literals_keep_their_types(tmp_path, monkeypatch):
-    for value in (80, -0.5, [1, (2, "it's")], {"a": None}, True):
-        monkeypatch.setenv("V_VALUE", repr(value))
-        assert value_of(tmp_path, "r = {{'$V_VALUE'}}", "a.py") == value
-
-
 @pytest.mark.parametrize("name", ["a.json", "a.yaml", "sub/b.json"])
 def test_a_config_without_code_runs_programs_of_its_folder_alone(tmp_path, name):
     """Also if a JSON file elsewhere leads to the program, or a link does."""
@@ -312,12 +306,6 @@ def test_a_base_of_itself_is_one_message(tmp_path, suffix):
         rf"config {a} inherits from itself: {a} > {b} > {c} > {b}",
         str(caught.value),
     )
-
-
-def test_a_base_may_be_reached_by_two_ways(tmp_path):
-    written(tmp_path, "x = dict(n=1)", "root.py")
-    written(tmp_path, "_base_ = 'root.py'\ny = _base_.x.n\nx = dict(_delete_=True)", "left.py")
-    assert load_config(written(tmp_path, "_base_ = ['left.py']\nz = _base_.y", "a.py"))[0].z == 1
 
 
 def laughs(depth, item="[{0}, {0}]"):

@@ -4,8 +4,7 @@ import os
 
 import pytest
 import torch
-from test_inference import PIPELINE
-from toy_run import toy_config, train
+from toy_run import PIPELINE, detector_of, toy_config, train
 
 import visdet
 from visdet.commands import main
@@ -122,7 +121,7 @@ def test_a_config_that_is_given_wins_and_the_difference_is_said(tmp_path, checkp
     content["meta"]["cfg"] = content["meta"]["cfg"].replace("custom_imports", "other")
     torch.save(content, tmp_path / "plain.pth")
     steps = [PIPELINE[0], {"type": "Resize", "scale": (16, 16)}, PIPELINE[2]]
-    Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=steps), tmp_path / "plain.pth", "cpu")
+    detector_of(tmp_path, tmp_path / "plain.pth", test_dataloader__dataset__pipeline=steps)
     told = " ".join(capsys.readouterr().out.split())
     assert "differs from that of" in told and "pipeline.1.type is 'Resize' (there 'LoadAnnotations')" in told
 

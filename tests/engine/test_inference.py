@@ -2,10 +2,7 @@
 
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ from mmengine.hooks import Hook
 from mmengine.structures import InstanceData
 from PIL import Image
 from torch import nn
-from toy_run import toy_config, toy_runner, train
+from toy_run import PIPELINE, detector_of, toy_config, toy_runner, train
 
 import visdet
 from visdet.commands import infer, main
@@ -26,11 +23,6 @@ from visdet.engine.inference.sample_images import image_file_of
 from visdet.engine.prepare import write_detections
 from visdet.structures import DetDataSample
 
-PIPELINE = [
-    {"type": "LoadImageFromFile", "channel_order": "rgb"},
-    {"type": "LoadAnnotations", "with_bbox": True},
-    {"type": "PackDetInputs"},
-]
 NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
 
 
@@ -51,7 +43,7 @@ def image(tmp_path) -> str:
 
 
 def test_a_detector_answers_as_the_model_does(tmp_path, trained, image):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
     sample = detector(image, score_threshold=0).sample
     assert not detector.model.training and detector.dataset_meta["classes"] == ("dark", "bright")
     pixels = torch.from_numpy(np.array(Image.open(image))).permute(2, 0, 1)[None].float() / 255
@@ -72,14 +64,9 @@ def test_what_a_detector_refuses(tmp_path, trained):
         Detector(toy_config(tmp_path, model__channels=4), trained)
     bare = tmp_path / "bare.pth"
     torch.save(toy_runner(tmp_path / "run").model.state_dict(), bare)
-    of_data = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), str(bare))
-    assert of_data.dataset_meta["classes"] == ("dark", "bright")
-    named = toy_config(
-        tmp_path,
-        test_dataloader__dataset__pipeline=PIPELINE,
-        test_dataloader__dataset__metainfo={"classes": ["x", "y"]},
-    )
-    assert Detector(named, str(bare)).dataset_meta["classes"] == ("x", "y")
+    assert detector_of(tmp_path, bare).dataset_meta["classes"] == ("dark", "bright")
+    named = {"test_dataloader__dataset__metainfo": {"classes": ["x", "y"]}}
+    assert detector_of(tmp_path, bare, **named).dataset_meta["classes"] == ("x", "y")
     field = toy_config(tmp_path)
     field.model = {"type": "LearnableGaussianField", "num_gaussians": 2}
     with pytest.raises(
@@ -104,9 +91,8 @@ def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, 
     content = torch.load(trained, weights_only=False)
     content["meta"]["dataset_meta"] = dataset_meta
     torch.save(content, tmp_path / "other.pth")
-    cfg = toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE)
     with pytest.raises(UserError, match=message):
-        Detector(cfg, str(tmp_path / "other.pth"), "cpu")
+        detector_of(tmp_path, tmp_path / "other.pth")
 
 
 @pytest.mark.parametrize(
@@ -121,12 +107,8 @@ def test_meta_information_of_a_checkpoint_that_fits_no_model(tmp_path, trained, 
     ],
 )
 def test_a_config_without_a_part_is_one_message(tmp_path, image, options, message):
-    cfg = {"test_dataloader__dataset__pipeline": PIPELINE} | options
-    meta = {"test_dataloader__dataset__metainfo": {"classes": ("a", "b")}}
     with pytest.raises(UserError, match=message):
-        Detector(toy_config(tmp_path, **(cfg if "dataset" in str(options) else cfg | meta)), None, "cpu")(
-            image
-        )
+        detector_of(tmp_path, **options)(image)
 
 
 def test_each_run_of_infer_gets_a_folder_and_says_what_is_enlarged(
@@ -154,7 +136,7 @@ def test_two_runs_of_infer_at_once_take_two_folders(tmp_path, monkeypatch):
 
 def test_cameras_and_streams_are_videos(tmp_path, trained):
     assert find_images(["77", "rtsp://127.0.0.1:9/x"])[0] == ["77", "rtsp://127.0.0.1:9/x"]
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
     with pytest.raises(UserError, match="camera or stream 77 cannot be opened"):
         next(detector("77"))
     found, failures = detect_files(detector, ["77"], str(tmp_path / "out"), None)
@@ -188,30 +170,13 @@ def test_detections_are_a_sequence(tmp_path):
 
 
 def test_names_that_people_try_are_answered(tmp_path, trained, image):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
     with pytest.raises(TypeError, match="'conf'; write score_threshold="):
         detector(image, conf=0.5)
     with pytest.raises(UserError, match=r"batch: .*batch_size=\.\.\."):
         visdet.train("dino/dino_shapes", batch=3)
     assert {"Detector", "init_detector", "ops", "train"} <= set(dir(visdet))
     assert not any("." in name for name in dir(visdet)) and visdet.ops.ms_deform_attn
-
-
-@pytest.mark.slow
-def test_type_checkers_know_what_a_detector_returns(tmp_path):
-    pytest.importorskip("mypy")
-    lines = ["import visdet", "from PIL import Image", "det = visdet.init_detector('dino/dino_shapes')"]
-    lines += [
-        "det('a.jpg').boxes",
-        "reveal_type(det(['a.jpg'])[0])",
-        "reveal_type(det(Image.new('L', (8, 8))))",
-    ]
-    lines += ["for one in det(['a.jpg'])[0]: reveal_type(one.score)"]
-    (tmp_path / "use.py").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(tmp_path / "use.py")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    kinds = re.findall(r'Revealed type is "(?:[\w.]*\.)?(\w+)"', done.stdout)
-    assert done.returncode == 0 and kinds == ["Detections", "Detections", "float"], done.stdout
 
 
 def test_detections_are_sorted_rounded_and_cut():
@@ -240,7 +205,7 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
     for name in ("a.png", "a.bmp", "sub/a.png", "sub/a.bmp"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.open(image).save(folder / name)
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
     _, failures = detect_files(detector, find_images([str(folder)], "out")[0], str(tmp_path / "out"), 0.0)
     pictures = tmp_path / "out" / "pictures"
     written = sorted(str(path.relative_to(pictures)) for path in pictures.rglob("*.png"))
@@ -248,7 +213,7 @@ def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path,
 
 
 def test_batches_and_predictions_without_pictures(tmp_path, trained, image):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
     for name in ("a.png", "b.png", "c.png"):
         shutil.copy(image, tmp_path / name)
     (tmp_path / "d.png").write_bytes(b"none")
@@ -265,7 +230,7 @@ def test_batches_and_predictions_without_pictures(tmp_path, trained, image):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("cannot write b.png: the disk is full")])
 def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, error, monkeypatch):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
 
     def fail_at_the_second(result, out_file):
         if out_file.name == "b.png":
@@ -282,7 +247,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, trained, image, err
 
 
 def test_a_bug_of_the_model_is_no_unreadable_image(tmp_path, trained, image, monkeypatch):
-    detector = Detector(toy_config(tmp_path, test_dataloader__dataset__pipeline=PIPELINE), trained, "cpu")
+    detector = detector_of(tmp_path, trained)
 
     def broken(data):
         raise ValueError("a bug")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.hooks import Hook
-from test_resume import EPOCHS
-from toy_run import check_equal_weights, in_two_processes, losses, toy_runner, train, weights
+from toy_run import EPOCHS, check_equal_weights, check_rest, in_two_processes, toy_runner, train, weights
 
 from visdet.engine import read_checkpoint, tool_session
 
@@ -70,9 +69,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(tmp_path, numbe
     assert f"`--resume {tmp_path}/halves/interrupted.pth` continues the run" in said
     whole = train(tmp_path / "whole", **options)
     rest = train(tmp_path / "halves", resume="auto", **options)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 8}
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(rest)[name]), name
+    check_rest(whole, rest, 8)
 
 
 def test_an_interrupted_validation_is_made_up_for(tmp_path):

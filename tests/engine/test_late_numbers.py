@@ -96,14 +96,13 @@ def test_a_bad_loss_is_named_if_the_next_iteration_fails_for_it(tmp_path):
     assert str(caught.value.__context__) == "the weights are no numbers"
 
 
-def test_numbers_of_any_kind():
-    numbers = {
-        "loss": torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True),
-        "count": 3,
-        "big": torch.tensor(2**40),
-    }
+def test_numbers_of_any_kind_keep_their_value():
+    one = torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True)
+    time = torch.tensor(1764410000.123, dtype=torch.float64)
+    numbers = {"loss": one, "time": time, "big": torch.tensor(2**40), "count": 2**53 - 1, "small": 1e-300}
     copy = HostCopy(numbers)
-    assert copy.is_there and copy.read() == {"loss": 2.5, "count": 3.0, "big": float(2**40)}
+    expected = {"loss": 2.5, "time": 1764410000.123, "big": 2**40, "count": 2**53 - 1, "small": 1e-300}
+    assert copy.is_there and copy.read() == expected
     assert HostCopy({}).read() == {}
 
 

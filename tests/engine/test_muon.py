@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toy_run import losses, train
+from toy_run import check_two_halves, losses
 
 from visdet.engine import MuonWithAuxAdam
 
@@ -82,26 +82,14 @@ def test_infinite_gradients_under_a_scaler_skip_the_whole_step():
 
 def test_two_halves_of_a_run_equal_the_whole(tmp_path):
     """Schedules and paramwise_cfg set the rates, as with any optimizer."""
-    options = {
-        "optim_wrapper": {
-            "type": "OptimWrapper",
-            "optimizer": {"type": "MuonWithAuxAdam", "lr": 1e-2, "min_size": 2},
-            "paramwise_cfg": {"bias_lr_mult": 0.5},
-        },
-        "default_hooks__checkpoint__interval": 9,
-        "train_cfg__val_interval": 9,
-    }
-    whole = train(tmp_path / "whole", train_cfg__max_iters=18, **options)
+    muon = {"type": "MuonWithAuxAdam", "lr": 1e-2, "min_size": 2}
+    wrapper = {"type": "OptimWrapper", "optimizer": muon, "paramwise_cfg": {"bias_lr_mult": 0.5}}
+    whole, _ = check_two_halves(tmp_path, 9, optim_wrapper=wrapper)
     assert any("momentum_buffer" in state for state in whole.optim_wrapper.optimizer.state.values())
-    assert list(losses(whole).values())[-1] < losses(whole)[1]
-    (tmp_path / "whole" / "iter_18.pth").unlink()
-    rest = train(tmp_path / "whole", resume="auto", train_cfg__max_iters=18, **options)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
+    assert losses(whole)[20] < losses(whole)[1]
 
 
-@pytest.mark.parametrize(
-    "given", [{"ns_steps": 2.5}, {"ns_steps": 0}, {"min_size": None}, {"min_size": 0}, {"momentum": 1.0}]
-)
+@pytest.mark.parametrize("given", [{"ns_steps": 0}, {"min_size": None}, {"momentum": 1.0}])
 def test_wrong_arguments_are_named(given):
     with pytest.raises(ValueError, match=f"{next(iter(given))} must be"):
         MuonWithAuxAdam([torch.nn.Parameter(torch.ones(20, 20))], **given)

@@ -11,39 +11,13 @@ from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from toy_detection import Stack, ToyDetector
-from toy_run import losses, toy_config, toy_runner, train, weights
+from toy_run import EPOCHS, check_two_halves, interrupted, losses, toy_config, toy_runner, train
 
 from visdet.engine import CheckpointError, build_runner, read_checkpoint
 from visdet.engine.data.resumable_batches import ResumableBatches
 from visdet.execution.staged_detector import TemporalDetector
 from visdet.models.base_detector import BaseDetector
 from visdet.registry import MODELS
-
-EPOCHS = {
-    "train_cfg": {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
-    "param_scheduler": [{"type": "MultiStepLR", "milestones": [3], "by_epoch": True}],
-}
-
-
-def interrupted(work_dir, at: int, **options):
-    """Train until iteration ``at`` with a checkpoint there, as a run killed right after writing it leaves behind."""
-
-    class Killed(Exception):
-        pass
-
-    runner = toy_runner(work_dir, **options)
-    save = runner.save_checkpoint
-
-    def save_then_die(out_dir, filename, *args, **kwargs):
-        save(out_dir, filename, *args, **kwargs)
-        if filename == f"iter_{at}.pth":
-            (work_dir / "last_checkpoint").write_text(str(work_dir / filename))
-            raise Killed
-
-    runner.save_checkpoint = save_then_die
-    with pytest.raises(Killed):
-        runner.train()
-
 
 PLANNED = {"train_dataloader__batch_sampler": {"type": "PlannedBatchSampler"}}
 
@@ -67,21 +41,8 @@ class Start(Hook):
 )
 def test_two_halves_equal_the_whole(tmp_path, loop, sampler):
     """24 images in batches of 4 are six iterations an epoch: 9 is inside the second epoch."""
-    options = {
-        **loop,
-        "train_dataloader__sampler__type": sampler,
-        "default_hooks__checkpoint": {
-            "type": "CheckpointHook", "by_epoch": False, "interval": 9,
-        },
-    }  # fmt: skip
-    whole = train(tmp_path / "whole", **options)
-    interrupted(tmp_path / "halves", at=9, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
-
+    _, rest = check_two_halves(tmp_path, 9, **loop, train_dataloader__sampler__type=sampler)
     assert list(losses(rest)) == list(range(10, 25))
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(rest)[name]), name
 
 
 @MODELS.register_module()
@@ -122,49 +83,34 @@ class ToyTracker(TemporalDetector, BaseDetector):
     prediction_batch = detections = with_detections = None
 
 
+ONE_CYCLE = {"type": "OneCycleLR", "eta_max": 0.02, "total_steps": 20, "by_epoch": False}
+RESTART = {
+    "type": "CosineRestartLR",
+    "periods": [8, 12],
+    "restart_weights": [1, 0.5],
+    "eta_min": 0,
+    "by_epoch": False,
+}
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"type": "OneCycleLR", "eta_max": 0.02, "total_steps": 20, "by_epoch": False},
-        {
-            "type": "OneCycleLR",
-            "eta_max": 0.02,
-            "total_steps": 20,
-            "by_epoch": False,
-            "anneal_strategy": "linear",
-        },
+        ONE_CYCLE,
+        {**ONE_CYCLE, "anneal_strategy": "linear"},
         {"type": "ReduceOnPlateauLR", "monitor": "toy/accuracy", "rule": "greater", "patience": 0},
-        {
-            "type": "CosineRestartLR",
-            "periods": [8, 12],
-            "restart_weights": [1, 0.5],
-            "eta_min": 0,
-            "by_epoch": False,
-        },
+        RESTART,
         {"type": "PolyLR", "power": 0.9, "by_epoch": False},
     ],
-    ids=lambda schedule: "-".join([schedule["type"], schedule.get("anneal_strategy", "")]).rstrip("-"),
+    ids=["cycle", "linear cycle", "plateau", "restart", "poly"],
 )
 def test_a_schedule_goes_on(tmp_path, schedule):
-    options = {
-        "param_scheduler": [schedule],
-        "train_cfg__val_interval": 3,
-        "default_hooks__checkpoint__interval": 3,
-    }
-    whole = train(tmp_path / "whole", **options)
-    interrupted(tmp_path / "halves", at=9, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
-    assert losses(rest) == {i: loss for i, loss in losses(whole).items() if i > 9}
+    whole, rest = check_two_halves(tmp_path, 9, param_scheduler=[schedule], train_cfg__val_interval=3)
     assert rest.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr()
 
 
 def test_a_model_of_sequences_remembers(tmp_path):
-    options = {"model": {"type": "ToyTracker"}, "train_cfg__max_iters": 14}
-    options["default_hooks__checkpoint"] = {"type": "CheckpointHook", "by_epoch": False, "interval": 9}
-    whole = train(tmp_path / "whole", **options)
-    interrupted(tmp_path / "halves", at=9, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 9}
+    whole, rest = check_two_halves(tmp_path, 9, model={"type": "ToyTracker"}, train_cfg__max_iters=14)
     assert rest.steps.state == whole.steps.state > 0
 
 
@@ -371,13 +317,7 @@ def test_another_optimizer_cannot_be_resumed(tmp_path):
 
 
 def test_ema_and_its_counter_are_resumed(tmp_path):
-    options = {
-        "custom_hooks": [{"type": "EMAHook", "momentum": 0.05}],
-        "default_hooks__checkpoint__interval": 10,
-    }
-    whole = train(tmp_path / "whole", **options)
-    interrupted(tmp_path / "halves", at=10, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
+    whole, rest = check_two_halves(tmp_path, 10, custom_hooks=[{"type": "EMAHook", "momentum": 0.05}])
     averages = [
         next(hook for hook in runner.hooks if hasattr(hook, "ema_model")).ema_model
         for runner in (whole, rest)
@@ -426,35 +366,18 @@ ITERATIONS = {"train_cfg__max_iters": 24}
 )
 def test_two_halves_with_workers_equal_the_whole(tmp_path, loop, persistent, at):
     """12 is the end of the second epoch, 9 is inside of it."""
-    options = {
-        **loop,
-        "train_dataloader__num_workers": 2,
-        "train_dataloader__persistent_workers": persistent,
-        "default_hooks__checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": at},
-    }
+    options = {**loop, "train_dataloader__num_workers": 2, "train_dataloader__persistent_workers": persistent}
     children = set(multiprocessing.active_children())
-    whole = train(tmp_path / "whole", **options)
+    check_two_halves(tmp_path, at, **options)
     assert set(multiprocessing.active_children()) <= children, "the workers end with the training"
-    interrupted(tmp_path / "halves", at=at, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > at}
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(rest)[name]), name
 
 
 @pytest.mark.parametrize("loop", [{}, EPOCHS], ids=["iterations", "epochs"])
 def test_a_validation_that_was_due_when_the_run_was_killed_is_made_up_for(tmp_path, loop):
     """The checkpoint of an iteration is written before its validation."""
-    by_iteration = {"type": "CheckpointHook", "by_epoch": False, "interval": 6, "save_best": "auto"}
-    options = {**loop, "default_hooks__checkpoint": by_iteration}
-    if not loop:
-        options["train_cfg__val_interval"] = 6
-    whole = train(tmp_path / "whole", **options)
-    interrupted(tmp_path / "halves", at=6, **options)
-    rest = train(tmp_path / "halves", resume="auto", **options)
-    scores = [run.message_hub.get_scalar("val/toy/accuracy").data[0].tolist() for run in (whole, rest)]
+    runs = check_two_halves(tmp_path, 6, **(loop or {"train_cfg__val_interval": 6}))
+    scores = [run.message_hub.get_scalar("val/toy/accuracy").data[0].tolist() for run in runs]
     assert scores[0] == scores[1] and len(scores[0]) == 4
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 6}
 
 
 def test_a_run_without_iterations_says_so(tmp_path, capsys):

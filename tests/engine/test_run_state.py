@@ -9,12 +9,24 @@ import pytest
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import EarlyStoppingHook, Hook
-from test_resume import EPOCHS
 from torch.utils.data import BatchSampler
-from toy_run import CONFIG, check_equal_weights, in_two_processes, losses, toy_runner, train, weights
+from toy_detection import ToyDetector
+from toy_run import (
+    CONFIG,
+    EPOCHS,
+    check_equal_weights,
+    check_rest,
+    in_two_processes,
+    interrupted,
+    losses,
+    toy_config,
+    toy_runner,
+    train,
+    weights,
+)
 
 import visdet
-from visdet.engine import read_checkpoint
+from visdet.engine import ConfigError, OptimWrapper, build_runner, read_checkpoint
 from visdet.engine.checkpoints import run_state
 from visdet.registry import HOOKS
 
@@ -66,9 +78,7 @@ def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, capsys, options):
     assert own["meta"]["iter"] == 8 and own["meta"]["epoch"] == int("train_cfg" in options)
     capsys.readouterr()
     rest = train(tmp_path / "rest", resume=str(tmp_path / "whole" / "own.pth"), **options)
-    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 8}
-    for name, value in weights(whole).items():
-        assert torch.equal(value, weights(rest)[name]), name
+    check_rest(whole, rest, 8)
     assert "not complete" not in capsys.readouterr().out
 
 
@@ -232,42 +242,27 @@ def test_a_longer_run_keeps_what_a_plateau_has_reduced(tmp_path):
     assert rest.optim_wrapper.get_lr() == whole.optim_wrapper.get_lr() != {"lr": [1e-2]}
 
 
-@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
-@pytest.mark.parametrize(("size", "first", "again"), [(8, 2, 8), (3, 12, 0), (12, 3, 0), (5, 7, 1)])
-def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, sampler, size, first, again):
+@pytest.mark.parametrize(("size", "again"), [(8, 4), (5, 2)])
+def test_another_batch_size_leaves_no_sample_out(tmp_path, capsys, size, again):
     """24 images in batches of 4: after nine iterations, 12 images of the second pass are read."""
 
     class Seen(Hook):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
             seen.append([sample.img_id for sample in data_batch["data_samples"]])
 
-    options = {
-        "train_dataloader__sampler__type": sampler,
-        "default_hooks__checkpoint__interval": 9,
-        "default_hooks__checkpoint__max_keep_ckpts": -1,
-    }
-    train(tmp_path, **options)
-    capsys.readouterr()
+    interrupted(tmp_path, 9, default_hooks__checkpoint__interval=9)
     seen = []
-    resumed = toy_runner(
-        tmp_path / "rest",
-        str(tmp_path / "iter_9.pth"),
-        train_cfg__max_iters=20,
-        train_dataloader__batch_size=size,
-        **options,
-    )
+    resumed = toy_runner(tmp_path, "auto", train_dataloader__batch_size=size)
     resumed.register_hook(Seen())
     resumed.train()
-    order = list(resumed.train_dataloader.batch_sampler.sampler) if sampler == "DefaultSampler" else None
-    said = re.search(
-        r"Of the (\d+) samples .*, (\d+) are read again, and none is left out", capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        f"Of the 12 samples that were read in this pass over the data, {again} are read again, and none"
+        in said
     )
-    assert said
-    if order is not None:
-        resumed.train_dataloader.batch_sampler.sampler.set_epoch(1)
-        order = list(resumed.train_dataloader.batch_sampler.sampler)
-        done = int(said[1]) - int(said[2])
-        assert int(said[1]) == 12 and seen[0] == order[done : done + size]
+    sampler = resumed.train_dataloader.batch_sampler.sampler
+    sampler.set_epoch(1)
+    assert seen[0] == list(sampler)[12 - again :][:size]
 
 
 @pytest.mark.parametrize(
@@ -359,44 +354,17 @@ def test_processes_save_together_and_a_hook_of_the_main_one_alone_holds_none_up(
 
 
 def test_an_optimizer_wrapper_may_be_an_object(tmp_path):
-    from mmengine.config import Config
-    from toy_detection import ToyDetector
-    from toy_run import toy_config
-
-    from visdet.engine import ConfigError, OptimWrapper, build_runner
-
     cfg = toy_config(tmp_path, train_cfg__max_iters=3)
-    model = ToyDetector()
-    cfg.model = model
+    cfg.model = model = ToyDetector()
     cfg.optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(cfg, Config)
     runner = build_runner(cfg)
     before = runner.model.conv.weight.detach().clone()
     runner.train()
-    assert not torch.equal(before, runner.model.conv.weight) and math.isfinite(losses_of(runner))
+    assert not torch.equal(before, runner.model.conv.weight)
     cfg.model = {"type": "ToyDetector"}
     cfg.experiment_name = "other"
     with pytest.raises(ConfigError, match="parameters that the model does not have"):
         build_runner(cfg).train()
-
-
-def losses_of(runner):
-    return runner.message_hub.get_scalar("train/loss").current()
-
-
-def test_numbers_of_the_log_keep_their_value(tmp_path):
-    from visdet.execution.host_copy import HostCopy
-
-    numbers = {
-        "time": 1764410000.123,
-        "count": 2**53 - 1,
-        "tensor": torch.tensor(1764410000.123, dtype=torch.float64),
-    }
-    assert HostCopy(numbers).read() == numbers
-    assert HostCopy({"small": 1e-300, "count": torch.tensor(2**31 + 1)}).read() == {
-        "small": 1e-300,
-        "count": 2**31 + 1,
-    }
 
 
 def test_hooks_can_call_what_the_docstring_promises(tmp_path):

@@ -54,24 +54,27 @@ def test_a_field():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_predictions_that_are_not_finite(bad):
-    sample = driving_sample().to_dict()
-    for part, key in (
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
         ("pred_instances_3d", "boxes_3d"),
         ("pred_map", "scores"),
+        ("pred_map", "vectors"),
         ("pred_plan", "final_planning"),
-    ):
-        spoiled = sample | {part: dict(sample[part].items()) | {key: sample[part][key] * bad}}
-        with pytest.raises(ValueError, match=rf"predictions for token t0: {key} must be finite, got \d+ NaN"):
-            record_of(spoiled, META)
-    spoiled = sample | {
-        "pred_map": dict(sample["pred_map"].items()) | {"vectors": [np.array([[bad, 0], [1, 2]])]}
-    }
-    with pytest.raises(ValueError, match=r"vectors\[0\] must be finite"):
-        record_of(spoiled, META)
+    ],
+)
+def test_predictions_that_are_not_finite(bad, part, key):
+    sample = driving_sample().to_dict()
+    spoiled = dict(sample[part].items())
+    spoiled[key] = [line * bad for line in spoiled[key]] if key == "vectors" else spoiled[key] * bad
+    with pytest.raises(ValueError, match=rf"predictions for token t0: {key}\S* must be finite, got \d+ NaN"):
+        record_of(sample | {part: spoiled}, META)
+
+
+def test_fields_and_detections_that_are_not_finite():
     with pytest.raises(ValueError, match="predictions for a field: pred_field must be finite"):
-        record_of({"pred_field": torch.full((2, 3), bad)}, {})
-    image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([bad]), "labels": torch.tensor([0])}
+        record_of({"pred_field": torch.full((2, 3), torch.nan)}, {})
+    image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([torch.inf]), "labels": torch.tensor([0])}
     with pytest.raises(ValueError, match=r"image a\.jpg: scores must be finite"):
         record_of({"img_path": "a.jpg", "ori_shape": (4, 5), "pred_instances": image}, META)
 

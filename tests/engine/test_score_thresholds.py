@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 from mmengine.structures import InstanceData
-from test_inference import PIPELINE
-from toy_run import toy_config, train
+from toy_run import detector_of, toy_config, train
 
 import visdet
-from visdet.engine import Detector, build_runner, read_checkpoint
+from visdet.engine import build_runner, read_checkpoint
 from visdet.engine.checkpoints.checkpoint import add_thresholds
 from visdet.engine.checkpoints.score_thresholds import measured_thresholds, thresholds_of
 from visdet.errors import UserError
@@ -41,9 +40,8 @@ def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_pat
     (tmp_path / "precision_recall.json").write_text(
         '{"coco": {"classes": {"dark": {"best_threshold": 0.9}}}}'
     )
-    cfg = toy_config(folder, test_dataloader__dataset__pipeline=PIPELINE)
     assert expected != [0.3, 0.3]
-    detector = Detector(cfg, tmp_path / "a.pth", "cpu")
+    detector = detector_of(folder, tmp_path / "a.pth")
     assert detector.origin_of_thresholds == "the checkpoint's validation"
     assert detector.score_thresholds == expected
     image = np.full((32, 32, 3), 60, np.uint8)

@@ -10,10 +10,8 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 from PIL import Image
-from test_inference import PIPELINE
-from toy_run import toy_config, toy_runner
+from toy_run import PIPELINE, toy_config, toy_runner
 
-from visdet.commands import main
 from visdet.engine import Detector, UserError
 from visdet.engine.inference.detect_files import detect_files
 from visdet.engine.inference.detections import Detections
@@ -163,10 +161,3 @@ def test_bytes_and_open_files_are_pictures(detector, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             detector(given)
-
-
-@pytest.mark.parametrize(("option", "value"), [("--tiles", "0"), ("--overlap", "x"), ("--nms", "x")])
-def test_wrong_options_are_refused(option, value, capsys):
-    with pytest.raises(SystemExit):
-        main(["infer", "a.pth", "b.png", option, value])
-    assert option in capsys.readouterr().err

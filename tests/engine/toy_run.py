@@ -6,14 +6,24 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
 
-from visdet.engine import DetRunner, build_runner, load_config, set_resume
+from visdet.engine import Detector, DetRunner, build_runner, load_config, set_resume
 from visdet.engine.process.process_group import leave_process_group
 
 CONFIG = str(Path(__file__).with_name("toy_config.py"))
+EPOCHS = {
+    "train_cfg": {"_delete_": True, "type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
+    "param_scheduler": [{"type": "MultiStepLR", "milestones": [3], "by_epoch": True}],
+}
+PIPELINE = [
+    {"type": "LoadImageFromFile", "channel_order": "rgb"},
+    {"type": "LoadAnnotations", "with_bbox": True},
+    {"type": "PackDetInputs"},
+]
 _names = itertools.count()
 
 
@@ -57,6 +67,51 @@ def train(work_dir: Path, resume: str | None = None, **options) -> DetRunner:
 def losses(runner: DetRunner) -> dict[int, float]:
     """Return {iteration: loss} of a run."""
     return next(hook for hook in runner.hooks if isinstance(hook, RecordLosses)).losses
+
+
+def detector_of(folder: Path, checkpoint=None, **options) -> Detector:
+    """Return a detector of the toy config, which reads image files."""
+    options = {"test_dataloader__dataset__pipeline": PIPELINE, **options}
+    return Detector(toy_config(folder, **options), checkpoint, "cpu")
+
+
+class Killed(Exception):
+    """The end of a run that was killed."""
+
+
+def interrupted(work_dir: Path, at: int, **options) -> None:
+    """Train until iteration ``at`` with a checkpoint there, as a run killed right after writing it leaves behind."""
+    runner = toy_runner(work_dir, **options)
+    save = runner.save_checkpoint
+
+    def save_then_die(out_dir, filename, *args, **kwargs):
+        save(out_dir, filename, *args, **kwargs)
+        if filename == f"iter_{at}.pth":
+            (work_dir / "last_checkpoint").write_text(str(work_dir / filename))
+            raise Killed
+
+    runner.save_checkpoint = save_then_die
+    with pytest.raises(Killed):
+        runner.train()
+
+
+def check_two_halves(folder: Path, at: int, **options) -> tuple[DetRunner, DetRunner]:
+    """Compare a run with one that is killed at an iteration and resumed, and return both."""
+    by_iteration = {"type": "CheckpointHook", "by_epoch": False, "interval": at}
+    options = {"default_hooks__checkpoint": by_iteration, **options}
+    whole = train(folder / "whole", **options)
+    interrupted(folder / "halves", at, **options)
+    rest = train(folder / "halves", resume="auto", **options)
+    check_rest(whole, rest, at)
+    return whole, rest
+
+
+def check_rest(whole: DetRunner, rest: DetRunner, at: int) -> None:
+    """Check that a run that was resumed after an iteration is the rest of the whole one, bit for bit."""
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > at} != {}
+    expected = whole.model.state_dict()
+    for name, value in rest.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
 
 
 def weights(runner: DetRunner) -> dict[str, torch.Tensor]:
