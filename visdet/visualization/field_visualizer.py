@@ -1,6 +1,6 @@
 """The visualizer of scalar fields in space, which draws the true field, the fitted field and the error of the fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,17 @@ from visdet.structures import FieldDataSample
 
 from .sample_visualizer import SampleVisualizer
 
-# Scattered points are drawn up to this fraction of the extent to either side of the middle.
+# Points are drawn up to this fraction of the extent to either side of the middle, as squares that fill a panel.
 _SLAB = 0.05
+_PANEL_PT2 = 6e4
 
 
 @VISUALIZERS.register_module()
 class FieldVisualizer(SampleVisualizer):
     """Draws the truth, the fit and its error in three cuts through the middle of a field, one across each axis.
 
-    Of a volume, the voxels in the cut are drawn. Of scattered points, those near the cut are drawn. The picture of the
-    fit also shows the ellipses in which the plane cuts the Gaussians' ellipsoids of one standard deviation.
+    The points near the cut are drawn. The picture of the fit also shows the ellipses in which the plane cuts the
+    Gaussians' ellipsoids of one standard deviation.
 
     Args:
         name: the name of the instance.
@@ -62,79 +63,30 @@ class FieldVisualizer(SampleVisualizer):
         figure = Figure(figsize=(10 * len(columns) / 3, 10), layout="constrained", dpi=90)
         canvas = FigureCanvasAgg(figure)
         grid = figure.subplots(3, len(columns), squeeze=False)
+        points = image.astype(np.float64)
+        middle, extent = (points.min(0) + points.max(0)) / 2, np.ptp(points, axis=0)
         for axis, row in enumerate(grid):
-            cut = _Cut(image.astype(np.float64), sample.get("volume_shape"), axis)
+            distance = np.abs(points[:, axis] - middle[axis])
+            chosen = distance <= max(_SLAB * extent[axis], distance.min())
+            across, up = np.delete(points[chosen], axis, axis=1).T
+            size = _PANEL_PT2 / len(across)
             for panel, (title, values, style) in zip(row, columns, strict=True):
-                drawn = cut.draw(panel, title, values, style)
+                panel.set_title(f"{title}, axis {axis} at {middle[axis]:.3g}", fontsize=9)
+                panel.set_aspect("equal")
+                drawn = panel.scatter(across, up, c=values[chosen], s=size, marker="s", **style)
                 figure.colorbar(drawn, ax=panel, shrink=0.7)
                 if title == "fit" and "pred_gaussians" in sample:
-                    cut.draw_ellipses(panel, sample.pred_gaussians, self.num_ellipses)
+                    self._draw_ellipses(panel, sample.pred_gaussians, axis, middle[axis])
         canvas.draw()
         return [np.asarray(canvas.buffer_rgba())[..., :3].copy()]
 
-
-def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[tuple[str, np.ndarray, dict]]:
-    """Return the title, the values [n], their range and the colour map of each column of a picture.
-
-    Truth and fit have the range of the truth, or of the fit without a truth.
-    """
-    draws_fit = draw_pred and "pred_field" in sample
-    draws_truth = "gt_field" in sample and (draw_gt or not draws_fit)
-    if not draws_fit and not draws_truth:
-        raise ValueError("FieldVisualizer: data_sample has neither gt_field nor pred_field to draw")
-    values = [sample.gt_field.double().numpy()] if draws_truth else []
-    values += [sample.pred_field.double().numpy()] if draws_fit else []
-    style = {"vmin": values[0].min(), "vmax": values[0].max(), "cmap": "viridis"}
-    titles = ["truth"] * draws_truth + ["fit"] * draws_fit
-    columns = [(title, drawn, style) for title, drawn in zip(titles, values, strict=True)]
-    if len(values) == 2:
-        error = values[1] - values[0]
-        worst = max(float(np.abs(error).max()), 1e-12)
-        columns.append(("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
-    return columns
-
-
-class _Cut:
-    """A plane through the middle of points, across an axis.
-
-    Args:
-        points: [n, 3]. If ``shape`` is given, they are the centres of voxels in the order of the volume.
-        shape: the shape [D0, D1, D2] of the volume, or None for scattered points.
-        axis: the axis across which the plane lies, 0, 1 or 2.
-    """
-
-    def __init__(self, points: np.ndarray, shape: Sequence[int] | None, axis: int) -> None:
-        self.points, self.axis = points, axis
-        self.rest = [k for k in range(3) if k != axis]
-        self.is_volume = shape is not None
-        low, high = points.min(0), points.max(0)
-        if shape is None:
-            self.position = (low[axis] + high[axis]) / 2
-            self.chosen = np.abs(points[:, axis] - self.position) <= _SLAB * (high[axis] - low[axis])
-            return
-        index = np.arange(len(points)).reshape(shape).take(shape[axis] // 2, axis)
-        self.position, self.chosen = points[index.flat[0], axis], index.T
-        # The picture ends at the faces of the outer voxels, which are half a voxel from their centres.
-        half = 0.5 * float((high - low).max() / max(max(shape) - 1, 1)) or 0.5
-        self.extent = tuple(np.stack([low - half, high + half])[:, self.rest].T.ravel())
-
-    def draw(self, panel: Any, title: str, values: np.ndarray, style: dict[str, Any]) -> Any:
-        """Draw the values of a column into a panel, and return matplotlib's artist, from which a colour bar is made."""
-        panel.set_title(f"{title}, axis {self.axis} at {self.position:.3g}", fontsize=9)
-        panel.set_aspect("equal")
-        drawn = values[self.chosen]
-        if self.is_volume:
-            return panel.imshow(drawn, origin="lower", extent=self.extent, **style)
-        across, up = self.points[self.chosen][:, self.rest].T
-        return panel.scatter(across, up, c=drawn, s=4, **style)
-
-    def draw_ellipses(self, panel: Any, gaussians: InstanceData, at_most: int) -> None:
-        """Draw the first ``at_most`` Gaussians that meet the plane."""
+    def _draw_ellipses(self, panel: Any, gaussians: InstanceData, axis: int, position: float) -> None:
+        """Draw the first Gaussians that meet the plane at a position of an axis."""
         from matplotlib.collections import EllipseCollection
 
         means, covariances = gaussians.means.double().numpy(), gaussians.covariances.double().numpy()
-        cut = slice_ellipses(means, covariances, self.axis, self.position)
-        centres, sizes, angles = (part[:at_most] for part in cut)
+        cut = slice_ellipses(means, covariances, axis, position)
+        centres, sizes, angles = (part[: self.num_ellipses] for part in cut)
         drawn = EllipseCollection(
             *(sizes[:, 0], sizes[:, 1], angles),
             units="xy",
@@ -145,6 +97,28 @@ class _Cut:
             linewidths=0.5,
         )
         panel.add_collection(drawn, autolim=False)
+
+
+def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[tuple[str, np.ndarray, dict]]:
+    """Return the title, the values [n], their range and the colour map of each column of a picture.
+
+    Truth and fit have the range of the truth, or of the fit without a truth.
+    """
+    shown: dict[str, np.ndarray] = {}
+    if draw_pred and "pred_field" in sample:
+        shown["fit"] = sample.pred_field.double().numpy()
+    if "gt_field" in sample and (draw_gt or not shown):
+        shown = {"truth": sample.gt_field.double().numpy(), **shown}
+    if not shown:
+        raise ValueError("FieldVisualizer: data_sample has neither gt_field nor pred_field to draw")
+    first, *others = shown.values()
+    style = {"vmin": first.min(), "vmax": first.max(), "cmap": "viridis"}
+    columns = [(title, values, style) for title, values in shown.items()]
+    for fit in others:
+        error = fit - first
+        worst = max(float(np.abs(error).max()), 1e-12)
+        columns.append(("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
+    return columns
 
 
 def slice_ellipses(
