@@ -109,64 +109,34 @@ def last_batches(
 ) -> list[tuple[Size, list[T]]]:
     """Return batches of ``number`` items each, with their sizes. All items are in one, and only the last is incomplete.
 
-    Images that are left over of a size go into a larger one, and the incomplete batch has one of the largest. An image
-    that fits into both the highest and the widest batches goes where it makes full ones. Only if there are not enough
-    of these, the last batches have sizes of their own.
+    Images of one size or of the next go together, and the incomplete batch has one of the largest sizes. An image that fits into
+    both the highest and the widest batches goes where it makes full ones. Only if there are not enough of these, the
+    last batches have sizes of their own.
 
     Args:
         items: the images, each of which fits into one of ``sizes``. size_of: returns the (height, width) of one.
         sizes: the sizes of batches, smallest area first. number: items of a batch. rng: shuffles the batches.
     """
-    tops = BatchPlan(None, tuple(sizes)).largest()
-    groups, mixed = _groups(items, size_of, tops, number)
-    batches: list[tuple[Size, list[T]]] = []
-    for top, members in zip(tops, groups, strict=True):
-        levels = [size for size in sizes if holds(top, size)]
-        left, full = _batches_of_levels(members, size_of, levels, number)
-        batches += full
-        mixed += left
-    rng.shuffle(batches)
-    for start in range(0, len(mixed), number):
-        members = mixed[start : start + number]
+
+    def level_of(item: T) -> int:
+        return next(level for level, size in enumerate(sizes) if holds(size, size_of(item)))
+
+    def batch_of(members: list[T]) -> tuple[Size, list[T]]:
         needed = union(map(size_of, members))
         # The incomplete batch has one of the largest sizes, so that there are few shapes of such batches.
-        fitting = [size for size in (sizes if len(members) == number else tops) if holds(size, needed)]
-        batches.append((fitting[0] if fitting else needed, members))
-    return batches
+        planned = sizes if len(members) == number else tops
+        return next((size for size in planned if holds(size, needed)), needed), members
 
-
-def _batches_of_levels(
-    items: Sequence[T], size_of: Callable[[T], Size], levels: Sequence[Size], number: int
-) -> tuple[list[T], list[tuple[Size, list[T]]]]:
-    """Return the items that are left over, and full batches of the others with their sizes.
-
-    Args:
-        items: the images, each of which fits into the last level.
-        levels: sizes of batches, smallest area first. What is left over of one goes into a larger one.
-    """
-
-    def level_of(item: T, first: int) -> int:
-        """Return the position of the smallest level from ``first`` on that holds an item."""
-        fitting = (k for k in range(first, len(levels)) if holds(levels[k], size_of(item)))
-        return next(fitting, len(levels) - 1)
-
-    batches: list[tuple[Size, list[T]]] = []
-    waiting: list[list[T]] = [[] for _ in levels]
-    for item in items:
-        waiting[level_of(item, 0)].append(item)
-    for position, level in enumerate(levels):
-        here = waiting[position]
-        full = len(here) // number * number
-        if position + 1 < len(levels):
-            # Those whose next level is the smallest leave this one. Sorting keeps the order of equal ones.
-            def next_area(item: T, after: int = position + 1) -> int:
-                return area(levels[level_of(item, after)])
-
-            here = sorted(here, key=next_area, reverse=True)
-            for item in here[full:]:
-                waiting[level_of(item, position + 1)].append(item)
-        batches += [(level, here[start : start + number]) for start in range(0, full, number)]
-    return here[full:], batches
+    tops = BatchPlan(None, tuple(sizes)).largest()
+    groups, mixed = _groups(items, size_of, tops, number)
+    batches = []
+    for group in groups:
+        ordered = sorted(group, key=level_of)
+        full = len(ordered) // number * number
+        mixed += ordered[full:]
+        batches += [batch_of(ordered[start : start + number]) for start in range(0, full, number)]
+    rng.shuffle(batches)
+    return batches + [batch_of(mixed[start : start + number]) for start in range(0, len(mixed), number)]
 
 
 def _groups(
