@@ -27,11 +27,8 @@ _PLACES = (
     ("CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT"),
     ("CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT"),
 )
-_EDGES = (
-    [(k, (k + 1) % 4) for k in range(4)]
-    + [(4 + k, 4 + (k + 1) % 4) for k in range(4)]
-    + [(k, 4 + k) for k in range(4)]
-)
+_AROUND = np.array([[0, 1], [1, 2], [2, 3], [3, 0]])
+_EDGES = np.concatenate([_AROUND, _AROUND + 4, np.arange(8).reshape(2, 4).T])  # by the numbers of the corners
 _NEAR = 0.2
 
 Color = Sequence[int]
@@ -42,7 +39,7 @@ class Scene:
     """The true or predicted objects around the vehicle, in metres in its lidar frame (x to the right, y ahead).
 
     Attributes:
-        boxes: [n, >= 7]. labels: [n]. ids, scores: [n] or None.
+        boxes: [n, >= 7]. labels: [n]. ids: [n] or None.
         futures: for each box a list of (path [T, 2], weight in 0..1).
         lines: a list of (label, polyline [m, 2]).
         plan: [T, 2] or None.
@@ -51,10 +48,17 @@ class Scene:
     boxes: np.ndarray
     labels: np.ndarray
     ids: np.ndarray | None = None
-    scores: np.ndarray | None = None
     futures: list[list[tuple[np.ndarray, float]]] = field(default_factory=list)
     lines: list[tuple[int, np.ndarray]] = field(default_factory=list)
     plan: np.ndarray | None = None
+
+    def color(self, index: int, colors: Sequence[Color]) -> Color:
+        """Return the colour of a box among those of the classes."""
+        return colors[int(self.labels[index]) % len(colors)]
+
+    def number(self, index: int) -> str:
+        """Return the id of a box as text, which is empty if it has none."""
+        return "" if self.ids is None or self.ids[index] < 0 else str(int(self.ids[index]))
 
 
 def scene_of_truth(sample: DrivingDataSample) -> Scene:
@@ -67,15 +71,12 @@ def scene_of_truth(sample: DrivingDataSample) -> Scene:
         scene.ids = np.asarray(ids)
     if "gt_agent_fut_trajs" in sample:
         paths = boxes[:, None, :2] + sample.gt_agent_fut_trajs.cumsum(axis=1)
-        lengths = sample.gt_agent_fut_masks.sum(axis=1).astype(int)
-        scene.futures = [[(path[:length], 1.0)] for path, length in zip(paths, lengths, strict=True)]
+        is_known = sample.gt_agent_fut_masks > 0
+        scene.futures = [[(path[known], 1.0)] for path, known in zip(paths, is_known, strict=True)]
     if "vectors" in sample:
-        scene.lines = [
-            (int(k), np.asarray(v)) for k, v in zip(sample.vector_labels, sample.vectors, strict=True)
-        ]
+        scene.lines = list(zip(sample.vector_labels, sample.vectors, strict=True))
     if "gt_ego_fut_trajs" in sample:
-        length = int(sample.gt_ego_fut_masks.sum())
-        scene.plan = sample.gt_ego_fut_trajs.cumsum(axis=0)[:length]
+        scene.plan = sample.gt_ego_fut_trajs.cumsum(axis=0)[sample.gt_ego_fut_masks > 0]
     return scene
 
 
@@ -96,28 +97,26 @@ def scene_of_prediction(
     result = predictions_of(sample.numpy())
     labels, scores = result.get("labels_3d", np.zeros(0, int)), result.get("scores_3d", np.zeros(0))
     kept = np.flatnonzero(scores >= _least(score_thr, labels))
-    boxes = result.get("boxes_3d", np.zeros((0, 9)))
-    ids = result["instance_ids"][kept] if "instance_ids" in result else None
-    scene = Scene(boxes[kept], labels[kept], ids, scores[kept])
+    scene = Scene(result.get("boxes_3d", np.zeros((0, 9)))[kept], labels[kept])
+    if "instance_ids" in result:
+        scene.ids = result["instance_ids"][kept]
     if "trajs_3d" in result:
         for row in kept:
-            paths, weights = result["trajs_3d"][row], result["trajs_score"][row]
-            best = np.argsort(-weights)[:num_modes]
-            most = max(weights[best[0]], 1e-6)
-            scene.futures.append([(paths[k], float(weights[k] / most)) for k in best[::-1]])
+            weights = result["trajs_score"][row]
+            modes = np.argsort(weights)[-num_modes:]  # the best last
+            shares = weights[modes] / max(weights.max(), 1e-6)
+            scene.futures.append(list(zip(result["trajs_3d"][row][modes], shares, strict=True)))
     if "vectors" in result:
-        scene.lines = [
-            (int(label), np.asarray(line))
-            for line, score, label in zip(result["vectors"], result["scores"], result["labels"], strict=True)
-            if score >= _least(map_score_thr, label)
-        ]
+        labels, vectors = result["labels"], result["vectors"]
+        are_kept = result["scores"] >= _least(map_score_thr, labels)
+        scene.lines = [(labels[row], vectors[row]) for row in np.flatnonzero(are_kept)]
     scene.plan = result.get("final_planning")
     return scene
 
 
-def _least(thresholds: float | np.ndarray, labels: Any) -> Any:
+def _least(thresholds: float | np.ndarray, labels: np.ndarray) -> Any:
     """Return the threshold of each label."""
-    return thresholds[labels] if isinstance(thresholds, np.ndarray) else thresholds
+    return thresholds[labels.astype(int)] if isinstance(thresholds, np.ndarray) else thresholds
 
 
 def draw_frame(
@@ -188,31 +187,25 @@ def _tile(views: dict[str, np.ndarray]) -> np.ndarray:
 def _draw_boxes(view: np.ndarray, scene: Scene, projection: np.ndarray, colors: list) -> None:
     """Draw the boxes into a camera view, the farthest first."""
     corners = box_corners(scene.boxes)
+    points = np.concatenate([corners, np.ones((len(corners), 8, 1))], axis=2) @ projection.T
     for index in np.argsort(-np.linalg.norm(scene.boxes[:, :2], axis=1)):
-        points = np.hstack([corners[index], np.ones((8, 1))]) @ projection.T
-        if (points[:, 2] < _NEAR).all():
+        inside = points[index, :, 2] > _NEAR
+        if not inside.any():
             continue
-        color = colors[int(scene.labels[index]) % len(colors)]
-        for first, second in _EDGES:
-            _draw_edge(view, points[first], points[second], color, 2 if (first, second) == (0, 1) else 1)
-        inside = points[:, 2] > _NEAR
-        top = (points[inside, :2] / points[inside, 2:3]).min(axis=0)
-        if (
-            scene.ids is not None
-            and scene.ids[index] >= 0
-            and (top > 0).all()
-            and (top < view.shape[1::-1]).all()
-        ):
-            write_text(view, str(int(scene.ids[index])), (int(top[0]), int(top[1]) - 2), 10, color)
+        color = scene.color(index, colors)
+        for edge in points[index][_EDGES]:
+            _draw_edge(view, edge, color)
+        top = (points[index, inside, :2] / points[index, inside, 2:3]).min(axis=0)
+        x, y = top.clip(-1e4, 1e4).astype(int).tolist()
+        write_text(view, scene.number(index), (x, y - 2), 10, color)
 
 
-def _draw_edge(view: np.ndarray, start: np.ndarray, end: np.ndarray, color: Color, thickness: int) -> None:
-    """Draw the part of an edge that is in front of the camera. Its ends are in homogeneous pixels."""
-    edge = np.stack([start, end])
+def _draw_edge(view: np.ndarray, edge: np.ndarray, color: Color) -> None:
+    """Draw the part of an edge [2, 4] that is in front of the camera. Its ends are in homogeneous pixels."""
     for part in parts_inside(edge, edge[:, 2] - _NEAR):
         ends = part[:, :2] / part[:, 2:3] - 0.5  # The centre of OpenCV's first pixel is 0.
         pixels = ends.clip(-5000, 5000).round().astype(int).tolist()
-        cv2.line(view, pixels[0], pixels[-1], color, thickness, cv2.LINE_AA)
+        cv2.line(view, pixels[0], pixels[-1], color, 1, cv2.LINE_AA)
 
 
 def _draw_from_above(
@@ -229,42 +222,31 @@ def _draw_from_above(
     scale = min(width, height) / (2 * reach)
 
     def pixels(points: np.ndarray) -> np.ndarray:
-        points = np.asarray(points, dtype=np.float64)[..., :2]
-        moved = np.stack([width / 2 + points[..., 0] * scale, height / 2 - points[..., 1] * scale], axis=-1)
-        return np.round(np.clip(moved, -1e4, 1e4) * 16).astype(np.int32)
+        moved = np.array([width, height]) / 2 + points[..., :2] * (scale, -scale)
+        return np.round(moved.clip(-1e4, 1e4) * 16).astype(np.int32)
 
     def path(points: np.ndarray, color: Color, thickness: int = 1, closed: bool = False) -> None:
-        if len(points) > 1:
-            cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, 4)
+        cv2.polylines(canvas, [pixels(points)], closed, color, thickness, cv2.LINE_AA, 4)
 
     for distance in range(10, int(reach) + 1, 10):
         radius = round(distance * scale * 16)
         cv2.circle(canvas, (width * 8, height * 8), radius, (48, 52, 58), 1, cv2.LINE_AA, 4)
     for kind, line in scene.lines:
         path(line, MAP_COLORS[kind % len(MAP_COLORS)], 2)
-    all_corners = box_corners(scene.boxes)
-    for index, box in enumerate(scene.boxes):
-        color = np.array(colors[int(scene.labels[index]) % len(colors)])
-        for future, weight in scene.futures[index] if index < len(scene.futures) else ():
-            path(np.vstack([box[:2], future]), (color * (0.25 + 0.6 * weight)).astype(int).tolist())
-        corners = all_corners[index, :4]
-        path(
-            corners,
-            color.tolist(),
-            2 if scene.scores is None or scene.scores[index] > 0.5 else 1,
-            closed=True,
-        )
-        path(np.stack([box[:2], corners[:2, :2].mean(axis=0)]), color.tolist())
-        if scene.ids is not None and scene.ids[index] >= 0:
-            x, y = pixels(corners[0]) // 16
-            write_text(canvas, str(int(scene.ids[index])), (int(x) + 2, int(y)), 10)
+    for index, corners in enumerate(box_corners(scene.boxes)[:, :4, :2]):
+        center, color = scene.boxes[index, :2], scene.color(index, colors)
+        for future, weight in scene.futures[index] if scene.futures else ():
+            path(np.vstack([center, future]), [round(part * (0.25 + 0.6 * weight)) for part in color])
+        path(corners, color, 2, closed=True)
+        path(np.stack([center, corners[:2].mean(axis=0)]), color)
+        x, y = (pixels(corners[0]) // 16).tolist()
+        write_text(canvas, scene.number(index), (x + 2, y), 10)
     ego = box_corners(np.array([[0, 0, 0, _EGO_LENGTH, _EGO_WIDTH, 1.5, np.pi / 2]]))[0, :4]
     cv2.fillConvexPoly(canvas, pixels(ego), _EGO_COLOR, cv2.LINE_AA, 4)
-    for plan, plan_color, thickness in ((true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)):
-        if plan is not None and len(plan) and not (plan_color == PLAN_COLOR and plan is true_plan):
-            path(np.vstack([[0, 0], plan]), plan_color, thickness)
-            for point in pixels(plan):
-                cv2.circle(canvas, tuple(point.tolist()), 3 * 16, plan_color, -1, cv2.LINE_AA, 4)
+    plans = [(true_plan, TRUTH_COLOR, 4), (scene.plan, PLAN_COLOR, 2)]
+    for plan, color, thickness in plans[:1] if scene.plan is true_plan else plans:
+        if plan is not None:
+            path(np.vstack([[0, 0], plan]), color, thickness)
     write_text(canvas, label, (6, 16))
     return canvas
 
