@@ -109,9 +109,9 @@ def last_batches(
 ) -> list[tuple[Size, list[T]]]:
     """Return batches of ``number`` items each, with their sizes. All items are in one, and only the last is incomplete.
 
-    Images of one size or of the next go together, and the incomplete batch has one of the largest sizes. An image that fits into
-    both the highest and the widest batches goes where it makes full ones. Only if there are not enough of these, the
-    last batches have sizes of their own.
+    Images of one size or of the next go together, and the incomplete batch has one of the largest sizes. An image that
+    fits into both the highest and the widest batches goes where it makes full ones. Only if there are not enough of
+    these, the last batches have sizes of their own.
 
     Args:
         items: the images, each of which fits into one of ``sizes``. size_of: returns the (height, width) of one.
