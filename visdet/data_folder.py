@@ -254,14 +254,10 @@ def _short_options(
 
 
 def _iterations_of_epoch(cfg: "Config", batch_size: int | None) -> int:
-    from mmengine.registry import init_default_scope
+    from visdet.engine.config.load import build_dataset
 
-    from visdet.engine.config.load import dataset_config
-    from visdet.registry import DATASETS
-
-    init_default_scope(cfg.get("default_scope") or "visdet")
     batch = (batch_size or cfg.train_dataloader.batch_size) * int(os.environ.get("WORLD_SIZE", 1))
-    return math.ceil(len(DATASETS.build(dataset_config(cfg, "train"))) / batch)
+    return math.ceil(len(build_dataset(cfg, "train")) / batch)
 
 
 def _use_device(device: str | int | None) -> None:

@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
     import torch
-    from mmengine.registry import init_default_scope
 
     from visdet.datasets import FieldDataset
-    from visdet.engine import check_work_dir, dataset_config, load_config, say
+    from visdet.engine import check_work_dir, load_config, say
+    from visdet.engine.config.load import build_dataset
     from visdet.engine.data.loaders import check_there_are_samples
     from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
     from visdet.models.data_preprocessor import check_packed
-    from visdet.registry import DATASETS, VISUALIZERS
+    from visdet.registry import VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
     has_screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
@@ -57,9 +57,8 @@ def run(args: argparse.Namespace) -> None:
     folder = args.output_dir or (None if show else f"work_dirs/browse/{Path(args.config).stem}")
     if folder:
         check_work_dir(folder, "--output-dir")
-    init_default_scope(cfg.get("default_scope", "visdet"))
     torch.manual_seed(args.seed)
-    dataset = DATASETS.build(dataset_config(cfg, args.split))
+    dataset = build_dataset(cfg, args.split)
     check_there_are_samples(dataset, f"{args.split}_dataloader")
     drawing = {**(cfg.get("visualizer") or {"type": "visdet.DetLocalVisualizer"}), "vis_backends": None}
     visualizer = VISUALIZERS.build({**drawing, "name": "browse_dataset"})

@@ -104,15 +104,13 @@ def frames_of_file(args: argparse.Namespace) -> "tuple[Path, list[dict], list[tu
 def frames_of_config(args: argparse.Namespace) -> "tuple[str, list[dict], list[tuple[int, Path, Maker]]]":
     """Return the info file, its frames, and the number, file and maker of each kind of anchors of a config's model."""
     import numpy as np
-    from mmengine.registry import init_default_scope
 
     from visdet.engine import UserError, dataset_config, load_config
-    from visdet.registry import DATASETS
+    from visdet.engine.config.load import build_dataset
 
     cfg, _ = load_config(args.infos)
-    init_default_scope(cfg.get("default_scope", "visdet"))
     settings = dataset_config(cfg, "train")
-    dataset = DATASETS.build({**settings, "pipeline": []})
+    dataset = build_dataset(cfg, "train", pipeline=[])
     if not hasattr(dataset, "get_info"):
         raise UserError(f"{args.infos}: the data set {settings['type']} has no frames of several cameras")
     infos = [dataset.get_info(index) for index in range(len(dataset))]

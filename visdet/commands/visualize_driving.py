@@ -59,18 +59,17 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
     import torch
     from mmengine.dataset import pseudo_collate
-    from mmengine.registry import init_default_scope
 
-    from visdet.engine import UserError, check_work_dir, dataset_config, load_config
+    from visdet.engine import UserError, check_work_dir, load_config
+    from visdet.engine.config.load import build_dataset
     from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
     from visdet.engine.stages import StagedModel
-    from visdet.registry import DATASETS, VISUALIZERS
+    from visdet.registry import VISUALIZERS
 
     cfg, _ = load_config(args.config, args.cfg_options)
-    init_default_scope(cfg.get("default_scope", "visdet"))
     out_dir = Path(args.out_dir)
     check_work_dir(out_dir, "--out-dir")
-    dataset = DATASETS.build(dataset_config(cfg, "test"))
+    dataset = build_dataset(cfg, "test")
     if not hasattr(dataset, "scene_starts"):
         raise UserError(
             f"{args.config}: test_dataloader.dataset is a {type(dataset).__name__}, which has no scenes of several "

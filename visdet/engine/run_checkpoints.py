@@ -21,8 +21,9 @@ from .checkpoints.newest import name_newest
 from .checkpoints.plain_state import to_plain
 from .checkpoints.resume import read_to_resume
 from .checkpoints.run_state import collected_state, refusal, restore
-from .checkpoints.weights import check_finite, load_weights, own_names, tensors_of, weights_of
+from .checkpoints.weights import check_finite, load_weights, own_names, weights_of
 from .config.load import given_dataset
+from .config.text import leaves
 from .errors import CheckpointError
 from .late_numbers import LateNumbers
 from .loops import RunnerInterface
@@ -226,5 +227,5 @@ def _check_resumable(model: nn.Module, path: str, content: dict[str, Any], allow
     """Refuse weights, averaged weights and an optimizer that are not finite. Masks of the model itself may be so."""
     masks = tuple(nonfinite_names(model.state_dict()))
     parts = {key: content.get(key) for key in ("state_dict", "ema_state_dict", "optimizer")}
-    state = {key: value for key, value in tensors_of(parts, "").items() if not key.endswith(masks)}
+    state = {place: value for place, value in leaves(parts) if not place.endswith(masks)}
     check_finite(state, path, allows_nonfinite)

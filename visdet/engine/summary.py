@@ -18,7 +18,7 @@ from visdet.registry import DATASETS
 
 from .config.build_errors import build_model
 from .config.files import read_config
-from .config.load import complete_config, dataset_config
+from .config.load import build_dataset, complete_config, dataset_config
 from .inference.detector import Detector, takes_images
 from .inference.given_images import GivenImage
 from .stages import StagedModel
@@ -81,7 +81,7 @@ def _samples(cfg: Config) -> tuple[Any, Any, str]:
     dataset = dataset_config(cfg, "test")
     cameras, augmentation = dataset.get("num_cameras", 6), dataset.get("data_aug_conf")
     if augmentation is None or cameras != 6:
-        built = DATASETS.build(dataset)
+        built = build_dataset(cfg, "test")
         return built[0], built[min(1, len(built) - 1)], "a sample of the test set"
     height, width = augmentation["final_dim"]
     drawn = read_config("visdet::_base_/datasets/driving_scenes").test_dataloader.dataset

@@ -17,7 +17,7 @@ from ..config.foreign_scope import adopt_mmdet_scope
 from ..config.load import given_dataset
 from ..config.load import load_config as load_written_config
 from ..config.packaged import find_config
-from ..config.text import leaves
+from ..config.text import dicts_in, leaves
 from ..errors import CheckpointError, ConfigError
 from ..process.console import say
 
@@ -118,7 +118,10 @@ def config_of(content: Mapping[str, Any], path: str, trust: bool = False) -> Con
                 f"the config in checkpoint {path} runs code: {listed(code, 6)}. If you trust its origin, add "
                 "`--cfg-options trust_checkpoint=True`; or give a config of yours before the checkpoint"
             )
-        _use_registered_names(cfg._cfg_dict)
+        for _, node in dicts_in({"config": cfg._cfg_dict}):
+            for key in _NAMING:
+                if isinstance(node.get(key), str):
+                    node[key] = node[key].rpartition(".")[2]  # Registries have classes under this name.
     return cfg
 
 
@@ -194,12 +197,3 @@ def _code_in(values: dict[str, Any]) -> list[str]:
         if is_module or is_foreign:
             code.append(f"{place}={name!r}")
     return code
-
-
-def _use_registered_names(node: Any) -> None:
-    """Replace the dotted name of a class by the last part, under which a registry has it."""
-    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
-        _use_registered_names(item)
-    for key in _NAMING:
-        if isinstance(node, dict) and isinstance(node.get(key), str):
-            node[key] = node[key].rpartition(".")[2]

@@ -45,18 +45,6 @@ def weights_of(checkpoint: dict[str, Any], source: str) -> dict[str, Tensor]:
     return found
 
 
-def tensors_of(state: Any, name: str) -> dict[str, Tensor]:
-    """Return the tensors in nested dicts and lists, by their places, such as ``optimizer.state.0.exp_avg``."""
-    if isinstance(state, Tensor):
-        return {name: state}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
-    return {
-        place: tensor
-        for key, item in items
-        for place, tensor in tensors_of(item, f"{name}.{key}".lstrip(".")).items()
-    }
-
-
 def check_finite(weights: Mapping[str, Any], source: str, allow: bool = False) -> None:
     """Refuse weights that hold NaN or an infinite number, as a run that has diverged writes them.
 

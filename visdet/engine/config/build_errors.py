@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 from visdet import registry
 from visdet.errors import InvalidInputError, InvalidTypeError, UserError, add_hint, built_names
 
+from .text import dicts_in
+
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 # The packages whose constructors refuse values by errors that are not a UserError.
 _LIBRARIES = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (mmengine, torch))
@@ -47,7 +49,7 @@ def building(cfg: Config, *sections: str) -> Iterator[None]:
     except Exception as error:
         given = {name: cfg[name] for name in sections if cfg.get(name) is not None}
         match = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
-        for path, node in _nodes(given) if match and not isinstance(error, UserError) else ():
+        for path, node in dicts_in(given) if match and not isinstance(error, UserError) else ():
             if match and match[1] in node:
                 raise InvalidTypeError(f"{path}: {error}") from error
         place = _place_of(error, given)
@@ -62,7 +64,7 @@ def _place_of(error: Exception, sections: dict[str, Any]) -> str:
     """Return the path of the dict that was being built, or of the innermost one that is the only one of its type."""
     place = " or ".join(sections)
     for name in built_names(error):
-        paths = [path for path, node in _nodes(sections) if _type_name(node) == name]
+        paths = [path for path, node in dicts_in(sections) if _type_name(node) == name]
         if len(paths) == 1:
             place = paths[0]
     return place
@@ -90,18 +92,6 @@ def build_model(cfg: Config, model: dict) -> nn.Module:
                     f"model cannot be built: {name} would have the shape {list(parameter.shape)}, without a number"
                 )
     return built
-
-
-def _nodes(sections: dict[str, Any]) -> Iterator[tuple[str, dict]]:
-    """Yield every dict of the sections with its dotted path, the outer ones first."""
-    waiting: list[tuple[str, Any]] = list(sections.items())
-    while waiting:
-        path, node = waiting.pop(0)
-        if isinstance(node, dict):
-            yield path, node
-            waiting += [(f"{path}.{key}", value) for key, value in node.items()]
-        elif isinstance(node, list | tuple):
-            waiting += [(f"{path}.{position}", value) for position, value in enumerate(node)]
 
 
 def _type_name(node: dict) -> str:

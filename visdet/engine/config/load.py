@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
+from mmengine.registry import init_default_scope
 
 from visdet.errors import InvalidTypeError, add_hint
+from visdet.registry import DATASETS
 
 from ..errors import ConfigError, nearest_names
 from .checks import SECTIONS, check_counting, check_sections, is_iteration_based
@@ -18,6 +20,7 @@ from .foreign_scope import adopt_mmdet_scope
 from .other_names import NAMES_OF_TRAINING
 
 __all__ = [
+    "build_dataset",
     "check_required_keys",
     "complete_config",
     "dataset_config",
@@ -223,3 +226,13 @@ def dataset_config(cfg: Config, split: str) -> dict:
     if not dataset:
         raise ConfigError(f"config {cfg.filename} has no {split}_dataloader.dataset")
     return dataset
+
+
+def build_dataset(cfg: Config, split: str, **changes: Any) -> Any:
+    """Return the data set of a split, with changes to its config, built under the config's scope.
+
+    Raises:
+        ConfigError: see :func:`dataset_config`.
+    """
+    init_default_scope(cfg.get("default_scope") or "visdet")
+    return DATASETS.build({**dataset_config(cfg, split), **changes})

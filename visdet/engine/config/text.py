@@ -48,6 +48,18 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{key}" if path else str(key))
 
 
+def dicts_in(sections: Mapping[str, Any]) -> Iterator[tuple[str, dict]]:
+    """Yield every dict in the sections of a config by its dotted path, the outer ones first."""
+    waiting: list[tuple[str, Any]] = list(sections.items())
+    while waiting:
+        path, node = waiting.pop(0)
+        if isinstance(node, dict):
+            yield path, node
+            waiting += [(f"{path}.{key}", value) for key, value in node.items()]
+        elif isinstance(node, list | tuple):
+            waiting += [(f"{path}.{position}", value) for position, value in enumerate(node)]
+
+
 def _code_of_leaf(value: Any) -> str | None:
     """Return the code of a value that is no dict, list or tuple, or None if there is no such code."""
     if isinstance(value, np.generic):
