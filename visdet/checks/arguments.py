@@ -243,19 +243,10 @@ def _converted(value: Any, hint: Any) -> Any:
         raise _DoesNotFit
     if origin is Literal:
         return _accept(value, value in inner)
-    kind = origin or hint
-    if kind is None or kind is NoneType:
-        return _accept(value, value is None)
-    if kind is bool:
-        return _accept(value, isinstance(value, bool) or value in (0, 1))
-    if kind is int:
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        _accept(value, is_whole and not isinstance(value, bool))
-        return int(value) if isinstance(value, float) else value
-    if kind is float:
-        return _accept(value, isinstance(value, (int, float)) and not isinstance(value, bool))
-    if kind is str:
-        return _accept(value, isinstance(value, str))
+    kind = NoneType if hint is None else origin or hint
+    if kind in _PLAIN[:5]:
+        _accept(value, _is_of(kind, value))
+        return int(value) if kind is int and isinstance(value, float) else value
     if not inspect.isclass(kind):
         return value
     if issubclass(kind, Mapping):
@@ -272,6 +263,17 @@ def _converted(value: Any, hint: Any) -> Any:
         or kind is object
         or (isinstance(value, str) and issubclass(kind, os.PathLike)),
     )
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """Return whether a value is of a plain type. A whole float is an int, an int is a float, and 0 and 1 are bools."""
+    if kind is bool:
+        return isinstance(value, bool) or value in (0, 1)
+    if isinstance(value, bool):
+        return False
+    if kind is int and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def _converted_items(value: Any, kind: type, inner: tuple) -> Any:

@@ -14,6 +14,11 @@ import os
 
 from visdet.command_line import add_config_arguments, positive_int, seed_number
 
+# The options that visdet.train has by the same names.
+_KEYWORDS = (
+    *("data", "model", "iters", "epochs", "batch_size", "lr", "workers", "device", "seed", "work_dir"),
+    *("from_", "resume", "amp", "graph", "auto_scale_lr", "launcher"),
+)
 _LOGGERS = {
     "wandb": {"type": "WandbVisBackend"},
     "mlflow": {
@@ -78,23 +83,5 @@ def run(args: argparse.Namespace) -> None:
     if args.logger:
         backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
         options = {"visualizer.vis_backends": backends, **options}
-    train(
-        args.config,
-        options,
-        data=args.data,
-        model=args.model,
-        iters=args.iters,
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        lr=args.lr,
-        workers=args.workers,
-        device=args.device,
-        seed=args.seed,
-        work_dir=args.work_dir,
-        from_=args.from_,
-        resume=args.resume,
-        amp=args.amp,
-        graph=args.graph,
-        auto_scale_lr=args.auto_scale_lr,
-        launcher=args.launcher,
-    )
+    given = {name: getattr(args, name) for name in _KEYWORDS}
+    train(args.config, options, **given)

@@ -1,6 +1,7 @@
 """Curves of loss, learning rate and AP from the logs of runs."""
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from visdet.files.writing import written_whole
 from visdet.structures.fonts import legible
 
 Curve = dict[int, float]
+# The names of the curves in each panel. Those of single classes have two slashes.
+_PANELS = {
+    "loss": re.compile("loss(_.*)?"),
+    "learning rate": re.compile("(base_)?lr"),
+    "AP": re.compile("([^/]*/)?[^/]*mAP(_50|_75)?"),
+}
 
 
 def read_scalars(path: str) -> dict[str, Curve]:
@@ -71,34 +78,29 @@ def draw_curves(runs: dict[str, dict[str, Curve]], out_file: str) -> None:
 
     labels, file = legible(*runs)
     font = FontProperties(fname=None if all(map(str.isascii, labels)) else file, size=8)
-    runs = dict(zip(labels, runs.values(), strict=True))
     names = sorted(set().union(*runs.values()))
-    panels = {
-        "loss": [name for name in names if name == "loss" or name.startswith("loss_")],
-        "learning rate": [name for name in names if name in ("lr", "base_lr")][:1],
-        "AP": [name for name in names if name.endswith(("mAP", "mAP_50", "mAP_75")) and name.count("/") < 2],
-    }
-    panels = {title: names for title, names in panels.items() if names}
+    panels = {}
+    for title, pattern in _PANELS.items():
+        if chosen := [name for name in names if pattern.fullmatch(name)]:
+            panels[title] = chosen
     if not panels:
-        raise UserError(f"{', '.join(runs)}: the log holds neither a loss nor a learning rate nor an AP")
+        raise UserError(f"{', '.join(labels)}: the log holds neither a loss nor a learning rate nor an AP")
     figure = Figure(figsize=(6 * len(panels), 4), layout="constrained")
     formats = figure.canvas.get_supported_filetypes()
     if Path(out_file).suffix.lstrip(".").lower() not in formats:
         raise UserError(f"the file of the curves must end in one of .{', .'.join(formats)}, got {out_file}")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, names) in zip(axes, panels.items(), strict=True):
-        for label, curves in runs.items():
-            for name in names:
-                if name in curves:
-                    steps, values = zip(*sorted(curves[name].items()), strict=True)
-                    short = name.rsplit("/", 1)[-1]
-                    axis.plot(
-                        steps,
-                        values,
-                        marker="o" if len(steps) < 20 else None,
-                        linewidth=1.2,
-                        label=short if len(runs) == 1 else f"{label}: {short}",
-                    )
+    for axis, (title, chosen) in zip(axes, panels.items(), strict=True):
+        for label, curves in zip(labels, runs.values(), strict=True):
+            prefix = f"{label}: " if len(runs) > 1 else ""
+            for name in filter(curves.get, chosen):
+                curve = curves[name]
+                marker = "o" if len(curve) < 20 else None
+                short = name.rpartition("/")[2]
+                steps = sorted(curve)
+                axis.plot(
+                    steps, [curve[step] for step in steps], marker=marker, linewidth=1.2, label=prefix + short
+                )
         axis.set_title(title)
         axis.set_xlabel("iteration" if title != "AP" else "iteration or epoch of validation")
         axis.grid(alpha=0.3)

@@ -157,18 +157,14 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             continue
         try:
-            name, value = _assigned(node)
-            values[name] = _literal(value)
+            match node:
+                case ast.Assign(targets=[ast.Name(name)], value=value):
+                    values[name] = _literal(value)
+                case _:
+                    raise ValueError
         except (ValueError, TypeError, SyntaxError, RecursionError, OverflowError):
             code.append(ast.unparse(node)[:80])
     return values, code
-
-
-def _assigned(node: ast.stmt) -> tuple[str, ast.expr]:
-    """Return the name and the value of an assignment, or raise a ValueError for another statement."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id, node.value
-    raise ValueError
 
 
 def _literal(node: ast.expr) -> Any:
