@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from mmengine.hooks import Hook
-from mmengine.structures import InstanceData
 from PIL import Image
 from torch import nn
-from toy_run import PIPELINE, detector_of, toy_config, toy_runner, train
+from toy_run import PIPELINE, detections, detector_of, toy_config, toy_runner, train
 
 import visdet
 from visdet.commands import infer, main
@@ -21,7 +20,6 @@ from visdet.engine.inference.detections import Detections, detections_of
 from visdet.engine.inference.detector import detect_files
 from visdet.engine.inference.sample_images import image_file_of
 from visdet.engine.prepare import write_detections
-from visdet.structures import DetDataSample
 
 NO_SIZES = {"type": "PackDetInputs", "meta_keys": ["img_path"]}
 
@@ -144,13 +142,9 @@ def test_cameras_and_streams_are_videos(tmp_path, trained):
 
 
 def test_detections_are_a_sequence(tmp_path):
-    sample = DetDataSample(metainfo={"img_path": "a.jpg", "ori_shape": (40, 50)})
-    boxes = torch.tensor([[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 7.0, 9.0], [1.0, 1.0, 2.0, 2.0]])
-    sample.pred_instances = InstanceData(
-        bboxes=boxes, scores=torch.tensor([0.5, 0.75, 0.25]), labels=torch.tensor([1, 0, 1])
-    )
-    picture = np.zeros((40, 50, 3), np.uint8)
-    found = Detections(sample, ("a", "b"), image=picture, draw=lambda image, sample: image)
+    rows = (1, 0.5, (0, 1, 2, 3)), (0, 0.75, (4, 5, 7, 9)), (1, 0.25, (1, 1, 2, 2))
+    drawing = {"image": np.zeros((40, 50, 3), np.uint8), "draw": lambda image, sample: image}
+    found = detections(*rows, **drawing, img_path="a.jpg")
     assert [one.class_name for one in found] == ["a", "b", "b"]
     assert found[0] == ("a", 0, 0.75, (4.0, 5.0, 7.0, 9.0)) and found[-1].score == 0.25
     for chosen in (found[1:], found[found.labels == 1], found[[1, 2]], found.filter("b")):
@@ -166,7 +160,7 @@ def test_detections_are_a_sequence(tmp_path):
     found.save(tmp_path / "new" / "a.png")
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == found.to_dict()
     assert found._repr_png_() == (tmp_path / "new" / "a.png").read_bytes()
-    assert Detections(sample, ("a", "b"))._repr_png_() is None
+    assert detections(*rows)._repr_png_() is None
 
 
 def test_names_that_people_try_are_answered(tmp_path, trained, image):
@@ -180,24 +174,13 @@ def test_names_that_people_try_are_answered(tmp_path, trained, image):
 
 
 def test_detections_are_sorted_rounded_and_cut():
-    sample = DetDataSample(metainfo={"img_path": "a.jpg", "ori_shape": (40, 50)})
-    sample.pred_instances = InstanceData(
-        bboxes=torch.tensor([[0.0, 1.0, 2.004, 3.0], [4.0, 5.0, 6.0, 7.126], [1.0, 1.0, 2.0, 2.0]]),
-        scores=torch.tensor([0.5, 0.900004, 0.1]),
-        labels=torch.tensor([1, 0, 1]),
-    )
-    expected = {
-        "file": "a.jpg",
-        "height": 40,
-        "width": 50,
-        "detections": [
-            {"class": "dark", "label": 0, "score": 0.9, "bbox_xyxy": [4.0, 5.0, 6.0, 7.13]},
-            {"class": "bright", "label": 1, "score": 0.5, "bbox_xyxy": [0.0, 1.0, 2.0, 3.0]},
-        ],
-    }
-    assert detections_of(sample, ("dark", "bright"), score_thr=0.5) == expected
-    assert detections_of(sample.to_dict(), ("dark", "bright"), score_thr=0.5) == expected
-    json.dumps(expected)
+    rows = (1, 0.5, (0, 1, 2.004, 3)), (0, 0.900004, (4, 5, 6, 7.126)), (1, 0.1, (1, 1, 2, 2))
+    sample = detections(*rows, img_path="a.jpg").sample
+    best = {"class": "dark", "label": 0, "score": 0.9, "bbox_xyxy": [4.0, 5.0, 6.0, 7.13]}
+    second = {"class": "bright", "label": 1, "score": 0.5, "bbox_xyxy": [0.0, 1.0, 2.0, 3.0]}
+    expected = {"file": "a.jpg", "height": 40, "width": 50, "detections": [best, second]}
+    for given in (sample, sample.to_dict()):
+        assert detections_of(given, ("dark", "bright"), score_thr=0.5) == expected
 
 
 def test_pictures_of_images_of_equal_names_do_not_overwrite_each_other(tmp_path, trained, image):

@@ -10,13 +10,11 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 from PIL import Image
-from toy_run import PIPELINE, toy_config, toy_runner
+from toy_run import PIPELINE, detections, toy_config, toy_runner
 
 from visdet.engine import Detector, UserError
 from visdet.engine.inference.detect_files import detect_files
-from visdet.engine.inference.detections import Detections
 from visdet.engine.inference.tiles import windows_of
-from visdet.structures import DetDataSample
 
 RESIZE = {"type": "Resize", "scale": (320, 320), "keep_ratio": True}
 SEEN = 6  # pixels of what the model gets that an object must cover in both directions
@@ -101,17 +99,6 @@ def test_tiles_find_small_objects_once_in_a_large_picture(detector):
 def test_a_picture_that_is_not_larger_than_a_tile_is_seen_as_without_tiles(detector):
     picture = picture_of((300, 400), [(10, 10, 50, 60), (200, 100, 30, 30)])
     assert torch.equal(detector(picture).boxes, detector(picture, tiles=640).boxes)
-
-
-def detections(*rows):
-    """Return detections of (class, score, box)."""
-    sample = DetDataSample(metainfo={"ori_shape": (100, 100)})
-    sample.pred_instances = InstanceData(
-        bboxes=torch.tensor([row[2] for row in rows], dtype=torch.float32).view(-1, 4),
-        scores=torch.tensor([row[1] for row in rows]),
-        labels=torch.tensor([row[0] for row in rows], dtype=torch.int64),
-    )
-    return Detections(sample, ("a", "b"))
 
 
 def test_suppression_leaves_the_best_of_each_class():

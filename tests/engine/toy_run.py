@@ -10,9 +10,11 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.structures import InstanceData
 
-from visdet.engine import Detector, DetRunner, build_runner, load_config, set_resume
+from visdet.engine import Detections, Detector, DetRunner, build_runner, load_config, set_resume
 from visdet.engine.process.process_group import leave_process_group
+from visdet.structures import DetDataSample
 
 CONFIG = str(Path(__file__).with_name("toy_config.py"))
 EPOCHS = {
@@ -73,6 +75,17 @@ def detector_of(folder: Path, checkpoint=None, **options) -> Detector:
     """Return a detector of the toy config, which reads image files."""
     options = {"test_dataloader__dataset__pipeline": PIPELINE, **options}
     return Detector(toy_config(folder, **options), checkpoint, "cpu")
+
+
+def detections(*rows, draw=None, image=None, **metainfo) -> Detections:
+    """Return detections of (class, score, box) in an image of 40 x 50 pixels."""
+    sample = DetDataSample(metainfo={"ori_shape": (40, 50), **metainfo})
+    sample.pred_instances = InstanceData(
+        bboxes=torch.tensor([row[2] for row in rows], dtype=torch.float32).view(-1, 4),
+        scores=torch.tensor([row[1] for row in rows]),
+        labels=torch.tensor([row[0] for row in rows], dtype=torch.int64),
+    )
+    return Detections(sample, ("a", "b"), image=image, draw=draw)
 
 
 class Killed(Exception):
