@@ -28,13 +28,13 @@ setup: $(VENV)/.installed $(VENV)/.built
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
 	$(BIN)/python tools/install_requirements.py --extra train --extra export --extra test --extra lint --extra docs
 	touch $@
 
 $(VENV)/.built: $(SOURCES) $(VENV)/.installed
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	$(BIN)/python -m visdet.doctor
 	touch $@

@@ -283,6 +283,7 @@ class NinjaFile:
         inputs = in_ninja(source) + (f" | {in_ninja(needs)}" if needs else "")
         self.lines += [
             f"rule {name}",
+            f"  description = {in_ninja(Path(target).name)}",
             f"  command = {for_shell([*command, '-MD', '-MF', depfile, '-c'])} $in -o $out",
             f"  depfile = {depfile.replace('$', '$$')}",
             "  deps = gcc",
@@ -307,7 +308,8 @@ class NinjaFile:
         name = f"r{len(self.outputs)}"
         words = [*command, *objects, "-o", target, *libraries]
         self.links[target] = shlex.join(map(str, words))
-        self.lines += [f"rule {name}", f"  command = {for_shell(words)}"]
+        self.lines += [f"rule {name}", f"  description = {in_ninja(Path(target).name)}"]
+        self.lines += [f"  command = {for_shell(words)}"]
         self.lines += [f"build {in_ninja(target)}: {name} {' '.join(map(in_ninja, objects))}"]
         self.outputs.append(target)
 
@@ -405,7 +407,8 @@ class NinjaFile:
             raise SystemExit("visdet: ninja is needed to build the operators: pip install ninja")
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         # ninja 1.13 takes make's job server from MAKEFLAGS, whose file descriptors do not come this far.
-        environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        environment = {"NINJA_STATUS": "visdet: compiled %f of %t in %e s: "}
+        environment |= {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
         if subprocess.run([str(ninja), "-f", str(path), *jobs], env=environment).returncode != 0:
             raise SystemExit("visdet: the operators did not build; the compiler's messages are above.")
 

@@ -133,7 +133,7 @@ def test_nvcc_takes_the_flags_of_a_distribution(build, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["my work", "a$b", "it's", "a:b"])
-def test_a_build_below_any_path(build, tmp_path, name):
+def test_a_build_below_any_path(build, tmp_path, capfd, name):
     """Sources, a header that is compiled first, and a library below a path with marks of ninja and the shell."""
     folder = tmp_path / name
     folder.mkdir()
@@ -145,6 +145,9 @@ def test_a_build_below_any_path(build, tmp_path, name):
     library = folder / "lib one.so"
     rules.link(["g++", "-shared"], [built], library, [f"-L{folder}"])
     rules.run(folder)
+    first, second = re.findall(r"^visdet: compiled (.*)$", capfd.readouterr().out, re.MULTILINE)
+    assert re.fullmatch(r"1 of 2 in \d+\.\d+ s: one\.o", first)
+    assert re.fullmatch(r"2 of 2 in \d+\.\d+ s: lib one\.so", second)
     function = ctypes.CDLL(str(library)).one
     function.restype = ctypes.c_char_p
     assert function() == b"a b"
