@@ -180,10 +180,15 @@ def test_random_sizes():
 
 
 @QUICK
-@given(scenes(), st.integers(0, 2**31), st.sampled_from(["absolute", "absolute_range"]))
+@given(
+    scenes(),
+    st.integers(0, 2**31),
+    st.sampled_from(["absolute", "absolute_range", "relative", "relative_range"]),
+)
 def test_crop(scene, seed, crop_type):
     torch.manual_seed(seed)
-    results = RandomCrop((17, 23), crop_type, allow_negative_crop=True)(painted(*scene))
+    crop_size = (0.4, 0.7) if crop_type.startswith("relative") else (17, 23)
+    results = RandomCrop(crop_size, crop_type, allow_negative_crop=True)(painted(*scene))
     check_consistent(results)
     found = white_box(results)
     assert results["gt_bboxes"].tolist() == ([] if found is None else [found])
@@ -194,6 +199,10 @@ def test_crop(scene, seed, crop_type):
         assert min(17, scene[1]) <= width <= min(23, scene[1]) and min(17, scene[0]) <= height <= min(
             23, scene[0]
         )
+    if crop_type == "relative":
+        assert (width, height) == (int(scene[1] * 0.4 + 0.5), int(scene[0] * 0.7 + 0.5))
+    if crop_type == "relative_range":  # The first number is that of the height.
+        assert scene[0] * 0.4 - 0.5 <= height <= scene[0] and scene[1] * 0.7 - 0.5 <= width <= scene[1]
 
 
 def test_crops_without_a_box():
@@ -332,7 +341,17 @@ def test_random_choice():
         (RandomFlip, dict(prob=[0.1], direction=["horizontal", "vertical"]), "one per direction"),
         (RandomFlip, dict(prob=0.5, direction="left"), "direction must be .* got 'left'"),
         (RandomCrop, dict(crop_size=(5, 5), crop_type="abs"), "crop_type must be .* got 'abs'"),
-        (RandomCrop, dict(crop_size=(0.5, 0.5)), "crop_size must be"),
+        (RandomCrop, dict(crop_size=(0.5, 0.5)), "crop_type='absolute', crop_size must be"),
+        (
+            RandomCrop,
+            dict(crop_size=(0, 0.5), crop_type="relative"),
+            "crop_type='relative', crop_size must be",
+        ),
+        (
+            RandomCrop,
+            dict(crop_size=(2, 3), crop_type="relative_range"),
+            "crop_size must be .*above 0 and up to 1",
+        ),
         (RandomCrop, dict(crop_size=(9, 5), crop_type="absolute_range"), r"\(smallest, largest\)"),
         (RandomCrop, dict(crop_size=(5, 5), recompute_bbox=True), "recompute_bbox must be False"),
         (Pad, {}, "give either size, or size_divisor"),

@@ -152,6 +152,7 @@ STEPS = [
     dict(type="RandomFlip", prob=[0.3, 0.3], direction=["horizontal", "vertical"]),
     dict(type="RandomCrop", crop_size=(30, 20)),
     dict(type="RandomCrop", crop_size=(10, 40), crop_type="absolute_range", allow_negative_crop=True),
+    dict(type="RandomCrop", crop_size=(0.5, 0.7), crop_type="relative_range", allow_negative_crop=True),
     dict(type="Pad", size_divisor=32),
     dict(type="Pad", size_divisor=8, pad_to_square=True),
     dict(type="PhotoMetricDistortion"),

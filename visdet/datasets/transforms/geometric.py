@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Above0, Positive, Share, checked_value
+from visdet.checks.arguments import Above0, Positive, Range, Share, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -16,6 +16,7 @@ from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
 from .tv_results import set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
+_Part = Annotated[float, Range(0, 1, is_open=True)]
 
 
 @TRANSFORMS.register_module()
@@ -216,9 +217,10 @@ class RandomCrop(BaseTransform):
 
     Args:
         crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
-        crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels. For
-            ``'absolute_range'`` it is the smallest and the largest side in pixels, and height and width are drawn
-            separately.
+        crop_type: the meaning of ``crop_size``. For ``'absolute'`` it is (width, height) in pixels, and for
+            ``'relative'`` in parts of the image's. For ``'absolute_range'`` it is the smallest and the largest side in
+            pixels, and height and width are drawn separately. For ``'relative_range'`` it is the smallest (height,
+            width) in parts of the image's, and the largest is the image's.
         allow_negative_crop: accept a crop without any box. ``False`` returns ``None``, so that another image is taken.
         recompute_bbox: must be ``False``, because it needs instance masks, which visdet does not have.
         bbox_clip_border: clip the boxes to the crop.
@@ -231,17 +233,20 @@ class RandomCrop(BaseTransform):
 
     def __init__(
         self,
-        crop_size: tuple[Positive, Positive],
-        crop_type: Literal["absolute", "absolute_range"] = "absolute",
+        crop_size: tuple[float, float],
+        crop_type: Literal["absolute", "absolute_range", "relative", "relative_range"] = "absolute",
         allow_negative_crop: bool = False,
         recompute_bbox: Literal[False] = False,
         bbox_clip_border: bool = True,
     ) -> None:
+        kind: Any = _Part if crop_type.startswith("relative") else Positive
+        self.crop_size: Any = checked_value(
+            f"RandomCrop: with crop_type={crop_type!r}, crop_size", crop_size, tuple[kind, kind]
+        )
         if crop_type == "absolute_range" and crop_size[0] > crop_size[1]:
             raise InvalidInputError(
                 f"RandomCrop: crop_size must be (smallest, largest) for 'absolute_range', got {crop_size}"
             )
-        self.crop_size = crop_size
         self.crop_type = crop_type
         self.allow_negative_crop = allow_negative_crop
         self.bbox_clip_border = bbox_clip_border
@@ -251,8 +256,13 @@ class RandomCrop(BaseTransform):
         first, second = self.crop_size
         if self.crop_type == "absolute":
             height, width = min(second, size[0]), min(first, size[1])
-        else:
+        elif self.crop_type == "absolute_range":
             height, width = (uniform_int(min(first, side), min(second, side), rng=rng) for side in size)
+        else:
+            parts = [second, first]
+            if self.crop_type == "relative_range":
+                parts = [uniform(least, 1, rng=rng) for least in self.crop_size]
+            height, width = (max(1, int(side * part + 0.5)) for side, part in zip(size, parts, strict=True))
         top = uniform_int(0, size[0] - height, rng=rng)
         return top, uniform_int(0, size[1] - width, rng=rng), height, width
 
