@@ -77,6 +77,15 @@ LAYOUTS = {
         {"images/0.png": None, "annotations/0.txt": LINE, "data.yaml": "nc: 1\nnames: [bolt]"},
         "train",
     ),
+    "Label Studio": (
+        {"images/0.png": None, "labels/0.txt": LINE, "classes.txt": "bolt\r\nnut\r\n", "notes.json": "{}"},
+        "train",
+    ),
+    "labelImg": (
+        {"images/0.png": None, "labels/0.txt": LINE, "labels/classes.txt": "bolt".encode("utf-16")},
+        "train",
+    ),
+    "labelImg, one folder": ({"val/0.png": None, "val/0.txt": LINE, "val/classes.txt": "bolt\n"}, "val"),
     "labels beside images": (
         {"all/0.png": None, "all/0.txt": LINE, "data.yaml": "names: {0: bolt}"},
         "train",
@@ -164,14 +173,13 @@ def test_labels_and_data_yaml_in_any_code(tmp_path, code, end):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"classes.txt": "bolt\n", "notes.json": "{}"} | yolo("images/0.png"), None),
-        (
-            {"classes.txt": "bolt\nnut\n", "notes.json": "{}", "labels/0.txt": LINE},
-            r"classes.txt .*names: \['bolt', 'nut'\]",
-        ),
-        ({"labels/classes.txt": "bolt\n", "labels/0.txt": LINE}, r"data.yaml .* names: \['bolt'\]"),
+        ({"classes.txt": "nut\n", "b/classes.txt": ""} | yolo("images/0.png"), None),
         ({"data.yaml": "names: [größe]".encode("latin-1")}, r"data\.yaml is neither in UTF-8 nor in UTF-16"),
         ({"data.yaml": "names: {a: bolt}"}, "data.yaml must have names"),
+        (
+            {"a/classes.txt": "bolt\nnut", "a/0.txt": LINE, "b/classes.txt": "nut\nbolt"},
+            r"a/classes.txt, .*b/classes.txt differ; write data.yaml",
+        ),
         ({"a.json": [BOX], "package.json": "{}"}, "a.json: file_name must be a text"),
         ({"package.json": "{}"}, "package.json is no COCO file"),
         ({"a/0.png": None, "b/0.png": None, "a.json": ["0.png"]}, "0.png is missing"),

@@ -1,7 +1,7 @@
 """Write COCO files of a data set in another format, and report what may be wrong in it.
 
-The folder holds YOLO's data.yaml, Pascal VOC's XML files, CSV tables (image, xmin, ymin, xmax, ymax, label) or COCO
-files, as labelling tools export them. Images stay where they are. The last line counts what is left out.
+The folder holds YOLO's data.yaml or classes.txt, Pascal VOC's XML files, CSV tables (image, xmin, ymin, xmax, ymax,
+label) or COCO files, as labelling tools export them. Images stay where they are. The last line counts what is left out.
 
 visdet convert FOLDER
 visdet convert FOLDER --out-dir data/mine --format voc --val-share 0.1

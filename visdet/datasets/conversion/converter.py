@@ -16,7 +16,7 @@ from .coco_files import MAKER, is_ours, read_coco
 from .csv_tables import read_csv
 from .source import Picture, Source
 from .voc import read_voc
-from .yolo import list_of_classes, read_yolo, yolo_tables
+from .yolo import lists_of_classes, read_yolo, yolo_tables
 
 FORMATS = ("yolo", "voc", "csv", "coco")
 _READERS = {"yolo": read_yolo, "voc": read_voc, "csv": read_csv, "coco": read_coco}
@@ -91,12 +91,12 @@ def _kind_of(root: Path) -> str:
     for kind, pattern in (("voc", "*.xml"), ("csv", "*.csv")):
         if next(root.rglob(pattern), None):
             return kind
-    if list_of_classes(root):
+    if lists_of_classes(root):
         return "yolo"
     if next(root.rglob("*.json"), None):
         return "coco"
     raise InvalidInputError(
-        f"{root} has none of data.yaml (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
+        f"{root} has none of data.yaml and classes.txt (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
     )
 
 

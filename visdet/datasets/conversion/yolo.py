@@ -1,4 +1,4 @@
-"""Reading YOLO folders: data.yaml, images, and a text file of boxes for each image."""
+"""Reading YOLO folders: data.yaml or classes.txt, images, and a text file of boxes for each image."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from visdet.errors import InvalidInputError, reading
+from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
@@ -14,6 +14,7 @@ from .source import Picture, Source, checked_corners, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
+_CLASSES = "classes.txt"
 _LABELS = ("labels", "annotations")  # the folders beside images; supervision's examples have the second one
 _LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
 
@@ -24,14 +25,18 @@ def yolo_tables(root: Path) -> list[Path]:
     return [file for file in files if file.is_file() and "names" in text_of(file, "replace")]
 
 
-def list_of_classes(root: Path) -> Path | None:
-    """Return the classes.txt that Label Studio and labelImg write instead of data.yaml, if there is one."""
-    return next(iter(sorted(root.rglob("classes.txt"))), None)
+def lists_of_classes(root: Path) -> list[Path]:
+    """Return the classes.txt that Label Studio and labelImg write instead of data.yaml, a line for each class."""
+    files = sorted(root.rglob(_CLASSES))
+    if len({text_of(file).strip() for file in files}) > 1:
+        raise InvalidInputError(f"{listed(files, 3)} differ; write data.yaml with the names of all classes")
+    return files
 
 
 def read_yolo(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all splits."""
-    table = _table_of(source.root)
+    tables = yolo_tables(source.root) or lists_of_classes(source.root)
+    table = tables[0] if tables else source.root / "data.yaml"
     data = _content_of(table)
     names = _names_of(data, table)
     source.names += map(str, names.values())
@@ -47,23 +52,13 @@ def read_yolo(source: Source) -> Iterator[Picture]:
     # The images of labels that data.yaml does not name are counted as images without annotations.
     stems = {path.stem for path in source.pictures}
     for file in sorted(source.root.rglob("labels/**/*.txt")):
-        if file.resolve() not in read and file.stem not in stems and file.name != "classes.txt":
+        if file.resolve() not in read and file.stem not in stems and file.name != _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
 
 
-def _table_of(root: Path) -> Path:
-    tables = yolo_tables(root)
-    classes = list_of_classes(root)
-    if tables or classes is None:
-        return tables[0] if tables else root / "data.yaml"
-    names = [line.strip() for line in text_of(classes).splitlines() if line.strip()]
-    raise InvalidInputError(
-        f"{root} has {classes.relative_to(root)} but no data.yaml that names the classes, as Label Studio and labelImg "
-        f"write it. Write data.yaml in {root} with this line: names: {names}"
-    )
-
-
 def _content_of(table: Path) -> dict[str, Any]:
+    if table.name == _CLASSES:
+        return {"names": [line.strip() for line in text_of(table).strip().splitlines()]}
     try:
         with reading(str(table)):
             data = load_yaml(text_of(table))
