@@ -215,7 +215,7 @@ def test_addresses_that_end_alike_are_two_files(tmp_path, monkeypatch):
     def answer(request):
         fetched.append(request.full_url)
         reply = io.BytesIO(sent)
-        reply.headers = {}
+        reply.headers = {"Content-Length": str(len(sent))}
         return reply
 
     monkeypatch.setattr("visdet.engine.checkpoints.checkpoint.urlopen", answer)
