@@ -27,6 +27,7 @@ _MODULES = {
     "convert": "visdet.commands.convert",
     "check-data": "visdet.commands.check_data",
     "browse": "visdet.commands.browse",
+    "compare": "visdet.commands.compare",
     "curves": "visdet.commands.curves",
     "visualize-driving": "visdet.commands.visualize_driving",
     "make-shapes": "visdet.commands.make_shapes",
@@ -35,7 +36,7 @@ _MODULES = {
     "prepare-nuscenes": "visdet.commands.prepare_nuscenes",
     "doctor": "visdet.doctor",
 }
-_PRINTING = ("configs", "print-config", "inspect", "doctor")
+_PRINTING = ("compare", "configs", "print-config", "inspect", "doctor")
 _DESCRIPTION = """Train, evaluate and use detectors that config files describe.
 
 First steps, in any folder:

@@ -18,7 +18,7 @@ _PANELS = {
 }
 
 
-def read_scalars(path: str) -> dict[str, Curve]:
+def read_scalars(path: str | Path) -> dict[str, Curve]:
     """Return the curves of a run as {name: {step: value}}.
 
     Args:

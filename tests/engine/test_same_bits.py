@@ -1,0 +1,50 @@
+"""`visdet compare` tells runs apart."""
+
+import re
+
+import pytest
+from toy_run import train
+
+from visdet.commands import main
+from visdet.engine import read_checkpoint, write_checkpoint
+
+
+def compare(*runs) -> int:
+    """Return the exit status of ``visdet compare``."""
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *map(str, runs)])
+        raise SystemExit(0)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    "place", ["state_dict.norm.weight", "optimizer.state.3.exp_avg", "random_states.0.torch"]
+)
+def test_the_first_tensor_that_differs_is_named(tmp_path, capsys, place):
+    train(tmp_path, train_cfg__max_iters=2)
+    content = read_checkpoint(tmp_path / "iter_2.pth")
+    part: dict = content if place.split(".")[0] in content else content["meta"]
+    *keys, name = place.split(".") if "norm" not in place else ("state_dict", "norm.weight")
+    for key in keys:
+        part = part[int(key) if key.isdigit() else key]
+    part[name].view(-1)[1] += 2
+    write_checkpoint(content, tmp_path / "changed.pth")
+    assert compare(tmp_path / "iter_2.pth", tmp_path / "changed.pth") == 1
+    said = capsys.readouterr().out
+    assert f"first difference in {place}." in said and "Greatest absolute difference: 2" in said
+
+
+def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for run, end in zip(runs, (7, 12), strict=True):
+        schedule = {"type": "ConstantLR", "factor": 0.5, "end": end, "by_epoch": False}
+        train(run, param_scheduler=[schedule], default_hooks__checkpoint__save_best=None)
+    capsys.readouterr()
+    assert compare(*runs) == 1
+    said = capsys.readouterr().out
+    assert " numbers: first difference in d0.loss_cls at step 10. Scalars are not equal!" in said
+    assert re.search(r"^iter_\d+\.pth: first difference in state_dict\.", said, re.M)
+    for path in runs[1].glob("*.pth"):
+        path.unlink()
+    assert compare(*runs) == 1
+    assert re.search(r"is a folder; give one of its files: best\.pth, iter_10\.pth", capsys.readouterr().err)
