@@ -54,6 +54,7 @@ def train(
     workers: Annotated[int, Range(0, 512)] | None = None,
     device: str | int | None = None,
     seed: Seed | None = None,
+    deterministic: bool | None = None,
     work_dir: str | os.PathLike | None = None,
     resume: str | os.PathLike | bool | None = None,
     launcher: str | None = None,
@@ -72,6 +73,7 @@ def train(
         batch_size: images of a training iteration. lr: the learning rate. workers: processes that read the images.
         device: 'cpu', 'cuda', or 'cuda:1'. The default is the GPU if there is one.
         seed: the seed of all random numbers.
+        deterministic: train to the same bits in every run; without a seed, it is 0 (``randomness.deterministic``).
         others: see :func:`visdet.engine.train`.
 
     Raises:
@@ -95,12 +97,12 @@ def train(
         work_dir = folder if resume else agreed_folder(folder, launcher)
         base = os.path.abspath(existing_config(os.fspath(config))) if config is not None else None
         config = config_for(root, base or _base_of(model or _MODEL), Path(work_dir), launcher)
-    if any(value is not None for value in (iters, epochs, batch_size, lr, workers, seed)):
+    if any(value is not None for value in (iters, epochs, batch_size, lr, workers, seed, deterministic)):
         config = others.get("from_") if config is None else config
         cfg, remarks = load_config(config, given, work_dir and os.fspath(work_dir))  # type: ignore[arg-type]
         for remark in remarks:
             say(remark)
-        config, given = cfg, _short_options(cfg, iters, epochs, batch_size, lr, workers, seed)
+        config, given = cfg, _short_options(cfg, iters, epochs, batch_size, lr, workers, seed, deterministic)
     return train_config(config, given, work_dir=work_dir, resume=resume, launcher=launcher, **others)
 
 
@@ -228,12 +230,14 @@ def _short_options(
     lr: float | None,
     workers: int | None,
     seed: int | None,
+    deterministic: bool | None,
 ) -> dict[str, Any]:
     """Return the values of a config that the short options stand for, by their dotted keys."""
     paths = {
         "train_dataloader.batch_size": batch_size,
         "optim_wrapper.optimizer.lr": lr,
         "randomness.seed": seed,
+        "randomness.deterministic": deterministic,
         **{
             f"{split}_dataloader.num_workers": workers
             for split in ("train", "val", "test")

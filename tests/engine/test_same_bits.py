@@ -1,12 +1,25 @@
-"""`visdet compare` tells runs apart."""
+"""Deterministic runs are equal to the bit, and runs that are not are told apart."""
 
 import re
 
 import pytest
+import torch
+from toy_detection import ToyDetector
 from toy_run import train
 
 from visdet.commands import main
-from visdet.engine import read_checkpoint, write_checkpoint
+from visdet.engine import UserError, read_checkpoint, write_checkpoint
+from visdet.registry import MODELS
+
+DETERMINISTIC = {"seed": None, "deterministic": True}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
 
 
 def compare(*runs) -> int:
@@ -15,6 +28,21 @@ def compare(*runs) -> int:
         main(["compare", *map(str, runs)])
         raise SystemExit(0)
     return ended.value.code
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"train_dataloader__num_workers": 2}], ids=["the-same", "two-workers"]
+)
+def test_deterministic_runs_without_a_seed_are_equal(tmp_path, capsys, changed):
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for run, options in zip(runs, ({}, changed), strict=True):
+        found = train(run, randomness=DETERMINISTIC, default_hooks__checkpoint__interval=10, **options)
+        assert found.seed == 0 and torch.are_deterministic_algorithms_enabled()
+    capsys.readouterr()
+    assert compare(*runs) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"logs, \d\d numbers: equal\n", said)
+    assert {"iter_10.pth: equal", "iter_20.pth: equal"} <= set(said.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -48,3 +76,19 @@ def test_the_step_at_which_runs_part_is_named(tmp_path, capsys):
         path.unlink()
     assert compare(*runs) == 1
     assert re.search(r"is a folder; give one of its files: best\.pth, iter_10\.pth", capsys.readouterr().err)
+
+
+@MODELS.register_module()
+class Unordered(ToyDetector):
+    """A detector that calls an operator which torch has in no deterministic form."""
+
+    def forward(self, inputs, data_samples=None, mode="tensor"):
+        first = torch.zeros(1, dtype=torch.long)
+        return super().forward(inputs.put_(first, inputs.flatten()[:1]), data_samples, mode)
+
+
+def test_an_operator_without_a_deterministic_form_ends_the_run_by_its_name(tmp_path):
+    with pytest.raises(
+        UserError, match="the run is deterministic, but put_ has no deterministic form on this"
+    ):
+        train(tmp_path, model={"type": "Unordered"}, randomness=DETERMINISTIC)

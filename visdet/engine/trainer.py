@@ -24,7 +24,6 @@ from visdet.registry import RUNNERS
 from . import build
 from .advice import advice_for_training
 from .checkpoints.checkpoint import register_checkpoint_readers
-from .checkpoints.random_state import preserved_random_state, set_random_state
 from .checkpoints.run_state import is_kept
 from .checkpoints.schedules import recipe_of
 from .config.build_errors import building
@@ -42,6 +41,7 @@ from .process.compilations import compilations_told
 from .process.garbage import living_objects_not_collected
 from .process.interrupts import Interrupted, NotedSignal, signals_noted
 from .process.places import only_training_in
+from .process.random_state import preserved_random_state, set_random_state
 from .run_checkpoints import RunCheckpoints
 from .stages import StagedModel
 
@@ -143,10 +143,14 @@ class DetRunner(RunCheckpoints):
         build.write_config(self)
 
     def _seed_with(self, randomness: dict[str, Any]) -> None:
-        """Seed all generators. Without a seed, the main process draws one for all."""
+        """Seed all generators. Without a seed, a deterministic run takes 0; else the main process draws one for all."""
         self.randomness = randomness
-        self.seed = set_random_seed(**{"seed": None, **randomness})
         self.deterministic = bool(randomness.get("deterministic", False))
+        seed = randomness.get("seed")
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, torch refuses cuBLAS.
+            seed = seed or 0
+        self.seed = set_random_seed(**{**randomness, "seed": seed})
 
     # ------------------------------------------------------------------ the stages, each with its data
 

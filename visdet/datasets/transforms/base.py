@@ -33,10 +33,8 @@ class BaseTransform(metaclass=ABCMeta):
     (height, width) ``size``. It draws the same random numbers from ``rng`` that ``transform`` draws from
     ``sample_draws()``. PlannedBatchSampler then knows the size of an image before it is read (see docs/batches.md).
 
-    All other random numbers come from torch's global generator. A worker process of a DataLoader has its own, which is
-    seeded from the loader's (mmengine seeds it with ``seed + rank * num_workers + worker``). A run with a seed
-    therefore repeats exactly for the same number of workers and ranks. With mmengine's fixed worker seeds, a worker
-    that lives for one epoch draws the same numbers in every epoch. Use ``persistent_workers=True`` to prevent that.
+    All other random numbers come from torch's global generator, which training seeds for each batch, so that they do
+    not depend on the number of workers.
 
     Source: the names and keywords of the transforms are those of mmcv and mmdet. The image is a torchvision tv_tensor
     instead of a numpy array.

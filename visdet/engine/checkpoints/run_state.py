@@ -30,8 +30,8 @@ from visdet.errors import listed
 
 from ..errors import CheckpointError
 from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
+from ..process.random_state import current_random_state, preserved_random_state, set_random_state
 from .plain_state import restore_message_hub, to_plain
-from .random_state import current_random_state, preserved_random_state, set_random_state
 from .schedules import changes, continue_changed, load_schedules, schedule_states
 from .score_thresholds import thresholds_of
 

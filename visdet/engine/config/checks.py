@@ -54,6 +54,7 @@ _NUMBERS = {
     **{f"{stage}_dataloader.num_workers": Annotated[int, Range(0, 512)] for stage in _STAGES},
     "log_processor.window_size": Positive,
     "randomness.seed": Seed | None,
+    "randomness.deterministic": bool,
 }
 
 

@@ -18,6 +18,7 @@ NAMES_OF_TRAINING = {
     **dict.fromkeys(
         ("lr", "lr0", "learning_rate"), "optim_wrapper=dict(optimizer=dict(lr=...)), or lr=... (--lr)"
     ),
+    "deterministic": "randomness=dict(deterministic=True), or deterministic=True (--deterministic)",
     "seed": "randomness=dict(seed=...), or seed=... (--seed)",
     **dict.fromkeys(("output_dir", "project", "save_dir", "out_dir"), "work_dir=... (--work-dir)"),
     **dict.fromkeys(("weights", "pretrained", "checkpoint", "pretrain_weights"), "from_=... (--from)"),

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from visdet.errors import InvalidInputError
 
+from ..process.random_state import preserved_random_state
+
 
 class SeededBatch(list):
-    """The indices of a batch. A data worker that iterates over them seeds its random generators first.
+    """The indices of a batch. What iterates over them, to read the samples, seeds its random generators first.
 
-    The random numbers that a worker draws for a batch then depend on the batch alone, and not on the batches that the
-    worker has read before. A run that was killed therefore draws the same numbers again when it is resumed. A loader
-    without workers reads in the training process. There, nothing is seeded, because a checkpoint holds the random
-    state of that process.
+    The random numbers that are drawn for a batch then depend on the batch alone, and not on who reads it, or has read
+    before. They are the same with any number of workers, and when a run that was killed is resumed. A loader without
+    workers reads in the training process, which goes on with the random state that it had before the batch.
 
     torch tells a worker nothing of a batch but its indices, so that their iteration is the only place for this. A data
     set could do it in ``__getitems__``, but the run's own data set would then have to be wrapped.
@@ -36,12 +38,12 @@ class SeededBatch(list):
         self.key = key
 
     def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:
+        with nullcontext() if get_worker_info() else preserved_random_state():
             first, second = np.random.SeedSequence(self.key).generate_state(2)
             random.seed(int(first))
             np.random.seed(first)  # noqa: NPY002 (transforms may use it)
             torch.default_generator.manual_seed((int(first) << 32) + int(second))
-        return iter(self.indices)  # A planned batch gives each sample random numbers of its own.
+            yield from self.indices  # A planned batch gives each sample random numbers of its own.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeededBatch, (self.indices, self.key)

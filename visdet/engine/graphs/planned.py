@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visdet.errors import UserError
 from visdet.structures.planned_batch import BatchPlan, Size
 
-from ..checkpoints.random_state import preserved_random_state
+from ..process.random_state import preserved_random_state
 from .methods import GraphedLoss
 from .steps import nothing_changes
 
