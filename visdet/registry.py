@@ -132,6 +132,11 @@ class Registry(_MMEngineRegistry):
         )
 
 
+def built(given: Any, registry: Registry) -> Any:
+    """Return what a config dict describes. None, and what has been built before, are returned as they are."""
+    return registry.build(given) if isinstance(given, dict) else given
+
+
 def _child(parent_name: str, locations: list[str], build_func: Callable | None = None) -> Registry:
     parent = getattr(mmengine_registry, parent_name)
     return Registry(

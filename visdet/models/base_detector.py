@@ -10,7 +10,7 @@ from mmengine.structures import BaseDataElement
 from torch import Tensor
 
 from visdet.errors import InvalidInputError, InvalidTypeError, check_choice
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 from visdet.structures import DetDataSample
 
 
@@ -64,8 +64,8 @@ class BaseDetector(BaseModel, ABC):
         data_preprocessor: dict[str, Any] | torch.nn.Module | None = None,
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
-        if isinstance(data_preprocessor, dict):  # It is built from this scope, whatever the default is.
-            data_preprocessor = MODELS.build(data_preprocessor)
+        # It is built from this scope, whatever the default is.
+        data_preprocessor = built(data_preprocessor, MODELS)
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
 
     def forward(

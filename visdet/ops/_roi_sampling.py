@@ -14,7 +14,6 @@ __all__ = [
     "ROTATED",
     "UPRIGHT",
     "bounded_rois",
-    "bounded_rotated_rois",
     "bounds_of",
     "check_samples",
     "pool_bins",
@@ -71,29 +70,36 @@ def is_image(index: Tensor, B: int) -> Tensor:
 
 @torch.no_grad()
 def bounded_rois(
-    rois: Tensor,  # [N, 5]
+    rois: Tensor,  # [N, 5], or [N, 6] (batch index, x, y, w, h, angle)
     input: Tensor,  # [B, C, H, W], not empty
     spatial_scale: float,
     sampling_ratio: int,
     dtype: torch.dtype,
-) -> Tensor:  # [N, 5] in dtype
+) -> Tensor:  # in dtype
     """Return the regions after invalid and huge numbers have been replaced, by tensor arithmetic alone.
 
     A region whose batch index is not one of the whole numbers 0..B-1, or one that has a NaN, is moved off the map,
     where all samples are 0 and have no gradient. Other regions are cut if they end more than ``FURTHEST`` pixels
     outside the map. If the number of samples grows with the region, they are cut closer to it. A negative extent, which
-    has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents.
+    has no samples, then becomes 0, because torchvision on the CPU allocates memory by the product of both extents. Of
+    rotated regions, the centres and the sides are cut.
     """
-    converted = rois.to(torch.float64 if dtype == torch.float64 else torch.float32)
     low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
-    bounded = converted.clamp(low, _larger(high, input.shape[0]))
-    index = torch.add(bounded[:, 0], bounded.sum(1), alpha=0)  # NaN if the region has a NaN
-    is_missing = ~is_image(index, input.shape[0])[:, None]
-    bounded[:, :1].masked_fill_(is_missing, 0)
-    bounded[:, 1:].masked_fill_(is_missing, low)
-    if sampling_ratio <= 0:
-        bounded[:, 3:] = torch.maximum(bounded[:, 1:3], bounded[:, 3:])
-    return bounded.to(dtype)
+    bounded = rois.to(dtype).clone()
+    is_missing = (~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1))[:, None]
+    places, extents = bounded[:, 1:3], bounded[:, 3:5]
+    if bounded.shape[1] == 6:
+        extents.clamp_(0, high - low)
+        is_missing |= bounded[:, 5:].isinf()
+    else:
+        extents.clamp_(low, high)
+    bounded.masked_fill_(is_missing, 0)
+    places.clamp_(low, high).masked_fill_(is_missing, low)
+    if bounded.shape[1] == 5:
+        extents.masked_fill_(is_missing, low)
+        if sampling_ratio <= 0:
+            extents.copy_(torch.maximum(places, extents))
+    return bounded
 
 
 def bounds_of(
@@ -107,25 +113,6 @@ def bounds_of(
         reach = _smaller(_larger(side, LEAST_REACH), room) + 2  # at least one pixel from the map
     most = torch.finfo(dtype).max / 2 / max(spatial_scale, 1)  # so that extents are finite in float16, too
     return -_smaller(reach / spatial_scale, most), _smaller((side + reach) / spatial_scale, most)
-
-
-@torch.no_grad()
-def bounded_rotated_rois(
-    rois: Tensor,  # [N, 6] (batch index, x, y, w, h, angle)
-    input: Tensor,  # [B, C, H, W], not empty
-    spatial_scale: float,
-    sampling_ratio: int,
-    dtype: torch.dtype,
-) -> Tensor:  # [N, 6] in dtype
-    """Return rotated regions with bounded centres and sides. A region that counts for nothing is moved off the map."""
-    low, high = bounds_of(input, spatial_scale, sampling_ratio, dtype)
-    bounded = rois.to(dtype).clone()
-    is_missing = ~is_image(bounded[:, 0], input.shape[0]) | bounded.isnan().any(1) | bounded[:, 5].isinf()
-    bounded[:, 1:3].clamp_(low, high)
-    bounded[:, 3:5].clamp_(0, high - low)
-    bounded.masked_fill_(is_missing[:, None], 0)
-    bounded[:, 1:3].masked_fill_(is_missing[:, None], low)
-    return bounded
 
 
 def _corners(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from ._arguments import computation_dtype, pair
 from ._declared import declared
 from ._modules import OperatorModule
 from ._renamed import renamed_arguments
-from ._roi_sampling import MAP, ROTATED, bounded_rotated_rois, check_samples, pool_bins
+from ._roi_sampling import MAP, ROTATED, bounded_rois, check_samples, pool_bins
 from .roi_align import pool_by_kernels
 
 __all__ = ["RoIAlignRotated", "roi_align_rotated", "roi_align_rotated_reference"]
@@ -78,7 +78,7 @@ def roi_align_rotated_reference(
     clockwise: bool = False,
 ) -> Tensor:
     """Return what ``roi_align_rotated`` returns, in plain torch: the definition kernels are tested against."""
-    rois = bounded_rotated_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
+    rois = bounded_rois(rois, input, spatial_scale, sampling_ratio, computation_dtype(input))
     center = rois[:, 1:3] * spatial_scale - (0.5 if aligned else 0.0)
     extent = rois[:, 3:5].flip(1) * spatial_scale  # (h, w)
     extent = extent if aligned else extent.clamp(min=1)

@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,7 +15,7 @@ from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from visdet.checks.state_dicts import common_prefix, kind_of_numbers
-from visdet.errors import UserError, check_choice, listed
+from visdet.errors import InvalidInputError, UserError, check_choice, listed
 
 _TORCHVISION = "torchvision://"
 
@@ -44,6 +44,13 @@ class Backbone(BaseModule):
         """Load the weights that the config names, if it names any."""
         if self.pretrained is not None:
             load_pretrained(self, convert=convert, **self.pretrained)
+
+    def check_stages(self, out_indices: Sequence[int], num_stages: int) -> None:
+        """Raise an InvalidInputError unless the stages to return are some of those that there are."""
+        if not all(0 <= index < num_stages for index in out_indices):
+            raise InvalidInputError(
+                f"{type(self).__name__}: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
+            )
 
     @abstractmethod
     def frozen_parts(self) -> list[nn.Module]:

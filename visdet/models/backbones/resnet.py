@@ -255,11 +255,8 @@ class ResNet(Backbone):
             if init_cfg is not None:
                 raise InvalidInputError("ResNet: pretrained and init_cfg cannot both be given")
             init_cfg = {"type": "Pretrained", "checkpoint": pretrained}
-        if not all(0 <= index < num_stages for index in out_indices):
-            raise InvalidInputError(
-                f"ResNet: out_indices must be stages 0..{num_stages - 1}, got {tuple(out_indices)}"
-            )
         super().__init__(init_cfg, _DEFAULT_INIT)
+        self.check_stages(out_indices, num_stages)
         _, expansion, num_blocks = self.ARCHITECTURES[depth]
         self.depth = depth
         self.style = style

@@ -245,10 +245,7 @@ class SwinTransformer(Backbone):
                 "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
                 f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
             )
-        if not all(0 <= index < len(depths) for index in out_indices):
-            raise InvalidInputError(
-                f"SwinTransformer: out_indices must be stages 0..{len(depths) - 1}, got {tuple(out_indices)}"
-            )
+        self.check_stages(out_indices, len(depths))
         self.out_indices = tuple(out_indices)
         self.convert_weights = convert_weights
         self.frozen_stages = frozen_stages

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from visdet.checks.arguments import with_other_names
-from visdet.registry import TASK_UTILS
+from visdet.registry import TASK_UTILS, built
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
@@ -151,9 +151,7 @@ class HungarianAssigner:
     ) -> None:
         if isinstance(match_costs, (dict, MatchCost)):
             match_costs = [match_costs]
-        self.match_costs = [
-            TASK_UTILS.build(cost) if isinstance(cost, dict) else cost for cost in match_costs
-        ]
+        self.match_costs = [built(cost, TASK_UTILS) for cost in match_costs]
 
     def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
         """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels."""

@@ -7,7 +7,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 
 from ..layers.feed_forward import FFN
 from ..layers.precision import as_autocast_input
@@ -37,10 +37,7 @@ class InstanceOperations(BaseModule):
         """
         self.operation_order = list(operation_order)
         self.decouple_attn = decouple_attn
-        built: list[Any] = [
-            None if configs[op] is None else MODELS.build(configs[op]) for op in operation_order
-        ]
-        self.layers = nn.ModuleList(built)
+        self.layers = nn.ModuleList([built(configs[op], MODELS) for op in operation_order])
         C = embed_dims
         self.fc_before = nn.Linear(C, 2 * C, bias=False) if decouple_attn else nn.Identity()
         self.fc_after = nn.Linear(2 * C, C, bias=False) if decouple_attn else nn.Identity()

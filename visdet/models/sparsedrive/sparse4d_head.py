@@ -10,7 +10,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from visdet.execution.tensor_tree import map_tensors
-from visdet.registry import MODELS, TASK_UTILS
+from visdet.registry import MODELS, TASK_UTILS, built
 
 from ..layers.precision import as_autocast_input, autocast_dtype
 from ..transfer import to_device
@@ -75,10 +75,6 @@ def _outputs_of_layers(
             dn_targets=[(one.cls_target, one.reg_target, one.valid_mask) for one in queries],
         )
     return outputs
-
-
-def _built(config: dict[str, Any] | None, registry: Any) -> Any:
-    return None if config is None else registry.build(config)
 
 
 @MODELS.register_module()
@@ -152,8 +148,8 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
 
         self.instance_bank = MODELS.build(instance_bank)
         self.anchor_encoder = MODELS.build(anchor_encoder)
-        self.sampler = _built(sampler, TASK_UTILS)
-        self.decoder = _built(decoder, TASK_UTILS)
+        self.sampler = built(sampler, TASK_UTILS)
+        self.decoder = built(decoder, TASK_UTILS)
         configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, norm=norm_layer, ffn=ffn)
         configs |= dict(deformable=deformable_model, refine=refine_layer)
         self.embed_dims = self.instance_bank.embed_dims
@@ -161,8 +157,8 @@ class Sparse4DHead(InstanceOperations, HeadOfTasks):
         layers: Any = self.layers
         self.criterion = Sparse4DLoss(
             sampler=self.sampler,
-            loss_cls=_built(loss_cls, MODELS),
-            loss_reg=_built(loss_reg, MODELS),
+            loss_cls=built(loss_cls, MODELS),
+            loss_reg=built(loss_reg, MODELS),
             reg_weights=[1.0] * 10 if reg_weights is None else list(reg_weights),
             cls_threshold_to_reg=cls_threshold_to_reg,
             num_single_frame_decoder=num_single_frame_decoder,

@@ -158,8 +158,7 @@ class Sparse4DLoss:
         reg_scale: Tensor,
     ) -> dict[str, Tensor]:
         """Return the losses of the denoising queries of all layers by name. num_valid [2] divides their sums."""
-        scores = torch.stack([x.float() for x in model_outs["dn_classification"]])
-        boxes = torch.stack([x.float() for x in model_outs["dn_prediction"]])
+        scores, boxes = _stacked(model_outs, prefix="dn_")
         num_layers, background = len(scores), scores.shape[-1]
         scores, boxes = scores.flatten(0, 2), boxes.flatten(0, 2)
         is_later = [int(layer >= self.num_single_frame_decoder >= 0) for layer in range(num_layers)]
@@ -198,7 +197,9 @@ def _by_layer(elements: dict[str, Tensor], divisors: Tensor, suffix: str) -> dic
     return losses
 
 
-def _stacked(model_outs: dict[str, Any], layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+def _stacked(
+    model_outs: dict[str, Any], layers: slice = slice(None), prefix: str = ""
+) -> tuple[Tensor, Tensor]:
     """Return classes [L, B, N, C] and predictions [L, B, N, D] of decoder layers in float32."""
-    cls, reg = (model_outs[name][layers] for name in ("classification", "prediction"))
+    cls, reg = (model_outs[f"{prefix}{name}"][layers] for name in ("classification", "prediction"))
     return torch.stack([x.float() for x in cls]), torch.stack([x.float() for x in reg])

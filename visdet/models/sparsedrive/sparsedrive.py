@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from visdet.execution.staged_detector import TemporalDetector
 from visdet.execution.tensor_tree import ON_HOST
 from visdet.ops import feature_maps_format
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 from visdet.structures import DrivingDataSample
 
 from ..base_detector import BaseDetector
@@ -85,9 +85,9 @@ class SparseDrive(TemporalDetector, BaseDetector):
     ) -> None:
         super().__init__(data_preprocessor=data_preprocessor, init_cfg=init_cfg)
         self.img_backbone = MODELS.build(img_backbone)
-        self.img_neck = None if img_neck is None else MODELS.build(img_neck)
+        self.img_neck = built(img_neck, MODELS)
         self.head = MODELS.build({**head, "freeze_perception": True} if freeze_perception else head)
-        self.depth_branch = None if depth_branch is None else MODELS.build(depth_branch)
+        self.depth_branch = built(depth_branch, MODELS)
         self.use_deformable_func = use_deformable_func
         self.channels_last = channels_last
         self.grid_mask = GridMask() if use_grid_mask else None

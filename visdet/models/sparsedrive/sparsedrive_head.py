@@ -10,7 +10,7 @@ from torch import Tensor
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
-from .base_target import Assignment, PairCosts, padded_rows
+from .base_target import Assignment, PairCosts
 from .boxes.box3d_target import DenoisingQueries
 from .heads_of_tasks import HeadOfTasks, side_by_side
 from .sparse4d_loss import Sparse4DLoss
@@ -167,11 +167,7 @@ class SparseDriveHead(HeadOfTasks):
         truth = super().ground_truth(data)
         if self.with_motion_plan:
             device = next(self.parameters()).device
-            steps, masks = data["gt_agent_fut_trajs"], data["gt_agent_fut_masks"]
-            truth["motion"] = (
-                padded_rows([row.cpu().float() for row in steps], device),
-                padded_rows([row.cpu().float() for row in masks], device),
-            )
+            truth["motion"] = self.motion_plan_head.criterion.ground_truth(data, device)
         return truth
 
     def losses(
@@ -185,11 +181,9 @@ class SparseDriveHead(HeadOfTasks):
         """Return the losses of all tasks by name; see the base class. Motion learns from the boxes that are matched."""
         losses = super().losses(model_outs, data, truth, costs, assigned)
         if self.with_motion_plan:
-            _, _, motion_output, planning_output = model_outs
             matched = assigned[self.det_head.task_prefix]
-            futures = self.motion_plan_head.motion_sampler.futures(*truth["motion"], matched.index[-1])
-            num_matched = matched.num_positive[len(matched.index) - 1]
-            losses |= self.motion_plan_head.loss(motion_output, planning_output, data, futures, num_matched)
+            criterion = self.motion_plan_head.criterion
+            losses |= criterion.losses(*model_outs[2:], data, truth["motion"], matched)
         return losses
 
     def select(

@@ -9,17 +9,9 @@ from .. import _registration
 from .._arguments import computation_dtype
 from .._declared import declared
 from ..box_iou_rotated import cross_of, quadrilateral_area, shared_area
+from ..point_neighbours import row_ranges
 
 __all__ = ["chamfer_distance", "convex_giou", "convex_iou", "min_area_polygons", "points_in_polygons"]
-
-# Pairs of a point set and a polygon, or of points, that are compared at a time: some hundred megabytes.
-PAIRS_AT_ONCE = 1 << 19
-
-
-def _constants(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors without gradients, in float64 if one of them is so, or else in float32."""
-    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return [tensor.detach().to(torch.float64 if is_double else torch.float32) for tensor in tensors]
 
 
 def _origin_beside(points: Tensor) -> Tensor:  # [N, 2 * K] -> [N, 1, 2] float64
@@ -67,7 +59,8 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
 
 
 def _hulls(points: Tensor) -> Tensor:
-    indices = [hull_indices(some) for some in points.detach().split(max(PAIRS_AT_ONCE // 32, 1))]
+    of_set = 3 * points.shape[1] ** 3  # numbers that are compared
+    indices = [hull_indices(points[rows].detach()) for rows in row_ranges(len(points), of_set)]
     hulls = points.gather(1, torch.cat(indices)[..., None].expand(-1, -1, 2))
     return hulls + 0 * points.detach().sum((1, 2), keepdim=True)  # NaN if a point is not finite
 
@@ -101,7 +94,7 @@ def convex_iou(pointsets: Tensor, polygons: Tensor) -> Tensor:  # [N, 18], [K, 8
 
     Source: The signature is mmcv's (CFA, arXiv 1912.02424; Oriented RepPoints, arXiv 2105.11111).
     """
-    return _convex_iou(*_constants(pointsets, polygons)).to(pointsets.dtype)
+    return _convex_iou(pointsets.detach().double(), polygons.detach().double()).to(pointsets.dtype)
 
 
 def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
@@ -110,12 +103,12 @@ def convex_iou_reference(pointsets: Tensor, polygons: Tensor) -> Tensor:
     q = polygons.double().view(-1, 4, 2)
     areas = quadrilateral_area(q)
     ious = pointsets.new_empty(len(hulls), len(q))
-    step = max(PAIRS_AT_ONCE // max(len(q), 1), 1)
-    for begin in range(0, len(hulls), step):
-        p = hulls[begin : begin + step]
+    of_pair = 4 * hulls.shape[1]  # numbers of a set and a polygon
+    for rows in row_ranges(len(hulls), of_pair * len(q)):
+        p = hulls[rows]
         p_areas = _area(p)[:, None]
         shared = torch.minimum(shared_area(p[:, None], q, are_boxes=False), torch.minimum(p_areas, areas))
-        ious[begin : begin + step] = _divided(shared, p_areas + areas - shared) + 0 * (p_areas + areas)
+        ious[rows] = _divided(shared, p_areas + areas - shared) + 0 * (p_areas + areas)
     return ious
 
 
@@ -240,16 +233,15 @@ def points_in_polygons_reference(points: Tensor, polygons: Tensor) -> Tensor:
     corners = polygons.reshape(-1, 4, 2).permute(1, 2, 0)[:, :, None]
     (sx, sy), (tx, ty) = corners.unbind(1), corners.roll(1, 0).unbind(1)
     inside = points.new_empty(len(points), len(polygons), dtype=torch.float32)
-    step = max(PAIRS_AT_ONCE * 2 // max(len(polygons), 1), 1)
-    for begin in range(0, len(points), step):
-        px, py = points[begin : begin + step, :, None].unbind(1)  # [n, 1]
+    for rows in row_ranges(len(points), 16 * len(polygons)):
+        px, py = points[rows, :, None].unbind(1)  # [n, 1]
         spans = (sy < py) != (ty < py)
         x = sx + (py - sy) * (tx - sx) / (ty - sy)
         is_decided = ((sx == px) & (sy == py)) | ((tx == px) & (ty == py)) | (spans & (x == px))
         for i in range(1, 4):  # a point on a side is decided for the later ones, too
             is_decided[i] |= is_decided[i - 1]
         crossings = spans & (x > px) & ~is_decided
-        inside[begin : begin + step] = (crossings.sum(0) % 2).to(inside.dtype)
+        inside[rows] = (crossings.sum(0) % 2).to(inside.dtype)
     return inside
 
 
@@ -276,7 +268,8 @@ def chamfer_distance(
 
     Source: Oriented RepPoints, arXiv 2105.11111; the signature is mmcv's.
     """
-    points1, points2 = _constants(xyz1, xyz2)
+    wide = torch.promote_types(computation_dtype(xyz1), computation_dtype(xyz2))
+    points1, points2 = xyz1.detach().to(wide), xyz2.detach().to(wide)
     nearest1, nearest2 = _nearest_points(points1, points2), _nearest_points(points2, points1)
     return *squared_distances(xyz1, xyz2, nearest1, nearest2), nearest1, nearest2
 
@@ -287,9 +280,7 @@ def nearest_points_reference(
     """Return what the operator ``visdet::nearest_points`` returns, in plain torch."""
     index = torch.zeros(points.shape[:2], dtype=torch.int32, device=points.device)
     if others.shape[1]:
-        step = max(8 * PAIRS_AT_ONCE // max(points.shape[0] * others.shape[1], 1), 1)
-        for begin in range(0, points.shape[1], step):
-            rows = slice(begin, begin + step)
+        for rows in row_ranges(points.shape[1], 2 * len(points) * others.shape[1]):
             apart = (points[:, rows, None] - others[:, None]).square().sum(-1)
             index[:, rows] = apart.argmin(-1)
     return index

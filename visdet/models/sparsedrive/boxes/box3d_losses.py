@@ -7,14 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
 from .box3d import CNS, COS_YAW, SIN_YAW, YNS, W, X
-
-
-def _built(loss: dict[str, Any] | nn.Module | None) -> Any:
-    return MODELS.build(loss) if isinstance(loss, dict) else loss
 
 
 @MODELS.register_module()
@@ -42,9 +38,9 @@ class SparseBox3DLoss(nn.Module):
         cls_allow_reverse: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.loss_box = _built(loss_box)
-        self.loss_cns = _built(loss_centerness)
-        self.loss_yns = _built(loss_yawness)
+        self.loss_box = built(loss_box, MODELS)
+        self.loss_cns = built(loss_centerness, MODELS)
+        self.loss_yns = built(loss_yawness, MODELS)
         self.cls_allow_reverse = None if cls_allow_reverse is None else list(cls_allow_reverse)
 
     def forward(

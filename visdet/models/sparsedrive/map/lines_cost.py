@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visdet.errors import InvalidInputError
-from visdet.registry import TASK_UTILS
+from visdet.registry import TASK_UTILS, built
 
 from ...matching.match_costs import FocalLossCost
 
@@ -73,8 +73,8 @@ class MapQueriesCost:
     def __init__(
         self, cls_cost: dict[str, Any] | FocalLossCost, reg_cost: dict[str, Any] | LinesL1Cost
     ) -> None:
-        self.cls_cost = TASK_UTILS.build(cls_cost) if isinstance(cls_cost, dict) else cls_cost
-        self.reg_cost = TASK_UTILS.build(reg_cost) if isinstance(reg_cost, dict) else reg_cost
+        self.cls_cost = built(cls_cost, TASK_UTILS)
+        self.reg_cost = built(reg_cost, TASK_UTILS)
 
     def __call__(self, preds: dict[str, Tensor], gts: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the cost [..., Q, N] and, if lines are permuted, also the best orderings; see ``LinesL1Cost``.
@@ -98,4 +98,4 @@ class HungarianLinesAssigner:
     """
 
     def __init__(self, cost: dict[str, Any] | MapQueriesCost) -> None:
-        self.cost = TASK_UTILS.build(cost) if isinstance(cost, dict) else cost
+        self.cost = built(cost, TASK_UTILS)

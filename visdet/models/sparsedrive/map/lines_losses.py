@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 
 from ...layers.precision import at_least_float32
 from ...losses import ReducedLoss, Reduction
@@ -57,7 +57,7 @@ class SparseLineLoss(nn.Module):
         roi_size: Sequence[float] = (30, 60),
     ) -> None:
         super().__init__()
-        self.loss_line = MODELS.build(loss_line) if isinstance(loss_line, dict) else loss_line
+        self.loss_line = built(loss_line, MODELS)
         self.num_sample = num_sample
         self.roi_size = tuple(roi_size)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visdet.registry import TASK_UTILS
+from visdet.registry import TASK_UTILS, built
 
 from ...matching.assignment import for_solver
 from ..base_target import BaseTargetWithDenoising, PaddedInstances, PairCosts
@@ -43,7 +43,7 @@ class SparsePoint3DTarget(BaseTargetWithDenoising):
         roi_size: Sequence[float] = (30, 60),
     ) -> None:
         super().__init__(num_dn_groups, num_temp_dn_groups)
-        self.assigner: Any = TASK_UTILS.build(assigner) if isinstance(assigner, dict) else assigner
+        self.assigner: Any = built(assigner, TASK_UTILS)
         self.num_sample = num_sample
         self.roi_size = tuple(roi_size)
 

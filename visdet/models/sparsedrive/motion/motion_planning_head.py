@@ -16,10 +16,9 @@ from ..anchor_files import ModuleWithAnchors
 from ..boxes.box3d import COS_YAW, SIN_YAW, VX, VY, turned
 from ..instance_operations import InstanceOperations
 from ..mlp import linear_relu_ln
-from ..sample_batch import field_of
 from ..temporal.instance_bank import topk
 from ..temporal.instance_queue import InstanceQueueState
-from .motion_target import best_modes
+from .motion_planning_loss import MotionPlanningLoss
 
 
 def gen_sineembed_for_position(pos_tensor: Tensor, hidden_dim: int = 256) -> Tensor:
@@ -117,15 +116,17 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         self.num_det, self.num_map = num_det, num_map
         self.plan_step_s = plan_step_s
         self.instance_queue = MODELS.build(instance_queue)
-        self.motion_sampler = TASK_UTILS.build(motion_sampler)
-        self.planning_sampler = TASK_UTILS.build(planning_sampler)
         self.motion_decoder = TASK_UTILS.build(motion_decoder)
         self.planning_decoder = TASK_UTILS.build(planning_decoder)
-        self.motion_loss_cls = MODELS.build(motion_loss_cls)
-        self.motion_loss_reg = MODELS.build(motion_loss_reg)
-        self.plan_loss_cls = MODELS.build(plan_loss_cls)
-        self.plan_loss_reg = MODELS.build(plan_loss_reg)
-        self.plan_loss_status = MODELS.build(plan_loss_status)
+        self.criterion = MotionPlanningLoss(
+            motion_sampler=TASK_UTILS.build(motion_sampler),
+            motion_loss_cls=MODELS.build(motion_loss_cls),
+            motion_loss_reg=MODELS.build(motion_loss_reg),
+            planning_sampler=TASK_UTILS.build(planning_sampler),
+            plan_loss_cls=MODELS.build(plan_loss_cls),
+            plan_loss_reg=MODELS.build(plan_loss_reg),
+            plan_loss_status=MODELS.build(plan_loss_status),
+        )
         configs = dict(temp_gnn=temp_graph_model, gnn=graph_model, cross_gnn=cross_graph_model)
         configs |= dict(norm=norm_layer, ffn=ffn, refine=refine_layer)
         self.build_operations(configs, operation_order, embed_dims, decouple_attn)
@@ -262,59 +263,6 @@ class MotionPlanningHead(InstanceOperations, ModuleWithAnchors):
         motion = in_full_precision(self.motion_anchor_encoder, gen_sineembed_for_position(ends, C))
         plan = gen_sineembed_for_position(self.plan_anchor[..., -1, :], C).flatten(0, 1)
         return motion, in_full_precision(self.plan_anchor_encoder, plan)[None, None]
-
-    def loss(
-        self,
-        motion_model_outs: dict[str, Any],
-        planning_model_outs: dict[str, Any],
-        data: dict[str, Any],
-        futures: tuple[Tensor, Tensor],
-        num_matched: Tensor,
-    ) -> dict[str, Tensor]:
-        """Return ``motion_loss_{cls,reg}_i`` and ``planning_loss_{cls,reg,status}_i`` of each refinement i.
-
-        All work runs on the device.
-
-        Args:
-            motion_model_outs, planning_model_outs: the result of ``forward``.
-            data: ``gt_ego_fut_trajs``, ``gt_ego_fut_masks``, ``gt_ego_fut_cmd`` and ``ego_status`` of the batch.
-            futures: the futures of the matched instances; see ``MotionTarget.futures``.
-            num_matched: [], the number of matched instances, averaged over all processes and at least 1.
-        """
-        motion, planning = motion_model_outs, planning_model_outs
-        losses = {}
-        with torch.autocast(motion["prediction"][0].device.type, enabled=False):
-            target, weight = futures
-            for i, (cls, reg) in enumerate(zip(motion["classification"], motion["prediction"], strict=True)):
-                mode, best = best_modes(reg.float(), target, weight)
-                counts = weight.any(-1)
-                cls, mode, counts = (x.flatten(end_dim=1) for x in (cls.float(), mode, counts.float()))
-                losses[f"motion_loss_cls_{i}"] = self.motion_loss_cls(
-                    cls, mode, weight=counts, avg_factor=num_matched
-                )
-                losses[f"motion_loss_reg_{i}"] = self.motion_loss_reg(
-                    best.flatten(end_dim=1).cumsum(-2),
-                    target.flatten(end_dim=1).cumsum(-2),
-                    weight=weight.flatten(end_dim=1).unsqueeze(-1),
-                    avg_factor=num_matched,
-                )
-            future, known = field_of(data, "gt_ego_fut_trajs"), field_of(data, "gt_ego_fut_masks")
-            for i, (cls, reg, status) in enumerate(
-                zip(planning["classification"], planning["prediction"], planning["status"], strict=True)
-            ):
-                cls, mode, counts, best, true, weight = self.planning_sampler.sample(
-                    cls.float(), reg.float(), future, known, data
-                )
-                cls, mode, counts = (x.flatten(end_dim=1) for x in (cls, mode, counts.float()))
-                losses[f"planning_loss_cls_{i}"] = self.plan_loss_cls(cls, mode, weight=counts)
-                losses[f"planning_loss_reg_{i}"] = self.plan_loss_reg(
-                    best.flatten(end_dim=1),
-                    true.flatten(end_dim=1),
-                    weight=weight.flatten(end_dim=1).unsqueeze(-1),
-                )
-                given = field_of(data, "ego_status").to(status.device, torch.float32)
-                losses[f"planning_loss_status_{i}"] = self.plan_loss_status(status.float().squeeze(1), given)
-        return losses
 
     def select(
         self,

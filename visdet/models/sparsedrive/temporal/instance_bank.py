@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
-from visdet.registry import MODELS
+from visdet.registry import MODELS, built
 
 from ..anchor_files import ModuleWithAnchors
 from .frame_clock import DeviceStep, FrameStep
@@ -100,8 +100,7 @@ class InstanceBank(ModuleWithAnchors):
         max_time_interval: float = 2,
     ) -> None:
         super().__init__()
-        if isinstance(anchor_handler, dict):
-            anchor_handler = MODELS.build(anchor_handler)
+        anchor_handler = built(anchor_handler, MODELS)
         self.embed_dims = embed_dims
         self.num_temp_instances = num_temp_instances
         self.default_time_interval = default_time_interval

@@ -151,14 +151,12 @@ class InstanceQueue(BaseModule):
         state = self._follow(state, det_output, mask)
         ego_feature, ego_anchor, state = self._with_ego(state, feature_maps, mask)
         period = torch.cat([state.period, state.ego_period], dim=1)
-        features = torch.cat(
-            [
-                torch.stack(state.features, 2),
-                torch.stack(state.ego_features, 2).to(state.features[0].dtype),
-            ],
-            dim=1,
+        features, ego_features, anchors, ego_anchors = (
+            torch.stack(frames, 2)
+            for frames in (state.features, state.ego_features, state.anchors, state.ego_anchors)
         )
-        anchors = torch.cat([torch.stack(state.anchors, 2), torch.stack(state.ego_anchors, 2)], dim=1)
+        features = torch.cat([features, ego_features.to(features.dtype)], dim=1)
+        anchors = torch.cat([anchors, ego_anchors], dim=1)
         ages = torch.arange(len(state.anchors), 0, -1, device=period.device)
         return ego_feature, ego_anchor, features, anchors, ages > period[..., None], state
 
@@ -181,10 +179,14 @@ class InstanceQueue(BaseModule):
             period = (match * state.period[:, None]).sum(2)
         return replace(
             state,
-            features=(*features, feature)[-self.queue_length :],
-            anchors=(*anchors, anchor)[-self.queue_length :],
+            features=self._latest(features, feature),
+            anchors=self._latest(anchors, anchor),
             period=(period + 1).clamp(max=self.queue_length),
         )
+
+    def _latest(self, frames: tuple[Tensor, ...], frame: Tensor) -> tuple[Tensor, ...]:
+        """Return the frames that are kept when another one has come."""
+        return (*frames, frame)[-self.queue_length :]
 
     def _with_ego(
         self,
@@ -213,8 +215,8 @@ class InstanceQueue(BaseModule):
             anchor[..., VY] = torch.where(mask[:, None], speed, 0).to(anchor.dtype)
         state = replace(
             state,
-            ego_features=(*state.ego_features, feature.detach())[-self.queue_length :],
-            ego_anchors=(*state.ego_anchors, anchor.detach())[-self.queue_length :],
+            ego_features=self._latest(state.ego_features, feature.detach()),
+            ego_anchors=self._latest(state.ego_anchors, anchor.detach()),
             ego_period=(period + 1).clamp(max=self.queue_length),
         )
         return feature, anchor, state
