@@ -3,11 +3,15 @@
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/DynamicLibrary.h>
+#include <openssl/evp.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iomanip>
 #include <iostream>
+#include <regex>
 #include <sstream>
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
@@ -16,6 +20,29 @@ using Tensors = std::unordered_map<std::string, at::Tensor>;
 inline const at::Tensor& named(const Tensors& tensors, const std::string& name, const std::string& where) {
   TORCH_CHECK(tensors.count(name), where, " lacks ", name);
   return tensors.at(name);
+}
+
+// Returns the content of a file.
+inline std::string content_of(const std::filesystem::path& path) {
+  TORCH_CHECK(exists(path), path.parent_path().string(), " lacks ", path.filename().string());
+  std::string content(file_size(path), '\0');
+  TORCH_CHECK(std::ifstream(path, std::ios::binary).read(content.data(), content.size()), "cannot read ",
+              path.string());
+  return content;
+}
+
+// Refuses a file of the model that is not the one which model.json describes. Older ones have no SHA-256.
+inline void check_model(const std::filesystem::path& path) {
+  const std::string content = content_of(path), described = content_of(path.parent_path() / "model.json");
+  unsigned char digest[EVP_MAX_MD_SIZE];
+  unsigned int length = 0;
+  EVP_Digest(content.data(), content.size(), digest, &length, EVP_sha256(), nullptr);
+  std::ostringstream found;
+  for (unsigned int i = 0; i < length; ++i) found << std::hex << std::setfill('0') << std::setw(2) << int(digest[i]);
+  std::smatch expected;
+  TORCH_CHECK(!std::regex_search(described, expected, std::regex("\"model.pt2\":\\s*\"([0-9a-f]{64})\"")) ||
+                  expected[1] == found.str(),
+              path.string(), " is not the file that model.json describes: its SHA-256 is another one");
 }
 
 // Returns the exit status of a program. An error is a line, and so is one of the last writes to the output.
@@ -78,7 +105,7 @@ struct Model {
   }
   // The operators register themselves with torch. The library of CUDA needs that of the CPU, which declares them.
   static std::string with_operators(const std::filesystem::path& folder) {
-    TORCH_CHECK(exists(folder / "model.pt2"), folder.string(), " lacks model.pt2");
+    check_model(folder / "model.pt2");
     for (const auto& name : {"libvisdet_cpu.so", "libvisdet_cuda.so"})
       if (exists(folder / name)) at::DynamicLibrary((folder / name).c_str(), nullptr, /*leak_handle=*/true);
     return folder / "model.pt2";

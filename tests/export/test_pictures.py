@@ -61,12 +61,11 @@ def pictures(tmp_path_factory):
     ],
 )
 def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_path):
-    report = export_config(
-        *trained, tmp_path, format=format, shape=(160, 160), embed=True, data=str(pictures[0].parent)
-    )
+    report = export_config(*trained, tmp_path, format=format, shape=(160, 160), data=str(pictures[0].parent))
     assert report["checked"] and report["data"]["differences"]["inputs"] == len(PICTURES)
     described = json.loads((tmp_path / "model.json").read_text())
-    assert described["score_thresholds"] == [0.3] * len(described["classes"])
+    assert described["score_thresholds"] == [0.8, 0.3, 0.3, 0.3, 0.3, 0.3]
+    assert described["origin_of_thresholds"] == "the checkpoint's validation"
     described["score_thresholds"] = [0.0] * len(described["classes"])
     (tmp_path / "model.json").write_text(json.dumps(described))
     program = (tmp_path / "infer.py").read_text()
@@ -96,6 +95,8 @@ def with_images_within(detector, side):
         ([LOAD, {"type": "RandomFlip", "prob": 1.0}, PACK], "cannot have the transform RandomFlip"),
         ([LOAD, {**RESIZE, "backend": "pillow"}, PACK], "no antialiasing"),
         ([LOAD, {"type": "Resize", "scale_factor": 0.5}, PACK], "must have a scale"),
+        ([LOAD, RESIZE, RESIZE, PACK], "cannot have the transform Resize .* --no-embed"),
+        ([{**LOAD, "color_type": "color_ignore_orientation"}, PACK], "must turn pictures as their EXIF"),
     ],
 )
 def test_other_steps_are_refused(pipeline, message):

@@ -59,5 +59,5 @@ def test_trust_is_the_configs(tmp_path):
     torch.save({"state_dict": MODELS.build(model).state_dict(), "extra": foreign}, checkpoint)
     with pytest.raises(CheckpointError, match="trust_checkpoint=True"):
         load_model(Config({"model": model}), checkpoint, {})
-    trusted, thresholds = load_model(Config({"model": model, "trust_checkpoint": True}), checkpoint, {})
+    trusted, (thresholds, _) = load_model(Config({"model": model, "trust_checkpoint": True}), checkpoint, {})
     assert not trusted.training and not thresholds

@@ -2,6 +2,7 @@
 
 visdet export work_dirs/deformable-detr_shapes/best.pth --format onnx \\
     --check data/shapes/annotations/instances_val.json --out exported
+python exported/infer.py PICTURE ...
 """
 
 import argparse
@@ -37,18 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         nargs=2,
         metavar=("H", "W"),
-        help="size of the images, to which they are padded",
+        help="size of the images, to which they are padded, or that a picture is resized to fit into",
     )
     sizes.add_argument(
         "--dynamic", action="store_true", help="accept images of any size (the default where the model can)"
     )
     parser.add_argument(
-        "--batch", type=positive_int, metavar="N", help="accept N images at once (default: any number)"
+        "--batch",
+        type=positive_int,
+        metavar="N",
+        help="accept N images at once (default: one picture, or any number with --no-embed)",
     )
     parser.add_argument(
         "--embed",
-        action="store_true",
-        help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads",
+        action=argparse.BooleanOptionalAction,
+        help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads (default: "
+        "True for detectors of images)",
     )
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(

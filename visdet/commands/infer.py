@@ -107,6 +107,8 @@ def _detect(args: argparse.Namespace) -> None:
                 detector.dataset_meta["classes"], detector.score_thresholds, detector.origin_of_thresholds
             )
         )
+    else:
+        say(told_thresholds(["all"], [args.score_thr], "--score-thr"))
     found, failures = detect_files(
         detector,
         files,

@@ -57,7 +57,7 @@ def checkpoint_rows(content: dict[str, Any], path: str, trust: bool = False) -> 
             else names
         )
         rows[kind] = f"{len(names)}: {listed(shown, 20)}"
-    thresholds, origin = measured_thresholds(content, path)
+    thresholds, origin = measured_thresholds(content)
     rows["thresholds"] = told_thresholds(thresholds, thresholds.values(), origin).partition("of scores ")[2]
     try:
         cfg = config_of(content, path, trust)

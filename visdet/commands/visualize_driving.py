@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     import torch
     from mmengine.dataset import pseudo_collate
 
-    from visdet.engine import UserError, check_work_dir, load_config
+    from visdet.engine import UserError, check_work_dir, load_config, say
+    from visdet.engine.checkpoints.score_thresholds import told_thresholds
     from visdet.engine.config.load import build_dataset
     from visdet.engine.inference.sample_images import image_of_inputs, is_bgr
     from visdet.engine.stages import StagedModel
@@ -76,16 +77,19 @@ def run(args: argparse.Namespace) -> None:
             "cameras. visdet browse draws the samples of any data set"
         )
     model: Any = None
-    thresholds: dict[str, float] = {}
+    thresholds, origin = dict[str, float](), ""
     if args.checkpoint:
-        model, thresholds = load_model(cfg, args.checkpoint, dataset.metainfo)
+        model, (thresholds, origin) = load_model(cfg, args.checkpoint, dataset.metainfo)
     visualizer = VISUALIZERS.build(
         {"type": "DrivingVisualizer", "name": "visualize_driving", "reach_m": args.reach}
     )
     visualizer.dataset_meta = dataset.metainfo
-    for option, names in ((args.score_thr, "classes"), (args.map_score_thr, "map_classes")):
-        if option is not None:
-            thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), option)
+    for name, names in (("score_thr", "classes"), ("map_score_thr", "map_classes")):
+        if (value := getattr(args, name)) is not None:
+            thresholds |= dict.fromkeys(dataset.metainfo.get(names, ()), value)
+            origin += f" and --{name.replace('_', '-')}"
+    if model is not None:
+        say(told_thresholds(thresholds, thresholds.values(), origin))
 
     def draw(frames_of_scene: Any, item: dict) -> np.ndarray:
         sample = item["data_samples"]
@@ -108,17 +112,18 @@ def run(args: argparse.Namespace) -> None:
         write_scene(drawn, out_dir / f"scene_{scene:03d}")
 
 
-def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "tuple[torch.nn.Module, dict[str, float]]":
-    """Return the model in evaluation mode with the weights of the checkpoint, and the checkpoint's thresholds.
+def load_model(
+    cfg: "Config", checkpoint: str, metainfo: dict
+) -> "tuple[torch.nn.Module, tuple[dict[str, float], str]]":
+    """Return the model in evaluation mode with the weights of the checkpoint, and the thresholds with their origin.
 
     Its rows of classes are in the order of the data set's meta information.
     """
     import torch
 
-    from visdet.engine import say
     from visdet.engine.checkpoints.checkpoint import read_checkpoint
     from visdet.engine.checkpoints.class_names import class_lists, lists_of_checkpoint, matched_by_name
-    from visdet.engine.checkpoints.score_thresholds import measured_thresholds, told_thresholds
+    from visdet.engine.checkpoints.score_thresholds import measured_thresholds
     from visdet.engine.checkpoints.weights import load_weights, own_names, weights_of
     from visdet.engine.config.build_errors import build_model
 
@@ -127,9 +132,7 @@ def load_model(cfg: "Config", checkpoint: str, metainfo: dict) -> "tuple[torch.n
     weights = own_names(weights_of(content, checkpoint), model)
     weights = matched_by_name(model, weights, lists_of_checkpoint(content), class_lists(metainfo), checkpoint)
     load_weights(model, weights, checkpoint, allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")))
-    thresholds, origin = measured_thresholds(content, checkpoint)
-    say(told_thresholds(thresholds, thresholds.values(), origin))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), thresholds
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), measured_thresholds(content)
 
 
 def write_scene(pictures: "Iterable[np.ndarray]", name: Path) -> None:

@@ -16,12 +16,13 @@ from torch import nn
 from visdet.checks.heads import classes_of_heads
 from visdet.engine.checkpoints.checkpoint import read_checkpoint
 from visdet.engine.checkpoints.held_config import load_config
-from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
+from visdet.engine.checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds, told_thresholds
 from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import Detector, dataset_meta_of, init_detector, takes_images
 from visdet.engine.inference.given_images import GivenImage
 from visdet.engine.inference.image_files import find_images, is_video
 from visdet.engine.prepare import build_runner
+from visdet.engine.process.console import say
 from visdet.engine.process.default_device import cpu_by_default
 from visdet.errors import MissingFileError
 from visdet.structures.class_names import checked_classes
@@ -48,7 +49,7 @@ def export_config(
     *,
     data: str | None = None,
     device: str = "cpu",
-    embed: bool = False,
+    embed: bool | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Export the model of a config with the weights of a checkpoint. This is the command ``visdet export``.
@@ -61,6 +62,7 @@ def export_config(
             outputs are compared.
         device: the device of the model.
         embed: whether the steps before a detector become part of the graph, which then takes a picture of any size.
+            The default is True for a detector of images.
         arguments: see :func:`visdet.export.run.export`.
     """
     format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
@@ -70,7 +72,7 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    if embed:
+    if takes_images(cfg) if embed is None else embed:
         arguments["batch"] = arguments.get("batch") or 1
         arguments["steps"] = Steps.of(dataset.get("pipeline") or ())
     images = _pictures(data, dataset.get("ann_file"))
@@ -87,8 +89,10 @@ def export_config(
         runner.load_checkpoint(path)
         arguments["classes"] = runner.class_lists.get("classes") or arguments["classes"]
         if takes_images(cfg):
-            measured, _ = measured_thresholds(content, path)
-            arguments["thresholds"] = [measured.get(name, DEFAULT_THRESHOLD) for name in arguments["classes"]]
+            measured, origin = measured_thresholds(content)
+            thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in arguments["classes"]]
+            say(told_thresholds(arguments["classes"], thresholds, origin))
+            arguments |= {"thresholds": thresholds, "origin_of_thresholds": origin}
         limit = LIMITS[arguments.get("precision", "float32")]
 
         def evaluate(family: Family, run: Run) -> dict[str, Any]:

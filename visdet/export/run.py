@@ -61,6 +61,7 @@ def export(
     classes: Sequence[str] | None = None,
     preprocessing: Any = None,
     thresholds: Sequence[float] | None = None,
+    origin_of_thresholds: str | None = None,
     steps: Steps | None = None,
     check: bool = True,
     bench: bool = False,
@@ -84,7 +85,7 @@ def export(
         batch: the number of images at once. By default any number is accepted.
         classes: the names of the classes.
         preprocessing: what is done with images before, for ``model.json``, in numbers, texts, lists and dicts.
-        thresholds: for each class, the lowest score of the objects to keep.
+        thresholds, origin_of_thresholds: for each class, the lowest score of the objects to keep; where they come from.
         steps: the steps before a detector, which become part of the graph. It then takes a picture of any size.
         check: whether what was written is run and compared. Without it, the report says so.
         bench: whether latencies are measured, of the exported model and of the model itself.
@@ -116,9 +117,11 @@ def export(
         "format": format,
         "precision": precision,
         **_described(family, program),
+        "device": family.device.type,
         "preprocessing": preprocessing,
         "classes": None if classes is None else list(classes),
         "score_thresholds": None if thresholds is None else list(thresholds),
+        "origin_of_thresholds": origin_of_thresholds,
         "options": kind.options,
         "checked": False,
     }

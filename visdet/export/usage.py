@@ -11,10 +11,15 @@ _IMPORTS = {
     "onnx": "import onnxruntime",
     "openvino": "import openvino",
 }
-_TORCH = "\n\n\ndef run(picture):\n    with torch.no_grad():\n        return model(torch.tensor(picture))"
+_TORCH = """
+
+
+def run(picture):
+    with torch.no_grad():
+        return [output.cpu() for output in model(torch.tensor(picture, device=about["device"]))]"""
 _LOADING = {
     "pt2": 'model = torch.export.load(folder / "model.pt2").module()' + _TORCH,
-    "aoti": 'torch.ops.load_library(folder / "libvisdet_cpu.so")\n'
+    "aoti": 'for library in sorted(folder.glob("libvisdet_*.so")):\n    torch.ops.load_library(library)\n'
     'model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))' + _TORCH,
     "onnx": 'session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])\n\n\n'
     'def run(picture):\n    return session.run(None, {"picture": picture})',
@@ -37,8 +42,10 @@ about = json.loads((folder / "model.json").read_text())
 
 
 for path in sys.argv[1:]:
-    picture = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
-    boxes, scores, labels = (np.asarray(output)[0] for output in run(picture))
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode.startswith("I"):  # The upper 8 of 16 bits count.
+        image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
+    boxes, scores, labels = (np.asarray(output)[0] for output in run(np.array(image.convert("RGB"))))
     for box, score, label in zip(boxes, scores, labels):
         if score >= about["score_thresholds"][label]:
             print(path, about["classes"][label], f"{{score:.4f}}", *(f"{{side:.2f}}" for side in box))
@@ -64,7 +71,10 @@ def write_usage(description: dict[str, Any], folder: Path) -> None:
         )
     if "picture" in description["inputs"] and description["classes"] and description["score_thresholds"]:
         files["infer.py"] = _PROGRAM.format(imports=_IMPORTS[format], loading=_LOADING[format])
-        text += "\n`python infer.py PICTURE ...` prints the objects in pictures.\n"
+        text += (
+            "\n`python infer.py PICTURE ...` prints the objects in pictures whose scores reach the threshold of their "
+            "class (`score_thresholds`).\n"
+        )
     for name, content in {**files, "README.md": text}.items():
         if not (folder / name).exists():
             write_atomically(folder / name, content)

@@ -41,7 +41,7 @@ class DetVisualizationHook(Hook):
             into the visualizer's backends.
         interval: number of validation batches between two drawn images.
         score_thr: predictions with a higher score than this are drawn. By default, each class has the score of the best
-            F1 in the newest validation, or in the folder of the checkpoint, and 0.3 if there is none.
+            F1 in the newest validation, or in that of the checkpoint, and 0.3 if there is none.
         show: whether a window opens for each drawn image.
         wait_time: the time in seconds that a window stays open. With 0 it stays until a key is pressed.
         test_out_dir: folder for the pictures of a test, relative to the run's log folder. A distributed test writes
@@ -92,7 +92,7 @@ class DetVisualizationHook(Hook):
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
         """Take over the thresholds of the checkpoint's own validation."""
-        self._measured, self._origin = measured_thresholds(checkpoint, runner.cfg.get("load_from"))
+        self._measured, self._origin = measured_thresholds(checkpoint)
 
     def before_train(self, runner: Any) -> None:
         """Check that the visualizer can draw the sheets of validation."""

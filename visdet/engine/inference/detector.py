@@ -114,7 +114,7 @@ class Detector:
                 allow_nonfinite=bool(cfg.get("allow_nonfinite_weights")),
             )
         self.model.to(self.device).eval()
-        measured, self.origin_of_thresholds = measured_thresholds(content, path)
+        measured, self.origin_of_thresholds = measured_thresholds(content)
         self.score_thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
         with building(cfg, "test_dataloader"):
             self._pipeline = Compose(test_pipeline(cfg))

@@ -42,6 +42,7 @@ def family_of(
         return kind(model, shape, batch)
     if kind is not Images or batch not in (None, 1):
         raise ExportError(
-            "--embed: the graph can only have the steps before a detector of one picture at a time"
+            "a graph with the steps before the model takes one picture of a detector at a time; with --no-embed, it "
+            "takes tensors that are resized and normalised before"
         )
     return Pictures(model, shape, steps)

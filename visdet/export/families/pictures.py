@@ -15,6 +15,7 @@ from .family import Family, Tensors
 from .images import Images
 
 _SIDES = (2, 16384)  # pixels of a picture
+_WITHOUT = "With --no-embed, the graph takes tensors that are resized and normalised before"
 _STEPS = ("LoadImageFromFile", "Resize", "LoadAnnotations", "PackDetInputs")
 
 
@@ -33,21 +34,27 @@ class Steps:
     @classmethod
     def of(cls, pipeline: Sequence[Mapping[str, Any]]) -> "Steps":
         """Return the steps of a pipeline, or raise an ExportError that names what cannot be in a graph."""
-        found = {str(step["type"]).rpartition(".")[2]: dict(step) for step in pipeline}
-        if unknown := [name for name in found if name not in _STEPS]:
-            raise ExportError(
-                f"--embed: the graph cannot have the transform {', '.join(unknown)} of the pipeline"
-            )
+        found: dict[str, dict[str, Any]] = {}
+        for step in pipeline:
+            name = str(step["type"]).rpartition(".")[2]
+            if name not in _STEPS or name in found:
+                raise ExportError(f"the graph cannot have the transform {name} of the pipeline. {_WITHOUT}")
+            found[name] = dict(step)
+        load = found.get("LoadImageFromFile", {})
+        if load.get("color_type", "color") != "color":
+            raise ExportError(f"the pipeline must turn pictures as their EXIF data say. {_WITHOUT}")
         resize = TRANSFORMS.build(found["Resize"]) if "Resize" in found else None
         if resize is not None and (resize.scale is None or resize.backend != "cv2"):
-            raise ExportError("--embed: the Resize of the pipeline must have a scale, and no antialiasing")
-        return cls(resize, found["LoadImageFromFile"].get("channel_order", "bgr") == "bgr")
+            raise ExportError(
+                f"the Resize of the pipeline must have a scale, and no antialiasing, to be in the graph. {_WITHOUT}"
+            )
+        return cls(resize, load.get("channel_order", "bgr") == "bgr")
 
     def canvas(self) -> tuple[int, int]:
         """Return the (height, width) that holds every resized picture."""
         if self.resize is None or not math.isfinite(max(self.resize.scale)):
             raise ExportError(
-                "--embed: the pipeline does not limit the size of pictures. Give it, --shape H W"
+                f"the pipeline does not limit the size of pictures. Give it, --shape H W. {_WITHOUT}"
             )
         width, height = self.resize.scale
         longest = max(width, height)
