@@ -91,7 +91,10 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": folder_name,
         "help": "pictures with boxes in a format that visdet convert reads: COCO, YOLO, Pascal VOC, CSV tables",
     },
-    "--work-dir": {"help": "folder to write (default: work_dirs/<name of the config>)"},
+    "--work-dir": {
+        "help": "folder to write (default: the first free one of work_dirs/<name of the config>, …_2 and so on; "
+        "visdet test takes …_test)"
+    },
     "--graph": {
         "action": argparse.BooleanOptionalAction,
         "help": "run the model as CUDA graphs on a GPU (default: the config's graph, True)",

@@ -121,12 +121,15 @@ def evaluate(
         config, checkpoint, options, others: see :func:`visdet.engine.evaluate`.
         data: a folder as for :func:`train`. Its test part counts, or else its validation part, or else all pictures.
     """
+    from visdet.engine.run import agreed_folder
     from visdet.engine.run import evaluate as evaluate_config
 
     given = dict(options or {})
     if data is not None:
         root = Path(data).expanduser().resolve()
-        others["work_dir"] = others.get("work_dir") or os.path.join("work_dirs", f"{root.name}_test")
+        if others.get("work_dir") is None:
+            folder = os.path.join("work_dirs", f"{root.name}_test")
+            others["work_dir"] = agreed_folder(folder, others.get("launcher"), remark="")
         files = _converted(root, Path(others["work_dir"]))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
         dataset = {

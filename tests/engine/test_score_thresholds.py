@@ -12,7 +12,7 @@ from toy_run import detector_of, toy_config, train
 import visdet
 from visdet.engine import build_runner, read_checkpoint
 from visdet.engine.checkpoints.checkpoint import add_thresholds
-from visdet.engine.checkpoints.score_thresholds import measured_thresholds, thresholds_of
+from visdet.engine.checkpoints.score_thresholds import thresholds_of
 from visdet.errors import UserError
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_path):
-    """One that was saved before its validation gets them, too; an evaluation that lies beside it does not matter."""
+    """One that was saved before its validation gets them, too."""
     assert not list(folder.glob("precision_recall*")) and not list(folder.glob("*.png"))
     content = read_checkpoint(folder / "iter_150.pth")
     kept = content["meta"]["score_thresholds"]
@@ -37,9 +37,6 @@ def test_a_checkpoint_holds_the_thresholds_of_its_own_validation(folder, tmp_pat
     assert read_checkpoint(folder / "iter_75.pth")["meta"]["score_thresholds"] == {}
     expected = [kept.get(name, 0.3) for name in ("dark", "bright")]
     shutil.copyfile(folder / "iter_150.pth", tmp_path / "a.pth")
-    (tmp_path / "precision_recall.json").write_text(
-        '{"coco": {"classes": {"dark": {"best_threshold": 0.9}}}}'
-    )
     assert expected != [0.3, 0.3]
     detector = detector_of(folder, tmp_path / "a.pth")
     assert detector.origin_of_thresholds == "the checkpoint's validation"
@@ -72,6 +69,17 @@ def test_a_checkpoint_is_rewritten_only_if_it_lacks_thresholds(
     measured = thresholds_of(runner.val_evaluator.metrics)
     assert len(calls) == rewritten and bool(measured) == (metrics is METRICS)
     assert read_checkpoint(tmp_path / "last.pth")["meta"]["score_thresholds"] == measured
+
+
+def test_a_file_that_another_process_has_put_there_stays(tmp_path, monkeypatch):
+    def measured(metrics):
+        (tmp_path / "iter_20.pth").write_bytes(b"another's")
+        return {"dark": 0.5}
+
+    monkeypatch.setattr("visdet.engine.hooks.checkpoint_hook.thresholds_of", measured)
+    options = {"default_hooks__checkpoint__interval": 20, "default_hooks__checkpoint__save_best": None}
+    train(tmp_path, val_evaluator=METRICS, train_cfg__max_iters=20, train_cfg__val_interval=20, **options)
+    assert (tmp_path / "iter_20.pth").read_bytes() == b"another's"
 
 
 def test_a_checkpoint_of_an_epoch_holds_its_thresholds(tmp_path):
@@ -113,21 +121,6 @@ def test_a_test_draws_the_curves_and_uses_the_thresholds_of_the_checkpoint(folde
     assert used and all(given == kept for given in used)
 
 
-def test_a_file_that_is_damaged_is_named_and_other_classes_do_not_count(folder, tmp_path):
-    (tmp_path / "precision_recall.json").write_text(
-        '{"coco": {"classes": {"other": {"best_threshold": 0.9}}}}'
-    )
-    assert measured_thresholds({}, tmp_path / "a.pth") == (
-        {"other": 0.9},
-        str(tmp_path / "precision_recall.json"),
-    )
-    for text in ("{", "[]", '{"coco": 3}'):
-        (tmp_path / "precision_recall.json").write_text(text)
-        with pytest.raises(UserError, match=r"precision_recall\.json cannot be used, remove it"):
-            measured_thresholds({}, tmp_path / "a.pth")
-    assert measured_thresholds({}, None)[0] == measured_thresholds({}, "https://a/b.pth")[0] == {}
-
-
 @pytest.mark.parametrize(
     ("threshold", "drawn"),
     [(0.3, 2), ({"dark": 0.7}, 1), ({"dark": 0.5, "bright": 0.95}, 1), ({"other": 0.9}, 2)],
@@ -155,9 +148,11 @@ def test_train_and_evaluate_return_what_they_measured(tmp_path):
     assert result.work_dir == str(tmp_path / "run") and result.last_checkpoint.endswith("iter_10.pth")
     assert "toy/accuracy" in result.metrics and "toy_accuracy" in result.best_checkpoint
     cfg.experiment_name = "another"
-    metrics = visdet.evaluate(
-        cfg, result.last_checkpoint, work_dir=tmp_path / "test", out=tmp_path / "found.json"
-    )
+    cfg.work_dir, before = result.work_dir, sorted((tmp_path / "run").iterdir())
+    for folder in ("run_test", "run_test_2"):
+        metrics = visdet.evaluate(cfg, result.last_checkpoint, out=tmp_path / "found.json")
+        assert list((tmp_path / folder).glob("*/*.log"))
+    assert sorted((tmp_path / "run").iterdir()) == before, "a test writes nothing into the run"
     assert metrics["toy/images"] == 13 and len(json.loads((tmp_path / "found.json").read_text())) == 13
     assert cfg.train_cfg.max_iters == 20 and cfg.get("load_from") is None, "the config is not changed"
     with pytest.raises(UserError, match=r"checkpoint must be .* got None"):

@@ -105,7 +105,12 @@ def train(
     )
 
 
-def agreed_folder(folder: str, launcher: str | None, env_cfg: dict | None = None) -> str:
+def agreed_folder(
+    folder: str,
+    launcher: str | None,
+    env_cfg: dict | None = None,
+    remark: str = ". --resume would continue it",
+) -> str:
     """Return the first of ``folder``, ``folder_2`` … that holds no run, the same one in all processes."""
     from mmengine.dist import broadcast_object_list
 
@@ -118,7 +123,7 @@ def agreed_folder(folder: str, launcher: str | None, env_cfg: dict | None = None
     chosen = [free_folder(folder)]
     broadcast_object_list(chosen)
     if chosen[0] != folder:
-        say(f"{folder} holds another run, which --resume would continue; this one writes to {chosen[0]}")
+        say(f"{folder} holds another run; this one writes to {chosen[0]}{remark}")
     return chosen[0]
 
 
@@ -140,7 +145,8 @@ def evaluate(
     """Evaluate a checkpoint on the test set of a config and return the metrics. This is the command ``visdet test``.
 
     Args:
-        config, options, work_dir, graph, launcher, overrides: see :func:`train`.
+        config, options, graph, launcher, overrides: see :func:`train`.
+        work_dir: the folder to write. The default is the first free one of ``work_dirs/<name>_test``, …_2.
         checkpoint: a checkpoint file, its http(s) address, or a name of docs/model_zoo.md. It may be given in place of
             the config, which it holds.
         out: a JSON file to write the predictions of every sample to, in COCO's format of results if it is named
@@ -159,6 +165,8 @@ def evaluate(
     from .prepare import build_runner, draw_detections, write_detections
     from .process.default_device import cpu_by_default
 
+    if work_dir is None:
+        cfg.work_dir = agreed_folder(f"{cfg.work_dir}_test", cfg.launcher, cfg.get("env_cfg"), remark="")
     cfg.load_from, cfg.resume = os.path.expanduser(checkpoint), False
     if amp:
         cfg.test_cfg = {**(cfg.get("test_cfg") or {}), "fp16": True}
