@@ -156,6 +156,11 @@ def test_detections_are_a_sequence(tmp_path):
     assert found.to_coco(7, [18, 3])[0] == record and found.to_coco()[1]["category_id"] == 2
     with pytest.raises(UserError, match="category_ids must have 2 numbers"):
         found.to_coco(category_ids=[1])
+    for numbers, expected in (([18, 3], [18, 3, 3]), ([18, None], [1, 2, 2]), ([18], [1, 2, 2])):
+        numbered = Detections(found.sample, ("a", "b"), category_ids=numbers)
+        assert [row["category_id"] for row in numbered[:].to_coco()] == expected
+        kept = [row.get("category_id") for row in numbered.to_dict()["detections"]]
+        assert kept == (expected if numbers == [18, 3] else [None] * 3)
     found.save(tmp_path / "new" / "a.json")
     found.save(tmp_path / "new" / "a.png")
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == found.to_dict()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from visdet.checks.arguments import Count, Positive, checked
 from visdet.execution.host_copy import ArrivingSamples
 
+from .checkpoints.class_names import category_ids_of
 from .data.resumable_batches import ResumableBatches
 
 
@@ -130,7 +131,8 @@ class EvaluationLoop:
         self.evaluator = evaluator
         self.fp16 = fp16
         self._arriving: tuple[Any, ArrivingSamples] | None = None
-        evaluator.dataset_meta = getattr(dataloader.dataset, "metainfo", None)
+        meta = getattr(dataloader.dataset, "metainfo", None)
+        evaluator.dataset_meta = meta and {**meta, "category_ids": category_ids_of(dataloader.dataset)}
 
     def process(self, batch: Any = None, predictions: Sequence[Any] = ()) -> None:
         """Take the predictions for a batch, and give the metrics those for the batch before it."""

@@ -282,12 +282,16 @@ class CocoMetric(BaseMetric):
             )
 
     def _write(self, detections: list[dict]) -> None:
-        """Write the detections with the category ids of ``ann_file``."""
-        category_of_label = {label: category for category, label in self._label_of_category.items()}
-        rows = [
-            {**row, "category_id": category_of_label.get(row["category_id"], row["category_id"])}
-            for row in detections
-        ]
+        """Write the detections of classes that ``ann_file``, or else the data set, has, with their category ids."""
+        meta: dict[str, Any] = self._dataset_meta or {}
+        number_of = dict(enumerate(meta.get("category_ids") or range(1, len(meta["classes"]) + 1)))
+        if self._ann_file is not None:
+            number_of = {label: number for number, label in self._label_of_category.items()}
+        rows = []
+        for row in detections:
+            number = number_of.get(row["category_id"])
+            if number is not None:
+                rows.append({**row, "category_id": number})
         path = f"{self.outfile_prefix}.bbox.json"
         write_atomically(path, json.dumps(rows))
         print_log(f"wrote {len(rows)} detections to {path}", logger="current")

@@ -31,6 +31,7 @@ from visdet.errors import listed
 from ..errors import CheckpointError
 from ..optim.wrappers import optimizers_of, unwrapped, wrappers_of
 from ..process.random_state import current_random_state, preserved_random_state, set_random_state
+from .class_names import category_ids_of
 from .plain_state import restore_message_hub, to_plain
 from .schedules import changes, continue_changed, load_schedules, schedule_states
 from .score_thresholds import thresholds_of
@@ -74,7 +75,7 @@ def collected_state(
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "mmengine_version": mmengine.__version__,
             "dataset_meta": getattr(loader.dataset, "metainfo", None),
-            "category_ids": _category_ids(loader.dataset),
+            "category_ids": category_ids_of(loader.dataset),
             "score_thresholds": _own_thresholds(runner, meta.get("iter")),
             "iterations_per_epoch": len(loader),
             "batch_size": _batch_size(loader),
@@ -93,16 +94,6 @@ def collected_state(
     if save_param_scheduler and runner.param_schedulers is not None:
         state["param_schedulers"] = schedule_states(runner.param_schedulers)
     return state
-
-
-def _category_ids(dataset: Any) -> list[Any] | None:
-    """Return the number of each class in the annotation file of a data set, which may be within others, or None."""
-    while not hasattr(dataset, "category_ids"):
-        inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
-        if not (inner := [one for one in inner if one is not None]):
-            return None
-        dataset = inner[0]
-    return list(dataset.category_ids)
 
 
 def _own_thresholds(runner: Any, iteration: int | None) -> dict[str, float]:

@@ -49,6 +49,7 @@ class Detections:
         draw: a function of the pixels and a sample that returns the picture.
         frame: the number of the frame, if the image is one of a video.
         time: when the frame is shown, in seconds.
+        category_ids: the number of each class in the annotation file that the model was trained with, if all are known.
 
     Attributes:
         boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image.
@@ -74,8 +75,11 @@ class Detections:
         draw: Callable[[np.ndarray, DetDataSample], np.ndarray] | None = None,
         frame: int | None = None,
         time: float | None = None,
+        category_ids: Sequence[int] | None = None,
     ) -> None:
         self.classes = checked_names("Detections: classes", classes)
+        is_known = category_ids and len(category_ids) == len(self.classes) and None not in category_ids
+        self.category_ids = category_ids if is_known else None
         found = sample.pred_instances
         self.path: str | None = sample.get("img_path")
         self.frame = frame
@@ -124,7 +128,8 @@ class Detections:
             return list(self)[index]
         sample = self.sample.new()
         sample.pred_instances = self.sample.pred_instances[index]
-        return Detections(sample, self.classes, 0.0, self._image, self.drawing, self.frame, self.time)
+        options = (self._image, self.drawing, self.frame, self.time, self.category_ids)
+        return Detections(sample, self.classes, 0.0, *options)
 
     @checked
     def filter(
@@ -177,8 +182,8 @@ class Detections:
         """Return the record of the image in ``predictions.json`` of ``visdet infer``, in types of JSON.
 
         Its keys are ``file``, ``frame`` and ``time`` (of videos only; seconds, 3 decimals), ``height``, ``width`` and
-        ``detections``. That is a list of dicts with ``class``, ``label``, ``score`` (5 decimals) and ``bbox_xyxy`` (2
-        decimals).
+        ``detections``. That is a list of dicts with ``class``, ``label``, ``category_id`` (if it is known), ``score``
+        (5 decimals) and ``bbox_xyxy`` (2 decimals).
         """
         record: dict[str, Any] = {"file": self.path}
         if self.frame is not None:
@@ -189,7 +194,10 @@ class Detections:
         found = []
         for name, label, score, box in self:
             edges = [round(edge, 2) for edge in box]
-            found.append({"class": name, "label": label, "score": round(score, 5), "bbox_xyxy": edges})
+            number = {"category_id": int(self.category_ids[label])} if self.category_ids else {}
+            found.append(
+                {"class": name, "label": label, **number, "score": round(score, 5), "bbox_xyxy": edges}
+            )
         return record | {"height": height, "width": width, "detections": found}
 
     @checked
@@ -214,10 +222,11 @@ class Detections:
 
         Args:
             image_id: the number of the image in the annotation file.
-            category_ids: the number of each class in the annotation file. The default is 1, 2, 3 …
+            category_ids: the number of each class in the annotation file. The default is those that the model was
+                trained with, or 1, 2, 3 …
         """
         count = len(self.classes)
-        numbers = range(1, count + 1) if category_ids is None else category_ids
+        numbers = category_ids or self.category_ids or range(1, count + 1)
         if len(numbers) != count:
             raise InvalidInputError(f"category_ids must have {count} numbers, got {len(numbers)}")
         records = []
@@ -249,11 +258,14 @@ class Detections:
 
 
 def detections_of(
-    sample: DetDataSample | dict[str, Any], classes: Sequence[str], score_thr: float = 0.0
+    sample: DetDataSample | dict[str, Any],
+    classes: Sequence[str],
+    score_thr: float = 0.0,
+    category_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Return the record of a sample, or of its dict, in ``predictions.json``; see :meth:`Detections.to_dict`."""
     if isinstance(sample, dict):
         instances = {key: sample["pred_instances"][key] for key in ("bboxes", "scores", "labels")}
         metainfo = {key: sample[key] for key in ("img_path", "ori_shape") if key in sample}
         sample = DetDataSample(metainfo=metainfo, pred_instances=InstanceData(**instances))
-    return Detections(sample, classes, score_thr).to_dict()
+    return Detections(sample, classes, score_thr, category_ids=category_ids).to_dict()

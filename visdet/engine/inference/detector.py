@@ -24,7 +24,7 @@ from visdet.registry import TRANSFORMS, VISUALIZERS
 from visdet.structures import DetDataSample
 
 from ..checkpoints.checkpoint import read_checkpoint
-from ..checkpoints.held_config import load_config, names_checkpoint, say_differences
+from ..checkpoints.held_config import load_config, meta_of, names_checkpoint, say_differences
 from ..checkpoints.score_thresholds import DEFAULT_THRESHOLD, measured_thresholds
 from ..checkpoints.weights import load_weights, weights_of
 from ..config.build_errors import build_model, building
@@ -64,6 +64,7 @@ class Detector:
         score_thresholds: for each class, the lowest score of the detections that are kept by default. That is the score
             of the best F1 in the checkpoint's own validation, and 0.3 if there was none.
         origin_of_thresholds: where they come from.
+        category_ids: the number of each class in the annotation file of the training, or None if it is not known.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
@@ -115,6 +116,7 @@ class Detector:
             )
         self.model.to(self.device).eval()
         measured, self.origin_of_thresholds = measured_thresholds(content)
+        self.category_ids = meta_of(content).get("category_ids")
         self.score_thresholds = [measured.get(name, DEFAULT_THRESHOLD) for name in classes]
         with building(cfg, "test_dataloader"):
             self._pipeline = Compose(test_pipeline(cfg))
@@ -226,9 +228,8 @@ class Detector:
             samples = self._predict([item for _, item in batch], amp, graph)
             for (image, _), sample in zip(batch, samples, strict=True):
                 classes = self.dataset_meta["classes"]
-                yield Detections(
-                    sample, classes, thresholds, image.pixels, self._picture, image.frame, image.time
-                )
+                options = (image.pixels, self._picture, image.frame, image.time, self.category_ids)
+                yield Detections(sample, classes, thresholds, *options)
 
     def detect_tiles(
         self,

@@ -23,8 +23,8 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
 
     Args:
         sample: the result of the sample's ``to_dict``.
-        dataset_meta: the meta information of the data set. ``classes`` has the names of the box labels, and
-            ``map_classes`` has those of the map labels.
+        dataset_meta: the meta information of the data set. ``classes`` has the names of the box labels,
+            ``category_ids`` may have their numbers in the annotation file, and ``map_classes`` names the map labels.
 
     Returns:
         a dict. Its keys depend on the sample:
@@ -42,7 +42,7 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
         ConfigError: the sample holds no predictions.
     """
     if "pred_instances" in sample:
-        return detections_of(sample, dataset_meta["classes"])
+        return detections_of(sample, dataset_meta["classes"], category_ids=dataset_meta.get("category_ids"))
     found = predictions_of(sample)
     name = f"token {sample['token']}" if "token" in sample else "a field"
     numbers = found | ({"pred_field": sample["pred_field"]} if "pred_field" in sample else {})

@@ -75,5 +75,6 @@ def joined(
     sample.pred_instances = InstanceData(bboxes=torch.cat(boxes), scores=scores, labels=labels)
     first = parts[0]
     pixels = image.pixels if image.path is None or image.frame is not None else None
-    whole = Detections(sample, first.classes, 0.0, pixels, first.drawing, image.frame, image.time)
+    options = (pixels, first.drawing, image.frame, image.time, first.category_ids)
+    whole = Detections(sample, first.classes, 0.0, *options)
     return whole.nms(iou_threshold)
