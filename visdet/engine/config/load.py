@@ -160,31 +160,23 @@ def complete_config(cfg: Config) -> None:
             loader["persistent_workers"] = False
             if "timeout" in loader:
                 loader["timeout"] = 0
-    hooks = _section(cfg, "default_hooks")
     train_cfg = cfg.get("train_cfg")
     if not train_cfg:
         return
     by_epoch = not is_iteration_based(train_cfg)
-    if hooks.get("checkpoint", {}) is not None:
-        checkpoint = _section(hooks, "checkpoint")
-        checkpoint.setdefault("type", "CheckpointHook")
-        checkpoint.setdefault("by_epoch", by_epoch)
-        checkpoint.setdefault(
-            "interval", 1 if checkpoint["by_epoch"] else train_cfg.get("val_interval", 1000)
-        )
-    if hooks.get("logger", {}) is not None:
-        logger = _section(hooks, "logger")
-        logger.setdefault("type", "LoggerHook")
-        logger.setdefault("log_metric_by_epoch", by_epoch)
-    _section(cfg, "log_processor").setdefault("by_epoch", by_epoch)
+    hooks = cfg.get("default_hooks") or {}
+    saves_by_epoch = (hooks.get("checkpoint") or {}).get("by_epoch", by_epoch)
+    interval = 1 if saves_by_epoch else train_cfg.get("val_interval", 1000)
+    defaults = {
+        "checkpoint": {"type": "CheckpointHook", "by_epoch": by_epoch, "interval": interval},
+        "logger": {"type": "LoggerHook", "log_metric_by_epoch": by_epoch},
+    }
+    for key, of_hook in defaults.items():
+        given = hooks.get(key, {})
+        hooks[key] = None if given is None else {**of_hook, **given}
+    cfg.default_hooks = hooks
+    cfg.log_processor = {"by_epoch": by_epoch, **(cfg.get("log_processor") or {})}
     check_counting(cfg)
-
-
-def _section(parent: Any, key: str) -> Any:
-    """Return the dict under ``key``. If there is none, put an empty one there first."""
-    if parent.get(key) is None:
-        parent[key] = {}
-    return parent[key]
 
 
 def check_required_keys(cfg: Config, for_training: bool) -> None:
