@@ -174,8 +174,7 @@ def test_names_that_people_try_are_answered(tmp_path, trained, image):
         detector(image, conf=0.5)
     with pytest.raises(UserError, match=r"batch: .*batch_size=\.\.\."):
         visdet.train("dino/dino_shapes", batch=3)
-    assert {"Detector", "init_detector", "ops", "train"} <= set(dir(visdet))
-    assert not any("." in name for name in dir(visdet)) and visdet.ops.ms_deform_attn
+    assert visdet.ops.ms_deform_attn and not any("." in name for name in dir(visdet))
 
 
 def test_detections_are_sorted_rounded_and_cut():

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from mmengine.hooks import Hook
-from toy_run import losses, toy_runner, train
+from toy_run import toy_runner
 
 from visdet.engine import NonFiniteLossError
 from visdet.execution.host_copy import HostCopy
@@ -56,21 +56,6 @@ def test_the_log_has_every_number(tmp_path, request):
     # numbers are written at once.
     due = {1, 5, 6, 7, 10, 14}
     assert counts == [(i, i) if i in due else (i - 1, i - 1) for i in range(1, 15)]
-
-
-@pytest.mark.usefixtures("late")
-def test_a_resumed_log_goes_on(tmp_path):
-    whole = train(tmp_path / "whole", train_cfg__max_iters=12, train_cfg__val_interval=100)
-    train(
-        tmp_path / "part",
-        train_cfg__max_iters=7,
-        train_cfg__val_interval=100,
-        default_hooks__checkpoint__interval=7,
-    )
-    resumed = train(tmp_path / "part", resume="auto", train_cfg__max_iters=12, train_cfg__val_interval=100)
-    assert len(losses(resumed)) == 5
-    histories = [runner.message_hub.get_scalar("train/loss_cls").data[0] for runner in (whole, resumed)]
-    assert len(histories[0]) == len(histories[1]) == 12
 
 
 @pytest.mark.usefixtures("late")

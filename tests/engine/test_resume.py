@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import random
+import re
 
 import numpy as np
 import pytest
@@ -173,30 +174,30 @@ def test_a_pointer_that_leads_nowhere_is_passed_over(tmp_path, pointer):
     assert train(tmp_path, resume="auto").iter == 20
 
 
-def damage(path) -> None:
+def damage(path) -> str:
+    """Cut a file, and return what is said of it."""
     path.write_bytes(path.read_bytes()[:3000])
+    return rf"{path.stem}\.pth \(3000 bytes\) cannot be read"
 
 
-def test_a_folder_without_a_checkpoint_cannot_be_resumed(tmp_path):
+def test_what_cannot_be_resumed_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*empty can be resumed"):
         train(tmp_path / "run", resume=str(tmp_path / "empty"))
-    train(tmp_path / "first", train_cfg__max_iters=5)
-    damage(tmp_path / "first" / "iter_5.pth")
-    with pytest.raises(CheckpointError, match=r"iter_5\.pth \(3000 bytes\) cannot be read"):
-        train(tmp_path / "run", resume=str(tmp_path / "first"))
-    with pytest.raises(CheckpointError, match=r"iter_5\.pth \(3000 bytes\) cannot be read"):
-        train(tmp_path / "run", resume=str(tmp_path / "first" / "iter_5.pth"))
-
-
-def test_auto_with_damaged_checkpoints_alone_fails_and_names_them(tmp_path):
-    train(tmp_path, default_hooks__checkpoint__interval=10)
-    for path in tmp_path.glob("iter_*.pth"):
-        damage(path)
-    with pytest.raises(CheckpointError) as caught:
-        train(tmp_path, resume="auto")
-    assert all(f"iter_{step}.pth (3000 bytes) cannot be read" in str(caught.value) for step in (10, 20))
-    assert "choose another --work-dir" in str(caught.value)
+    first = tmp_path / "first"
+    train(first, default_hooks__checkpoint__interval=10)
+    older, newer = (damage(first / f"iter_{step}.pth") for step in (10, 20))
+    for path in first.glob("best*"):
+        path.unlink()
+    for folder, resume in (
+        (tmp_path / "run", first),
+        (tmp_path / "run", first / "iter_20.pth"),
+        (first, "auto"),
+    ):
+        with pytest.raises(CheckpointError, match=newer) as caught:
+            train(folder, resume=str(resume))
+        assert ("choose another --work-dir" in str(caught.value)) == (resume == "auto")
+        assert bool(re.search(older, str(caught.value))) == (resume != first / "iter_20.pth")
 
 
 def test_auto_with_a_pointer_to_a_checkpoint_that_is_gone_fails(tmp_path):
