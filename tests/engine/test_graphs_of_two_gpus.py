@@ -18,7 +18,7 @@ STEPS = 8
 
 
 def detr():
-    from test_deformable_detr import batch, build
+    from tiny_detr import batch, build
 
     def step(index, rank):
         # A shape comes back at another step in each process, so that one captures while the other replays.

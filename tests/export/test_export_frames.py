@@ -16,8 +16,7 @@ from visdet.registry import MODELS
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "sparsedrive"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import drive
-from test_frozen_perception import motion_frame, tiny_stage2
-from tiny_driving import HEIGHT, WIDTH, tiny_config, tiny_model
+from tiny_driving import HEIGHT, WIDTH, motion_frame, tiny_config, tiny_model, tiny_stage2
 
 # Seconds since the frame before: 2 Hz and 10 Hz, irregular times, a dropped frame, and pauses of another scene.
 STEPS = [0.0, 0.5, 0.5, 0.1, 0.1, 0.1, 0.43, 0.61, 0.5, 1.0, 0.5, 2.6, 0.5, 0.5, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5]

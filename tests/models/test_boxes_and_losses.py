@@ -1,7 +1,6 @@
 """Boxes and losses: numbers worked out by hand, a peer's numbers, and what is refused."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -35,14 +34,6 @@ def test_boxes_without_area_stay_finite():
     overlap.backward()
     assert overlap == 0
     assert point.grad.isfinite().all()
-
-
-def test_focal_loss_by_hand():
-    logits = torch.zeros(2, 2)  # p = 1/2 everywhere
-    loss = FocalLoss(gamma=2.0, alpha=0.25)(logits, torch.tensor([1, 2]), reduction_override="none")
-    negative, positive = 0.75 * 0.25 * math.log(2), 0.25 * 0.25 * math.log(2)
-    # The second row is background.
-    torch.testing.assert_close(loss, torch.tensor([[negative, positive], [negative, negative]]))
 
 
 def test_focal_loss_is_float32_for_16_bit_logits():
@@ -90,11 +81,6 @@ def test_l1_loss_by_hand():
     assert L1Loss(loss_weight=2.0)(pred, target) == 2 * 7 / 4
     assert L1Loss()(pred, target, avg_factor=2.0) == 3.5
     assert L1Loss(reduction="sum")(pred, target, weight=torch.tensor([[1.0], [0.5]])) == 5.0
-
-
-def test_giou_loss_by_hand():
-    loss = GIoULoss(loss_weight=2.0)(A[None], B[None], weight=torch.full((1, 4), 0.5))
-    assert float(loss) == pytest.approx(2 * 0.5 * (1 - (2 / 14 - 4 / 18)))
 
 
 @pytest.mark.parametrize("loss", [L1Loss(), GIoULoss()])

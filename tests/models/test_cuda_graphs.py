@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mmengine.optim import OptimWrapper
-from test_deformable_detr import BATCH, batch, build, config
+from tiny_detr import BATCH, STEPS, batch, batches, build, config, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
@@ -22,8 +22,6 @@ from visdet.execution.tensor_tree import map_tensors
 from visdet.ops.fused import suits_autocast_linear
 from visdet.structures import DetDataSample
 
-STEPS = 12
-
 
 def model_with_dropout(variant, num_cp=-1):
     encoder, decoder = (copy.deepcopy(config()[name]) for name in ("encoder", "decoder"))
@@ -31,37 +29,6 @@ def model_with_dropout(variant, num_cp=-1):
     for part in (encoder, decoder):
         part["layer_cfg"]["ffn_cfg"]["ffn_drop"] = 0.1
     return build(variant, encoder=encoder, decoder=decoder).cuda().train()
-
-
-def batches():
-    """Batches of two shapes in turns: without padding, and with, and numbers of boxes that change within a shape."""
-    found = []
-    for index in range(STEPS):
-        sizes = (BATCH, BATCH) if index % 2 else ((64, 80 - index), (50 + index, 96))
-        images, samples = batch(counts=(index % 4, 3), sizes=sizes)
-        found.append({"inputs": images.cuda(), "data_samples": [sample.to("cuda") for sample in samples]})
-    return found
-
-
-def train(model, wrapper, graphs=None, steps=STEPS, **options):
-    """Return the losses of training steps, as the runner makes them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    wrapper = wrapper(optimizer, clip_grad={"max_norm": 1.0}, **options)
-    wrapper.initialize_count_status(model, 0, steps)
-    torch.manual_seed(5)
-    losses = []
-    for data in batches()[:steps]:
-        losses.append(_step(StagedModel(model, graphs and {"loss": graphs}), wrapper, data))
-    return torch.stack(losses)
-
-
-def _step(staged, wrapper, data):
-    model = staged.model
-    with wrapper.optim_context(model):
-        losses = staged.losses(**data)
-    total, log = model.parse_losses(losses)
-    wrapper.update_params(total)
-    return torch.stack([value.detach() for value in log.values()])
 
 
 @pytest.mark.cuda

@@ -5,96 +5,13 @@ import copy
 import pytest
 import torch
 from mmengine.config import ConfigDict
-from mmengine.structures import InstanceData
+from tiny_detr import BATCH, VARIANTS, batch, build, config
 
 from visdet.engine import load_config
 from visdet.errors import UserError
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 from visdet.structures.planned_batch import BatchPlan
-
-VARIANTS = {
-    "base": {},
-    "refine": {"with_box_refine": True},
-    "two_stage": {"with_box_refine": True, "as_two_stage": True},
-    "shared_two_stage": {"as_two_stage": True},
-    "dino": {
-        "type": "DINO",
-        "with_box_refine": True,
-        "as_two_stage": True,
-        "dn_cfg": {"group_cfg": {"dynamic": True, "num_dn_queries": 10}},
-        "bbox_head": {"type": "DINOHead", "num_classes": 3},
-    },
-}
-BATCH = (64, 96)  # height, width
-
-
-def config(embed_dims=16, **options):
-    attention = {"embed_dims": embed_dims, "num_heads": 2, "num_levels": 3, "num_points": 2, "dropout": 0.0}
-    feed_forward = {"embed_dims": embed_dims, "feedforward_channels": 24}
-    return {
-        "type": "DeformableDETR",
-        "num_queries": 7,
-        "num_feature_levels": 3,
-        "data_preprocessor": {"type": "DetDataPreprocessor"},
-        "backbone": {"type": "ResNet", "depth": 18, "base_channels": 4, "out_indices": (2, 3)},
-        "neck": {
-            "type": "ChannelMapper",
-            "in_channels": [16, 32],
-            "kernel_size": 1,
-            "out_channels": embed_dims,
-            "act_cfg": None,
-            "norm_cfg": {"type": "GN", "num_groups": 4},
-            "num_outs": 3,
-        },
-        "encoder": {"num_layers": 2, "layer_cfg": {"self_attn_cfg": attention, "ffn_cfg": feed_forward}},
-        "decoder": {
-            "num_layers": 2,
-            "layer_cfg": {
-                "self_attn_cfg": {"embed_dims": embed_dims, "num_heads": 2, "dropout": 0.0},
-                "cross_attn_cfg": attention,
-                "ffn_cfg": feed_forward,
-            },
-        },
-        "positional_encoding": {"num_feats": embed_dims // 2, "normalize": True, "offset": -0.5},
-        "bbox_head": {"type": "DeformableDETRHead", "num_classes": 3},
-        "train_cfg": {
-            "assigner": {
-                "type": "HungarianAssigner",
-                "match_costs": [
-                    {"type": "FocalLossCost", "weight": 2.0},
-                    {"type": "BBoxL1Cost", "weight": 5.0, "box_format": "xywh"},
-                    {"type": "IoUCost", "iou_mode": "giou", "weight": 2.0},
-                ],
-            }
-        },
-        "test_cfg": {"max_per_img": 5},
-        **options,
-    }
-
-
-def build(variant="two_stage", **options):
-    torch.manual_seed(0)
-    model = MODELS.build(config(**VARIANTS[variant], **options))
-    model.init_weights()
-    for branch in model.bbox_head.reg_branches:  # a start of zeros would hide errors
-        torch.nn.init.normal_(branch[-1].weight, std=0.2)
-    return model
-
-
-def batch(counts=(3, 1), sizes=(BATCH, BATCH)):
-    torch.manual_seed(1)
-    images = torch.randn(len(counts), 3, *BATCH)
-    samples = []
-    for image, count, (height, width) in zip(images, counts, sizes, strict=True):
-        image[:, height:], image[:, :, width:] = 0, 0
-        sample = DetDataSample(metainfo={"img_shape": (height, width)})
-        corner, size = torch.rand(count, 2) * 30, 4 + torch.rand(count, 2) * 20
-        sample.gt_instances = InstanceData(
-            bboxes=torch.cat((corner, corner + size), dim=-1), labels=torch.randint(0, 3, (count,))
-        )
-        samples.append(sample)
-    return images, samples
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,76 +1,15 @@
 """Deformable DETR and DINO against a peer's numbers: outputs, predictions, losses and gradients."""
 
-import json
-
 import pytest
 import torch
-from golden import available, every, golden, golden_state, sampled, under
-from mmengine.structures import InstanceData
-
-from visdet.registry import MODELS
-from visdet.structures import DetDataSample
+from detr_golden import Case, assert_losses_and_gradients
+from golden import available
 
 VARIANTS = available(
     *(f"deformable_detr_{kind}{name}" for kind in ("small_", "") for name in ("base", "refine", "two_stage")),
     "dino_small",
 )
 DETR_VARIANTS = [name for name in VARIANTS if name != "dino_small"]
-
-
-def close(actual, expected, tolerance=1e-4):
-    """Compare relative to the largest magnitude, infinities by place and sign."""
-    actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected)
-    assert actual.shape == expected.shape
-    assert torch.equal(actual.isinf(), expected.isinf())
-    actual, expected = actual[actual.isfinite()], expected[expected.isfinite()]
-    if len(expected):
-        scale = max(1.0, float(expected.abs().max()))
-        assert float((actual - expected).abs().max()) <= tolerance * scale
-
-
-class Case:
-    """A model with the peer's weights, its inputs, and what the peer computed."""
-
-    def __init__(self, variant):
-        arrays = golden(variant)
-        self.arrays = arrays
-        config = {
-            "type": "DeformableDETR",
-            **json.loads(str(arrays["config"])),
-            "data_preprocessor": {"type": "DetDataPreprocessor"},
-        }
-        self.model = MODELS.build(config).eval()
-        self.model.load_state_dict(golden_state(self.model, arrays), strict=True)
-        self.images = torch.from_numpy(arrays["input/images"])
-        self.output = {}
-        for name, value in under(arrays, "output").items():
-            key, step = every(name)
-            self.output[key] = (value, step)
-
-    def close(self, actual, key):
-        """Compare with what is stored of output ``key``."""
-        expected, step = self.output[key]
-        close(sampled(torch.as_tensor(actual), step), expected)
-
-    def equal(self, actual, key):
-        """Compare with what is stored of output ``key``, exactly."""
-        expected, step = self.output[key]
-        assert torch.equal(sampled(actual, step), expected)
-
-    def samples(self, scale_factor=False, padded=True):
-        samples = []
-        for i in range(2):
-            sample = DetDataSample()
-            height, width = self.arrays["input/img_shape"][i].tolist() if padded else (96, 128)
-            sample.set_metainfo({"img_shape": (height, width), "batch_input_shape": (96, 128)})
-            if scale_factor:
-                sample.set_metainfo({"scale_factor": tuple(self.arrays["input/scale_factor"][i].tolist())})
-            sample.gt_instances = InstanceData(
-                bboxes=torch.from_numpy(self.arrays[f"input/gt_bboxes/{i}"]),
-                labels=torch.from_numpy(self.arrays[f"input/gt_labels/{i}"]),
-            )
-            samples.append(sample)
-        return samples
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -163,24 +102,4 @@ def test_predictions(case, name):
 @pytest.mark.parametrize("variant", DETR_VARIANTS)
 def test_losses_and_gradients(variant):
     case = Case(variant)
-    model = case.model.train()
-    model.zero_grad()
-    losses = model(case.images, case.samples(), mode="loss")
-    expected = under(case.arrays, "loss")
-    total = sum(losses.values())
-    assert set(losses) == set(expected) - {"total"}
-    for name, loss in losses.items():
-        close(loss, expected[name])
-    close(total, expected["total"])
-
-    total.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.eval()
-    norms = under(case.arrays, "grad_norm")
-    assert {name for name, gradient in gradients.items() if gradient is not None} == set(norms)
-    for name, norm in norms.items():
-        assert float(gradients[name].norm()) == pytest.approx(float(norm), rel=1e-4, abs=1e-6), name
-    for name, gradient in under(case.arrays, "grad").items():
-        key, step = every(name)
-        difference = (sampled(gradients[key], step) - gradient).norm() / gradient.norm()
-        assert float(difference) <= 1e-4, key
+    assert_losses_and_gradients(case.model, case.images, case.samples(), case.arrays)

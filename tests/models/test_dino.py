@@ -6,13 +6,12 @@ import json
 
 import pytest
 import torch
-from golden import drawn_noise, every, sampled, under
+from detr_golden import Case, assert_losses_and_gradients, close
+from golden import drawn_noise, every, sampled
 from mmengine.optim import OptimWrapper
 from mmengine.structures import InstanceData
-from test_cuda_graphs import STEPS, train
-from test_deformable_detr import VARIANTS, batch, config
-from test_deformable_detr import build as variant
-from test_deformable_detr_golden import Case, close
+from tiny_detr import STEPS, VARIANTS, batch, config, train
+from tiny_detr import build as variant
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from visdet.engine import AmpOptimWrapper
@@ -34,11 +33,8 @@ def case():
 @pytest.mark.parametrize("name", ["some", "one_empty", "all_empty", "more_than_denoising_queries", "static"])
 def test_denoising_step_of_mmdet(case, name):
     """Queries, mask, losses and gradients of mmdet, which has no room for more queries than it makes."""
-    stored = {
-        key.removeprefix(f"case/{name}/"): value
-        for key, value in case.arrays.items()
-        if key.startswith(f"case/{name}/")
-    }
+    prefix = f"case/{name}/"
+    stored = {key.removeprefix(prefix): value for key, value in case.arrays.items() if key.startswith(prefix)}
     model = case.model.train()
     generator = CdnQueryGenerator(5, 256, group_cfg=json.loads(str(stored["config"]))["group_cfg"])
     generator.label_embedding = model.dn_query_generator.label_embedding
@@ -56,36 +52,18 @@ def test_denoising_step_of_mmdet(case, name):
     room = len(queries.is_counted)
     assert queries.is_counted.tolist() == [True] * count + [False] * (room - count)
     if count:
+        present = [*range(count), *range(room, room + 20)]
         made = {
             "query": queries.query[:, :count],
             "box_logits": inverse_sigmoid(queries.references[:, :count], 1e-9),
-            "mask": queries.mask(20)[[*range(count), *range(room, room + 20)]][
-                :, [*range(count), *range(room, room + 20)]
-            ],
+            "mask": queries.mask(20)[present][:, present],
         }
         for key, value in stored.items():
             kind, step = every(key)
             if kind in made:
                 close(sampled(made[kind].float(), step), torch.from_numpy(value).float())
     assert queries.mask(20)[:count, count:room].all() and queries.mask(20)[room:, :room].all()
-
-    model.zero_grad()
-    losses = model(case.images, samples, mode="loss")
-    expected = under(stored, "loss")
-    assert set(losses) == set(expected)
-    for key, loss in losses.items():
-        close(loss, expected[key])
-    sum(losses.values()).backward()
-    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    model.eval()
-    norms = under(stored, "grad_norm")
-    assert set(gradients) == set(norms)
-    for key, norm in norms.items():
-        assert float(gradients[key].norm()) == pytest.approx(float(norm), rel=1e-4, abs=1e-5), key
-    for key, gradient in under(stored, "grad").items():
-        key, step = every(key)
-        difference = (sampled(gradients[key], step) - gradient).norm()
-        assert float(difference) <= 1e-4 * max(1e-3, float(gradient.norm())), key
+    assert_losses_and_gradients(model, case.images, samples, stored)
 
 
 def test_room_changes_nothing():

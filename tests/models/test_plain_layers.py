@@ -9,7 +9,7 @@ from plain_layers import (
     check_pruning,
     check_quantised_weights,
 )
-from test_deformable_detr import VARIANTS, batch, build
+from tiny_detr import VARIANTS, batch, build
 from torch import nn
 
 from visdet.models.layers.normalization import add_and_norm

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
+from detr_golden import close
 from golden import every, golden, golden_state, sampled, under
 from mmengine.optim import OptimWrapper
-from test_cuda_graphs import STEPS, train
-from test_deformable_detr import VARIANTS, config
-from test_deformable_detr_golden import close
+from tiny_detr import STEPS, VARIANTS, config, train
 
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.models import SwinTransformer

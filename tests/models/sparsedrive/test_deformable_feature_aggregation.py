@@ -1,7 +1,5 @@
 """DeformableFeatureAggregation and its key points: golden vectors, by hand, and what configs may ask."""
 
-import math
-
 import pytest
 import torch
 from sparsedrive_golden import built, close
@@ -100,33 +98,6 @@ def test_key_points_match_golden(kind):
             torch.stack(module.anchor_projection(leaves[0], times[0], time_intervals=intervals)),
             expected["projection_with_time_intervals"],
         )
-
-
-def test_box_key_points_by_hand():
-    # A box of 4 x 2 x 1 m at (10, 0, 0), heading along y: its front face is at y = 0.45 * 4.
-    anchor = torch.tensor([[[10.0, 0, 0, math.log(4), math.log(2), 0, 1, 0, 0, 0, 0]]])
-    module = MODELS.build(
-        {"type": "SparseBox3DKeyPointsGenerator", "fix_scale": [[0.45, 0, 0], [0, 0.45, 0.5]]}
-    )
-    expected = torch.tensor([[[[10.0, 1.8, 0], [9.1, 0, 0.5]]]])
-    torch.testing.assert_close(module(anchor), expected)
-
-
-def test_anchor_projection_by_hand():
-    # At 2 m/s along x, 0.5 s later, in a frame turned by +90 degrees: (10, 0) becomes (0, 11), heading -y -> x.
-    anchor = torch.tensor([[[10.0, 0, 0, 0, 0, 0, 0, 1, 2, 0, 0]]])  # sin 0, cos 1
-    turn = torch.tensor([[[0.0, -1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]])
-    module = MODELS.build({"type": "SparseBox3DKeyPointsGenerator"})
-    (moved,) = module.anchor_projection(anchor, [turn], time_intervals=[torch.tensor([-0.5])])
-    torch.testing.assert_close(moved, torch.tensor([[[0.0, 11, 0, 0, 0, 0, 1, 0, 0, 2, 0]]]))
-
-
-def test_line_key_points_by_hand():
-    module = MODELS.build({**LINE_POINTS, "embed_dims": 3, "num_learnable_pts": 1, "num_sample": 2})
-    torch.nn.init.zeros_(module.learnable_fc.weight)
-    torch.nn.init.zeros_(module.learnable_fc.bias)
-    points = module(torch.tensor([[[1.0, 2, 3, 4]]]), torch.zeros(1, 1, 3))
-    assert points.tolist() == [[[[1, 2, -1.5], [1, 2, -0.5], [3, 4, -1.5], [3, 4, -0.5]]]]
 
 
 @pytest.mark.parametrize("use_camera_embed", [False, True])

@@ -1,46 +1,12 @@
 """The second stage with frozen perception: motion and planning learn, everything below stays as it was."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
-from tiny_driving import frame, tiny_config
+from tiny_driving import motion_frame, tiny_config, tiny_stage2
 
 from visdet.engine.stages import StagedModel
 from visdet.registry import MODELS
-
-STAGE2 = Path(__file__).resolve().parents[3] / "configs" / "sparsedrive" / "sparsedrive_toy_stage2.py"
-
-
-def tiny_stage2(edit=lambda head: None, **overrides):
-    """Return the toy's second stage, tiny. ``edit`` may change the config of its head."""
-    generator = np.random.default_rng(0)
-    head = Config.fromfile(STAGE2).model.head.motion_plan_head
-    head.motion_anchor = generator.normal(0, 3, (5, 6, 12, 2)).tolist()
-    head.plan_anchor = generator.normal(0, 3, (3, head.ego_fut_mode, 6, 2)).tolist()
-    config = tiny_config(freeze_perception=True)
-    config.head.motion_plan_head = head
-    config.head.task_config.with_motion_plan = True
-    config.update(overrides)
-    edit(config.head)
-    torch.manual_seed(0)
-    model = MODELS.build(config)
-    model.init_weights()
-    return model
-
-
-def motion_frame(times, **arguments):
-    images, samples = frame(times, **arguments)
-    generator = torch.Generator().manual_seed(0)
-    for sample in samples:
-        count = len(sample.gt_bboxes_3d)
-        sample.gt_agent_fut_trajs = torch.randn(count, 12, 2, generator=generator)
-        sample.gt_agent_fut_masks = torch.ones(count, 12)
-        sample.gt_ego_fut_trajs, sample.gt_ego_fut_masks = torch.ones(6, 2), torch.ones(6)
-        sample.gt_ego_fut_cmd, sample.ego_status = torch.tensor([0.0, 0, 1]), torch.ones(10)
-    return images, samples
 
 
 def test_only_motion_and_planning_learn():

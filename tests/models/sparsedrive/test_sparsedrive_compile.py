@@ -1,7 +1,7 @@
 """SparseDrive under torch.compile: what runs on the device is one graph, and the host's work before it is none."""
 
 import torch
-from test_frozen_perception import motion_frame, tiny_stage2
+from tiny_driving import motion_frame, tiny_stage2
 
 from visdet.execution.tensor_tree import tensors_of
 

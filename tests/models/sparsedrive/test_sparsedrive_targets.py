@@ -54,24 +54,6 @@ def test_box_target_matches_golden():
     assert truth.counts[1] == 0
 
 
-def test_box_target_by_hand():
-    sampler = SparseBox3DTarget(cls_wise_reg_weights={1: [3.0] * 10})
-    cls = torch.zeros(1, 3, 2)
-    box = torch.zeros(1, 3, 10)
-    box[0, 1, 0], box[0, 2, 0] = 10, -10
-    gt = torch.tensor([[-9.0, 0, 0, 1, 1, 1, math.pi / 2, math.nan, 2], [9, 0, 0, 1, 1, 1, 0, 0, 0]])
-    gt[0, 7] = 5.0
-    labels, boxes, weights, _ = sample(sampler, cls, box, [torch.tensor([0, 1])], [gt])
-    assert labels.tolist() == [[2, 1, 0]]
-    torch.testing.assert_close(
-        boxes[0, 2], torch.tensor([-9.0, 0, 0, 0, 0, 0, 1, 0, 5, 2]), atol=1e-6, rtol=0
-    )
-    assert weights[0].sum(-1).tolist() == [0, 30, 10]
-    gt[0, 7] = math.nan
-    _, _, weights, _ = sample(sampler, cls, box, [torch.tensor([0, 1])], [gt])
-    assert weights.sum() == 39
-
-
 def test_nan_and_infinite_costs_are_survived():
     sampler = SparseBox3DTarget()
     pred = torch.full((1, 4, 10), math.nan)
@@ -97,35 +79,6 @@ def test_line_target_matches_golden():
         close(ordering[rows, columns], expected[f"matched_permute_index/{i}"])
         close(cost, expected[f"cost/{i}"])
         close(out[3][i][0], expected[f"pred_index/{i}"])
-
-
-def line_sampler():
-    return TASK_UTILS.build(
-        {
-            "type": "SparsePoint3DTarget",
-            "num_sample": 2,
-            "assigner": {
-                "type": "HungarianLinesAssigner",
-                "cost": {
-                    "type": "MapQueriesCost",
-                    "cls_cost": {"type": "FocalLossCost", "weight": 1.0},
-                    "reg_cost": {"type": "LinesL1Cost", "weight": 10.0, "beta": 0.01, "permute": True},
-                },
-            },
-        }
-    )
-
-
-def test_line_target_takes_the_nearest_ordering():
-    forward = torch.tensor([[0.0, 0, 0, 10]])
-    orderings = torch.stack([forward, torch.tensor([[0.0, 10, 0, 0]])], dim=1)  # [1, 2, 4]
-    predicted = torch.tensor([[[0.0, 9, 0, 1], [5.0, 5, 5, 5]]])
-    labels, lines, weights, _ = sample(
-        line_sampler(), torch.zeros(1, 2, 3), predicted, [torch.tensor([2])], [orderings]
-    )
-    assert labels.tolist() == [[2, 3]]
-    assert lines[0, 0].tolist() == [0, 10, 0, 0] and not lines[0, 1].any()
-    assert weights[0].sum(-1).tolist() == [4, 0]
 
 
 def test_lines_l1_cost_by_hand():
