@@ -1,4 +1,4 @@
-"""The functions of InternImage's and MapTR's extensions."""
+"""The functions of InternImage's, DCNv4's, MapTR's and DSVT's extensions."""
 
 import importlib
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import grid_sample
 
-from visdet.compat import extensions
+from visdet.compat import dcnv4_ext, extensions
+from visdet.ops import ms_deform_attn_reference
 
 
 @pytest.fixture
@@ -103,3 +104,52 @@ def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
     found = ext.geometric_kernel_attn_cuda_backward(*arguments, grad_output, 64)
     for grad, expected in zip(found, grads, strict=True):
         torch.testing.assert_close(grad, expected, **tolerances)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_dcnv4_is_dcnv3_of_packed_numbers(softmax):
+    G, C, P = 2, 3, 8
+    points = [(i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+    value = torch.randn(2, 5, 6, G * C, dtype=torch.float64)
+    packed = torch.randn(2, 5, 6, G * 3 * P + 8, dtype=torch.float64)  # padded
+
+    def expected(value, packed):
+        groups = packed[..., : G * 3 * P].reshape(2, 5, 6, G, 3 * P)
+        offsets, weights = groups[..., : 2 * P].flatten(3), groups[..., 2 * P :]
+        weights = (weights.softmax(-1) if softmax else weights).flatten(3)
+        return dcnv3(value, offsets, weights, (3, 3), (1, 1), (1, 1), (1, 1), G, 0.5, points)
+
+    out, grad_output, grads = gradients_of(expected, value, packed)
+    options = *(3, 3, 1, 1, 1, 1, 1, 1), G, C, 0.5, 256
+    torch.testing.assert_close(dcnv4_ext.dcnv4_forward(value, packed, *options, 1, 8, 512, softmax), out)
+    found = dcnv4_ext.dcnv4_backward(value, packed, *options, grad_output, 1, 2, 256, softmax)
+    for grad, wanted in zip(found, grads, strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_flash_deform_attn_takes_the_softmax_over_all_levels(dtype):
+    shapes, starts = torch.tensor([[3, 4], [2, 5]]), torch.tensor([0, 12])
+    value = torch.randn(2, 22, 2, 8, dtype=dtype)
+    packed = torch.cat([torch.rand(2, 7, 2, 2 * 4 * 2), torch.randn(2, 7, 2, 2 * 4)], -1).to(dtype)
+
+    def expected(value, packed):
+        locations, weights = packed[..., :16].view(2, 7, 2, 2, 4, 2), packed[..., 16:].softmax(-1)
+        return ms_deform_attn_reference(value, shapes, starts, locations, weights.view(2, 7, 2, 2, 4))
+
+    out, grad_output, grads = gradients_of(expected, value.double(), packed.double())
+    tolerances = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.float16 else {}
+    arguments = value, shapes, starts, packed
+    found = dcnv4_ext.flash_deform_attn_forward(*arguments, 64, 4, 8, 512)
+    torch.testing.assert_close(found, out.to(dtype), **tolerances)
+    found = dcnv4_ext.flash_deform_attn_backward(*arguments, grad_output.to(dtype), 64, 4, 2, 256)
+    for grad, wanted in zip(found, grads, strict=True):
+        torch.testing.assert_close(grad, wanted.to(dtype), **tolerances)
+
+
+def test_places_in_groups_count_equal_numbers_before(provide):
+    groups = torch.tensor([5, 2, 5, 5, -1, 2])
+    out = torch.full_like(groups, -1)
+    provide("ingroup_inds_cuda").forward(groups, out)
+    assert out.tolist() == [0, 0, 1, 2, 0, 1]
+    provide("ingroup_inds_cuda").forward(groups[:0], out[:0])

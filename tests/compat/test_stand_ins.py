@@ -35,7 +35,6 @@ def make_package(tmp_path, monkeypatch):
 
 
 OTHERS = {  # compiled modules, each with a function of it that visdet does not have
-    "pcdet.ops.ingroup_inds.ingroup_inds_cuda": "forward",
     "pcdet.ops.pointnet2.pointnet2_stack.pointnet2_stack_cuda": "vector_pool_wrapper",
     "mmdet3d.ops.feature_decorator.feature_decorator_ext": "feature_decorator_forward",
     "adet._C": "bezier_align_forward",
@@ -54,6 +53,9 @@ def test_functions_that_are_not_provided_fail_when_called(name, function, make_p
     "folder, module, function",
     [
         ("mmdet3d.ops.voxel", "voxel_layer", "hard_voxelize"),
+        ("DCNv4", "ext", "dcnv4_forward"),
+        ("dcnv4", "_C", "flash_deform_attn_backward"),
+        ("pcdet.ops.ingroup_inds", "ingroup_inds_cuda", "forward"),
         ("mmdet3d.ops.bev_pool", "bev_pool_ext", "bev_pool_forward"),
         ("projects.mmdet3d_plugin.ops.bev_pool_v2", "bev_pool_v2_ext", "bev_pool_v2_backward"),
         ("ops.voxel_pooling", "voxel_pooling_ext", "voxel_pooling_forward_wrapper"),

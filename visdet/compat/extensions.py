@@ -4,7 +4,7 @@ After ``install()``, visdet provides these modules. A module that is installed i
 
 * ``MultiScaleDeformableAttention`` (Deformable DETR, DINO, Mask2Former, MaskDINO and others)
 * ``groundingdino._C`` (GroundingDINO from its repository), ``detrex._C`` (detrex) and ``adet._C`` (AdelaiDet)
-* ``DCNv3`` (InternImage) and ``GeometricKernelAttention`` (MapTR)
+* ``DCNv3`` (InternImage), ``DCNv4.ext``, ``dcnv4._C`` and ``GeometricKernelAttention`` (MapTR)
 * ``deformable_aggregation_ext``, alone or within a package (SparseDrive, Sparse4D, SparseDriveV2, RIFT), and
   ``deformable_aggregation_with_depth_ext`` likewise (SparseDriveV2, BIP3D)
 * ``bev_pool_ext``, ``bev_pool_v2_ext``, ``voxel_layer``, ``voxel_pooling_ext`` and its two successors within a package
@@ -58,6 +58,8 @@ _PROVIDERS = {
 # Modules that are provided within any package, too, by the ends of their names.
 _WITHIN_PACKAGES = {
     "groundingdino._C": "msda_ext",
+    "DCNv4.ext": "dcnv4_ext",
+    "dcnv4._C": "dcnv4_ext",
     "deformable_aggregation_ext": "aggregation_ext",
     "deformable_aggregation_ext_a800": "aggregation_ext",
     "deformable_aggregation_with_depth_ext": "aggregation_ext",
@@ -80,7 +82,7 @@ _SERVED_BY = {
     "sigmoid_focal_loss_ext masked_conv2d_ext corner_pool_ext",
     "mmcv_ext_activations": "e2e_sigmoid_focal_loss_ext",
     "points_ext": "assign_score_withk_ext ball_query_ext furthest_point_sample_ext gather_points_ext group_points_ext "
-    "interpolate_ext knn_ext pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",
+    "interpolate_ext knn_ext ingroup_inds_cuda pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",
     "views_ext": "_msmv_sampling_cuda",
     "sparse_ext": "sparse_conv_ext",
     "boxes_ext": "iou3d_cuda iou3d_nms_cuda roiaware_pool3d_ext roiaware_pool3d_cuda roipoint_pool3d_cuda",
@@ -94,8 +96,8 @@ _PACKAGES = ("flash_attn",)
 _NO_OPERATORS = ("setuptools_resources", "torch_six")
 NAMES = (*_PROVIDERS, *_WITHIN_PACKAGES)
 _COMPILED = re.compile(r"'(?:[\w.]*\.)?(_?C|_?ext|\w+(?:_ext|_cuda|_cpu|_C))'")
-# Functions of OpenPCDet and of mmdet3d's project DSVT, none of which visdet has.
-_DEFERRED = re.compile(r"(?:.*\.)?ops\.(?:.*\.)?(?:feature_decorator_ext|ingroup_inds_cuda)")
+# Functions of mmdet3d that visdet does not have.
+_DEFERRED = re.compile(r"(?:.*\.)?ops\.(?:.*\.)?feature_decorator_ext")
 
 
 def install() -> None:

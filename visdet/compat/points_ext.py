@@ -47,6 +47,13 @@ def _three_of_stacked(
     )
 
 
+def _places_in_groups(group_inds: Tensor) -> Tensor:
+    """Return how many equal numbers stand before each number."""
+    ordered, order = group_inds.sort(stable=True)
+    places = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 def _interpolate_stacked(features: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
     return (features[idx.long()] * weight[..., None]).sum(1)
 
@@ -339,6 +346,10 @@ def three_interpolate(features: Tensor, indices: Tensor, weight: Tensor) -> Any:
 
 @serves(own.three_nn, "pointnet2_ops._ext.three_nn")
 def three_nn(unknown: Tensor, known: Tensor) -> Any: ...
+
+
+@serves(_places_in_groups, "ingroup_inds_cuda.forward")
+def ingroup_inds_forward(group_inds: Tensor, out_inds: Result) -> None: ...
 
 
 @serves(_chamfer, "chamfer.forward")
