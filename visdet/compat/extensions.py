@@ -84,7 +84,7 @@ _SERVED_BY = {
     "points_ext": "assign_score_withk_ext ball_query_ext furthest_point_sample_ext gather_points_ext group_points_ext "
     "interpolate_ext knn_ext ingroup_inds_cuda pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",
     "views_ext": "_msmv_sampling_cuda",
-    "sparse_ext": "sparse_conv_ext",
+    "mmcv_ext_voxels": "sparse_conv_ext",
     "boxes_ext": "iou3d_cuda iou3d_nms_cuda roiaware_pool3d_ext roiaware_pool3d_cuda roipoint_pool3d_cuda",
 }
 for _module, _extensions in _SERVED_BY.items():

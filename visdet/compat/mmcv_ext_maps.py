@@ -157,6 +157,8 @@ def correlation_forward(
 @serves(
     ops.deform_conv2d,
     "mmcv._ext.deform_conv_backward_input",
+    "deform_conv_ext.deform_conv_backward_input",
+    "detectron2._C.deform_conv_backward_input",
     grad_input="input",
     grad_offset="offset",
     dH="stride",
@@ -186,12 +188,15 @@ def deform_conv_backward_input(
     dilationH: int,
     group: int,
     deformable_group: int,
+    im2col_step: object = None,
 ) -> None: ...
 
 
 @serves(
     own.scaled_deform_conv,
     "mmcv._ext.deform_conv_backward_parameters",
+    "deform_conv_ext.deform_conv_backward_parameters",
+    "detectron2._C.deform_conv_backward_filter",
     grad_weight="weight",
     dH="stride",
     dW="stride",
@@ -220,12 +225,15 @@ def deform_conv_backward_parameters(
     group: int,
     deformable_group: int,
     scale: float,
+    im2col_step: object = None,
 ) -> None: ...
 
 
 @serves(
     ops.deform_conv2d,
     "mmcv._ext.deform_conv_forward",
+    "deform_conv_ext.deform_conv_forward",
+    "detectron2._C.deform_conv_forward",
     dH="stride",
     dW="stride",
     padH="padding",
@@ -252,6 +260,7 @@ def deform_conv_forward(
     dilationH: int,
     group: int,
     deformable_group: int,
+    im2col_step: object = None,
 ) -> None: ...
 
 
@@ -283,6 +292,8 @@ def masked_im2col_forward(
 @serves(
     own.modulated_deform_conv,
     "mmcv._ext.modulated_deform_conv_backward",
+    "deform_conv_ext.modulated_deform_conv_backward",
+    "detectron2._C.modulated_deform_conv_backward",
     grad_input="input",
     grad_weight="weight",
     grad_bias="bias",
@@ -312,6 +323,8 @@ def modulated_deform_conv_backward(
     grad_offset: Gradient,
     grad_mask: Gradient,
     grad_output: GradOutput,
+    kernel_h: object,
+    kernel_w: object,
     stride_h: int,
     stride_w: int,
     pad_h: int,
@@ -327,6 +340,8 @@ def modulated_deform_conv_backward(
 @serves(
     own.modulated_deform_conv,
     "mmcv._ext.modulated_deform_conv_forward",
+    "deform_conv_ext.modulated_deform_conv_forward",
+    "detectron2._C.modulated_deform_conv_forward",
     stride_h="stride",
     stride_w="stride",
     pad_h="padding",
@@ -345,6 +360,8 @@ def modulated_deform_conv_forward(
     mask: Tensor,
     output: Result,
     columns: object,
+    kernel_h: object,
+    kernel_w: object,
     stride_h: int,
     stride_w: int,
     pad_h: int,

@@ -1,4 +1,4 @@
-"""The functions of ``mmcv._ext`` for voxels and sparse convolution (``mmcv_ext``)."""
+"""The functions of ``mmcv._ext`` for voxels and sparse convolution, and of mmdet3d's ``sparse_conv_ext`` up to 0.18."""
 
 from typing import Any
 
@@ -36,6 +36,8 @@ def dynamic_voxelize_forward(
 @serves(
     own.biased_indice_conv,
     "mmcv._ext.fused_indice_conv_forward",
+    "sparse_conv_ext.fused_indice_conv_fp32",
+    "sparse_conv_ext.fused_indice_conv_half",
     indicePairs="indice_pairs",
     indiceNum="indice_pair_num",
     numActOut="num_activate_out",
@@ -53,7 +55,13 @@ def fused_indice_conv_forward(
 ) -> Any: ...
 
 
-@serves(ops.get_indice_pairs, "mmcv._ext.get_indice_pairs_2d_backward")
+@serves(
+    ops.get_indice_pairs,
+    "mmcv._ext.get_indice_pairs_2d_backward",
+    "mmcv._ext.get_indice_pairs_3d_backward",
+    "sparse_conv_ext.get_indice_pairs_grid_2d",
+    "sparse_conv_ext.get_indice_pairs_grid_3d",
+)
 def get_indice_pairs_2d_backward(
     indices: Tensor,
     grid: object,
@@ -70,57 +78,16 @@ def get_indice_pairs_2d_backward(
 ) -> Any: ...
 
 
-@serves(ops.get_indice_pairs, "mmcv._ext.get_indice_pairs_2d_forward")
+@serves(
+    ops.get_indice_pairs,
+    "mmcv._ext.get_indice_pairs_2d_forward",
+    "mmcv._ext.get_indice_pairs_3d_forward",
+    "mmcv._ext.get_indice_pairs_4d_forward",
+    "sparse_conv_ext.get_indice_pairs_2d",
+    "sparse_conv_ext.get_indice_pairs_3d",
+    "sparse_conv_ext.get_indice_pairs_4d",
+)
 def get_indice_pairs_2d_forward(
-    indices: Tensor,
-    batch_size: int,
-    out_shape: Any,
-    spatial_shape: Any,
-    ksize: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    out_padding: object,
-    subm: bool,
-    transpose: bool,
-) -> Any: ...
-
-
-@serves(ops.get_indice_pairs, "mmcv._ext.get_indice_pairs_3d_backward")
-def get_indice_pairs_3d_backward(
-    indices: Tensor,
-    grid: object,
-    batch_size: int,
-    out_shape: Any,
-    spatial_shape: Any,
-    ksize: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    out_padding: object,
-    subm: bool,
-    transpose: bool,
-) -> Any: ...
-
-
-@serves(ops.get_indice_pairs, "mmcv._ext.get_indice_pairs_3d_forward")
-def get_indice_pairs_3d_forward(
-    indices: Tensor,
-    batch_size: int,
-    out_shape: Any,
-    spatial_shape: Any,
-    ksize: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    out_padding: object,
-    subm: bool,
-    transpose: bool,
-) -> Any: ...
-
-
-@serves(ops.get_indice_pairs, "mmcv._ext.get_indice_pairs_4d_forward")
-def get_indice_pairs_4d_forward(
     indices: Tensor,
     batch_size: int,
     out_shape: Any,
@@ -154,6 +121,8 @@ def hard_voxelize_forward(
 @serves(
     sparse_conv.indice_conv_gradients,
     "mmcv._ext.indice_conv_backward",
+    "sparse_conv_ext.indice_conv_backward_fp32",
+    "sparse_conv_ext.indice_conv_backward_half",
     outGrad="grad_output",
     indicePairs="indice_pairs",
     indiceNum="indice_pair_num",
@@ -173,6 +142,8 @@ def indice_conv_backward(
 @serves(
     ops.indice_conv,
     "mmcv._ext.indice_conv_forward",
+    "sparse_conv_ext.indice_conv_fp32",
+    "sparse_conv_ext.indice_conv_half",
     indicePairs="indice_pairs",
     indiceNum="indice_pair_num",
     numActOut="num_activate_out",
@@ -192,6 +163,8 @@ def indice_conv_forward(
 @serves(
     sparse_conv.indice_maxpool_gradient,
     "mmcv._ext.indice_maxpool_backward",
+    "sparse_conv_ext.indice_maxpool_backward_fp32",
+    "sparse_conv_ext.indice_maxpool_backward_half",
     outFeatures="output",
     outGrad="grad_output",
     indicePairs="indice_pairs",
@@ -205,6 +178,8 @@ def indice_maxpool_backward(
 @serves(
     ops.indice_maxpool,
     "mmcv._ext.indice_maxpool_forward",
+    "sparse_conv_ext.indice_maxpool_fp32",
+    "sparse_conv_ext.indice_maxpool_half",
     indicePairs="indice_pairs",
     indiceNum="indice_pair_num",
     numAct="num_activate_out",

@@ -14,7 +14,7 @@ from visdet import ops
 from visdet.ops.roi_pool import roi_pool_with_argmax
 
 from . import _mmcv_functions as own
-from . import detectron2_ext  # noqa: F401  (declares deformable convolution)
+from . import mmcv_ext_maps  # noqa: F401  (declares deformable convolution)
 from ._served import SERVED, Gradient, GradOutput, OneOf, Result, gradients_of, serves
 from .msda_ext import get_compiler_version
 from .msda_ext import get_cuda_version as get_compiling_cuda_version
@@ -278,9 +278,6 @@ def carafe_naive_backward(
 
 
 SERVED["deform_pool_ext"] = {}
-SERVED["deform_conv_ext"] = {
-    name.replace("filter", "parameters"): function for name, function in SERVED["detectron2._C"].items()
-}
 SERVED["compiling_info"] = {
     "get_compiler_version": get_compiler_version,
     "get_compiling_cuda_version": get_compiling_cuda_version,

@@ -1,9 +1,9 @@
 """The functions of extensions for points, by the name of the extension.
 
 They are those of ``mmdet3d.ops`` up to mmdet3d 0.18 (``…_ext``), of ``pcdet.ops`` (``…_cuda``), of
-``pointnet2_ops._ext`` and ``chamfer`` (SurroundOcc). ``FUNCTIONS`` also has those of ``boxes_ext``, ``sparse_ext`` and
-``views_ext``. ``visdet.compat.extensions`` makes them importable, also within a package. A name that an extension has
-and this module has not is that of a function that raises a NotImplementedError.
+``pointnet2_ops._ext`` and ``chamfer`` (SurroundOcc). ``FUNCTIONS`` also has those of ``boxes_ext`` and ``views_ext``.
+``visdet.compat.extensions`` makes them importable, also within a package. A name that an extension has and this module
+has not is that of a function that raises a NotImplementedError.
 """
 
 import functools
@@ -17,7 +17,7 @@ from visdet import ops
 from visdet.ops.mmcv import point_gathering, point_sets
 
 from . import _mmcv_functions as own
-from . import boxes_ext, sparse_ext, views_ext  # noqa: F401  (declare the other extensions)
+from . import boxes_ext, mmcv_ext_voxels, views_ext  # noqa: F401  (declare the other extensions)
 from ._served import SERVED, Gradient, GradOutput, Result, gradients_of, serves
 
 _ball_query = functools.partial(ops.ball_query, 0)  # from the radius 0
