@@ -75,16 +75,8 @@ def test_flip(scene, direction):
     check_consistent(results)
     assert results["gt_bboxes"].tolist() == [white_box(results)]
     assert (results["flip"], results["flip_direction"]) == (True, direction)
-    restored = RandomFlip(prob=1.0, direction=direction)(results)
-    assert restored["gt_bboxes"].tolist() == [list(scene[2])]
-
-
-def test_flip_by_hand_and_not_at_all():
-    results = RandomFlip(prob=1.0)(painted(20, 30, (1, 2, 9, 6)))
-    assert results["gt_bboxes"].tolist() == [[21, 2, 29, 6]]
-    results = RandomFlip(prob=0.0)(painted(20, 30, (1, 2, 9, 6)))
-    assert results["gt_bboxes"].tolist() == [[1, 2, 9, 6]]
-    assert (results["flip"], results["flip_direction"]) == (False, None)
+    kept = RandomFlip(prob=0.0)(painted(*scene))
+    assert kept["gt_bboxes"].tolist() == [list(scene[2])] and kept["flip_direction"] is None
 
 
 @pytest.mark.parametrize(
@@ -331,16 +323,11 @@ def test_random_choice():
     ("transform", "options", "message"),
     [
         (Resize, {}, "either scale or scale_factor"),
-        (Resize, dict(scale=(0, 5)), "scale must be"),
         (Resize, dict(scale=(1, 2, 3)), r"scale must be .* got \(1, 2, 3\)"),
-        (Resize, dict(scale=5, interpolation="area"), "interpolation must be .* got 'area'"),
-        (Resize, dict(scale=5, backend="tf"), "backend must be .* got 'tf'"),
         (RandomResize, dict(scale=(10, 20)), "RandomResize: scale must be"),
         (RandomResize, dict(scale=[(1, 2), (3, 4)], ratio_range=(1, 2)), "RandomResize: scale must be"),
         (RandomFlip, dict(prob=1.5), "prob must be"),
         (RandomFlip, dict(prob=[0.1], direction=["horizontal", "vertical"]), "one per direction"),
-        (RandomFlip, dict(prob=0.5, direction="left"), "direction must be .* got 'left'"),
-        (RandomCrop, dict(crop_size=(5, 5), crop_type="abs"), "crop_type must be .* got 'abs'"),
         (RandomCrop, dict(crop_size=(0.5, 0.5)), "crop_type='absolute', crop_size must be"),
         (
             RandomCrop,
@@ -353,10 +340,8 @@ def test_random_choice():
             "crop_size must be .*above 0 and up to 1",
         ),
         (RandomCrop, dict(crop_size=(9, 5), crop_type="absolute_range"), r"\(smallest, largest\)"),
-        (RandomCrop, dict(crop_size=(5, 5), recompute_bbox=True), "recompute_bbox must be False"),
         (Pad, {}, "give either size, or size_divisor"),
         (Pad, dict(size=(5, 5), size_divisor=2), "give either size, or size_divisor"),
-        (Pad, dict(size_divisor=2, padding_mode="edge"), "padding_mode must be 'constant', got 'edge'"),
         (RandomChoice, dict(transforms=[[]], prob=[0.4]), "1 numbers that sum to 1"),
         (TorchvisionTransform, dict(transform="RandomCorp"), "v2 has no transform 'RandomCorp'"),
         (TorchvisionTransform, dict(transform="GaussianBlur", kernel=3), "kernel"),
@@ -367,8 +352,6 @@ def test_random_choice():
             dict(contrast_range=(1.5, 0.5)),
             "contrast_range must be 0 <= lowest <= highest",
         ),
-        (PhotoMetricDistortion, dict(saturation_range=(-1, 1)), "saturation_range must be"),
-        (PhotoMetricDistortion, dict(hue_delta=200), "hue_delta must be"),
     ],
 )
 def test_wrong_arguments(transform, options, message):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from coco_files import NAMES, annotation, build, write_coco
-from mmengine.registry import DefaultScope
-from mmengine.runner import Runner
 from PIL import Image
 from torchvision import tv_tensors
 
@@ -115,30 +113,6 @@ def test_the_detr_recipe(detr_data):
         ratio = sample.ori_shape[1] / sample.ori_shape[0]
         cropped += abs(width / height / ratio - 1) > 0.02
     assert 4 <= cropped <= 20  # about half of the draws
-
-
-def test_batches_of_a_loader_repeat_with_the_seed(detr_data):
-    DefaultScope.get_instance("test_pipeline", scope_name="visdet")
-    with DefaultScope.overwrite_default_scope("visdet"):
-        batches = []
-        for _ in range(2):
-            loader = Runner.build_dataloader(
-                dict(
-                    batch_size=2,
-                    num_workers=1,
-                    sampler=dict(type="DefaultSampler", shuffle=True),
-                    batch_sampler=dict(type="AspectRatioBatchSampler"),
-                    dataset=detr_data,
-                ),
-                seed=3,
-            )
-            assert len(loader) == 2
-            batches.append([(batch["inputs"], batch["data_samples"]) for batch in loader])
-    first, second = batches
-    assert [len(inputs) for inputs, _ in first] == [2, 1]
-    for (images, samples), (images_again, samples_again) in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(images, images_again, strict=True))
-        assert [s.img_id for s in samples] == [s.img_id for s in samples_again]
 
 
 READ = dict(type="LoadImageFromFile")

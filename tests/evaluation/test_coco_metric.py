@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mmengine.structures import InstanceData
@@ -138,30 +137,6 @@ def test_labels_follow_names_and_id_zero_counts(tmp_path, backend):
     assert metrics["coco/bbox_mAP"] == 1.0
     assert metrics["coco/bbox_mAP/dog"] == metrics["coco/cat_precision"] == 1.0
     assert [row["name"] for row in metric.classwise_results] == ["dog", "cat"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_backends_agree(tmp_path, seed):
-    rng = np.random.default_rng(seed)
-    boxes, detections = [], {image: [] for image in range(12)}
-    for image in detections:
-        for _ in range(rng.integers(0, 8)):
-            xywh = [*rng.uniform(0, 150, 2), *rng.uniform(5, 140, 2)]
-            label = int(rng.integers(2))
-            boxes.append((image, label, xywh, int(rng.random() < 0.15)))
-            for _ in range(rng.integers(0, 3)):
-                xyxy = np.array([xywh[0], xywh[1], xywh[0] + xywh[2], xywh[1] + xywh[3]])
-                detections[image].append((label, (xyxy + rng.normal(0, 6, 4)).tolist(), float(rng.random())))
-        if rng.random() < 0.5:
-            detections[image].append((int(rng.integers(2)), [1, 1, 50, 50], float(rng.random())))
-    ann_file = truth(tmp_path / "a.json", boxes, num_images=12)
-    items = ["mAP", "mAP_50", "mAP_75", "mAP_s", "mAP_m", "mAP_l", "AR@100", "AR_l@1000"]
-    fast, slow = (
-        evaluate(ann_file, detections, backend=name, metric_items=items, classwise=True)[0]
-        for name in BACKENDS
-    )
-    assert 0 < fast["coco/bbox_mAP"] < 1
-    assert fast == pytest.approx(slow, abs=1e-9)
 
 
 def test_ground_truth_from_the_samples():
