@@ -6,7 +6,7 @@ from PIL import Image
 
 from visdet.datasets import NuScenes3DDetTrackDataset, save_infos
 from visdet.datasets.future_steps import coming_steps
-from visdet.datasets.nuscenes_converter import _displacements, _ego_future
+from visdet.datasets.nuscenes_converter import _displacements, ego_future
 from visdet.datasets.recording_report import recording_report
 from visdet.structures.poses import pose_matrix
 
@@ -135,7 +135,7 @@ def test_converted_paths_are_those_of_the_times_of_the_steps(name):
     places = np.array([[10 * time / 1e6, 3.0] for time in times])
     moved = _displacements(places, times, 0, 10)
     np.testing.assert_allclose(moved, np.tile([5.0, 0], (10, 1)), atol=1e-3)
-    future = _ego_future([pose_matrix([*place, 0], np.eye(3)) for place in places], times, 0)
+    future = ego_future([pose_matrix([*place, 0], np.eye(3)) for place in places], times, 0)
     np.testing.assert_allclose(future["gt_ego_fut_trajs"], moved[:6], atol=1e-3)
     assert future["gt_ego_fut_masks"].all() and future["gt_ego_fut_cmd"].tolist() == [1, 0, 0]
 

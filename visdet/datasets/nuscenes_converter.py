@@ -104,7 +104,7 @@ class NuScenesConverter:
             info["map_annos"] = self._map(location, lidar_poses[number])
             if not self.version.endswith("test"):
                 info |= self._annotations(sample, lidar_poses[number])
-                info |= _ego_future(lidar_poses, times, number)
+                info |= ego_future(lidar_poses, times, number)
                 info["ego_status"] = _ego_status(messages, sample["timestamp"])
             yield info
 
@@ -247,7 +247,7 @@ def _displacements(places: np.ndarray, times_us: list[int], here: int, num_steps
     return np.diff([places[here], *(step.between(places) for step in steps)], axis=0)
 
 
-def _ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) -> dict:
+def ego_future(lidar_poses: list[np.ndarray], times_us: list[int], here: int) -> dict:
     """Return the displacements of the vehicle and the command, from the poses of all frames of the scene."""
     origins = np.array([pose[:3, 3] for pose in lidar_poses])
     places = moved_points(origins, inverse_pose(lidar_poses[here]))[:, :2]

@@ -6,7 +6,7 @@ require_train_extra(__name__)
 
 from .drawing import contact_sheet, draw_boxes, side_by_side
 from .driving_visualizer import DrivingVisualizer
-from .field_visualizer import FieldVisualizer, slice_ellipses
+from .field_visualizer import FieldVisualizer
 from .local_visualizer import DetLocalVisualizer
 from .sample_visualizer import SampleVisualizer
 
@@ -18,5 +18,4 @@ __all__ = [
     "contact_sheet",
     "draw_boxes",
     "side_by_side",
-    "slice_ellipses",
 ]

@@ -1,10 +1,8 @@
 """The visualizer of scalar fields in space, which draws the true field, the fitted field and the error of the fit."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from mmengine.structures import InstanceData
 
 from visdet.registry import VISUALIZERS
 from visdet.structures import FieldDataSample
@@ -20,18 +18,11 @@ _PANEL_PT2 = 6e4
 class FieldVisualizer(SampleVisualizer):
     """Draws the truth, the fit and its error in three cuts through the middle of a field, one across each axis.
 
-    The points near the cut are drawn. The picture of the fit also shows the ellipses in which the plane cuts the
-    Gaussians' ellipsoids of one standard deviation.
+    The points near the cut are drawn.
 
     Args:
-        name: the name of the instance.
-        num_ellipses: the number of Gaussians drawn in a cut, which are the heaviest ones that meet its plane.
         arguments: as in mmengine's Visualizer.
     """
-
-    def __init__(self, name: str = "visualizer", num_ellipses: int = 200, **arguments: Any) -> None:
-        super().__init__(name=name, **arguments)
-        self.num_ellipses = num_ellipses
 
     def draw_sample(
         self,
@@ -45,8 +36,7 @@ class FieldVisualizer(SampleVisualizer):
 
         Args:
             image: the points [n, 3] of the sample.
-            data_sample: a sample with ``gt_field``, ``pred_field`` or both. The ellipses are those of
-                ``pred_gaussians``.
+            data_sample: a sample with ``gt_field``, ``pred_field`` or both.
             draw_gt: whether the truth and the error are drawn. If no fit is drawn, the truth is drawn in any case.
             draw_pred: whether the fit is drawn, if the sample has a prediction.
             pred_score_thr: not used.
@@ -75,28 +65,8 @@ class FieldVisualizer(SampleVisualizer):
                 panel.set_aspect("equal")
                 drawn = panel.scatter(across, up, c=values[chosen], s=size, marker="s", **style)
                 figure.colorbar(drawn, ax=panel, shrink=0.7)
-                if title == "fit" and "pred_gaussians" in sample:
-                    self._draw_ellipses(panel, sample.pred_gaussians, axis, middle[axis])
         canvas.draw()
         return [np.asarray(canvas.buffer_rgba())[..., :3].copy()]
-
-    def _draw_ellipses(self, panel: Any, gaussians: InstanceData, axis: int, position: float) -> None:
-        """Draw the first Gaussians that meet the plane at a position of an axis."""
-        from matplotlib.collections import EllipseCollection
-
-        means, covariances = gaussians.means.double().numpy(), gaussians.covariances.double().numpy()
-        cut = slice_ellipses(means, covariances, axis, position)
-        centres, sizes, angles = (part[: self.num_ellipses] for part in cut)
-        drawn = EllipseCollection(
-            *(sizes[:, 0], sizes[:, 1], angles),
-            units="xy",
-            offsets=centres,
-            offset_transform=panel.transData,
-            facecolors="none",
-            edgecolors="white",
-            linewidths=0.5,
-        )
-        panel.add_collection(drawn, autolim=False)
 
 
 def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[tuple[str, np.ndarray, dict]]:
@@ -119,29 +89,3 @@ def _columns(sample: FieldDataSample, draw_gt: bool, draw_pred: bool) -> list[tu
         worst = max(float(np.abs(error).max()), 1e-12)
         columns.append(("error", error, {"vmin": -worst, "vmax": worst, "cmap": "RdBu_r"}))
     return columns
-
-
-def slice_ellipses(
-    means: np.ndarray,  # [N, 3]
-    covariances: np.ndarray,  # [N, 3, 3]
-    axis: int,
-    position: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return centres [K, 2], full axes [K, 2] (shorter first) and angles [K] of the ellipses that a plane cuts.
-
-    In the plane, coordinate ``axis`` equals ``position``. Each ellipse is the cut through the ellipsoid of Mahalanobis
-    distance 1. Ellipsoids that do not meet the plane are left out, and the order stays. The angle, in degrees, is that
-    between the first axis and the first remaining coordinate.
-    """
-    rest = [k for k in range(3) if k != axis]
-    variance = covariances[:, axis, axis]
-    offset = position - means[:, axis]
-    meets = offset**2 < variance
-    variance, offset, covariances = variance[meets], offset[meets], covariances[meets]
-    along = covariances[:, rest, axis]
-    centres = means[meets][:, rest] + along * (offset / variance)[:, None]
-    shapes = covariances[:, rest][:, :, rest] - along[:, :, None] * along[:, None] / variance[:, None, None]
-    shapes = shapes * (1 - offset**2 / variance)[:, None, None]
-    sizes, axes = np.linalg.eigh(shapes)
-    angles = np.degrees(np.arctan2(axes[:, 1, 0], axes[:, 0, 0]))
-    return centres, 2 * np.sqrt(np.maximum(sizes, 0)), angles

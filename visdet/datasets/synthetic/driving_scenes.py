@@ -12,23 +12,21 @@ from visdet.checks.arguments import Positive, Range, Seed, checked
 from visdet.registry import DATASETS
 from visdet.structures.polylines import clip_line, clip_polygon
 from visdet.structures.poses import (
-    inverse_pose,
-    moved_points,
     pose_matrix,
     quaternion_from_matrix,
     seen_from,
     turn_about_z,
 )
 
-from ..future_steps import command_of
 from ..info_files import save_infos
 from ..nuscenes import NuScenes3DDetTrackDataset
+from ..nuscenes_converter import ego_future
 from .drawn_folder import claim_folder, draw_each, draw_once
 from .driving_renderer import GROUND_Z, RIG, Camera, Renderer, boxes_in_lidar
 from .driving_world import DRIVING_CLASSES, STEP_S, World, make_world
 
 DRIVING_MAP_CLASSES = ("ped_crossing", "divider", "boundary")
-AGENT_STEPS, EGO_STEPS = 12, 6
+AGENT_STEPS = 12
 
 _GENERATOR_VERSION = 4
 _STAMP = "driving_scenes.json"
@@ -113,14 +111,14 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
     """Write the images and points of one scene and return its infos."""
     rng = np.random.default_rng([stamp["seed"], _SPLITS.index(split), index])
     num_frames = stamp["num_frames"]
-    # The world extends beyond the last frame, so that the commands of the last frames are known.
-    world = make_world(rng, num_frames + EGO_STEPS)
+    world = make_world(rng, num_frames + 1)  # of a single frame there are no speeds
     height, width = stamp["image_size"]
     renderer = Renderer(width, height)
     scene = f"{split}-{index:04d}"
     # There is an hour between scenes, so that a temporal model recognises that they are separate.
     scene_start = _START_US + (_SPLITS.index(split) * 100_000 + index) * 3_600_000_000
-    poses = [_ego_pose(world, frame) for frame in range(num_frames + EGO_STEPS)]
+    times = [scene_start + round(frame * STEP_S * 1e6) for frame in range(num_frames)]
+    poses = [_ego_pose(world, frame) for frame in range(num_frames)]
     lidar_poses = [pose @ _LIDAR_TO_EGO for pose in poses]
     infos = []
     for frame in range(num_frames):
@@ -130,7 +128,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
         info = {
             "token": token,
             "scene_token": scene,
-            "timestamp": scene_start + round(frame * STEP_S * 1e6),
+            "timestamp": times[frame],
             "lidar_path": f"samples/LIDAR_TOP/{token}.bin",
             # The first frame of a scene has no sweeps, as in nuScenes.
             "sweeps": [] if frame == 0 else [{"data_path": f"samples/LIDAR_TOP/{scene}-{frame - 1:02d}.bin"}],
@@ -141,7 +139,7 @@ def _draw_scene(folder: Path, split: str, index: int, stamp: dict) -> list[dict]
             "map_annos": _map_annotations(world, lidar_poses[frame], stamp["roi_size"]),
         }
         info |= _agent_annotations(world, frame, num_frames, lidar_poses[frame], shot.visible)
-        info |= _ego_annotations(world, frame, num_frames, lidar_poses)
+        info |= ego_future(lidar_poses, times, frame) | {"ego_status": _ego_status(world, frame)}
         infos.append(info)
     return infos
 
@@ -209,32 +207,14 @@ def _agent_annotations(
     }
 
 
-def _ego_annotations(world: World, frame: int, num_frames: int, lidar_poses: list[np.ndarray]) -> dict:
-    """Return the future of the ego vehicle in the lidar frame, the command it follows, and its status."""
-    positions = np.stack([pose[:3, 3] for pose in lidar_poses[frame : frame + EGO_STEPS + 1]])
-    steps = np.diff(moved_points(positions, inverse_pose(lidar_poses[frame]))[:, :2], axis=0)
-    masks = (frame + 1 + np.arange(EGO_STEPS) < num_frames).astype(np.float32)
+def _ego_status(world: World, frame: int) -> np.ndarray:
+    """Return acceleration, rotation rate, velocity (3 each) and steering angle of the ego vehicle, float32 [10]."""
     speeds, yaws = world.ego_speed, np.unwrap(world.ego_yaw)
     acceleration, yaw_rate = np.gradient(speeds, STEP_S)[frame], np.gradient(yaws, STEP_S)[frame]
     speed = speeds[frame]
-    status = [
-        acceleration,
-        yaw_rate * speed,
-        9.8,
-        0,
-        0,
-        yaw_rate,
-        speed,
-        0,
-        0,
-        yaw_rate / max(speed, 1) * _WHEEL_BASE_M,
-    ]
-    return {
-        "gt_ego_fut_trajs": steps.astype(np.float32),
-        "gt_ego_fut_masks": masks,
-        "gt_ego_fut_cmd": command_of(steps),
-        "ego_status": np.array(status, dtype=np.float32),
-    }
+    sideways, steering = yaw_rate * speed, yaw_rate / max(speed, 1) * _WHEEL_BASE_M
+    status = [acceleration, sideways, 9.8, 0, 0, yaw_rate, speed, 0, 0, steering]
+    return np.array(status, dtype=np.float32)
 
 
 def _map_annotations(world: World, lidar: np.ndarray, roi_size: list[float]) -> dict[int, list[np.ndarray]]:

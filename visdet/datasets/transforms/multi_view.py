@@ -219,12 +219,7 @@ class MultiScaleDepthMapGenerator(BaseTransform):
         for projection, (height, width) in zip(results["lidar2img"], results["img_shape"], strict=True):
             matrix = projection[:3].astype(np.float32)
             x, y, depth = matrix[:, :3] @ points + matrix[:, 3:]
-            # Most points are not in the image, which is seen without a division.
-            near = np.flatnonzero(
-                (depth >= 0.1)
-                & ((x > -depth) & (x < (width + 1) * depth))
-                & ((y > -depth) & (y < (height + 1) * depth))
-            )
+            near = depth >= 0.1
             depth = depth[near]
             u, v = np.floor(x[near] / depth), np.floor(y[near] / depth)
             inside = np.flatnonzero((u >= 0) & (u < width) & (v >= 0) & (v < height))
