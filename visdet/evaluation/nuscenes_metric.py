@@ -8,7 +8,7 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
-from visdet.structures.tables import summary_line, table_text
+from visdet.structures.tables import summary_line, table_of
 
 from .detection_curves import (
     TP_ERRORS,
@@ -105,12 +105,12 @@ class NuScenesMetric(DrivingBoxMetric):
         for name, (truths, predictions) in zip(classes, boxes, strict=True):
             period = np.pi if name == "barrier" else 2 * np.pi
             curves = {distance: accumulate(truths, predictions, distance, period) for distance in _DISTANCES}
-            row = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
-            row["AP"] = float(np.mean(list(row.values())))
-            undefined = _UNDEFINED.get(name, ())
+            precisions = {f"AP@{distance}": average_precision(curve) for distance, curve in curves.items()}
+            rows[name] = {"boxes": curves[_TP_DISTANCE].num_truths, **precisions}
+            rows[name]["AP"] = float(np.mean(list(precisions.values())))
             for error in TP_ERRORS:
-                row[error] = np.nan if error in undefined else tp_error(curves[_TP_DISTANCE], error)
-            rows[name] = row
+                is_defined = error not in _UNDEFINED.get(name, ())
+                rows[name][error] = tp_error(curves[_TP_DISTANCE], error) if is_defined else np.nan
         means = {}
         for key in ("AP", *TP_ERRORS):
             known = [row[key] for row in rows.values() if not np.isnan(row[key])]
@@ -119,13 +119,7 @@ class NuScenesMetric(DrivingBoxMetric):
         if self.anchors is not None:
             anchors = read_anchors(self.anchors)
             summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
-        columns = [*(f"AP@{distance}" for distance in _DISTANCES), "AP", *TP_ERRORS[:-1]]
-        lines = []
-        for (truths, _), (name, row) in zip(boxes, rows.items(), strict=True):
-            count = sum(len(frame.values) for frame in truths)
-            lines.append((name, count, *map(row.get, columns)))
-        table = table_text(("class", "boxes", *columns), lines)
-        print_log(table + summary_line(summary), logger="current")
+        print_log(table_of(rows) + summary_line(summary), logger="current")
         frames = [_found_in_frame(frame) for frame in counted]
         self.curve_report = report_of(frames, classes, f"centre distance {_TP_DISTANCE:g} m")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}

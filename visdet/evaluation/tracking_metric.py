@@ -10,7 +10,7 @@ import numpy as np
 from mmengine.logging import print_log
 
 from visdet.registry import METRICS
-from visdet.structures.tables import summary_line, table_text
+from visdet.structures.tables import summary_line, table_of
 
 from .clear_mot import Frame, interpolate, motar_curve
 from .driving_metric import DrivingBoxMetric, as_array
@@ -99,10 +99,7 @@ class TrackingMetric(DrivingBoxMetric):
                 metrics[name] = float(sum(values))
             else:
                 metrics[name] = float(np.mean(values)) if values else float("nan")
-        table = table_text(
-            ("class", *_SUMMARY), [(name, *map(row.get, _SUMMARY)) for name, row in rows.items()]
-        )
-        print_log(table + summary_line(metrics), logger="current")
+        print_log(table_of(rows) + summary_line(metrics), logger="current")
         return metrics | {f"{name}_AMOTA": row["AMOTA"] for name, row in rows.items()}
 
     def _tracks(self, scene: list[dict], reaches: Sequence[float]) -> list[tuple[Frame, Frame]]:

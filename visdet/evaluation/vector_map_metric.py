@@ -9,7 +9,7 @@ from mmengine.logging import print_log
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import resample
-from visdet.structures.tables import summary_line, table_text
+from visdet.structures.tables import summary_line, table_of
 
 from .driving_metric import DrivingMetric, as_array, read_anchors
 from .precision_recall import CurveReport, score_curve
@@ -87,29 +87,26 @@ class VectorMapMetric(DrivingMetric):
             lines = _resample_all(frame["lines"], self.num_points)
             sampled.append(frame | {"gt_lines": truth, "lines": lines})
         middle = len(self.thresholds) // 2
-        curves, table, counts = {}, {}, {}
+        curves, rows = {}, {}
         for label, name in enumerate(classes):
             scores, hits, num_truths = self._hits(sampled, label)
-            counts[name] = num_truths
             curves[name] = score_curve(scores, hits[middle], num_truths)
-            table[name] = _precisions(scores, hits, num_truths)
+            precisions = _precisions(scores, hits, num_truths)
+            rows[name] = {"lines": num_truths} | {
+                f"AP@{threshold}": value for threshold, value in zip(self.thresholds, precisions, strict=True)
+            }
+            rows[name]["AP"] = float(np.mean(precisions))
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
-        metrics = {"mAP": float(np.mean([np.mean(row) for row in table.values()]))}
+        summary = {"mAP": float(np.mean([row["AP"] for row in rows.values()]))}
         if self.anchors is not None:
             lines = _resample_all(list(read_anchors(self.anchors)), self.num_points)
             scores, values = np.linspace(1, 0.5, len(lines)), []
             for label in range(len(classes)):
                 constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
                 values.append(_precisions(*self._hits([frame | constant for frame in sampled], label)))
-            metrics["anchors_mAP"] = float(np.mean(values))
-        metrics |= {f"{name}_AP": float(np.mean(row)) for name, row in table.items()}
-        text = table_text(
-            ("class", "lines", *(f"AP@{threshold}" for threshold in self.thresholds), "AP"),
-            [(name, counts[name], *row, metrics[f"{name}_AP"]) for name, row in table.items()],
-        )
-        summary = summary_line({name: metrics[name] for name in ("mAP", "anchors_mAP") if name in metrics})
-        print_log(text + summary, logger="current")
-        return metrics
+            summary["anchors_mAP"] = float(np.mean(values))
+        print_log(table_of(rows) + summary_line(summary), logger="current")
+        return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
     def _hits(self, frames: list[dict], label: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the scores [m] of a class, whether each is right at each threshold [T, m], and the number of lines."""

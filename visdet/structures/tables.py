@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -16,6 +16,12 @@ def table_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     Console(file=text, width=120).print(table)
     return text.getvalue()
+
+
+def table_of(rows: Mapping[str, Mapping[str, object]]) -> str:
+    """Return a table with a line of values for each class, under the names that the first line gives them."""
+    names = next(iter(rows.values()), {})
+    return table_text(("class", *names), [(name, *row.values()) for name, row in rows.items()])
 
 
 def summary_line(metrics: dict[str, float]) -> str:
