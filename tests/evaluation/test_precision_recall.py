@@ -63,17 +63,17 @@ A, B, C, FAR = [0, 0, 10, 10], [20, 0, 10, 10], [40, 0, 10, 10], [200, 200, 10, 
 
 
 def test_boxes_and_their_confusion_by_hand():
-    truth = [row(1, 0, A), row(1, 1, B), row("2", 0, A), row("2", 1, C, crowd=1), row("not evaluated", 0, A)]
+    truth = [row(0, 0, A), row(0, 1, B), row(1, 0, A), row(1, 1, C, crowd=1)]
     found = [
-        row(1, 0, A, 0.9),  # right
-        row(1, 0, [1, 0, 10, 10], 0.8),  # a second one of the same box: wrong
-        row(1, 0, B, 0.7),  # class 0 on a box of class 1: wrong, and confused
-        row("2", 0, A, 0.6),  # right
-        row("2", 1, C, 0.95),  # on the crowd: does not count
-        row("2", 1, FAR, 0.2),  # wrong
-        row("2", 2, A, 0.2),  # of no class
+        row(0, 0, A, 0.9),  # right
+        row(0, 0, [1, 0, 10, 10], 0.8),  # a second one of the same box: wrong
+        row(0, 0, B, 0.7),  # class 0 on a box of class 1: wrong, and confused
+        row(1, 0, A, 0.6),  # right
+        row(1, 1, C, 0.95),  # on the crowd: does not count
+        row(1, 1, FAR, 0.2),  # wrong
+        row(1, 2, A, 0.2),  # of no class
     ]
-    report = box_report(truth, found, [1, "2"], ("a", "b"), import_backend()[2])
+    report = box_report(truth, found, 2, ("a", "b"), import_backend().iou)
     a, b = report.classes["a"], report.classes["b"]
     assert a["num_truths"] == 2 and a["scores"] == [0.9, 0.8, 0.7, 0.6]
     assert a["precision"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 2]) and a["recall"] == pytest.approx(

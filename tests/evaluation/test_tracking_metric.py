@@ -12,16 +12,9 @@ from visdet.evaluation.clear_mot import (
 from visdet.registry import METRICS
 
 
-def truth(**places):
-    return Frame(
-        np.array([int(k[1:]) for k in places]), np.array(list(places.values()), float).reshape(-1, 2)
-    )
-
-
-def tracks(scores=1.0, **places):
-    frame = truth(**places)
-    frame.scores = np.full(len(frame.ids), scores)
-    return frame
+def objects(**places):
+    ids = np.array([int(name[1:]) for name in places], dtype=int)
+    return Frame(ids, np.array(list(places.values()), float).reshape(-1, 2), np.ones(len(ids)), 0 * ids)
 
 
 def numbers(counts):
@@ -30,10 +23,10 @@ def numbers(counts):
 
 def test_events_by_hand():
     scene = [
-        (truth(o1=(0, 0), o2=(10, 0)), tracks(t5=(0.5, 0), t6=(10, 1))),  # two matches
-        (truth(o1=(1, 0), o2=(11, 0)), tracks(t5=(1, 0), t7=(11, 0))),  # a match and a switch
-        (truth(o1=(2, 0), o2=(12, 0)), tracks(t7=(12, 0))),  # a miss and a match
-        (truth(o1=(3, 0)), tracks(t8=(3, 0), t9=(50, 0))),  # back under another name, and a false alarm
+        (objects(o1=(0, 0), o2=(10, 0)), objects(t5=(0.5, 0), t6=(10, 1))),  # two matches
+        (objects(o1=(1, 0), o2=(11, 0)), objects(t5=(1, 0), t7=(11, 0))),  # a match and a switch
+        (objects(o1=(2, 0), o2=(12, 0)), objects(t7=(12, 0))),  # a miss and a match
+        (objects(o1=(3, 0)), objects(t8=(3, 0), t9=(50, 0))),  # back under another name, and a false alarm
     ]
     counts = count_events([scene], 2.0)
     assert numbers(counts) == (4, 2, 1, 1) and counts.objects == 7
@@ -45,9 +38,9 @@ def test_events_by_hand():
 
 def test_an_object_keeps_its_track_though_another_is_nearer():
     scene = [
-        (truth(o1=(0, 0)), tracks(t5=(0.1, 0))),
-        (truth(o1=(0, 0)), tracks(t5=(1.5, 0), t6=(0, 0))),
-        (truth(o1=(0, 0)), tracks(t5=(2.0, 0), t6=(0, 0))),  # two metres are too far
+        (objects(o1=(0, 0)), objects(t5=(0.1, 0))),
+        (objects(o1=(0, 0)), objects(t5=(1.5, 0), t6=(0, 0))),
+        (objects(o1=(0, 0)), objects(t5=(2.0, 0), t6=(0, 0))),  # two metres are too far
     ]
     assert numbers(count_events([scene], 2.0)) == (2, 1, 0, 2)
     # Each scene starts afresh.
@@ -55,7 +48,7 @@ def test_an_object_keeps_its_track_though_another_is_nearer():
 
 
 def test_gaps_are_filled():
-    frames = [tracks(t1=(0, 0)), tracks(), tracks(t2=(5, 5)), tracks(t1=(4, 8))]
+    frames = [objects(t1=(0, 0)), objects(), objects(t2=(5, 5)), objects(t1=(4, 8))]
     filled = interpolate(frames, [0.0, 1.0, 2.0, 4.0])
     assert [frame.ids.tolist() for frame in filled] == [[1], [1], [2, 1], [1]]
     # The devkit swaps the weights of the ends (0, 0) and (4, 8).

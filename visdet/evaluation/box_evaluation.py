@@ -5,12 +5,11 @@ import io
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from visdet.errors import MissingPackageError
-from visdet.structures.coco_json import id_order
 
 # For each library, the classes of the annotation index and of the evaluator, and the function of the IoU.
 _BACKENDS = {
@@ -21,14 +20,22 @@ _BACKENDS = {
     ),
     "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval", "pycocotools.mask:iou"),
 }
-Backend = tuple[type, type, Callable]
+
+
+class Backend(NamedTuple):
+    """A library: its classes COCO and COCOeval, and its function of the IoU."""
+
+    index: type
+    evaluator: type
+    iou: Callable
+
 
 AREAS = ("all", "s", "m", "l")
 _MAX_DETS_OF_AP = 100
 
 
 def import_backend(name: str | None = None) -> Backend:
-    """Return the classes COCO and COCOeval and the function ``iou`` of a library.
+    """Return the parts of a library.
 
     Args:
         name: the name of the library. The default is the first one that is installed.
@@ -38,8 +45,7 @@ def import_backend(name: str | None = None) -> Backend:
     """
     for candidate in [name] if name else _BACKENDS:
         with contextlib.suppress(ImportError):
-            index, evaluator, iou = map(pkgutil.resolve_name, _BACKENDS[candidate])
-            return index, evaluator, iou
+            return Backend(*map(pkgutil.resolve_name, _BACKENDS[candidate]))
     raise MissingPackageError(f"CocoMetric needs {name or ' or '.join(_BACKENDS)}, which is not installed")
 
 
@@ -83,17 +89,10 @@ def _mean_of_defined(values: np.ndarray) -> float:
     return float(defined.mean()) if defined.size else -1.0
 
 
-def _numbered(rows: Iterable[dict], order: dict[Any, int]) -> list[dict]:
-    """Return the rows of the images in ``order`` with ids from 1 on, and numbers as ids of the images."""
-    known = (row for row in rows if row["image_id"] in order)
-    return [{**row, "id": i, "image_id": order[row["image_id"]]} for i, row in enumerate(known, start=1)]
-
-
 def evaluate_boxes(
     truth: Iterable[dict],
     detections: Sequence[dict],
-    image_ids: Iterable[Any],
-    num_classes: int,
+    size: tuple[int, int],
     iou_thrs: np.ndarray,
     max_dets: Iterable[int],
     backend: Backend,
@@ -101,34 +100,32 @@ def evaluate_boxes(
     """Match detections to ground truth as COCO does.
 
     Args:
-        truth: the annotations (``image_id``, ``category_id`` below num_classes, ``bbox`` [x, y, width, height],
-            ``area``, ``iscrowd``) in COCO's form.
+        truth: the annotations (``image_id``, ``category_id``, ``bbox`` [x, y, width, height], ``area``, ``iscrowd``) in
+            COCO's form. The ids of images and categories count from 0 on.
         detections: ``image_id``, ``category_id``, ``bbox`` and ``score`` in COCO's form.
-        image_ids: the ids of the images to evaluate, which are numbers or texts.
-        num_classes: number of categories.
+        size: the numbers of images and categories.
         iou_thrs: the IoU thresholds.
         max_dets: the numbers of detections per image to evaluate. 100 is always added.
         backend: the result of :func:`import_backend`.
     """
-    # The libraries take numbers of 64 bits alone, and a match with annotation 0 is no match for them.
-    order = {image_id: number for number, image_id in enumerate(sorted(image_ids, key=id_order))}
-    images = [{"id": number} for number in order.values()]
-    annotations = _numbered(truth, order)
-    boxes = [
-        {**row, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0} for row in _numbered(detections, order)
-    ]
+    num_images, num_classes = size
+    images = [{"id": number} for number in range(num_images)]
+    # A match with annotation 0 is no match for the libraries.
+    annotations = [{**row, "id": i} for i, row in enumerate(truth, start=1)]
+    boxes = []
+    for i, row in enumerate(detections, start=1):
+        boxes.append({**row, "id": i, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0})
     categories = [{"id": label, "name": str(label)} for label in range(num_classes)]
-    index_class, evaluator_class, _ = backend
     max_dets = sorted({_MAX_DETS_OF_AP, *max_dets})
     with contextlib.redirect_stdout(io.StringIO()):  # COCO's code prints its progress.
         indexes = []
         for rows in (annotations, boxes):
-            index = index_class()
+            index = backend.index()
             index.dataset = {"images": images, "annotations": rows, "categories": categories}
             index.createIndex()
             indexes.append(index)
-        evaluator = evaluator_class(*indexes, "bbox")
-        evaluator.params.imgIds = list(order.values())
+        evaluator = backend.evaluator(*indexes, "bbox")
+        evaluator.params.imgIds = list(range(num_images))
         evaluator.params.catIds = list(range(num_classes))
         evaluator.params.iouThrs = np.asarray(iou_thrs)
         evaluator.params.maxDets = max_dets

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -15,30 +14,18 @@ class Frame:
     """The objects of one frame.
 
     Attributes:
-        ids: [n]. places: [n, 2] in metres.
-        scores: [n], the scores of the tracks of predicted objects, or None for true objects.
-        labels: [n], the classes, or None if there is only one.
+        ids: [n]. places: [n, 2] in metres. labels: [n], the classes.
+        scores: [n], the scores of the tracks of predicted objects. Those of true objects have no effect.
     """
 
     ids: np.ndarray
     places: np.ndarray
-    scores: np.ndarray | None = None
-    labels: np.ndarray | None = None
-
-    def above(self, threshold: float) -> "Frame":
-        """Return the predicted objects whose score is at least ``threshold``."""
-        assert self.scores is not None
-        return self.rows(self.scores >= threshold)
-
-    def of_class(self, label: int) -> "Frame":
-        """Return the objects of a class, of frames with classes."""
-        assert self.labels is not None
-        return self.rows(self.labels == label)
+    scores: np.ndarray
+    labels: np.ndarray
 
     def rows(self, keep: np.ndarray) -> "Frame":
         """Return the objects for which the mask ``keep`` [n] is True."""
-        kept: list[Any] = [None if values is None else values[keep] for values in vars(self).values()]
-        return Frame(*kept)
+        return Frame(*(values[keep] for values in vars(self).values()))
 
 
 @dataclass
@@ -101,7 +88,7 @@ def count_events(
     for scene in scenes:
         track_of: dict[int, int] = {}
         for truth, prediction in scene:
-            predicted = prediction.above(threshold)
+            predicted = prediction.rows(prediction.scores >= threshold)
             between = np.linalg.norm(truth.places[:, None] - predicted.places[None], axis=-1)
             between[between >= max_distance] = np.inf
             _count_frame(counts, track_of, truth, predicted, between)
@@ -122,7 +109,6 @@ def _count_frame(counts: Counts, track_of: dict, truth: Frame, predicted: Frame,
 
     assigned = zip(*linear_sum_assignment(cost), strict=True)
     pairs = [(row, column) for row, column in assigned if np.isfinite(between[row, column])]
-    assert predicted.scores is not None
     for row, column in pairs:
         identity, track = int(truth.ids[row]), int(predicted.ids[column])
         if track_of.get(identity, track) == track:
@@ -178,10 +164,8 @@ def interpolate(frames: Sequence[Frame], times: Sequence[float]) -> list[Frame]:
     """
     seen: dict[int, list[tuple[int, np.ndarray, float, int]]] = {}
     for number, frame in enumerate(frames):
-        for row, identity in enumerate(frame.ids.tolist()):
-            score = 0.0 if frame.scores is None else float(frame.scores[row])
-            label = 0 if frame.labels is None else int(frame.labels[row])
-            seen.setdefault(identity, []).append((number, frame.places[row], score, label))
+        for identity, *rest in zip(*vars(frame).values(), strict=True):
+            seen.setdefault(int(identity), []).append((number, *rest))
     added: list[list[tuple[int, np.ndarray, float, int]]] = [[] for _ in frames]
     for identity, places in seen.items():
         for (first, start, score, _), (last, end, next_score, label) in pairwise(places):
@@ -196,5 +180,4 @@ def _with_more(frame: Frame, more: list[tuple[int, np.ndarray, float, int]]) -> 
     if not more:
         return frame
     columns = zip(vars(frame).values(), zip(*more, strict=True), strict=True)
-    joined: list[Any] = [None if old is None else np.concatenate([old, added]) for old, added in columns]
-    return Frame(*joined)
+    return Frame(*(np.concatenate([old, added]) for old, added in columns))

@@ -213,15 +213,12 @@ class CocoMetric(BaseMetric):
             self._write(_detections(results))
         if self.format_only:
             return {}
-        if self._ann_file is None:
-            results = _numbered(results)
-        image_ids = {result["img_id"] for result in results}
-        truth = self._truth_of(results, image_ids)
-        detections = _detections(results)
-        evaluation = evaluate_boxes(
-            truth, detections, image_ids, len(classes), self.iou_thrs, self.proposal_nums, self._backend
-        )
-        self.curve_report = box_report(truth, detections, image_ids, classes, self._backend[2])
+        results = sorted(results, key=_id_order)
+        truth = self._truth_of(results)
+        detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
+        size = len(results), len(classes)
+        evaluation = evaluate_boxes(truth, detections, size, self.iou_thrs, self.proposal_nums, self._backend)
+        self.curve_report = box_report(truth, detections, len(results), classes, self._backend.iou)
         for label, name in enumerate(classes):
             row = {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
             for item, choice in _PRECISIONS.items():
@@ -243,18 +240,22 @@ class CocoMetric(BaseMetric):
             last_of_image[result["img_id"], result.get("img_path")] = result
         return list(last_of_image.values())
 
-    def _truth_of(self, results: list[dict], image_ids: set) -> list[dict]:
-        """Return the true boxes of the images, from the samples or from ``ann_file``."""
+    def _truth_of(self, results: list[dict]) -> list[dict]:
+        """Return the true boxes of the images, from the samples or from ``ann_file``.
+
+        The id of an image is its position among the results, since several data sets may use the same ids.
+        """
         truth = []
         if self._ann_file is None:
-            for result in results:
-                truth += result["truth"]
+            for number, result in enumerate(results):
+                truth += [{**row, "image_id": number} for row in result["truth"]]
             return truth
-        self._check_images(image_ids, {image["id"] for image in self._content["images"]})
+        number_of = {result["img_id"]: number for number, result in enumerate(results)}
+        self._check_images(set(number_of), {image["id"] for image in self._content["images"]})
         for row in self._content["annotations"]:
-            label = self._label_of_category.get(row["category_id"])
-            if label is not None:
-                truth.append(_annotation(row["image_id"], label, row["bbox"], box_area(row), is_ignored(row)))
+            label, image = self._label_of_category.get(row["category_id"]), number_of.get(row["image_id"])
+            if label is not None and image is not None:
+                truth.append(_annotation(image, label, row["bbox"], box_area(row), is_ignored(row)))
         return truth
 
     def _log_classes(self) -> None:
@@ -327,17 +328,8 @@ def _detections(results: list[dict]) -> list[dict]:
     return rows
 
 
-def _numbered(results: list[dict]) -> list[dict]:
-    """Return the results with numbers as ids of their images, since several data sets may use the same ids."""
-
-    def order(result: dict) -> tuple[bool, int | str]:
-        return id_order(result["img_id"])
-
-    numbered = []
-    for number, result in enumerate(sorted(results, key=order)):
-        truth = [{**row, "image_id": number} for row in result["truth"]]
-        numbered.append({**result, "img_id": number, "truth": truth})
-    return numbered
+def _id_order(result: dict) -> tuple[bool, int | str]:
+    return id_order(result["img_id"])
 
 
 def _truth_of_sample(sample: dict) -> list[dict]:

@@ -1,6 +1,5 @@
 """Precision over recall of each class, the score of the best F1, and confusion matrices, as numbers and pictures."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +189,7 @@ def report_of(
 def box_report(
     truth: Iterable[Mapping[str, Any]],
     detections: Iterable[Mapping[str, Any]],
-    image_ids: Iterable[Any],
+    num_images: int,
     classes: Sequence[str],
     iou: Callable,
 ) -> CurveReport:
@@ -198,16 +197,16 @@ def box_report(
 
     Args:
         truth, detections: see :func:`visdet.evaluation.box_evaluation.evaluate_boxes`.
-        image_ids: the ids of the images that were evaluated.
+        num_images: the number of images that were evaluated.
         classes: the names of the labels.
-        iou: COCO's function, see :func:`visdet.evaluation.box_evaluation.import_backend`.
+        iou: COCO's function, see :class:`visdet.evaluation.box_evaluation.Backend`.
     """
-    of_image: dict[Any, tuple[list, list]] = defaultdict(lambda: ([], []))
+    rows_of_image: list[tuple[list, list]] = [([], []) for _ in range(num_images)]
     for kind, rows in enumerate((truth, detections)):
         for row in rows:
             if row["category_id"] < len(classes):  # COCO's code leaves others out, too.
-                of_image[row["image_id"]][kind].append(row)
-    images = [_found_in_image(*of_image[image_id], iou) for image_id in dict.fromkeys(image_ids)]
+                rows_of_image[row["image_id"]][kind].append(row)
+    images = [_found_in_image(true, found, iou) for true, found in rows_of_image]
     return report_of(images, classes, f"IoU {_IOU}", _MOST_BOXES)
 
 

@@ -110,7 +110,8 @@ class TrackingMetric(DrivingBoxMetric):
         truths, predictions = [], []
         for frame in scene:
             is_true, is_found = self.in_range(frame, reaches)
-            truth = Frame(frame["gt_ids"], frame["gt_boxes"][:, :2], labels=frame["gt_labels"])
+            no_scores = np.zeros(len(frame["gt_ids"]))
+            truth = Frame(frame["gt_ids"], frame["gt_boxes"][:, :2], no_scores, frame["gt_labels"])
             truths.append(truth.rows(is_true & (frame["gt_ids"] >= 0)))
             prediction = Frame(frame["ids"], frame["boxes"][:, :2], frame["scores"], frame["labels"])
             predictions.append(prediction.rows(is_found))
@@ -129,7 +130,7 @@ def _with_track_scores(frames: list[Frame]) -> list[Frame]:
 
 
 def _of_class(scene: list[tuple[Frame, Frame]], label: int) -> list[tuple[Frame, Frame]]:
-    return [(truth.of_class(label), found.of_class(label)) for truth, found in scene]
+    return [(truth.rows(truth.labels == label), found.rows(found.labels == label)) for truth, found in scene]
 
 
 def _scores_of_class(scenes: list[list[tuple[Frame, Frame]]]) -> dict[str, float]:
