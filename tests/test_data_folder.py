@@ -112,6 +112,7 @@ def test_what_is_refused(here, arguments, message):
     yolo(here / "mine")
     with pytest.raises(UserError, match=message):
         visdet.train(**arguments)
+    assert not (here / "work_dirs" / "nowhere").exists()
     with pytest.raises(UserError, match="counts epochs; give epochs"):
         visdet.train("dino/dino-4scale_r50_8xb2-12e_coco", iters=3)
 

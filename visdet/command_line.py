@@ -167,15 +167,14 @@ def wrong_arguments(command: str, missing: list[str], others: list[str]) -> str 
     if not others:
         return None
     message = f"unrecognized arguments: {' '.join(others)}"
-    if command == "train":
-        from visdet.engine.config.other_names import NAMES_OF_TRAINING
+    if command in ("train", "test"):
+        from visdet.engine.config.other_names import NAMES_OF_TESTING, NAMES_OF_TRAINING
 
-        names = [
-            other.strip("-").partition("=")[0].replace("-", "_") for other in others if other.startswith("-")
-        ]
-        for name in names:
-            if name in NAMES_OF_TRAINING:
-                message += f"; for --{name} write {NAMES_OF_TRAINING[name]}"
+        known = NAMES_OF_TRAINING if command == "train" else NAMES_OF_TESTING
+        for other in others:
+            name = other.strip("-").partition("=")[0].replace("-", "_")
+            if other.startswith("-") and name in known:
+                message += f"; for --{name} write {known[name]}"
     return message
 
 

@@ -11,6 +11,7 @@ from visdet.engine.config.checks import is_iteration_based
 from visdet.engine.config.other_names import NAMES_OF_TRAINING
 from visdet.engine.config.packaged import CONFIGS, existing_config, packaged_configs
 from visdet.engine.process.console import is_main_process, say
+from visdet.engine.process.places import no_empty_folders
 from visdet.errors import InvalidInputError, UserError
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def train(
         folder = os.path.expanduser(work_dir or os.path.join("work_dirs", root.name))
         work_dir = folder if resume else agreed_folder(folder, launcher)
         base = os.path.abspath(existing_config(os.fspath(config))) if config is not None else None
-        config = config_for(root, base or _base_of(model or _MODEL), Path(work_dir), launcher)
+        with no_empty_folders(work_dir):
+            config = config_for(root, base or _base_of(model or _MODEL), Path(work_dir), launcher)
     if any(value is not None for value in (iters, epochs, batch_size, lr, workers, seed, deterministic)):
         config = others.get("from_") if config is None else config
         cfg, remarks = load_config(config, given, work_dir and os.fspath(work_dir))  # type: ignore[arg-type]
@@ -130,7 +132,8 @@ def evaluate(
         if others.get("work_dir") is None:
             folder = os.path.join("work_dirs", f"{root.name}_test")
             others["work_dir"] = agreed_folder(folder, others.get("launcher"), remark="")
-        files = _converted(root, Path(others["work_dir"]))
+        with no_empty_folders(others["work_dir"]):
+            files = _converted(root, Path(others["work_dir"]))
         file = str(next(files[split] for split in ("test", "val", "train") if split in files))
         dataset = {
             "data_root": f"{root}/",

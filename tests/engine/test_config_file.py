@@ -51,6 +51,9 @@ def test_a_missing_base_names_near_ones_relative_to_the_config(tmp_path):
         ConfigError, match=r"a_config\.py.*configs/family/base\.py.*did you mean family/base\.py\?"
     ):
         load_config(path)
+    path = written(tmp_path, "_base_ = ['../dino/dino_shapes.py']")
+    with pytest.raises(ConfigError, match=r"did you mean visdet::dino/dino_shapes\.py\?"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_classes_that_do_not_fit_the_head(tmp_path):
         "model.bbox_head.num_classes is 80, but train_dataloader.dataset (ToyBoxes) has 2 classes (dark, bright). "
         "Set model.bbox_head.num_classes=2"
     )
+    assert "hooks" not in message
 
 
 def coco_dataset(tmp_path, pipeline) -> dict:

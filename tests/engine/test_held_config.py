@@ -152,6 +152,8 @@ def test_best_and_last_are_always_there(tmp_path):
         (["test", SHAPES], "required: checkpoint"),
         (["test", "a.pth", "b.pth"], "unrecognized arguments: b.pth"),
         (["test", "a.pth", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
+        (["test", "a.pth", "--imgsz=640"], "for --imgsz write the scale of Resize"),
+        (["trian", "a.py"], "no command 'trian'; did you mean 'train'?"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, message, capsys):

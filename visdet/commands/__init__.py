@@ -11,6 +11,7 @@ from typing import Any
 
 import visdet
 from visdet.command_line import check_installation, prepare_process, sort_names
+from visdet.near_names import did_you_mean
 
 __all__ = ["main"]
 
@@ -65,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_arguments(commands.add_parser(name, help=summary, **_described(text)))
     with contextlib.suppress(ImportError):  # The package argcomplete completes arguments in the shell.
         importlib.import_module("argcomplete").autocomplete(parser)
-    options, others = parser.parse_known_args(arguments or sys.argv[1:] or ["--help"])
+    given = arguments or sys.argv[1:] or ["--help"]
+    if not given[0].startswith("-") and given[0] not in modules:
+        near = did_you_mean(given[0], modules) or ". `visdet --help` lists them"
+        parser.error(f"there is no command {given[0]!r}{near}")
+    options, others = parser.parse_known_args(given)
     command = options.command
     if command != "doctor":  # It tells what is not installed.
         check_installation(f"visdet {command}")

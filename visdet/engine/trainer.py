@@ -347,7 +347,8 @@ class DetRunner(RunCheckpoints):
         call = _Call(fn_name, kwargs, list(self.hooks))
         self._calls.append(call)
         try:
-            with building(self.cfg, "default_hooks", "custom_hooks") if begins else nullcontext():
+            sections = ("default_hooks", "custom_hooks")
+            with building(self.cfg, *sections, messages_name_it=True) if begins else nullcontext():
                 while call.waiting:
                     call.of(call.waiting[0], self)
         finally:

@@ -33,12 +33,13 @@ _REFUSALS = (
 
 
 @contextmanager
-def building(cfg: Config, *sections: str) -> Iterator[None]:
+def building(cfg: Config, *sections: str, messages_name_it: bool = False) -> Iterator[None]:
     """Add a hint to an error of the block that names the part of the config it comes from.
 
     Args:
         cfg: the whole config.
         sections: the top-level keys that the block builds from.
+        messages_name_it: whether a UserError of the block names the part of the config itself, and needs no hint.
 
     Raises:
         InvalidTypeError: replaces Python's error on a keyword of the config.
@@ -56,7 +57,8 @@ def building(cfg: Config, *sections: str) -> Iterator[None]:
         if isinstance(error, _REFUSALS) and not isinstance(error, UserError) and _is_of_a_library(error):
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInputError(f"{place} cannot be built: {reason}") from error
-        add_hint(error, f"in the config: {place}")
+        if not (messages_name_it and isinstance(error, UserError)):
+            add_hint(error, f"in the config: {place}")
         raise
 
 

@@ -29,7 +29,7 @@ from mmengine.config import Config, ConfigDict
 from visdet.errors import ConfigError, add_hint, hints_of
 from visdet.files.yaml_text import load_yaml
 
-from .packaged import PACKAGE, did_you_mean, existing_config, named_like
+from .packaged import PACKAGE, did_you_mean, existing_config, find_config, named_like
 from .text import leaves
 
 _BASE = "_base_"
@@ -262,7 +262,13 @@ def _path_of_base(base: str, reader: str) -> tuple[str, str | None]:
     file, scope = Config._get_cfg_path(base, place)
     if not os.path.isfile(file):
         folder = Path(place).parent
-        near = [os.path.relpath(found, folder) for found in named_like(file, folder)]
+        packaged = PACKAGE + base.lstrip("./")
+        is_packaged = find_config(packaged) is not None
+        near = (
+            [packaged]
+            if is_packaged
+            else [os.path.relpath(path, folder) for path in named_like(file, folder)]
+        )
         raise ConfigError(
             f"config {_shown(reader)}: there is no base {file}. A path in {_BASE} is relative to the folder of the "
             f"file that it stands in{did_you_mean(near)}"

@@ -1,5 +1,9 @@
 """Names that people try for the arguments of functions, and what the argument is called here."""
 
+_SIZES = dict.fromkeys(
+    ("imgsz", "img_size", "image_size", "resolution"),
+    "the scale of Resize in the pipelines of the config; each model has a size of its own",
+)
 NAMES_OF_TRAINING = {
     **dict.fromkeys(
         ("epochs", "max_epochs", "num_epochs"), "train_cfg=dict(max_epochs=...), or epochs=... (--epochs)"
@@ -25,12 +29,17 @@ NAMES_OF_TRAINING = {
     **dict.fromkeys(("fp16", "half", "mixed_precision"), "amp=True (--amp)"),
     **dict.fromkeys(("dataset", "dataset_dir", "data_root"), "data=FOLDER (--data)"),
     **dict.fromkeys(("gpus", "devices", "device"), "device=... (--device), or torchrun for several GPUs"),
-    **dict.fromkeys(
-        ("imgsz", "img_size", "image_size", "resolution"),
-        "the scale of Resize in the pipelines of the config; each model has a size of its own",
-    ),
+    **_SIZES,
     "grad_accum_steps": "optim_wrapper=dict(accumulative_counts=...)",
     "patience": "custom_hooks=[dict(type='EarlyStoppingHook', ...)]",
+}
+NAMES_OF_TESTING = {
+    **_SIZES,
+    **dict.fromkeys(("batch", "batch_size", "bs"), "--cfg-options test_dataloader.batch_size=..."),
+    **dict.fromkeys(("workers", "num_workers"), "--cfg-options test_dataloader.num_workers=..."),
+    **dict.fromkeys(("weights", "checkpoint", "model"), "the checkpoint without an option"),
+    **dict.fromkeys(("output_dir", "project", "save_dir", "out_dir"), "--work-dir"),
+    **dict.fromkeys(("fp16", "half"), "--amp"),
 }
 NAMES_OF_DETECTING = {
     **dict.fromkeys(
