@@ -21,6 +21,7 @@ _MODULES = {
     "test": "visdet.commands.test",
     "infer": "visdet.commands.infer",
     "export": "visdet.commands.export",
+    "check-export": "visdet.commands.check_export",
     "inspect": "visdet.commands.inspect",
     "benchmark": "visdet.commands.benchmark",
     "configs": "visdet.commands.configs",

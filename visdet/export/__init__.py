@@ -20,7 +20,14 @@ from visdet.train_extra import require_train_extra
 require_train_extra("visdet.export")
 
 __all__, __getattr__, __dir__ = lazy_names(
-    __name__, {"errors": ["ExportError"], "package": ["Package"], "program": ["Program"], "run": ["export"]}
+    __name__,
+    {
+        "errors": ["ExportError"],
+        "package": ["Package"],
+        "program": ["Program"],
+        "reference": ["Reference"],
+        "run": ["export"],
+    },
 )
 
 

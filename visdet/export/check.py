@@ -90,11 +90,15 @@ class Differences:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return |a - b| relative to the largest number. Equal infinite numbers and two NaN are equal."""
+    """Return |a - b| relative to the largest number."""
+    finite = np.abs(a[np.isfinite(a)].astype(np.float64))
+    return distance(a, b, max(1.0, float(finite.max())) if finite.size else 1.0)
+
+
+def distance(a: np.ndarray, b: np.ndarray, scale: Any) -> np.ndarray:
+    """Return |a - b| / scale. Equal infinite numbers and two NaN are equal."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    finite = np.abs(a)[np.isfinite(a)]
-    scale = max(1.0, float(finite.max())) if finite.size else 1.0
     with np.errstate(invalid="ignore"):
         distance = np.where(same, 0.0, np.abs(a - b) / scale)
     return np.where(np.isnan(distance), np.inf, distance)
