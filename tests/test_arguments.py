@@ -21,7 +21,16 @@ from visdet.checks.arguments import (
 )
 from visdet.errors import UserError
 from visdet.models import DINO, FocalLoss, L1Loss
-from visdet.registry import DATA_SAMPLERS, HOOKS, METRICS, MODELS, TASK_UTILS, TRANSFORMS
+from visdet.registry import (
+    DATA_SAMPLERS,
+    DATASETS,
+    HOOKS,
+    METRICS,
+    MODELS,
+    TASK_UTILS,
+    TRANSFORMS,
+    VISUALIZERS,
+)
 
 
 class Base:
@@ -193,6 +202,21 @@ def test_every_registry_checks(registry, config, message):
         (MODELS, dict(type="DetDataPreprocessor", pad_seg=False, seg_pad_value=255, batch_augments=None)),
         (MODELS, dict(type="CrossEntropyLoss", ignore_index=None, avg_non_ignore=False)),
         (METRICS, dict(type="CocoMetric", sort_categories=False, use_mp_eval=True)),
+        (TRANSFORMS, dict(type="FilterAnnotations", by_box=True, by_mask=False, min_gt_mask_area=1)),
+        (TRANSFORMS, dict(type="RandomFlip", prob=0.5, swap_seg_labels=None)),
+        (MODELS, dict(type="ChannelMapper", in_channels=[8], out_channels=8, conv_cfg=None)),
+        (MODELS, dict(type="ResNet", depth=18, base_channels=4, deep_stem=False, stage_with_dcn=[False] * 4)),
+        (
+            MODELS,
+            dict(
+                **dict(type="SwinTransformer", embed_dims=4, depths=(1,), num_heads=(1,), strides=(4,)),
+                **dict(out_indices=(0,), use_abs_pos_embed=False, pretrained=None),
+            ),
+        ),
+        (TASK_UTILS, dict(type="FocalLossCost", binary_input=False)),
+        (DATASETS, dict(type="CocoDataset", lazy_init=True, seg_map_suffix=".png", proposal_file=None)),
+        (HOOKS, dict(type="DetVisualizationHook", backend_args=None)),
+        (VISUALIZERS, dict(type="DetLocalVisualizer", bbox_color=None, alpha=0.8)),
     ],
 )
 def test_arguments_of_mmdet_without_effect_here_are_accepted(registry, config):
@@ -215,6 +239,7 @@ def test_arguments_of_mmdet_without_effect_here_are_accepted(registry, config):
         (TRANSFORMS, dict(type="LoadAnnotations", with_seg=True), "with_seg must be False.* got True"),
         (MODELS, dict(type="DetDataPreprocessor", batch_augments=[]), "batch_augments must be None"),
         (MODELS, dict(type="CrossEntropyLoss", ignore_index=255), "ignore_index must be None"),
+        (MODELS, dict(type="ResNet", depth=18, dcn=dict(type="DCN")), "dcn must be None"),
         (TASK_UTILS, dict(type="HungarianAssigner", cls_cost={}), r"write match_costs=\[dict"),
     ],
 )

@@ -34,7 +34,7 @@ ALLOWED = {
         "option_values",
         "restricted_load",
     },
-    "visualization": {"structures", "files", "registry", "errors"},
+    "visualization": {"structures", "checks", "files", "registry", "errors"},
     "export": {
         *("ops", "models", "engine", "structures", "execution", "files", "checks"),
         *("registry", "errors", "lazy_names", "__version__"),

@@ -12,7 +12,7 @@ from mmengine.dataset import BaseDataset
 from mmengine.fileio import get_file_backend
 from mmengine.logging import print_log
 
-from visdet.checks.arguments import checked
+from visdet.checks.arguments import also_takes, checked
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, MissingFileError, listed, where_to_get
 from visdet.files.images import open_image, sizes_of
@@ -96,6 +96,7 @@ class CocoDataset(BaseDataset):
 
     METAINFO = {"classes": COCO_CLASSES}
 
+    @also_takes(seg_map_suffix=..., proposal_file=None, caption_prompt=None, file_client_args=None)
     def __init__(
         self,
         ann_file: str = "",

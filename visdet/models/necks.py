@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from visdet.checks.arguments import also_takes
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
@@ -38,6 +39,7 @@ class ChannelMapper(BaseModule):
     Source: names and defaults are mmdet's.
     """
 
+    @also_takes(conv_cfg=None)
     def __init__(
         self,
         in_channels: list[int] | tuple[int, ...],

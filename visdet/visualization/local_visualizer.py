@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from mmengine.structures import InstanceData
 
+from visdet.checks.arguments import also_takes
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import class_palette
@@ -40,6 +41,7 @@ class DetLocalVisualizer(SampleVisualizer):
     captions: ClassVar[tuple[str, ...]] = ("ground truth", "prediction")
     sheet_columns: ClassVar[int] = 2
 
+    @also_takes(bbox_color=None, text_color=..., mask_color=..., alpha=...)
     def __init__(
         self,
         name: str = "visualizer",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torchvision.transforms.v2 import functional as F
 
-from visdet.checks.arguments import Above0, Positive, Range, Share, checked_value
+from visdet.checks.arguments import Above0, Positive, Range, Share, also_takes, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
@@ -180,6 +180,7 @@ class RandomFlip(BaseTransform):
     Source: mmcv's RandomFlip.
     """
 
+    @also_takes(swap_seg_labels=...)
     def __init__(
         self, prob: Share | Sequence[Share], direction: _Direction | Sequence[_Direction] = "horizontal"
     ) -> None:

@@ -160,6 +160,7 @@ class LoadAnnotations(BaseTransform):
 
     @also_takes(
         with_seg=False,
+        with_keypoints=False,
         box_type="hbox",
         reduce_zero_label=False,
         poly2mask=...,
@@ -213,6 +214,7 @@ class FilterAnnotations(BaseTransform):
 
     keeps_size = True
 
+    @also_takes(by_box=True, by_mask=False, min_gt_mask_area=...)
     def __init__(
         self, min_gt_bbox_wh: float | tuple[float, float] = (1.0, 1.0), keep_empty: bool = True
     ) -> None:

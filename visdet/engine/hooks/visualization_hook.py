@@ -9,6 +9,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.structures import BaseDataElement
 
+from visdet.checks.arguments import also_takes
 from visdet.registry import HOOKS
 
 from ..checkpoints.score_thresholds import (
@@ -54,6 +55,7 @@ class DetVisualizationHook(Hook):
     Source: mmdet's hook of the same name; ``num_val_pictures`` is ours.
     """
 
+    @also_takes(backend_args=None, file_client_args=None)
     def __init__(
         self,
         draw: bool = False,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from visdet.checks.arguments import Range
+from visdet.checks.arguments import Range, also_takes
 from visdet.errors import InvalidInputError
 from visdet.execution.capture import keeps_activations
 from visdet.ops.tracing import is_traced
@@ -232,6 +232,7 @@ class ResNet(Backbone):
         152: (_bottleneck_convs, 4, (3, 8, 36, 3)),
     }
 
+    @also_takes(deep_stem=False, avg_down=False, conv_cfg=None, dcn=None, stage_with_dcn=..., plugins=None)
     def __init__(
         self,
         depth: Literal[18, 34, 50, 101, 152],

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visdet.checks.arguments import also_takes
 from visdet.errors import InvalidInputError
 from visdet.execution.capture import keeps_tables, recomputed
 from visdet.registry import MODELS
@@ -211,6 +212,7 @@ class SwinTransformer(Backbone):
     Source: Liu et al., Swin Transformer, ICCV 2021; keywords and parameter names are mmdet's.
     """
 
+    @also_takes(use_abs_pos_embed=False, pretrained=None)
     def __init__(
         self,
         pretrain_img_size: int | Sequence[int] = 224,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from visdet.checks.arguments import with_other_names
+from visdet.checks.arguments import also_takes, with_other_names
 from visdet.registry import TASK_UTILS, built
 
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
@@ -40,6 +40,7 @@ class FocalLossCost(MatchCost):
     Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
     """
 
+    @also_takes(binary_input=False)
     def __init__(
         self, alpha: float = 0.25, gamma: float = 2.0, eps: float = 1e-12, weight: float = 1.0
     ) -> None:
