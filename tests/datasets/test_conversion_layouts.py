@@ -85,6 +85,26 @@ LAYOUTS = {
         {"images/0.png": None, "labels/0.txt": LINE, "labels/classes.txt": "bolt".encode("utf-16")},
         "train",
     ),
+    "CVAT": (
+        {"obj_valid_data/0.png": None, "obj_valid_data/0.txt": LINE, "obj.names": "bolt\n", "obj.data": "x"},
+        "val",
+    ),
+    "folders with a capital": (
+        {"Images/0.PNG": None, "Labels/0.txt": LINE, "data.yaml": "train: Images\nnames: [bolt]"},
+        "train",
+    ),
+    "outline with a score": (
+        yolo("images/0.png") | {"labels/0.txt": "0 0.4 0.375 0.6 0.375 0.6 0.625 0.4 0.625 0.9"},
+        "train",
+    ),
+    "box with a score": (yolo("images/0.png") | {"labels/0.txt": LINE.strip() + " 0.9"}, "train"),
+    "hidden files, yolo": (
+        yolo("images/0.png") | {"images/._0.png": b"\0\5\26\7", ".ipynb_checkpoints/0-checkpoint.png": b"x"},
+        "train",
+    ),
+    "hidden files, voc": ({"0.png": None, "0.xml": VOC.format("0.png"), "._0.xml": b"\0\5\26\7"}, "train"),
+    "hidden files, coco": ({"0.png": None, "a.json": ["0.png"], "._a.json": b"\0\5\26\7"}, "train"),
+    "voc, UTF-16": ({"0.png": None, "0.xml": VOC.format("0.png").encode("utf-16")}, "train"),
     "labelImg, one folder": ({"val/0.png": None, "val/0.txt": LINE, "val/classes.txt": "bolt\n"}, "val"),
     "labels beside images": (
         {"all/0.png": None, "all/0.txt": LINE, "data.yaml": "names: {0: bolt}"},
@@ -117,7 +137,9 @@ LAYOUTS = {
 def test_a_picture_is_found_and_has_its_split(tmp_path, files, split):
     write(tmp_path, files)
     (picture,) = [name for name, content in files.items() if content is None]
-    assert converted(tmp_path)[0] == {split: [picture]}
+    found, left_out = converted(tmp_path)
+    assert found == {split: [picture]}
+    assert not left_out or left_out[-1] == "left out 0 of 1 pictures and 0 of 1 boxes, and 1 other things"
 
 
 TABLES = {

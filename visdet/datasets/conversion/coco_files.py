@@ -5,7 +5,7 @@ from pathlib import Path
 
 from visdet.structures.coco_json import load_coco_json, read_json
 
-from .source import Picture, Source
+from .source import Picture, Source, files_below
 
 MAKER = "visdet convert"
 _KEPT = ("area", "iscrowd", "ignore")
@@ -18,7 +18,7 @@ def is_ours(file: Path) -> bool:
 
 def read_coco(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all COCO files. Beside instances_*.json, the captions and key points are left out."""
-    files = [file for file in sorted(source.root.rglob("*.json")) if not is_ours(file)]
+    files = [file for file in files_below(source.root, "*.json") if not is_ours(file)]
     instances = [file for file in files if file.stem.startswith("instances")]
     for file in files:
         if instances and file not in instances:

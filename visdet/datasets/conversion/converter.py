@@ -14,7 +14,7 @@ from visdet.files.writing import write_atomically
 
 from .coco_files import MAKER, is_ours, read_coco
 from .csv_tables import read_csv
-from .source import Picture, Source
+from .source import Picture, Source, files_below
 from .voc import read_voc
 from .yolo import lists_of_classes, read_yolo, yolo_tables
 
@@ -89,11 +89,11 @@ def _kind_of(root: Path) -> str:
     if yolo_tables(root):
         return "yolo"
     for kind, pattern in (("voc", "*.xml"), ("csv", "*.csv")):
-        if next(root.rglob(pattern), None):
+        if files_below(root, pattern):
             return kind
     if lists_of_classes(root):
         return "yolo"
-    if next(root.rglob("*.json"), None):
+    if files_below(root, "*.json"):
         return "coco"
     raise InvalidInputError(
         f"{root} has none of data.yaml and classes.txt (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"

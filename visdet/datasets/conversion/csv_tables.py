@@ -4,7 +4,7 @@ import csv
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .source import Picture, Source, checked_corners, text_of
+from .source import Picture, Source, checked_corners, files_below, text_of
 
 _COLUMNS = {
     "image": ("image", "filename", "image_path", "file", "path", "file_name", "image_id"),
@@ -19,7 +19,7 @@ _SIZES = (("width", "image_width", "img_width"), ("height", "image_height", "img
 
 def read_csv(source: Source) -> Iterator[Picture]:
     """Yield the pictures of all tables."""
-    for file in sorted(source.root.rglob("*.csv")):
+    for file in files_below(source.root, "*.csv"):
         with source.left_out.counted(source.left_out.others, str(file)):
             yield from _pictures(file, source)
 

@@ -153,9 +153,18 @@ class Source:
         return split_of(file.relative_to(self.root).parent) if file.is_relative_to(self.root) else ""
 
 
+def files_below(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a pattern in a folder and below it.
+
+    Hidden ones are left out, such as those that macOS and Jupyter put beside the files of a person.
+    """
+    found = sorted(folder.rglob(pattern))
+    return [path for path in found if "/." not in f"/{path.relative_to(folder)}"]
+
+
 def pictures_below(folder: Path) -> list[Path]:
     """Return the image files in a folder and below it."""
-    return [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in PICTURE_SUFFIXES]
+    return [path for path in files_below(folder, "*") if path.suffix.lower() in PICTURE_SUFFIXES]
 
 
 def split_of(path: PurePath) -> str:

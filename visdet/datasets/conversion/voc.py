@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from visdet.files.images import PICTURE_SUFFIXES
 
-from .source import Picture, Source, checked_corners, text_of
+from .source import Picture, Source, checked_corners, files_below, text_of
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -18,7 +18,7 @@ def read_voc(source: Source) -> Iterator[Picture]:
     for split in ("test", "val", "train"):
         for file in source.root.glob(f"**/ImageSets/Main/{split}.txt"):
             split_of_stem |= dict.fromkeys(text_of(file).split(), split)
-    for file in sorted(source.root.rglob("*.xml")):
+    for file in files_below(source.root, "*.xml"):
         with source.left_out.counted(source.left_out.pictures, str(file)):
             yield _picture(file, split_of_stem.get(file.stem) or source.file_split(file), source)
 

@@ -10,12 +10,12 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
-from .source import Picture, Source, checked_corners, pictures_below, text_of
+from .source import Picture, Source, checked_corners, files_below, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
-_CLASSES = "classes.txt"
-_LABELS = ("labels", "annotations")  # the folders beside images; supervision's examples have the second one
+_CLASSES = ("classes.txt", "obj.names")
+_LABELS = ("labels", "annotations", "Labels")  # beside images; supervision's examples have the second one
 _LEAST_OF_OUTLINE = 6  # numbers of an outline of three points
 
 
@@ -26,8 +26,8 @@ def yolo_tables(root: Path) -> list[Path]:
 
 
 def lists_of_classes(root: Path) -> list[Path]:
-    """Return the classes.txt that Label Studio and labelImg write instead of data.yaml, a line for each class."""
-    files = sorted(root.rglob(_CLASSES))
+    """Return the files with a line for each class that Label Studio, labelImg and CVAT write instead of data.yaml."""
+    files = [file for name in _CLASSES for file in files_below(root, name)]
     if len({text_of(file).strip() for file in files}) > 1:
         raise InvalidInputError(f"{listed(files, 3)} differ; write data.yaml with the names of all classes")
     return files
@@ -51,13 +51,13 @@ def read_yolo(source: Source) -> Iterator[Picture]:
         yield picture
     # The images of labels that data.yaml does not name are counted as images without annotations.
     stems = {path.stem for path in source.pictures}
-    for file in sorted(source.root.rglob("labels/**/*.txt")):
-        if file.resolve() not in read and file.stem not in stems and file.name != _CLASSES:
+    for file in files_below(source.root, "[Ll]abels/**/*.txt"):
+        if file.resolve() not in read and file.stem not in stems and file.name not in _CLASSES:
             source.left_out.pictures[f"{file} is of no image of a split"] += 1
 
 
 def _content_of(table: Path) -> dict[str, Any]:
-    if table.name == _CLASSES:
+    if table.name in _CLASSES:
         return {"names": [line.strip() for line in text_of(table).strip().splitlines()]}
     try:
         with reading(str(table)):
@@ -118,8 +118,9 @@ def _label_of(image: Path) -> Path:
     """Return the file of the boxes of an image, which is beside it or in a folder beside that of the images."""
     places = [image.with_suffix(".txt")]
     parts = list(image.with_suffix(".txt").parts)
-    if _IMAGES in parts[:-1]:
-        last = max(position for position, part in enumerate(parts[:-1]) if part == _IMAGES)
+    folders = [position for position, part in enumerate(parts[:-1]) if part.lower() == _IMAGES]
+    if folders:
+        last = folders[-1]
         places = [Path(*parts[:last], name, *parts[last + 1 :]) for name in _LABELS] + places
     return next((place for place in places if place.is_file()), places[0])
 
@@ -137,6 +138,7 @@ def _boxes(
                 corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
                 # A box encloses an outline, and stands before key points.
                 if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
-                    xs, ys = values[::2], values[1::2]
+                    ys = values[1::2]  # A number after the last pair is a score.
+                    xs = values[: 2 * len(ys) : 2]
                     corners = [min(xs), min(ys), max(xs), max(ys)]
                 yield str(names[int(kind)]), checked_corners(corners), {}
