@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
+from safetensors.torch import save_file
 from toy_run import losses, toy_runner, train
 
 from visdet.engine import (
@@ -186,13 +187,15 @@ def test_an_error_of_a_real_disk_is_no_damage():
         read_checkpoint("/proc/self/mem")
 
 
-def test_every_cut_of_a_checkpoint_is_noticed(tmp_path):
-    write_checkpoint({"optimizer": {}, "w": torch.arange(2000.0)}, tmp_path / "whole.pth")
-    whole = (tmp_path / "whole.pth").read_bytes()
-    for length in range(0, len(whole), 611):
-        (tmp_path / "cut.pth").write_bytes(whole[:length])
-        with pytest.raises(DamagedCheckpointError, match="cannot be read"):
-            read_checkpoint(tmp_path / "cut.pth")
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_every_cut_of_a_checkpoint_is_noticed(tmp_path, suffix):
+    path, weights = tmp_path / f"a.{suffix}", {"w": torch.arange(2000.0)}
+    write_checkpoint(weights, path) if suffix == "pth" else save_file(weights, path)
+    whole = path.read_bytes()
+    for length in (*range(0, len(whole), 611), len(whole) - 4):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpointError, match=rf"a\.{suffix} .*cannot be read"):
+            read_checkpoint(path)
 
 
 def test_a_missing_checkpoint_names_what_is_there(tmp_path):

@@ -75,7 +75,6 @@ def train(model, wrapper, steps=6, change=None):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_updates_are_those_without_graphs(name, recorded):
-    plain, graphed = (wrapped(layers(), *OPTIMIZERS[name]) for _ in range(2))
     models = [layers(), layers()]
     plain, graphed = (wrapped(model, *OPTIMIZERS[name]) for model in models)
     graphed.replay = recorded

@@ -25,12 +25,8 @@ class SignalAt(Hook):
     def __init__(self, number: int, at: int, stage: str = "train") -> None:
         self.number, self.at, self.stage = number, at, stage
 
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        if self.stage == "train" and runner.iter == self.at:
-            os.killpg(0, self.number)
-
-    def before_val_iter(self, runner, batch_idx, data_batch=None):
-        if self.stage == "val" and runner.iter == self.at:
+    def _before_iter(self, runner, batch_idx, data_batch=None, mode="train"):
+        if mode == self.stage and runner.iter == self.at:
             os.killpg(0, self.number)
 
 

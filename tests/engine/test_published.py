@@ -1,6 +1,5 @@
 """Weights of other projects: of transformers, compared by outputs, and of original implementations, by their names."""
 
-import json
 import re
 from pathlib import Path
 
@@ -195,14 +194,3 @@ def test_published_weights_belong_to_configs_and_are_listed():
     page = (Path(__file__).parents[2] / "docs" / "model_zoo.md").read_text()
     for name, (config, address) in PUBLISHED.items():
         assert f"| [`{name}`]({address}) | `{config}` |" in page
-
-
-def test_a_safetensors_file_that_is_cut_short_is_named(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"a.weight": torch.ones(3)}, tmp_path / "m.safetensors")
-    content = (tmp_path / "m.safetensors").read_bytes()
-    assert json.loads(content[8 : 8 + content[0]])["a.weight"]["shape"] == [3]
-    (tmp_path / "cut.safetensors").write_bytes(content[:-4])
-    with pytest.raises(CheckpointError, match=r"cut\.safetensors .* cannot be read"):
-        read_checkpoint(tmp_path / "cut.safetensors")

@@ -85,17 +85,15 @@ def test_a_checkpoint_that_a_hook_saves_is_complete(tmp_path, capsys, options):
 @pytest.mark.parametrize("moment", ["after_train_iter", "after_val_epoch"])
 def test_a_hook_need_not_say_what_is_done(tmp_path, moment):
     """mmengine's default, by_epoch=True, would count an epoch more and an iteration less."""
+    hook = Hook()
 
-    class Saves(Hook):
-        pass
-
-    def save(self, runner, *args, **kwargs):
+    def save(runner, **_):
         if runner.iter == 10:
             runner.save_checkpoint(str(tmp_path), "own.pth")
 
-    setattr(Saves, moment, save)
+    setattr(hook, moment, save)
     runner = toy_runner(tmp_path / "whole")
-    runner.register_hook(Saves())
+    runner.register_hook(hook)
     runner.train()
     rest = train(tmp_path / "rest", resume=str(tmp_path / "own.pth"))
     assert losses(rest) == {step: loss for step, loss in losses(runner).items() if step >= min(losses(rest))}
@@ -324,12 +322,14 @@ def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
 
 
 def test_a_hook_that_stops_a_run_lets_it_validate(tmp_path):
-    class Stop(Hook):
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            runner.train_loop.stop_training = runner.iter + 1 == 3
+    hook = Hook()
 
+    def stop(runner, **_):
+        runner.train_loop.stop_training = runner.iter + 1 == 3
+
+    hook.after_train_iter = stop
     runner = toy_runner(tmp_path)
-    runner.register_hook(Stop())
+    runner.register_hook(hook)
     runner.train()
     assert runner.iter == 3 and len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == 1
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from visdet.engine import ConfigError
-from visdet.engine.inference.dump_detections import DumpDetections
 from visdet.engine.inference.sample_json import record_of
 from visdet.structures import DrivingDataSample, FieldDataSample
 
@@ -77,11 +76,3 @@ def test_fields_and_detections_that_are_not_finite():
     image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([torch.inf]), "labels": torch.tensor([0])}
     with pytest.raises(ValueError, match=r"image a\.jpg: scores must be finite"):
         record_of({"img_path": "a.jpg", "ori_shape": (4, 5), "pred_instances": image}, META)
-
-
-def test_a_file_of_them(tmp_path):
-    metric = DumpDetections(str(tmp_path / "frames.json"))
-    metric.dataset_meta = META
-    metric.process({}, [driving_sample().to_dict()])
-    assert metric.evaluate(1) == {}
-    assert [frame["token"] for frame in json.loads((tmp_path / "frames.json").read_text())] == ["t0"]

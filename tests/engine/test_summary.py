@@ -9,18 +9,16 @@ from visdet.errors import ConfigError
 
 def test_parameters_and_flops_of_a_detector():
     cfg, _ = load_config("deformable_detr/deformable-detr_shapes", {"model.encoder.num_layers": 1})
-    rows = {line.split()[0]: line.split()[1:] for line in model_summary(cfg, (64, 96)).splitlines()}
-    assert rows["part"] == ["parameters", "trained", "FLOPs"]
-    numbers = {name: row for name, row in rows.items() if len(row) == 4}
-    counts = {name: int(row[0].replace(",", "")) for name, row in numbers.items()}
+    head, *rows, last = (line.split() for line in model_summary(cfg, (64, 96)).splitlines())
+    assert head == ["part", "parameters", "trained", "FLOPs"] and "64 x 96 pixels" in " ".join(last)
+    counts = {name: int(total.replace(",", "")) for name, total, *_ in rows}
+    flops = {name: float(number) for name, _, _, number, _ in rows}
     level_embed = 3 * 96  # belongs to no part
     assert counts.pop("all") == sum(counts.values()) + level_embed
-    parts = sum(float(row[2]) for name, row in numbers.items() if name != "all")
-    assert parts == pytest.approx(float(numbers["all"][2]), abs=0.01) and parts > 0.1
+    assert flops.pop("all") == pytest.approx(sum(flops.values()), abs=0.01) and sum(flops.values()) > 0.1
     # A neck of 1x1 convolutions on maps of 8x12, 4x6 and 2x3, two operations for each weight and place.
     neck = 2 * 96 * (64 * 96 + 128 * 24 + 256 * 6) / 1e9
-    assert float(numbers["neck"][2]) == pytest.approx(neck, abs=6e-4)
-    assert "64 x 96 pixels" in model_summary(cfg, (64, 96))
+    assert flops["neck"] == pytest.approx(neck, abs=6e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*no .* file")
