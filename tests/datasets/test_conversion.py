@@ -74,17 +74,17 @@ def one_csv(root, separator=","):
 def coco(root):
     categories = [
         dict(id=0, name="parts", supercategory="none"),
-        dict(id=1, name="bolt", supercategory="parts"),
-        dict(id=2, name="nut"),
+        dict(id=17, name="bolt", supercategory="parts"),
+        dict(id=4, name="nut"),
     ]
     boxes = [
-        dict(id=1, image_id=0, category_id=1, bbox=[10, 20, 30, 40]),
-        dict(id=2, image_id=0, category_id=2, bbox=[0, 0, 9, 9], iscrowd=1),
+        dict(id=1, image_id=0, category_id=17, bbox=[10, 20, 30, 40]),
+        dict(id=2, image_id=0, category_id=4, bbox=[0, 0, 9, 9], iscrowd=1),
     ]
     images = [dict(id=k, file_name=name, width=100, height=80) for k, name in enumerate(("a.png", "b.png"))]
     for split in ("train", "valid"):
         pictures(root / split, "a.png", "b.png")
-        rows = [*boxes, dict(id=3, image_id=9, category_id=1, bbox=[1, 1, 2, 2])]
+        rows = [*boxes, dict(id=3, image_id=9, category_id=17, bbox=[1, 1, 2, 2])]
         content = dict(categories=categories, images=images, annotations=rows)
         write(root / split / "_annotations.coco.json", json.dumps(content))
 
@@ -112,6 +112,7 @@ def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out)
     with_boxes = max(contents.values(), key=lambda content: len(content["annotations"]))
     names = {category["id"]: category["name"] for category in with_boxes["categories"]}
     assert sorted(names.values()) == ["bolt", "nut"]
+    assert set(names) == ({17, 4} if make is coco else {1, 2}), "COCO's category ids stay"
     first, second = with_boxes["annotations"]
     assert (names[first["category_id"]], first["bbox"]) == ("bolt", pytest.approx([10, 20, 30, 40]))
     assert (names[second["category_id"]], second["bbox"]) == ("nut", pytest.approx([0, 0, 9, 9]))

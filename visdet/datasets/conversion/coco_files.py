@@ -34,6 +34,8 @@ def read_coco(source: Source) -> Iterator[Picture]:
 def _pictures(file: Path, source: Source) -> Collection[Picture]:
     content = load_coco_json(str(file))
     label_of = {category["id"]: category["name"] for category in content["categories"]}
+    for number, name in label_of.items():
+        source.numbers.setdefault(name, number)
     used = {label_of.get(annotation["category_id"]) for annotation in content["annotations"]}
     groups = {category.get("supercategory") for category in content["categories"]} - used
     for name in label_of.values():

@@ -32,8 +32,9 @@ def convert(
 ) -> tuple[list[Path], list[str]]:
     """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
 
-    Paths of images are relative to ``root``. Boxes are written as they are, also beyond their image. The split of an
-    image is that of its table, or that which one of its folders says; its own name says nothing.
+    Paths of images are relative to ``root``. The category ids of COCO files stay. Boxes are written as they are, also
+    beyond their image. The split of an image is that of its table, or that which one of its folders says; its own name
+    says nothing.
 
     Args:
         root: the folder of the data set. out: the folder to write to.
@@ -71,8 +72,11 @@ def convert(
         )
     splits = _by_split(sized, val_share)
     names = source.names or _names_in(pictures)
+    numbers = {name: source.numbers.get(name) for name in names}
+    if len({number for number in numbers.values() if isinstance(number, int)}) < len(names):
+        numbers = {name: number for number, name in enumerate(names, start=1)}
     texts = {
-        out / f"{split}.json": json.dumps(_coco(images, names, root)) for split, images in splits.items()
+        out / f"{split}.json": json.dumps(_coco(images, numbers, root)) for split, images in splits.items()
     }
     for file in texts:
         if file.exists() and not is_ours(file):
@@ -149,8 +153,8 @@ def _by_split(pictures: Iterable[_Sized], val_share: float) -> dict[str, list[_S
     return splits
 
 
-def _coco(images: list[_Sized], names: list[str], root: Path) -> dict[str, Any]:
-    """Return the content of a COCO file."""
+def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path) -> dict[str, Any]:
+    """Return the content of a COCO file. ``numbers`` are the category ids of the classes."""
     rows: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for picture, (width, height) in images:
@@ -162,12 +166,12 @@ def _coco(images: list[_Sized], names: list[str], root: Path) -> dict[str, Any]:
             annotation = {
                 "id": len(annotations) + 1,
                 "image_id": len(rows),
-                "category_id": names.index(label) + 1,
+                "category_id": numbers[label],
                 "bbox": [x1 * x_scale, y1 * y_scale, w, h],
                 "area": w * h,
                 "iscrowd": 0,
             }
             annotations.append(annotation | others)
-    categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    categories = [{"id": number, "name": name} for name, number in numbers.items()]
     info = {"description": MAKER}
     return {"info": info, "categories": categories, "images": rows, "annotations": annotations}

@@ -85,12 +85,14 @@ class Source:
 
     Attributes:
         root: the folder. names: the classes in the order that the data set gives them, if it does.
+        numbers: the category ids that the data set gives its classes.
         left_out: what of the data set cannot be read.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.names: list[str] = []
+        self.numbers: dict[str, int] = {}
         self.left_out = LeftOut()
 
     @cached_property
