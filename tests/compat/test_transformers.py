@@ -105,7 +105,7 @@ def to_device(values, device):
     return values.to(device) if hasattr(values, "to") else values
 
 
-@pytest.mark.parametrize("name", ["deformable_detr", "rt_detr_v2"])
+@pytest.mark.parametrize("name", ["deformable_detr", "rt_detr", "rt_detr_v2", "grounding_dino"])
 def test_training_is_bit_equal_between_runs(name, device, monkeypatch):
     steps = 200 if CHECKS_ALL or device == "cuda" else 12
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it

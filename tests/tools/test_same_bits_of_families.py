@@ -1,0 +1,71 @@
+"""Deterministic runs of each family, from files, are equal whatever the number of workers."""
+
+import pytest
+import torch
+from small_driving import small_config
+from toolbox import ROOT, succeed_here
+
+from visdet.datasets import make_shapes
+
+SHAPES = """
+_base_ = [{base!r}]
+images = dict(data_root={root!r}, generator={generator!r})
+train_dataloader = dict(batch_size=2, dataset=images)
+custom_hooks = []
+"""
+GENERATOR = {"num_train": 8, "num_val": 2, "image_size": 64}
+NO_VALIDATION = (
+    "val_dataloader=None",
+    "val_cfg=None",
+    "val_evaluator=None",
+    "default_hooks.checkpoint.save_best=None",
+)
+SMALL_FIELD = (
+    "model.num_gaussians=20",
+    "train_dataloader.batch_size=512",
+    "train_dataloader.dataset.synthetic.size=16",
+)
+
+
+def small_shapes(folder, base):
+    root = f"{make_shapes(folder / 'shapes', **GENERATOR)}/"
+    config = folder / "small_shapes.py"
+    config.write_text(SHAPES.format(base=str(ROOT / f"configs/{base}.py"), root=root, generator=GENERATOR))
+    return config
+
+
+FAMILIES = {
+    "deformable_detr": lambda folder: small_shapes(folder, "deformable_detr/deformable-detr_shapes"),
+    "dino": lambda folder: small_shapes(folder, "dino/dino_shapes"),
+    "sparsedrive-1": lambda folder: small_config(folder, 1),
+    "sparsedrive-2": lambda folder: small_config(folder, 2, load_from=None),
+    "gaussian_field": lambda _: "gaussian_field/gaussian-field_synthetic",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize("iterations", [2, pytest.param(100, marks=pytest.mark.cuda)], ids=["short", "cuda"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_runs_are_equal(family, iterations, tmp_path, monkeypatch, capsys):
+    config = FAMILIES[family](tmp_path)
+    options = (
+        *NO_VALIDATION,
+        f"default_hooks.checkpoint.interval={iterations}",
+        "default_hooks.logger.interval=1",
+    )
+    options += SMALL_FIELD if family == "gaussian_field" else ()
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for run, workers in zip(runs, (0, 2), strict=True):
+        length = ("--iters", iterations, "--workers", workers, "--deterministic")
+        succeed_here(
+            monkeypatch, capsys, "train", config, *length, "--work-dir", run, "--cfg-options", *options
+        )
+    said = succeed_here(monkeypatch, capsys, "compare", *runs)
+    assert f"iter_{iterations}.pth: equal" in said
