@@ -4,14 +4,15 @@ from itertools import zip_longest
 from typing import Any
 
 from mmengine.hooks import Hook
-from torch.utils.data import Dataset
 
-from visdet.checks.heads import classes_of_heads
+from visdet.checks.heads import check_heads
 from visdet.registry import HOOKS
 
 from ..errors import ConfigError
 from ..optim.wrappers import unwrapped
 from .driving_data_check import check_driving_data
+
+_ADVICE = ". Set model.{head}.num_classes={count}, or name the classes to train on in the data set's metainfo"
 
 
 @HOOKS.register_module()
@@ -31,26 +32,22 @@ class NumClassCheckHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Check the data sets of the loops that have been built."""
         model = unwrapped(runner.model)
-        heads = classes_of_heads(model)
-        datasets = {}
+        lists = {}
         for loader_name in ("train", "val", "test"):
             loop = getattr(runner, f"_{loader_name}_loop")
             if hasattr(loop, "dataloader"):
                 section = f"{loader_name}_dataloader"
-                dataset = datasets[section] = loop.dataloader.dataset
+                dataset = loop.dataloader.dataset
                 check_driving_data(model, section, dataset)
-                for head_name, num_classes in heads.items():
-                    _compare(head_name, num_classes, section, dataset)
-        _compare_lists(datasets)
+                classes = (getattr(dataset, "metainfo", None) or {}).get("classes")
+                if classes is not None:
+                    lists[section] = tuple(classes)
+                    check_heads(model, classes, f"{section}.dataset ({type(dataset).__name__}) has", _ADVICE)
+        _compare_lists(lists)
 
 
-def _compare_lists(datasets: dict[str, Any]) -> None:
+def _compare_lists(lists: dict[str, tuple[str, ...]]) -> None:
     """Check that every label names the same class in all data sets of a run."""
-    lists = {
-        name: tuple(dataset.metainfo["classes"])
-        for name, dataset in datasets.items()
-        if (getattr(dataset, "metainfo", None) or {}).get("classes") is not None
-    }
     for name, classes in lists.items():
         first_name, first = next(iter(lists.items()))
         if differing := [label for label, (a, b) in enumerate(zip_longest(first, classes)) if a != b]:
@@ -61,18 +58,3 @@ def _compare_lists(datasets: dict[str, Any]) -> None:
                 f"is {here!r} in the former and {there!r} in the latter ({len(first)} and {len(classes)} classes). "
                 "Give both the same metainfo.classes in the same order"
             )
-
-
-def _compare(head_name: str, num_classes: int, loader_name: str, dataset: Dataset) -> None:
-    classes = (getattr(dataset, "metainfo", None) or {}).get("classes")
-    if classes is None:
-        return
-    count = len(classes)
-    if count == num_classes:
-        return
-    shown = ", ".join(classes[:6]) + (", ..." if count > 6 else "")
-    raise ConfigError(
-        f"model.{head_name}.num_classes is {num_classes}, but {loader_name}.dataset ({type(dataset).__name__}) has "
-        f"{count} classes ({shown}). Set model.{head_name}.num_classes={count}, or name the classes "
-        "to train on in the data set's metainfo"
-    )

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 
 from visdet.checks.arguments import AtLeast0, Positive, Range, Share, checked, checked_value, with_other_names
-from visdet.checks.heads import classes_of_heads
+from visdet.checks.heads import check_heads
 from visdet.errors import InvalidInputError
 from visdet.registry import TRANSFORMS, VISUALIZERS
 from visdet.structures import DetDataSample
@@ -99,13 +99,8 @@ class Detector:
         self.model: nn.Module = build_model(cfg, cfg.model)
         self.dataset_meta = dataset_meta_of(cfg, content, path, self.model)
         classes = self.dataset_meta["classes"]
-        for name, count in classes_of_heads(self.model).items():
-            # Without a checkpoint, there may be names that are not used.
-            if count > len(classes) or (path is not None and count != len(classes)):
-                raise ConfigError(
-                    f"model.{name}.num_classes is {count}, but the checkpoint, or else "
-                    f"test_dataloader.dataset.metainfo, names {len(classes)} classes"
-                )
+        owner = "the checkpoint, or else test_dataloader.dataset.metainfo, names"
+        check_heads(self.model, classes, owner, names_may_be_unused=path is None)
         if path is not None:
             load_weights(
                 self.model,
