@@ -8,7 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HALVES", "Draw", "Operator", "Problem", "Result", "largest", "rand", "wide_of"]
+__all__ = [
+    "HALVES",
+    "Draw",
+    "Operator",
+    "Problem",
+    "Result",
+    "draw_cloud",
+    "gradient_sum",
+    "largest",
+    "linear_problem",
+    "nothing",
+    "rand",
+    "row_sum",
+    "wide_of",
+]
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -182,6 +196,19 @@ class Draw:
             return tensor
         return tensor.narrow(dim, 0, 1).expand(tensor.shape)
 
+    def table(self, table: Tensor) -> Any:
+        """Return a table of integers in one of the forms that a caller may give: lists, or a tensor of any layout."""
+        kind = self.random.random()
+        if kind < 0.25 and table.numel():
+            return table.tolist()
+        table = table.to(self.pick(torch.int64, torch.int64, torch.int32))
+        return self.place(table, can_expand=False) if kind < 0.6 else table
+
+    def index(self, low: int, high: int, *shape: int) -> Tensor:
+        """Return random indices from ``low`` to below ``high``."""
+        kind = self.pick(torch.int32, torch.int64)
+        return self.place(self.whole(low, max(high, low + 1), *shape), kind, can_expand=False)
+
     def leave_out(self, positions: Tensor, is_near: Tensor, value: float = MARGIN) -> None:
         """In a problem with bad numbers, replace positions near a whole number of pixels by ``value``, in place.
 
@@ -216,3 +243,35 @@ def largest(tensor: Tensor, below: float = EXTREME) -> float:
 def rand(*shape: int) -> Tensor:
     """Return numbers in 0..1 that depend on the shape alone."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def gradient_sum(bounds: dict[str, float]) -> float:
+    """Return a bound of the sum of the magnitudes of grad_output over the channels of a head."""
+    return bounds.get("grad_output", 0.0)
+
+
+def row_sum(tensor: Tensor, dims: int) -> float:
+    """Return the largest sum of magnitudes over the last dimensions."""
+    tensor = tensor.detach().double().abs()
+    tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
+    return Problem(
+        arguments,
+        differentiable=(features, *others),
+        wide=wide_of(arguments[features].dtype),
+        error_factor=2000.0,
+    )
+
+
+def draw_cloud(draw: Draw, *shape: int) -> Tensor:
+    """Return points. In some problems many lie on a grid, so that points and distances are equal."""
+    points = draw.numbers(*shape)
+    return draw.with_bad_numbers((points * 2).round() / 2 if draw.chance(0.4) else points)
+
+
+def nothing(**arguments: Any) -> Tensor:
+    """Stand for the reference in float64, which such comparisons do not use."""
+    return torch.zeros(0)

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-__all__ = ["CLEAR", "is_unclear", "sampled"]
+__all__ = ["CLEAR", "NEAR", "is_unclear", "near_whole", "sampled"]
 
 CLEAR = 1e-3  # Rounding may move a sample that is so near to a border to the other side.
+NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
 
 
 def sampled(maps: Tensor, y: Tensor, x: Tensor) -> Tensor:  # [C, H, W], [N], [N] -> [C, N]
@@ -30,3 +31,9 @@ def is_unclear(y: Tensor, x: Tensor, H: int, W: int, near_bad_numbers: bool) -> 
         if near_bad_numbers:
             unclear |= (places - places.round()).abs() < CLEAR
     return unclear
+
+
+def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
+    """Return a mask, True where a coordinate of a position in pixels is near a whole number."""
+    pixels = locations.double() * sizes - 0.5
+    return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from test_nms import launches_of_nms, random_scores, same_kept
-from test_point_neighbours import nothing
 from test_point_sets import FLAT, _shared, boxes_in_space
 from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.polygons import IS_NAN
-from tests.fuzz.problem import Draw, Operator, Problem, rand
+from tests.fuzz.problem import Draw, Operator, Problem, nothing, rand
 from visdet.compat import mmcv_ext
 from visdet.ops import (
     _library,

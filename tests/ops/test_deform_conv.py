@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from calls import in_a_process, in_order, relative_error
 from hypothesis import strategies as st
-from test_ms_deform_attn import NEAR
 from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.sampling import NEAR
 from visdet.ops import (
     DeformConv2d,
     DeformConv2dPack,

@@ -9,11 +9,11 @@ import torch
 from calls import assert_near, exact, gradients, in_a_process, in_order, without_synchronisation
 from golden import golden, under
 from hypothesis import strategies as st
-from test_ms_deform_attn import gradient_sum, near_whole
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import near_whole
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
@@ -78,14 +78,6 @@ def _tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]
     return shapes, starts.view(V, L), rows + gap
 
 
-def _given(draw: Draw, table: Tensor) -> Any:
-    kind = draw.random.random()
-    if kind < 0.25 and table.numel():
-        return table.tolist()
-    table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
-    return draw.place(table, can_expand=False) if kind < 0.6 else table
-
-
 def _sizes(draw: Draw) -> tuple[int, ...]:
     """Return B, Q, P, V, L, G, the channels per group, and the side of the largest map."""
     if draw.is_big:
@@ -132,8 +124,8 @@ def _draw(draw: Draw) -> Problem:
     return Problem(
         {
             "features": features,
-            "level_shapes": _given(draw, shapes),
-            "level_starts": _given(draw, starts),
+            "level_shapes": draw.table(shapes),
+            "level_starts": draw.table(starts),
             "locations": locations,
             "weights": weights,
         },

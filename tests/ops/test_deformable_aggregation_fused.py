@@ -8,18 +8,12 @@ import pytest
 import torch
 from calls import assert_matches
 from hypothesis import strategies as st
-from test_deformable_aggregation import (
-    _TWO_CAMERAS,
-    _given,
-    _launches_of_deformable_aggregation,
-    _sizes,
-    _tables,
-)
-from test_ms_deform_attn import gradient_sum, near_whole
+from test_deformable_aggregation import _TWO_CAMERAS, _launches_of_deformable_aggregation, _sizes, _tables
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import near_whole
 from visdet.ops import (
     deformable_aggregation_fused,
     deformable_aggregation_fused_reference,
@@ -93,8 +87,8 @@ def _draw_fused(draw: Draw) -> Problem:
     keep = draw.place(draw.uniform(0, 1, B, Q, V, P) < 0.8, can_expand=False) if draw.chance(0.4) else None
     arguments = {
         "features": features,
-        "level_shapes": _given(draw, shapes),
-        "level_starts": _given(draw, starts),
+        "level_shapes": draw.table(shapes),
+        "level_starts": draw.table(starts),
         "key_points": draw.place(key_points, wide, can_expand=False),
         "projection": draw.place(projection, wide, can_expand=False),
         "image_wh": None if image_wh is None else draw.place(image_wh, wide, can_expand=False),

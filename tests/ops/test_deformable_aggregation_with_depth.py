@@ -16,10 +16,10 @@ from test_deformable_aggregation import (
     _of_shapes,
     make_case,
 )
-from test_ms_deform_attn import gradient_sum, near_whole
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, largest
+from tests.fuzz.problem import Draw, Operator, Problem, gradient_sum, largest
+from tests.fuzz.sampling import near_whole
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_with_depth,

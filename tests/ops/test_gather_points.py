@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
+from tests.fuzz.problem import Draw, Operator, Problem, linear_problem, rand
 from visdet.ops import (
     _library,
     assign_score_withk,
@@ -19,24 +19,10 @@ from visdet.ops import (
 )
 
 
-def draw_index(draw: Draw, low: int, high: int, *shape: int) -> Tensor:
-    kind = draw.pick(torch.int32, torch.int64)
-    return draw.place(draw.whole(low, max(high, low + 1), *shape), kind, can_expand=False)
-
-
-def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:
-    return Problem(
-        arguments,
-        differentiable=(features, *others),
-        wide=wide_of(arguments[features].dtype),
-        error_factor=2000.0,
-    )
-
-
 def _draw_groups(draw: Draw) -> Problem:
     B, C, N = draw.size(3), draw.size(5), draw.size(30)
     M, K = (draw.size(12), draw.size(6)) if N else (0, draw.size(6))
-    given = {"features": draw.values(B, C, N), "indices": draw_index(draw, 0, N, B, M, K)}
+    given = {"features": draw.values(B, C, N), "indices": draw.index(0, N, B, M, K)}
     return linear_problem("features", given)
 
 
@@ -48,7 +34,7 @@ def _groups(features: Tensor, indices: Tensor) -> Tensor:
 def _draw_gathers(draw: Draw) -> Problem:
     problem = _draw_groups(draw)
     K = problem.arguments["indices"].shape[2]
-    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else draw_index(draw, 0, 1, 0, 0)
+    problem.arguments["indices"] = problem.arguments["indices"][..., 0] if K else draw.index(0, 1, 0, 0)
     problem.arguments["features"] = problem.arguments["features"][: len(problem.arguments["indices"])]
     return problem
 
@@ -78,7 +64,7 @@ def _draw_interpolation(draw: Draw) -> Problem:
     N = draw.size(12)
     features = draw.values(B, C, M)
     weight = draw.values(B, N, 3, dtype=features.dtype)
-    given = {"features": features, "indices": draw_index(draw, 0, M, B, N, 3), "weight": weight}
+    given = {"features": features, "indices": draw.index(0, M, B, N, 3), "weight": weight}
     return linear_problem("features", given, "weight")
 
 
@@ -92,7 +78,7 @@ def _draw_stacked_groups(draw: Draw) -> Problem:
     given = {
         "features": draw.values(sum(counts), C),
         "features_batch_cnt": torch.tensor(counts, dtype=torch.int32).to(draw.device),
-        "indices": draw_index(draw, -2, 14, sum(groups), K),
+        "indices": draw.index(-2, 14, sum(groups), K),
         "indices_batch_cnt": torch.tensor(groups, dtype=torch.int32).to(draw.device),
     }
     return linear_problem("features", given)
@@ -118,7 +104,7 @@ def _draw_scores(draw: Draw) -> Problem:
         "scores": draw.values(B, P, K, M),
         "point_features": features,
         "center_features": draw.values(B, N, M, C, dtype=features.dtype),
-        "knn_idx": draw_index(draw, *draw.pick((0, N), (-1, N + 1)), B, P, K),
+        "knn_idx": draw.index(*draw.pick((0, N), (-1, N + 1)), B, P, K),
     }
     return linear_problem("point_features", given, "scores", "center_features")
 

@@ -20,7 +20,18 @@ from golden import golden, under
 from path_cases import launches_of_attention
 from torch import Tensor
 
-from tests.fuzz.problem import EXTREME, HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import (
+    HALVES,
+    Draw,
+    Operator,
+    Problem,
+    gradient_sum,
+    largest,
+    rand,
+    row_sum,
+    wide_of,
+)
+from tests.fuzz.sampling import near_whole
 from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 
@@ -75,9 +86,6 @@ def output_of(case):
 HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
 
 
-NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
-
-
 def pyramid(draw: Draw, big: bool) -> Tensor:
     """Return level_shapes [L, 2]."""
     if not big:
@@ -89,20 +97,12 @@ def pyramid(draw: Draw, big: bool) -> Tensor:
     return torch.tensor(levels)
 
 
-def level_tables(draw: Draw, shapes: Tensor, gap: bool = False) -> tuple[Any, Any, Tensor]:
+def level_tables(draw: Draw, shapes: Tensor) -> tuple[Any, Any, Tensor]:
     """Return level_shapes and level_starts in one of the forms that a caller may give, and the starts."""
     areas = shapes.prod(-1).flatten()
     starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
-
-    def form(table: Tensor) -> Any:
-        kind = draw.random.random()
-        if kind < 0.25 and table.numel():
-            return table.tolist()
-        table = table.to(draw.pick(torch.int64, torch.int64, torch.int32))
-        return draw.place(table, can_expand=False) if kind < 0.6 else table
-
-    given_starts = None if not gap and draw.chance(0.2) else form(starts)
-    return form(shapes), given_starts, starts
+    given_starts = None if draw.chance(0.2) else draw.table(starts)
+    return draw.table(shapes), given_starts, starts
 
 
 def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int) -> Tensor:
@@ -130,12 +130,6 @@ def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int)
     else:
         locations = draw.numbers(B, Q, G, L, P, 2)
     return draw.with_bad_numbers(locations)
-
-
-def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
-    """Return a mask, True where a coordinate of a position in pixels is near a whole number."""
-    pixels = locations.double() * sizes - 0.5
-    return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)
 
 
 def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
@@ -205,18 +199,6 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
         bounds["weights"] = max(bounds["weights"], peak * gradient_sum(bounds))
     if "locations" in bounds:
         bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(problem.arguments["weights"])
-
-
-def gradient_sum(bounds: dict[str, float]) -> float:
-    """Return a bound of the sum of the magnitudes of grad_output over the channels of a head."""
-    return bounds.get("grad_output", 0.0)
-
-
-def row_sum(tensor: Tensor, dims: int) -> float:
-    """Return the largest sum of magnitudes over the last dimensions."""
-    tensor = tensor.detach().double().abs()
-    tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
-    return float(tensor.max()) if tensor.numel() else 0.0
 
 
 OPERATORS = (

@@ -9,10 +9,11 @@ import pytest
 import torch
 from calls import assert_matches, exact, relative_error
 from path_cases import launches_of_fused_attention
-from test_ms_deform_attn import _factor, _sizes, gradient_sum, level_tables, near_whole
+from test_ms_deform_attn import _factor, _sizes, level_tables
 from torch import Tensor
 
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import near_whole
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
 from visdet.ops.ms_deform_attn import level_starts_of
 

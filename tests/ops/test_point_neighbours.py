@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, rand, wide_of
+from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, nothing, rand, wide_of
 from visdet.ops import (
     ball_query,
     furthest_point_sample,
@@ -32,12 +32,6 @@ from visdet.ops.mmcv.point_gathering import (
     three_interpolate,
 )
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
-
-
-def draw_cloud(draw: Draw, *shape: int) -> Tensor:
-    """Return points. In some problems many lie on a grid, so that points and distances are equal."""
-    points = draw.numbers(*shape)
-    return draw.with_bad_numbers((points * 2).round() / 2 if draw.chance(0.4) else points)
 
 
 def _sizes(draw: Draw) -> tuple[int, int, int]:
@@ -62,11 +56,6 @@ def same_bits(reference: Callable[..., Any], rtol: float = 0) -> Callable[[Probl
         return ""
 
     return compare
-
-
-def nothing(**arguments: Any) -> Tensor:
-    """Stand for the reference in float64, which such comparisons do not use."""
-    return torch.zeros(0)
 
 
 def _draw_balls(draw: Draw) -> Problem:

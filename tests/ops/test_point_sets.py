@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_point_neighbours import nothing
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -25,7 +24,7 @@ from tests.fuzz.polygons import (
     shared,
     touches,
 )
-from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, nothing, rand, wide_of
 from visdet.ops import (
     chamfer_distance,
     convex_giou,

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_gather_points import linear_problem
-from test_point_neighbours import nothing
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, rand
+from tests.fuzz.problem import Draw, Operator, Problem, linear_problem, nothing, rand
 from visdet.ops import points_in_boxes_all, points_in_boxes_part, roiaware_pool3d, roipoint_pool3d
 
 # Rounding may move a point that is so near to a side of a box or a voxel. Such points are moved far away.

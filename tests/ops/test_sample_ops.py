@@ -9,11 +9,11 @@ import torch
 from calls import assert_matches, assert_near, gradients, in_order, relative_error
 from golden import golden, under
 from hypothesis import strategies as st
-from test_ms_deform_attn import gradient_sum, near_whole, row_sum
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, row_sum, wide_of
+from tests.fuzz.sampling import near_whole
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 from visdet.ops.explain import choose_only
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_gather_points import linear_problem
 from torch import Tensor
 from torch.nn import functional
 
-from tests.fuzz.problem import Draw, Operator, Problem
+from tests.fuzz.problem import Draw, Operator, Problem, linear_problem
 from visdet.ops import get_indice_pairs, indice_conv, indice_maxpool
 from visdet.ops.mmcv.sparse_conv import indice_conv_gradients, indice_maxpool_gradient
 

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_gather_points import draw_index, linear_problem
-from test_point_neighbours import draw_cloud, nothing
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, largest, rand
+from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, largest, linear_problem, nothing, rand
 from visdet.ops import (
     bev_pool,
     bev_pool_v2,
@@ -86,7 +84,7 @@ def _draw_scatter(draw: Draw) -> Problem:
     N = draw.size(60)
     given = {
         "feats": draw.values(N, draw.size(5)),
-        "coors": draw_index(draw, -1, 4, N, 3),
+        "coors": draw.index(-1, 4, N, 3),
         "reduce_type": draw.pick("max", "sum", "mean"),
     }
     return linear_problem("feats", given)
@@ -101,7 +99,7 @@ def _scattered(feats: Tensor, coors: Tensor, reduce_type: str) -> Tensor:
 
 def _draw_cells(draw: Draw) -> Problem:
     N, sizes = draw.size(60), {name: draw.size(4, 0.02) for name in "BDHW"}
-    given = {"feats": draw.values(N, draw.size(5)), "coords": draw_index(draw, -1, 5, N, 4), **sizes}
+    given = {"feats": draw.values(N, draw.size(5)), "coords": draw.index(-1, 5, N, 4), **sizes}
     return linear_problem("feats", given)
 
 
@@ -124,9 +122,9 @@ def _draw_ranks(draw: Draw) -> Problem:
     given = {
         "depth": draw.place(draw.uniform(0, 1, B, V, D, H, W), features.dtype, bad=0.5),
         "feat": features,
-        "ranks_depth": draw_index(draw, 0, B * V * D * H * W, N),
-        "ranks_feat": draw_index(draw, 0, B * V * H * W, N),
-        "ranks_bev": draw_index(draw, 0, cells, N),
+        "ranks_depth": draw.index(0, B * V * D * H * W, N),
+        "ranks_feat": draw.index(0, B * V * H * W, N),
+        "ranks_bev": draw.index(0, cells, N),
         "cells": cells,
     }
     return linear_problem("feat", given, "depth")
@@ -144,7 +142,7 @@ def _draw_columns(draw: Draw) -> Problem:
     B, N = draw.size(3), draw.size(40)
     sizes = [draw.size(4, 0) for _ in range(3)]
     given = {
-        "geom_xyz": draw_index(draw, -1, 5, B, N, 3),
+        "geom_xyz": draw.index(-1, 5, B, N, 3),
         "input_features": draw.values(B, N, draw.size(5)),
         "voxel_num": sizes,
     }
