@@ -287,20 +287,9 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(_library, "is_loaded", lambda name: False)
 
 
-def arguments(dtype=torch.float64, B=2, C=4, G=2, groups=2, H=6, W=7):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(B, C, H, W, generator=generator)
-    weight = torch.randn(6, C // groups, 3, 2, generator=generator)
-    height, width = (H + 2 * 2 - 2 * 2 - 1) // 2 + 1, W + 2 * 1 - 1
-    offset = torch.randn(B, G * 2 * 6, height, width, generator=generator)
-    mask = torch.rand(B, G * 6, height, width, generator=generator)
-    bias = torch.randn(6, generator=generator)
-    tensors = tuple(t.to(dtype) for t in (x, offset, mask, weight, bias))
-    return tensors, ((2, 1), (2, 1), (2, 1))
-
-
 def test_zero_offsets_are_the_convolution(backend):
-    (x, offset, mask, weight, bias), settings = arguments()
+    x, offset, mask, weight = CASES["settings"].tensors(torch.float64, "cpu")
+    bias, settings = torch.arange(6.0).double(), CASES["settings"].settings[:3]
     expected = F.conv2d(x, weight, None, *settings, groups=2)
     torch.testing.assert_close(deform_conv2d(x, 0 * offset, weight, *settings, 2, 2), expected)
     half = modulated_deform_conv2d(x, 0 * offset, 0 * mask + 0.5, weight, bias, *settings, 2, 2)
@@ -328,10 +317,11 @@ def test_plain_torch_counts_pixels_beyond_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_offset_decides_the_type(dtype, backend):
-    (x, offset, mask, weight, bias), settings = arguments(torch.float32)
-    out = modulated_deform_conv2d(x, offset.to(dtype), mask, weight, bias, *settings, 2, 2)
+    x, offset, mask, weight = CASES["settings"].tensors(torch.float32, "cpu")
+    rest = mask, weight, None, *CASES["settings"].settings[:3]
+    out = modulated_deform_conv2d(x, offset.to(dtype), *rest, 2, 2)
     assert out.dtype == dtype
-    expected = modulated_deform_conv2d(x, offset.to(dtype).float(), mask, weight, bias, *settings, 2, 2)
+    expected = modulated_deform_conv2d(x, offset.to(dtype).float(), *rest, 2, 2)
     torch.testing.assert_close(out, expected.to(dtype))
 
 
@@ -454,7 +444,8 @@ def test_saconv_takes_a_plain_convolutions_weights():
     torch.testing.assert_close(layer._get_weight(layer.weight), plain.weight)
 
 
-(X, OFFSET, _, WEIGHT, _), SETTINGS = arguments()
+SETTINGS = CASES["settings"].settings[:3]
+X, OFFSET, _, WEIGHT = CASES["settings"].tensors(torch.float32, "cpu")
 REFUSED = [
     (lambda: deform_conv2d(X, OFFSET, WEIGHT, *SETTINGS, 1, 2), "input must have 2 channels, got 4"),
     (

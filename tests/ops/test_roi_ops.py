@@ -206,18 +206,16 @@ def _add_offset(
     PH, PW = settings["output_size"]
     wide = wide_of(images.dtype)
     offset = draw.numbers(len(regions), 2, PH, PW).to(wide).double()
-    corners = regions[:, 1:] * settings["spatial_scale"] - 0.5
     unclear = False
-    for n, (x1, y1, x2, y2) in enumerate(corners.tolist()):
-        for axis, (low, high, bins) in enumerate(((x1, x2, PW), (y1, y2, PH))):
-            places = torch.tensor(
-                positions_in_bins(low, high, bins, settings["sampling_ratio"]), dtype=torch.float64
-            )
-            if len(places) == 0:
-                continue
-            places = places.view(bins, -1)  # [bins, samples]
-            places = places[None] if axis == 0 else places[:, None]
-            moved = places + settings["gamma"] * (high - low) * offset[n, axis][..., None]
+    for region, moves in zip(regions.tolist(), offset, strict=True):
+        y, x = samples_of(region, **settings)
+        width, height = (
+            (end - start) * settings["spatial_scale"]
+            for start, end in zip(region[1:3], region[3:], strict=True)
+        )
+        for places, side, move in ((x, width, moves[0]), (y, height, moves[1])):
+            of_bins = places.reshape(PH, len(y) // PH, PW, y.shape[1] // PW)
+            moved = of_bins + settings["gamma"] * side * move[:, None, :, None]
             unclear |= bool(((moved - moved.round()).abs() < CLEAR).any())
     arguments["offset"] = draw.place(offset, wide, can_expand=False, bad=0.3)
     bad = not bool((arguments["offset"].abs() < 1e4).all())
