@@ -218,13 +218,19 @@ class LearnableGaussianField(BaseDetector):
 
     def _set_round(self, means: Tensor, scales: Tensor, values: Tensor) -> None:
         self.means.copy_(means)
-        if self.use_full_cov:
-            self.cov_tril.zero_()
-            self.cov_tril[:, _LOG_SCALES] = scales.log()[:, None].to(self.cov_tril)
-        else:
-            self.log_scales.copy_(scales.log()[:, None].expand(-1, 3))
+        self._set_factors(slice(None), torch.diag_embed(scales[:, None].expand(-1, 3)))
         self.weights.fill_(1.0)
         self.weights.copy_(values.to(self.weights) / self(self.means).to(self.weights))
+
+    def _set_factors(self, rows: Tensor | slice, factors: Tensor) -> None:
+        """Let the covariances of some Gaussians have these lower factors [n, 3, 3]."""
+        log_scales = factors.diagonal(dim1=1, dim2=2).log()
+        if self.use_full_cov:
+            entries = factors[:, (0, 1, 1, 2, 2, 2), (0, 0, 1, 0, 1, 2)]
+            entries[:, _LOG_SCALES] = log_scales
+            self.cov_tril[rows] = entries.to(self.cov_tril)
+        else:
+            self.log_scales[rows] = log_scales.to(self.log_scales)
 
     @torch.no_grad()
     def masses(self) -> Tensor:
@@ -255,9 +261,4 @@ class LearnableGaussianField(BaseDetector):
         for half, sign in ((indices, 1.0), (into, -1.0)):
             self.means[half] = means + sign * offset
             self.weights[half] = weight
-            if self.use_full_cov:
-                entries = factors[:, (0, 1, 1, 2, 2, 2), (0, 0, 1, 0, 1, 2)]
-                entries[:, _LOG_SCALES] = entries[:, _LOG_SCALES].log()
-                self.cov_tril[half] = entries
-            else:
-                self.log_scales[half] = factors.diagonal(dim1=1, dim2=2).log()
+            self._set_factors(half, factors)

@@ -56,8 +56,8 @@ def nms(
 
     The result [M, 5] is differentiable with respect to boxes and scores, because it is a selection. The indices are
     not. It is deterministic: the boxes, their order and the arithmetic are those of ``torchvision.ops.nms`` on the CPU,
-    on every device. On a GPU, the host waits once, for the number of boxes. Where the library is not built, torchvision
-    serves it, and without torchvision plain torch.
+    on every device. On a GPU, the host waits once, for the number of boxes. Where the library is not built, plain torch
+    serves it.
 
     Raises:
         ValueError: A shape or ``offset`` does not fit. The message names the argument.

@@ -8,6 +8,7 @@ from .._arguments import computation_dtype, constant, places_in_groups
 from .._declared import declared
 from ..gather_points import gathered
 from ..point_neighbours import first_marked, row_ranges
+from .voxels import keys_of_rows
 
 __all__ = [
     "collect_points",
@@ -132,7 +133,7 @@ def collect_points(
         places[:, :2] += sides[:, :2] / 2
         counts = places.new_tensor(size)
         voxel = (places / (sides / counts)).long().clamp(min=0).minimum(counts.long() - 1)
-        keys.append((((box + rows.start) * X + voxel[:, 0]) * Y + voxel[:, 1]) * Z + voxel[:, 2])
+        keys.append(keys_of_rows(box + rows.start, voxel.T, size))
         indices.append(point)
     voxels = len(rois) * X * Y * Z
     collected = pts.new_zeros(voxels, max_pts_per_voxel, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Voxels of point clouds, and sums of features over voxels and cells seen from above."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,8 +125,7 @@ def hard_voxelize(
     # Voxels are numbered by their first points.
     first = order[start]
     by_first = first.argsort()
-    number = torch.empty_like(by_first)
-    number[by_first] = torch.arange(len(by_first), device=by_first.device)
+    number = by_first.argsort()
     chosen = by_first if max_voxels < 0 else by_first[:max_voxels]
     voxels = points.new_zeros(len(chosen), max_points, points.shape[1])
     kept = (number[voxel] < len(chosen)) & (rank < max_points)
@@ -134,7 +133,9 @@ def hard_voxelize(
     return voxels, coordinates[inside[first[chosen]]], count[chosen].clamp(max=max_points).int()
 
 
-def keys_of_rows(first: Tensor, others: Tensor, extents: Sequence[int]) -> Tensor:  # [N], [D, N] -> [N]
+def keys_of_rows(
+    first: Tensor, others: Iterable[Tensor], extents: Sequence[int]
+) -> Tensor:  # [N], [D, N] -> [N]
     """Return ``((first * extents[0] + others[0]) * extents[1] + others[1]) ...``."""
     for column, extent in zip(others, extents, strict=True):
         first = first * extent + column
@@ -263,7 +264,7 @@ def bev_pool(
     x, y, z, image = coords.long().unbind(1)
     is_inside = (coords >= 0).all(1) & (x < H) & (y < W) & (z < D) & (image < B)
     cells = B * D * H * W
-    cell = torch.where(is_inside, ((image * D + z) * H + x) * W + y, cells)
+    cell = torch.where(is_inside, keys_of_rows(image, (z, x, y), (D, H, W)), cells)
     return _sum_into(cell, feats, cells).view(B, D, H, W, feats.shape[1])
 
 

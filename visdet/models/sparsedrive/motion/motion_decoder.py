@@ -13,6 +13,7 @@ from visdet.registry import TASK_UTILS
 from ..boxes.box3d import COS_YAW, SIN_YAW, L, W, decode_box, turned
 from ..boxes.box3d_decoder import SparseBox3DDecoder, rows_to_keep
 from ..sample_batch import field_of
+from .motion_target import steps_of
 
 _EGO_SIZE_M = (4.08, 1.73)  # length and width
 _COLLISION = -999.0
@@ -151,10 +152,7 @@ class HierarchicalPlanningDecoder:
         anchors = det_output["prediction"][-1].float()
         is_seen = det_output["classification"][-1].float().sigmoid().amax(-1) >= score_threshold  # [B, N]
         motion = motion_output["prediction"][-1].float()[..., : self.ego_fut_ts, :].cumsum(-2)
-        best = motion_output["classification"][-1].argmax(-1)
-        motion = motion.gather(2, best[..., None, None, None].expand(-1, -1, 1, *motion.shape[-2:])).squeeze(
-            2
-        )
+        motion = steps_of(motion_output["classification"][-1].argmax(-1), motion)
         path = _from_start(motion) + anchors[:, :, None, :2]  # [B, N, T + 1, 2]
         yaw = _yaws(path, torch.atan2(anchors[..., SIN_YAW], anchors[..., COS_YAW]))[..., 1:]
         others = path[..., 1:, :], yaw, anchors[:, :, None, W : L + 1].exp().expand(*yaw.shape, 2)

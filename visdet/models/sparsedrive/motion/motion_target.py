@@ -11,6 +11,12 @@ from ..base_target import rows_or_zeros
 from ..sample_batch import field_of
 
 
+def steps_of(mode: Tensor, steps: Tensor) -> Tensor:
+    """Return the steps [B, N, T, 2] of one mode [B, N] of each instance, given those of all [B, N, M, T, 2]."""
+    index = mode[..., None, None, None].expand(-1, -1, 1, *steps.shape[-2:])
+    return steps.gather(2, index).squeeze(2)
+
+
 def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mode nearest to the target, [B, N], and its steps, [B, N, T, 2].
 
@@ -22,8 +28,7 @@ def best_modes(reg_pred: Tensor, reg_target: Tensor, reg_weight: Tensor) -> tupl
     """
     distance = torch.linalg.vector_norm(reg_target.cumsum(-2).unsqueeze(2) - reg_pred.cumsum(-2), dim=-1)
     mode = (distance * reg_weight.unsqueeze(2)).mean(-1).argmin(-1)
-    index = mode[..., None, None, None].expand(-1, -1, 1, *reg_pred.shape[-2:])
-    return mode, reg_pred.gather(2, index).squeeze(2)
+    return mode, steps_of(mode, reg_pred)
 
 
 @TASK_UTILS.register_module()
