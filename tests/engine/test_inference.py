@@ -129,7 +129,7 @@ def test_two_runs_of_infer_at_once_take_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with infer._new_folder() as first, infer._new_folder() as second:
         assert (first, second) == ("work_dirs/detections", "work_dirs/detections_2")
-    assert not os.listdir("work_dirs")
+    assert not os.path.exists("work_dirs")
 
 
 def test_cameras_and_streams_are_videos(tmp_path, trained):

@@ -50,6 +50,26 @@ def test_the_help_names_every_command_and_first_steps(program):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        f"infer {SHAPES} a.pth a.jpg",
+        f"infer {SHAPES} a.pth a.jpg --out-dir made/by",
+        f"check-data {SHAPES} --out-dir made/by --cfg-options train_dataloader.dataset.type=Nope",
+        f"browse {SHAPES} --output-dir made/by --cfg-options train_dataloader.dataset.type=Nope",
+        "prepare-nuscenes here",
+        "export a.pth --out made/by",
+        "curves here --out made/by/a.png",
+    ],
+)
+def test_a_command_that_fails_leaves_no_folder(program, tmp_path, command):
+    (tmp_path / "a.pth").touch()
+    (tmp_path / "a.jpg").touch()
+    status, _, err = program(*command.split())
+    assert status == 1 and "error: " in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jpg", "a.pth"]
+
+
+@pytest.mark.parametrize(
     "command", ["infer x y z", "make-anchors x", "prepare-nuscenes x", "visualize-driving x"]
 )
 def test_a_folder_without_a_name_is_refused(program, command):

@@ -91,6 +91,8 @@ def _run(name: str, module: ModuleType, arguments: argparse.Namespace) -> int | 
     if name == "doctor":
         return module.run(arguments)
     from visdet.engine import tool_session
+    from visdet.engine.process.places import no_empty_folders
 
-    with tool_session():
+    given = (vars(arguments).get(option) for option in ("out", "out_dir", "output_dir"))
+    with tool_session(), no_empty_folders(*filter(None, given)):
         return module.run(arguments)

@@ -62,10 +62,9 @@ def _new_folder() -> Iterator[str]:
     """
     folder = "work_dirs/detections"
     number = 1
-    os.makedirs("work_dirs", exist_ok=True)
     while True:
         try:
-            os.mkdir(folder)
+            os.makedirs(folder)
             break
         except FileExistsError:
             number += 1
@@ -74,7 +73,7 @@ def _new_folder() -> Iterator[str]:
         yield folder
     finally:
         with suppress(OSError):  # It is not empty.
-            os.rmdir(folder)
+            os.removedirs(folder)
 
 
 def run(args: argparse.Namespace) -> None:

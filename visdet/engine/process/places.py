@@ -59,8 +59,11 @@ def check_work_dir(work_dir: str | Path, option: str = "--work-dir") -> None:
 
 @contextmanager
 def no_empty_folders(*folders: str) -> Iterator[None]:
-    """Remove those of the folders that the block has made, and left empty because it failed."""
-    new = [folder for folder in folders if not os.path.isdir(folder)]
+    """Remove those of the folders and their parents that the block has made, and left empty because it failed."""
+    new = []
+    for folder in map(Path, folders):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        new += missing[-1:]
     try:
         yield
     except BaseException:
