@@ -2,9 +2,12 @@
 
 import gc
 
+import pytest
+
 from visdet.engine.process.garbage import living_objects_not_collected
 
 
+@pytest.mark.usefixtures("frozen_objects_are_counted")
 def test_a_training_leaves_living_objects_to_the_collector_afterwards():
     gc.unfreeze()  # conftest.py has frozen the modules and the tests
     with living_objects_not_collected():
