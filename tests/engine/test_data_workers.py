@@ -63,7 +63,7 @@ def failing(how: str, **options) -> dict:
     return {**options, "train_dataloader__dataset": {"type": "FailingBoxes", "how": how}}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -105,7 +105,7 @@ def test_a_loader_does_not_wait_for_ever(given, expected):
     assert build_dataloader({**base, "num_workers": 0}).timeout == 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_batch_that_cannot_be_sent_ends_the_run(tmp_path):
     """The loader of torch would wait for it for ever."""
     with pytest.raises(RuntimeError, match=r"sending a batch(.|\n)*pickle"):

@@ -51,7 +51,7 @@ def test_a_file_with_the_suffix_of_an_image_is_taken_at_its_word(folder):
     assert find_images([str(folder / "empty.jpg")], "out")[0] == [str(folder / "empty.jpg")]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
     save(folder / "a.png")
     for number in range(7):
@@ -65,7 +65,7 @@ def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
         find_images([str(folder / "pipe.jpg")], "out")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_links_to_folders_are_followed_once(folder, tmp_path):
     save(folder / "a.png")
     save(tmp_path / "elsewhere" / "b.png")
