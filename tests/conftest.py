@@ -37,6 +37,9 @@ def pytest_collection_modifyitems(items):
         if found < needed:
             reason = "needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices"
             item.add_marker(pytest.mark.skip(reason=reason))
+    # A process that has no more tests takes those at the end of another's, which are short therefore.
+    slow_modules = {item.module for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.module not in slow_modules)
 
 
 def pytest_collection_finish():
