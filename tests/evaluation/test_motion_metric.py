@@ -1,11 +1,12 @@
 """Predicted paths: errors, misses and EPA by hand."""
 
+import driving_frames
 import numpy as np
 import pytest
 import torch
+from driving_frames import frame
 
 from visdet.evaluation.motion_metric import displacement_errors, motion_scores
-from visdet.registry import METRICS
 
 CLASSES = ("car", "truck", "pedestrian", "traffic_cone")
 
@@ -19,7 +20,7 @@ def beside(distance):
     return np.array([0.0, distance])
 
 
-def frame(truth, predicted):
+def agents(truth, predicted):
     """truth: (place, path or None); predicted: (score, place, paths)."""
     empty = np.zeros((12, 2))
     num_modes = len(predicted[0][2]) if predicted else 1
@@ -63,11 +64,11 @@ def test_scores_by_hand():
     """Two cars found, one of them with a wrong path, one car not found, and two false boxes."""
     first, second = path(0, 0, 2.0), path(20, 0, 1.0)
     frames = [
-        frame(
+        agents(
             [((0, 0), first), ((40, 0), path(40, 0, 0.0))],
             [(0.9, (0, 1), [first + beside(1.0)]), (0.8, (10, 0), [first])],
         ),
-        frame(
+        agents(
             [((20, 0), second)],
             [(0.5, (20, 0), [second + beside(3.0)]), (0.4, (20, 1), [second + beside(9.0)])],
         ),
@@ -87,7 +88,7 @@ def test_scores_by_hand():
 def test_a_wrong_end_leaves_the_true_box_to_the_next():
     way = path(0, 0, 1.0)
     predicted = [(0.9, (0, 0), [way + 5.0]), (0.8, (0, 1), [way])]
-    scores = motion_scores([frame([((0, 0), way)], predicted)])
+    scores = motion_scores([agents([((0, 0), way)], predicted)])
     assert scores["EPA"] == pytest.approx(1 - 0.5)  # found by the second, which in detection is a false box
     assert scores["minFDE"] == pytest.approx(np.hypot(5, 5))  # of the first, which took the box
 
@@ -95,7 +96,7 @@ def test_a_wrong_end_leaves_the_true_box_to_the_next():
 def test_unknown_futures():
     way = path(0, 0, 1.0)
     truth = [((0, 0), way), ((20, 0), None)]
-    part = frame(truth, [(0.9, (20, 0), [way]), (0.8, (0, 0), [way + beside(1.0)])])
+    part = agents(truth, [(0.9, (20, 0), [way]), (0.8, (0, 0), [way + beside(1.0)])])
     scores = motion_scores([part])
     assert scores == pytest.approx({"minADE": 1.0, "minFDE": 1.0, "MR": 0.0, "EPA": 0.5})
     published = motion_scores([part], unknown_is_right=True)
@@ -105,43 +106,34 @@ def test_unknown_futures():
 
 
 def test_nothing():
-    nothing = frame([], [])
+    nothing = agents([], [])
     assert np.isnan(list(motion_scores([nothing]).values())).all()
     assert np.isnan(list(motion_scores([]).values())).all()
     way = path(0, 0, 1.0)
-    full = frame([((0, 0), way)], [(0.9, (0, 0), [way])])
+    full = agents([((0, 0), way)], [(0.9, (0, 0), [way])])
     assert motion_scores([nothing, full, nothing]) == pytest.approx(dict(minADE=0, minFDE=0, MR=0, EPA=1))
-    scores = motion_scores([frame([((0, 0), way)], [])])
+    scores = motion_scores([agents([((0, 0), way)], [])])
     assert scores["EPA"] == 0.0 and np.isnan(scores["minADE"])
-    assert motion_scores([frame([((0, 0), way)], [(0.9, (9, 0), [way])])])["EPA"] == -0.5
-    assert np.isnan(motion_scores([frame([], [(0.9, (9, 0), [way])])])["EPA"])
+    assert motion_scores([agents([((0, 0), way)], [(0.9, (9, 0), [way])])])["EPA"] == -0.5
+    assert np.isnan(motion_scores([agents([], [(0.9, (9, 0), [way])])])["EPA"])
 
 
 def box(x, y, vx=0.0):
     return [x, y, 0.0, 4.0, 2.0, 1.5, 0.0, vx, 0.0]
 
 
-def evaluate(truth, predicted, pose=None, **kwargs):
+def evaluate(truth, predicted, **arguments):
     """truth: (box, label, path); predicted: (score, box, label, paths); all in one frame."""
-    boxes = np.array([b for b, _, _ in truth])
-    places = np.concatenate([boxes[:, None, :2], np.array([p for _, _, p in truth])], axis=1)
-    samples = {
-        "gt_bboxes_3d": torch.tensor(boxes),
-        "gt_labels_3d": torch.tensor([label for _, label, _ in truth]),
-        "gt_agent_fut_trajs": torch.tensor(np.diff(places, axis=1)),
-        "gt_agent_fut_masks": torch.ones(len(truth), 12),
-        "token": "a",
-        "T_global": np.eye(4) if pose is None else pose,
-    }
-    prediction = {
-        "scores_3d": torch.tensor([row[0] for row in predicted]),
-        "boxes_3d": torch.tensor([[*row[1], 0.0] for row in predicted]),
-        "labels_3d": torch.tensor([row[2] for row in predicted]),
-        "trajs_3d": torch.tensor(np.array([row[3] for row in predicted])),
-    }
-    metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES, **kwargs})
-    metric.process({}, [{**samples, "pred_instances_3d": prediction}])
-    return {key.removeprefix("Motion/"): value for key, value in metric.evaluate(1).items()}
+    boxes, labels, ways = zip(*truth, strict=True)
+    scores, found, found_labels, paths = zip(*predicted, strict=True)
+    starts = np.array(boxes)[:, None, :2]
+    sample = frame(
+        *(boxes, labels, found, scores, found_labels),
+        trajs_3d=np.array(paths),
+        gt_agent_fut_trajs=torch.tensor(np.diff(np.array(ways), axis=1, prepend=starts)),
+        gt_agent_fut_masks=torch.ones(len(boxes), 12),
+    )
+    return driving_frames.evaluate("MotionMetric", [sample], CLASSES, **arguments)
 
 
 def test_classes_are_merged():
@@ -178,20 +170,6 @@ def test_threshold_and_range():
 
 def test_a_frame_without_boxes():
     """Files of empty frames may have futures of one dimension."""
-    samples = {
-        "gt_bboxes_3d": torch.zeros(0, 9),
-        "gt_labels_3d": torch.zeros(0),
-        "token": "a",
-        "T_global": np.eye(4),
-        "gt_agent_fut_trajs": torch.zeros(0),
-        "gt_agent_fut_masks": torch.zeros(0),
-        "pred_instances_3d": {
-            "boxes_3d": torch.zeros(0, 10),
-            "scores_3d": torch.zeros(0),
-            "labels_3d": torch.zeros(0),
-            "trajs_3d": torch.zeros(0, 6, 12, 2),
-        },
-    }
-    metric = METRICS.build({"type": "MotionMetric", "classes": CLASSES})
-    metric.process({}, [samples])
-    assert np.isnan(metric.evaluate(1)["Motion/car_EPA"])
+    none = {"gt_agent_fut_trajs": torch.zeros(0), "gt_agent_fut_masks": torch.zeros(0)}
+    sample = frame([], [], [], [], [], trajs_3d=np.zeros((0, 6, 12, 2)), **none)
+    assert np.isnan(driving_frames.evaluate("MotionMetric", [sample], CLASSES)["car_EPA"])

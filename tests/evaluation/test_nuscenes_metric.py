@@ -1,11 +1,11 @@
 """nuScenes' detection metrics: by hand, and against the devkit where it is installed."""
 
+import driving_frames
 import numpy as np
 import pytest
-import torch
 
 from visdet.evaluation.detection_curves import Boxes, accumulate, average_precision, tp_error
-from visdet.registry import METRICS
+from visdet.structures.poses import turn_about_z
 
 CLASSES = ("car", "pedestrian", "traffic_cone", "barrier")
 
@@ -73,38 +73,16 @@ def test_angles_and_sizes():
     assert orientation(0.1, np.pi, np.pi) == pytest.approx(0.1)
 
 
-def truth_of(boxes, labels, pose=None, attributes=None, token="t0"):
-    samples = {
-        "gt_bboxes_3d": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9),
-        "gt_labels_3d": torch.tensor(labels, dtype=torch.int64),
-        "token": token,
-        "T_global": np.eye(4) if pose is None else pose,
-    }
-    if attributes is not None:
-        samples["gt_attributes"] = np.array(attributes)
-    return samples
-
-
-def result_of(boxes, scores, labels):
-    boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 9)
-    return {
-        "boxes_3d": boxes,
-        "scores_3d": torch.tensor(scores),
-        "labels_3d": torch.tensor(labels, dtype=torch.int64),
-    }
-
-
-def evaluate(batches, results, **arguments):
-    metric = METRICS.build(dict(type="NuScenesMetric", **arguments))
-    metric.dataset_meta = {"classes": CLASSES}
-    for batch, result in zip(batches, results, strict=True):
-        metric.process({}, [{**batch, "pred_instances_3d": result}])
-    return {name.removeprefix("NuScenes/"): value for name, value in metric.evaluate(len(batches)).items()}
+def evaluate(*frames, classes=("car",), **arguments):
+    """frames: true boxes, their labels, predicted boxes, their scores and labels, and more values by name."""
+    samples = [driving_frames.frame(*values, **more) for *values, more in frames]
+    return driving_frames.evaluate("NuScenesMetric", samples, classes, **arguments)
 
 
 def test_scores_of_all_classes():
     """A car found perfectly and a pedestrian missed; cones and barriers are not there."""
-    metrics = evaluate([truth_of([box(5, 5), box(-5, 5)], [0, 1])], [result_of([box(5, 5)], [0.9], [0])])
+    boxes = [box(5, 5), box(-5, 5)]
+    metrics = evaluate((boxes, [0, 1], boxes[:1], [0.9], [0], {}), classes=CLASSES)
     assert metrics["car_AP"] == pytest.approx(1) and metrics["mAP"] == pytest.approx(0.25)
     # mAOE: car 0, pedestrian 1, barrier 1 (nothing found); a cone has none. mAVE: car 0, pedestrian 1.
     assert (metrics["mATE"], metrics["mASE"]) == (pytest.approx(0.75), pytest.approx(0.75))
@@ -115,8 +93,8 @@ def test_scores_of_all_classes():
 
 def test_attributes():
     truth = [box(5, 5, velocity=(3.0, 0)), box(8, 8)]
-    batch = truth_of(truth, [0, 0], attributes=["vehicle.moving", "vehicle.stopped"])
-    metrics = evaluate([batch], [result_of(truth, [0.9, 0.8], [0, 0])], classes=("car",))
+    attributes = {"gt_attributes": np.array(["vehicle.moving", "vehicle.stopped"])}
+    metrics = evaluate((truth, [0, 0], truth, [0.9, 0.8], [0, 0], attributes))
     # Moving is right; a car that stands still counts as parked, which is wrong here: running means 0 and 1/2.
     assert 0 < metrics["mAAE"] < 0.5
     assert metrics["NDS"] == pytest.approx((5 + 4 + 1 - metrics["mAAE"]) / 10)
@@ -124,45 +102,39 @@ def test_attributes():
 
 def test_ranges():
     boxes = [box(0, 29), box(0, 31), box(0, 49), box(0, 51)]
-    batch = truth_of(boxes, [0, 0, 0, 0])
-    result = result_of(boxes[:1], [0.9], [0])
-    assert evaluate([batch], [result], classes=("car",), class_range=30)["mAP"] == pytest.approx(1)
+    frame = (boxes, [0] * 4, boxes[:1], [0.9], [0], {})
+    assert evaluate(frame, class_range=30)["mAP"] == pytest.approx(1)
     # 1 of 3 within 50 m.
-    third = evaluate([batch], [result], classes=("car",))["mAP"]
-    assert third == pytest.approx(
-        np.mean(np.interp(np.linspace(0, 1, 101), [1 / 3], [1], right=0)[11:] > 0), abs=1e-9
-    )
+    precision = np.interp(np.linspace(0, 1, 101), [1 / 3], [1], right=0)
+    assert evaluate(frame)["mAP"] == pytest.approx(np.mean(precision[11:] > 0), abs=1e-9)
     with pytest.raises(ValueError, match="class_range must name bus, got car"):
-        evaluate([batch], [result], classes=("bus",), class_range={"car": 1})
+        evaluate(frame, classes=("bus",), class_range={"car": 1})
 
 
 def test_boxes_are_compared_in_the_world():
-    """A tilted, turned and moved frame: nothing changes but for the tilt's shortening."""
-    angle = 2.1
+    """A turned and moved frame: nothing changes."""
     pose = np.eye(4)
-    pose[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
-    pose[:3, 3] = (500, -300, 2)
+    pose[:2, :2], pose[:3, 3] = turn_about_z(2.1), (500, -300, 2)
     truth = [box(5, 5, yaw=1.0, velocity=(3, 1)), box(-8, 12)]
     predicted = [box(5.3, 5.4, yaw=1.2, velocity=(3, 2)), box(-8, 12)]
-    here = evaluate([truth_of(truth, [0, 0])], [result_of(predicted, [0.9, 0.8], [0, 0])])
-    there = evaluate([truth_of(truth, [0, 0], pose)], [result_of(predicted, [0.9, 0.8], [0, 0])])
+    here, there = (
+        evaluate((truth, [0, 0], predicted, [0.9, 0.8], [0, 0], more)) for more in ({}, {"T_global": pose})
+    )
     assert here == pytest.approx(there, abs=1e-5) and here["mATE"] > 0
 
 
 def test_frames_count_once_and_empty_frames_count():
-    batch, empty = truth_of([box(5, 5)], [0]), truth_of([], [], token="t1")
-    result, nothing = result_of([box(5, 5)], [0.9], [0]), result_of([], [], [])
-    wrong = result_of([box(5, 5)], [0.95], [0])
-    one = evaluate([batch, empty], [result, nothing], classes=("car",))
+    place = {"token": "t", "timestamp": 0.0}
+    right = ([box(5, 5)], [0], [box(5, 5)], [0.9], [0], place)
+    empty, alarm = ([], [], [], [], [], {}), ([], [], [box(5, 5)], [0.95], [0], {})
+    one = evaluate(right, empty)
     assert one["mAP"] == pytest.approx(1)
-    assert evaluate([batch, batch, empty], [result, result, nothing], classes=("car",)) == pytest.approx(one)
-    assert evaluate([batch, empty], [result, wrong], classes=("car",))["mAP"] < 1
+    assert evaluate(right, right, empty) == pytest.approx(one)
+    assert evaluate(right, alarm)["mAP"] < 1
 
 
 def test_anchors_as_predictions():
     anchors = np.zeros((3, 11))
     anchors[:, :2], anchors[:, 6] = [[5, 5], [0, 0], [-9, 0]], 1
-    metrics = evaluate(
-        [truth_of([box(5, 5)], [0])], [result_of([], [], [])], classes=("car",), anchors=anchors
-    )
+    metrics = evaluate(([box(5, 5)], [0], [], [], [], {}), anchors=anchors)
     assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1.0, abs=0.01)

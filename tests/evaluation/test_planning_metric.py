@@ -1,5 +1,6 @@
 """Plans: distances, collisions and both summaries by hand."""
 
+import driving_frames
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,6 @@ from visdet.evaluation.planning_metric import (
     collides,
     headings,
 )
-from visdet.registry import METRICS
 
 AHEAD = np.pi / 2
 EGO = (4.0, 2.0)
@@ -84,17 +84,12 @@ def truth(path, boxes=None, mask=None, speed=None):
     return sample
 
 
-def evaluate(truths, plans, **kwargs):
-    metric = METRICS.build({"type": "PlanningMetric", "ego_size": EGO, **kwargs})
-    frames = zip(truths, plans, strict=True)
-    metric.process(
-        {},
-        [
-            {**truth, "token": str(i), "pred_plan": {"final_planning": torch.tensor(plan)}}
-            for i, (truth, plan) in enumerate(frames)
-        ],
-    )
-    return {key.removeprefix("Planning/"): value for key, value in metric.evaluate(len(plans)).items()}
+def evaluate(truths, plans, **arguments):
+    frames = [
+        sample | {"pred_plan": {"final_planning": torch.tensor(plan)}}
+        for sample, plan in zip(truths, plans, strict=True)
+    ]
+    return driving_frames.evaluate("PlanningMetric", frames, ego_size=EGO, **arguments)
 
 
 def test_two_frames_by_hand():

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
+from driving_frames import evaluate, frame
 
 from visdet.evaluation.clear_mot import (
     Frame,
     count_events,
     interpolate,
 )
-from visdet.registry import METRICS
 
 
 def objects(**places):
@@ -58,34 +57,12 @@ def test_gaps_are_filled():
 
 def metric_over(frames, predicted_labels=None, **arguments):
     """frames: (true boxes, ids), (predicted boxes, ids, scores); class car, but for the given labels of frames."""
-    metric = METRICS.build(dict(type="TrackingMetric", **arguments))
-    metric.dataset_meta = {"classes": ("traffic_cone", "car", "truck")}
-    for number, ((boxes, ids), (found, tracks_, scores)) in enumerate(frames):
-        sample = {
-            "token": f"t{number}",
-            "scene_token": "s",
-            "timestamp": 0.5 * number,
-            "T_global": np.eye(4),
-            "instance_id": np.array(ids, dtype=np.int64),
-            "gt_bboxes_3d": _boxes(boxes),
-            "gt_labels_3d": torch.ones(len(boxes), dtype=torch.int64),
-        }
-        predicted = {
-            "boxes_3d": _boxes(found),
-            "scores_3d": torch.tensor(scores, dtype=torch.float32),
-            "labels_3d": torch.full(
-                (len(found),), 1 if predicted_labels is None else predicted_labels[number], dtype=torch.int64
-            ),
-            "instance_ids": torch.tensor(tracks_, dtype=torch.int64),
-        }
-        metric.process({}, [{**sample, "pred_instances_3d": predicted}])
-    return {name.removeprefix("Tracking/"): value for name, value in metric.evaluate(len(frames)).items()}
-
-
-def _boxes(places):
-    boxes = torch.zeros(len(places), 9)
-    boxes[:, :2] = torch.tensor(places, dtype=torch.float32).reshape(-1, 2)
-    return boxes
+    samples = []
+    for number, ((boxes, ids), (found, tracks, scores)) in enumerate(frames):
+        label = 1 if predicted_labels is None else predicted_labels[number]
+        sample = frame(boxes, [1] * len(boxes), found, scores, [label] * len(found), instance_ids=tracks)
+        samples.append(sample | {"instance_id": np.array(ids, dtype=np.int64)})
+    return evaluate("TrackingMetric", samples, ("traffic_cone", "car", "truck"), **arguments)
 
 
 def test_perfect_tracks():

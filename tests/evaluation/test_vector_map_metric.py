@@ -1,10 +1,10 @@
 """Map average precision, by hand."""
 
+import driving_frames
 import numpy as np
 import pytest
 
 from visdet.evaluation.vector_map_metric import match_lines
-from visdet.registry import METRICS
 from visdet.structures.polylines import resample
 
 CLASSES = ("ped_crossing", "divider", "boundary")
@@ -22,17 +22,12 @@ def objects(lines):
 
 def evaluate(frames, **arguments):
     """frames: (true lines, their labels, predicted lines, scores, labels)."""
-    metric = METRICS.build(dict(type="VectorMapMetric", **arguments))
-    metric.dataset_meta = {"map_classes": CLASSES}
-    for number, (truth, truth_labels, lines, scores, labels) in enumerate(frames):
-        sample = {
-            "vectors": objects(truth),
-            "vector_labels": np.array(truth_labels, dtype=np.int64),
-            "token": str(number),
-            "pred_map": {"vectors": lines, "scores": np.array(scores), "labels": np.array(labels)},
-        }
-        metric.process({}, [sample])
-    return {name.removeprefix("VectorMap/"): value for name, value in metric.evaluate(len(frames)).items()}
+    samples = []
+    for truth, truth_labels, lines, scores, labels in frames:
+        predicted = {"vectors": lines, "scores": np.array(scores), "labels": np.array(labels)}
+        true_labels = np.array(truth_labels, dtype=np.int64)
+        samples.append({"vectors": objects(truth), "vector_labels": true_labels, "pred_map": predicted})
+    return driving_frames.evaluate("VectorMapMetric", samples, CLASSES, **arguments)
 
 
 def test_thresholds():
