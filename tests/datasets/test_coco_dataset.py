@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from coco_files import NAMES, annotation, build, warnings_logged, write_coco
@@ -10,7 +9,6 @@ from coco_files import NAMES, annotation, build, warnings_logged, write_coco
 from visdet.datasets import CocoDataset, ShapesDataset
 from visdet.datasets.coco import COCO_CLASSES
 from visdet.errors import UserError, hints_of
-from visdet.registry import DATASETS
 
 __all__ = ["warnings_logged"]  # a fixture
 
@@ -380,25 +378,3 @@ def test_a_pipeline_that_gives_up(tmp_path):
     assert build(tmp_path, pipeline=takes_the_second)[0]["img_id"] == 2
     with pytest.raises(Exception, match="None"):
         build(tmp_path, pipeline=takes_the_second, test_mode=True)[0]
-
-
-def test_built_from_the_registry_with_nothing_set(tmp_path):
-    write_coco(
-        tmp_path, [annotation(1, 1, [5, 6, 10, 12], 20), annotation(2, 1, [1, 1, 9, 9], 10, iscrowd=1)]
-    )
-    pipeline = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations"), dict(type="PackDetInputs")]
-    config = dict(
-        type="CocoDataset",
-        ann_file=f"{tmp_path}/ann.json",
-        data_prefix=dict(img=f"{tmp_path}/images"),
-        metainfo=dict(classes=NAMES),
-        pipeline=pipeline,
-    )
-    item = DATASETS.build(config)[0]
-    expected = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)[..., ::-1]
-    assert np.array_equal(item["inputs"].permute(1, 2, 0).numpy(), expected)  # BGR, as mmcv's
-    sample = item["data_samples"]
-    assert sample.gt_instances.bboxes.tolist() == [[5, 6, 15, 18]]
-    assert sample.gt_instances.labels.tolist() == [1]
-    assert sample.ignored_instances.bboxes.tolist() == [[1, 1, 10, 10]]
-    assert (sample.img_id, sample.ori_shape, sample.img_shape) == (1, (30, 40), (30, 40))
