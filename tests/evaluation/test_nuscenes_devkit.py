@@ -36,7 +36,7 @@ def random_frames(rng, num_frames):
         found = found + rng.normal(0, 0.5, found.shape)
         found[:, 3:6] = np.abs(found[:, 3:6]) + 0.1
         values[rng.random(count) < 0.1, 7:] = np.nan
-        truths.append(Boxes(values))
+        truths.append(Boxes(values, np.full(count, -1.0)))
         # Few distinct scores: ties must be broken alike.
         predictions.append(Boxes(found, rng.integers(1, 10, len(found)) / 10))
     return truths, predictions
@@ -50,9 +50,8 @@ def test_detection_has_the_same_numbers(seed, name):
     def boxes_of(frames):
         boxes = EvalBoxes()
         for number, item in enumerate(frames):
-            scores = item.scores if item.scores is not None else np.full(len(item.values), -1.0)
             rows = []
-            for values, score in zip(item.values, scores, strict=True):
+            for values, score in zip(item.values, item.scores, strict=True):
                 x, y, z, length, width, height, yaw, vx, vy = values
                 rows.append(
                     DetectionBox(

@@ -19,13 +19,17 @@ class Boxes:
 
     Attributes:
         values: [n, 9], which are x, y, z, length, width, height, yaw, vx and vy. For matching alone, x and y suffice.
-        scores: [n], for predictions only.
-        attributes: [n], if they are known.
+        scores: [n]. Those of true boxes have no effect.
+        attributes: [n], which are empty texts where they are not known, as by default.
     """
 
     values: np.ndarray
-    scores: np.ndarray | None = None
+    scores: np.ndarray
     attributes: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.attributes is None:
+            self.attributes = np.full(len(self.values), "")
 
 
 @dataclass
@@ -129,7 +133,6 @@ def take_nearest(
         max_distance: the greatest distance of a match in x and y, in metres.
         allowed: bool [m, n]. A prediction whose nearest free box is not allowed gets no match, and the box stays free.
     """
-    assert predicted.scores is not None
     order = np.argsort(predicted.scores, kind="stable")[::-1]
     closeness = closeness_of(predicted.values, truth, max_distance)
     taken = np.full(len(order), -1, dtype=np.int64)
@@ -151,32 +154,26 @@ def _errors(
     truths: Sequence[Boxes], predictions: Sequence[Boxes], matches: Matches, yaw_period: float
 ) -> dict[str, np.ndarray]:
     """Return the errors [m] of the matches by name, in the order of the matches."""
-    frames, rows, truth_rows = matches.frames, matches.rows, matches.truth_rows
-    predicted = np.array([predictions[f].values[r] for f, r in zip(frames, rows, strict=True)])
-    truth = np.array([truths[f].values[r] for f, r in zip(frames, truth_rows, strict=True)])
+
+    def matched(boxes: Sequence[Boxes], rows: np.ndarray, column: str) -> np.ndarray:
+        pairs = zip(matches.frames, rows, strict=True)
+        return np.array([getattr(boxes[frame], column)[row] for frame, row in pairs])
+
+    predicted = matched(predictions, matches.rows, "values")
+    truth = matched(truths, matches.truth_rows, "values")
     common = np.minimum(predicted[:, 3:6], truth[:, 3:6]).prod(axis=1)
     union = predicted[:, 3:6].prod(axis=1) + truth[:, 3:6].prod(axis=1) - common
     turn = truth[:, 6] - predicted[:, 6]
     turn = turn - yaw_period * np.floor(turn / yaw_period + 0.5)
-    attributes = np.array(
-        [
-            _attribute_error(truths[f], t, predictions[f], r)
-            for f, t, r in zip(frames, truth_rows, rows, strict=True)
-        ]
-    )
+    attributes = matched(truths, matches.truth_rows, "attributes")
+    is_other = attributes != matched(predictions, matches.rows, "attributes")
     return {
         "trans_err": np.linalg.norm(predicted[:, :2] - truth[:, :2], axis=1),
         "scale_err": 1 - common / union,
         "orient_err": np.abs(wrap_angle(turn)),
         "vel_err": np.linalg.norm(predicted[:, 7:9] - truth[:, 7:9], axis=1),
-        "attr_err": attributes,
+        "attr_err": np.where(attributes == "", np.nan, is_other),
     }
-
-
-def _attribute_error(truth: Boxes, truth_row: int, predicted: Boxes, row: int) -> float:
-    if truth.attributes is None or predicted.attributes is None or truth.attributes[truth_row] == "":
-        return np.nan
-    return float(truth.attributes[truth_row] != predicted.attributes[row])
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

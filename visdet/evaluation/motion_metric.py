@@ -163,7 +163,7 @@ def motion_scores(
             ``scores`` [m] and ``paths`` [m, K, T, 2].
         unknown_is_right: as in MotionMetric.
     """
-    truths = [Boxes(frame["gt_places"]) for frame in frames]
+    truths = [Boxes(frame["gt_places"], np.zeros(len(frame["gt_places"]))) for frame in frames]
     predictions = [Boxes(frame["places"], frame["scores"]) for frame in frames]
     matches = match_frames(truths, predictions, _MAX_DISTANCE_M)
     errors = np.array(

@@ -133,7 +133,8 @@ class NuScenesMetric(DrivingBoxMetric):
             part = {key: frame[key][truth] for key in ("gt_boxes", "gt_labels")}
             part |= {key: frame[key][found] for key in ("boxes", "labels", "scores")}
             attributes = frame["gt_attributes"]
-            part["gt_attributes"] = None if attributes is None else np.asarray(attributes)[truth]
+            part["gt_attributes"] = np.full(len(truth), "") if attributes is None else np.asarray(attributes)
+            part["gt_attributes"] = part["gt_attributes"][truth]
             counted.append(part)
         return counted
 
@@ -166,10 +167,8 @@ def _boxes_of_class(counted: list[dict], label: int, name: str) -> tuple[list[Bo
     truths, predictions = [], []
     for frame in counted:
         is_true, is_found = frame["gt_labels"] == label, frame["labels"] == label
-        attributes = frame["gt_attributes"]
-        attributes = None if attributes is None else attributes[is_true]
-        truths.append(Boxes(frame["gt_boxes"][is_true], None, attributes))
-        boxes = frame["boxes"][is_found]
+        true_boxes, boxes = frame["gt_boxes"][is_true], frame["boxes"][is_found]
+        truths.append(Boxes(true_boxes, np.zeros(len(true_boxes)), frame["gt_attributes"][is_true]))
         predictions.append(Boxes(boxes, frame["scores"][is_found], _attributes(name, boxes)))
     return truths, predictions
 
