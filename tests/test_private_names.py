@@ -63,6 +63,7 @@ REASONS = {
     "_utils.ExceptionWrapper": "torch's loader raises an error of a worker only if it comes in this class.",
     "_version": "torch documents it: the version of a module's state dict.",
     # mmengine
+    "_timestamp": "mmengine leaves the time at which a run begins there.",
     "_vis_backends": "A visualizer has no public list of its backends, of which one needs another name of a picture.",
     "_ParamScheduler": "mmengine exports it as the base of all schedules.",
     "_after_iter": "mmengine calls it after a batch of every stage.",

@@ -2,17 +2,16 @@
 
 import logging
 import os
-import resource
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.dist import broadcast, init_dist, is_distributed, master_only
+from mmengine.dist import broadcast, master_only
 from mmengine.evaluator import Evaluator
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
@@ -21,9 +20,8 @@ from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.optim import OptimWrapperDict, _ParamScheduler
 from mmengine.runner import EpochBasedTrainLoop as ByEpoch
 from mmengine.runner import IterBasedTrainLoop as ByIteration
-from mmengine.runner import LogProcessor, TestLoop, ValLoop, get_priority
+from mmengine.runner import LogProcessor, Runner, TestLoop, ValLoop, get_priority
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
-from mmengine.utils.dl_utils import set_multi_processing
 from mmengine.visualization import Visualizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -74,25 +72,16 @@ def enter_environment(env_cfg: dict, launcher: str) -> str:
         ConfigError: a value of ``env_cfg`` cannot be used.
     """
     is_one_of_several = launcher != "none"
-    dist_cfg = env_cfg.get("dist_cfg", {})
-    start_process_group(launcher, dist_cfg.get("timeout"))
+    start_process_group(launcher, env_cfg.get("dist_cfg", {}).get("timeout"))
     if is_one_of_several:  # mmengine sets these, too, but every process warns about it.
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(variable, "1")
+    run: Any = SimpleNamespace(launcher=launcher, distributed=is_one_of_several)
     try:
-        if env_cfg.get("cudnn_benchmark"):
-            torch.backends.cudnn.benchmark = True
-        set_multi_processing(**env_cfg.get("mp_cfg", {}), distributed=is_one_of_several)
-        if is_one_of_several and not is_distributed():
-            init_dist(launcher, **dist_cfg)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = min(max(env_cfg.get("resource_limit", 4096), soft), hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        Runner.setup_env(run, env_cfg)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_cfg cannot be used: {error}") from error
-    now = torch.tensor(time.time(), dtype=torch.float64)
-    broadcast(now)  # All processes have the time of the main one.
-    return time.strftime("%Y%m%d_%H%M%S", time.localtime(now.item()))
+    return run._timestamp
 
 
 def build_logger(name: str, log_file: str, level: int | str) -> MMLogger:
