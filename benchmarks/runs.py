@@ -8,8 +8,8 @@ A row has the mean time of an iteration in the second half of a run, and the par
 are the median time for which the main thread computes, and the time for which the GPU is busy and the number of its
 kernels, both in one iteration that is profiled. The largest of these bound the run. A row also has the memory that
 torch reserves on the GPU, in the first quarter of the run and at its end: once the sizes are captured, it should not
-grow. The hours of the published schedules on COCO are computed from these times. Without a GPU, small configs take the
-place of the published ones, so that everything runs but the figures mean nothing.
+grow. Without a GPU, small configs take the place of the published ones, so that everything runs but the figures mean
+nothing.
 """
 
 import argparse
@@ -58,39 +58,32 @@ SIZES: dict[str, dict[tuple[int, int], int]] = {
     "aerial": {(3000, 4000): 500, (3648, 5472): 500},
     "one": {(480, 640): 1000},
 }
-COCO_IMAGES, CLASSES = 118_287, 80
+CLASSES = 80
 COLUMNS = (
-    *(
-        "run",
-        "sizes",
-        "dtype",
-        "batch, workers, GPUs",
-        "ms an iteration",
-        "waiting for data",
-        "main thread",
-        "GPU busy, kernels",
-        "bound by",
-        "reserved MiB, end",
-    ),
-    "schedule on one GPU, on eight",
-)
-NOTE = (
-    f"Hours are computed from the time of an iteration and the {COCO_IMAGES:,} images of COCO, without evaluations. "
-    "Those of eight GPUs are an eighth, as if an iteration took no longer there."
+    "run",
+    "sizes",
+    "dtype",
+    "batch, workers, GPUs",
+    "ms an iteration",
+    "waiting for data",
+    "main thread",
+    "GPU busy, kernels",
+    "bound by",
+    "reserved MiB, end",
 )
 MOST_IMAGES = 4000  # A longer run has several epochs of them.
 
 
-# The config, the small one that takes its place without a GPU, batch size, data workers, and epochs on COCO.
+# The config, the small one that takes its place without a GPU, batch size and data workers.
 _DETR = "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"
 _SMALL = "deformable_detr/deformable-detr_small_coco.py"
 _STAGE_1 = "sparsedrive/sparsedrive_r50_stage1_8xb8_nuscenes.py"
 RUNS = {
-    "deformable_detr": (_DETR, _SMALL, 2, 6, 50),
-    "dino": ("dino/dino-4scale_r50_8xb2-12e_coco.py", _SMALL, 2, 6, 12),
-    "sparsedrive": (_STAGE_1, "sparsedrive/sparsedrive_toy_stage1.py", 4, 8, 0),
-    "test": (_DETR, _SMALL, 1, 8, 0),
-    "video": (_DETR, _SMALL, 1, 0, 0),
+    "deformable_detr": (_DETR, _SMALL, 2, 6),
+    "dino": ("dino/dino-4scale_r50_8xb2-12e_coco.py", _SMALL, 2, 6),
+    "sparsedrive": (_STAGE_1, "sparsedrive/sparsedrive_toy_stage1.py", 4, 8),
+    "test": (_DETR, _SMALL, 1, 8),
+    "video": (_DETR, _SMALL, 1, 0),
 }
 _TIMES = ("time", "data_time", "host_s", "busy_s", "kernels", "reserved_MiB")
 
@@ -188,7 +181,7 @@ def draw_coco(folder: Path, count: int, kind: str) -> None:
 def settings_of(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Draw the files of a run, and return what its config changes: the files, the length and the log."""
     root, is_small = f"{folder}/", options.device == "cpu"
-    published, small, batch_size, workers, _ = RUNS[name]
+    published, small, batch_size, workers = RUNS[name]
     workers = (0 if is_small else workers) if options.workers is None else options.workers
     loader: dict[str, Any] = {"batch_size": options.batch_size or batch_size, "num_workers": workers}
     samples = options.iterations * loader["batch_size"] * options.gpus
@@ -305,17 +298,14 @@ def draw_video(folder: Path) -> Path:
 
 
 def cells_of(result: dict[str, Any]) -> list[str]:
-    """Return a row of the table. A schedule of several GPUs is computed as if one took no longer than alone."""
-    epochs, batch = RUNS[result["run"]][4], result["batch_size"]
+    """Return a row of the table."""
     cells = [result["run"], result["sizes"], result["dtype"]]
-    cells += [f"{batch}, {result['num_workers']}, {result['gpus']}", f"{result['ms']:.1f}"]
+    cells += [f"{result['batch_size']}, {result['num_workers']}, {result['gpus']}", f"{result['ms']:.1f}"]
     cells += [f"{result['waiting_ms']:.1f}" if "waiting_ms" in result else "–"]
     cells += [f"{result['host_ms']:.1f}" if result.get("host_ms") else "–"]
     cells += [f"{result['busy_ms']:.1f}, {result['kernels']}" if result.get("kernels") else "–"]
     cells += [bound_of(result)]
-    cells += [", ".join(f"{mib:.0f}" for mib in result.get("reserved_MiB", [])) or "–"]
-    hours = epochs * COCO_IMAGES / batch * result["ms"] / 3.6e6
-    return [*cells, f"{epochs} epochs: {hours:.1f} h, {hours / 8:.1f} h" if epochs else "–"]
+    return [*cells, ", ".join(f"{mib:.0f}" for mib in result.get("reserved_MiB", [])) or "–"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -359,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report["results"][-1], flush=True)
         write_report(report, options.out / "runs.json")
     lines = table(COLUMNS, [cells_of(result) for result in report["results"]])
-    text = "\n".join([f"`{report['command']}`: {facts_of(report)}", "", *lines, "", NOTE]) + "\n"
+    text = "\n".join([f"`{report['command']}`: {facts_of(report)}", "", *lines]) + "\n"
     (options.out / "runs.md").write_text(text)
     print(f"\n{text}\nwrote {options.out / 'runs.md'} and {options.out / 'runs.json'}")
     return 0

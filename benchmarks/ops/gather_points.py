@@ -1,4 +1,4 @@
-"""Cases of gathers of points' features and of nearest points, with the sizes of VoteNet and mmrotate."""
+"""Cases of gathers of points' features, with the sizes of VoteNet."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from visdet import ops
 from visdet.ops.gather_points import gather_points_reference
-from visdet.ops.mmcv.point_sets import nearest_points_reference
 
 from ..case import Case, Work, peer_of
 
@@ -23,12 +22,6 @@ def _inputs(
     index = torch.randint(0, N, indices, generator=generator, dtype=torch.int32)
     weight = (torch.rand(indices, generator=generator).to(device, dtype),) if indices[-1] == 3 else ()
     return torch.randn(features, generator=generator).to(device, dtype), index.to(device), *weight
-
-
-def _points(dtype: torch.dtype, device: torch.device, *, B: int, N: int) -> tuple[Tensor, ...]:
-    """Return two times B sets of N points of a grid so coarse that their distances are not rounded."""
-    drawn = torch.randint(0, 256, (2, B, N, 2), generator=torch.Generator().manual_seed(0)) / 8
-    return tuple(drawn.to(device, dtype))
 
 
 def _plain(features: Tensor, indices: Tensor, *weight: Tensor) -> Tensor:
@@ -62,23 +55,6 @@ def _gathered(op: str, name: str, B: int, C: int, N: int, *points: int) -> Case:
     )
 
 
-def _nearest(name: str, B: int, N: int) -> Case:
-    return Case(
-        op="nearest_points",
-        name=name,
-        sizes=f"B{B} N{N}",
-        make=partial(_points, B=B, N=N),
-        function=lambda points, others: torch.ops.visdet.nearest_points(points, others),
-        reference=nearest_points_reference,
-        differentiable={},
-        work=lambda dtype: {"forward": Work(moved=B * N * 32, flops=10 * B * N * N)},
-        tolerance=lambda dtype: {"output": 0.0},
-        peers=(peer_of("torch", nearest_points_reference),),
-        dtypes=(torch.float32,),
-        batched=(0, 1),
-    )
-
-
 CASES = [
     _gathered("group_points", "tiny", 2, 8, 100, 30, 5),
     _gathered("group_points", "votenet", 8, 128, 2048, 1024, 32),
@@ -86,6 +62,4 @@ CASES = [
     _gathered("gather_points", "votenet", 8, 3, 20000, 2048),
     _gathered("three_interpolate", "tiny", 2, 8, 50, 30, 3),
     _gathered("three_interpolate", "votenet", 8, 256, 512, 1024, 3),
-    _nearest("tiny", 3, 20),
-    _nearest("reppoints", 512, 64),
 ]
