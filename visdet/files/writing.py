@@ -1,12 +1,12 @@
 """The writer of every file that a user keeps."""
 
 import fcntl
-import glob
 import os
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
+from typing import BinaryIO
 
 from visdet.errors import UnwrittenFileError, UserError
 
@@ -66,28 +66,39 @@ def written_whole(
 
 @contextmanager
 def _partial(target: Path) -> Iterator[Path]:
-    """Yield a new file beside ``target`` for the block, and remove those of processes that were killed.
+    """Yield an empty file beside ``target`` for the block, and remove it if the block fails.
 
-    A file is locked while it is written. The lock ends with the process, so that what is not locked has no writer.
+    A file is locked while it is written. The lock ends with the process, so that the next writer takes the name that a
+    killed one has left, and removes what was written beside that one at the same time.
     """
-    start, end = f".{target.stem}.", f".partial{target.suffix}"
-    for left in target.parent.glob(f"{glob.escape(start)}*{glob.escape(end)}"):
-        with suppress(OSError), open(left, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
-    partial = target.with_name(f"{start}{uuid.uuid4().hex[:12]}{end}")
-    unlocked = partial.with_name(
-        f"{partial.name}.new"
-    )  # Under this name no other writer takes it for one left.
+    start, end = f".{target.stem}.partial", target.suffix
+    names = (target.with_name(f"{start}{number or ''}{end}") for number in count())
+    for partial in names:
+        with open(partial, "ab") as file:
+            if not _owns(file, partial):
+                continue
+            file.truncate(0)
+            for left in takewhile(Path.exists, names):
+                with open(left, "ab") as other:
+                    if _owns(other, left):
+                        left.unlink()
+            try:
+                yield partial
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            return
+
+
+def _owns(file: BinaryIO, path: Path) -> bool:
+    """Lock an open file, and return whether no other process has locked, renamed or removed it before."""
     try:
-        with open(unlocked, "xb") as file:
-            with suppress(OSError):  # Some file systems have no locks.
-                fcntl.flock(file, fcntl.LOCK_EX)
-            unlocked.replace(partial)
-            yield partial
-    finally:
-        for path in (unlocked, partial):
-            path.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # Some file systems have no locks.
+    return path.exists() and os.path.samefile(file.fileno(), path)
 
 
 def _reach_disk(path: Path) -> None:
