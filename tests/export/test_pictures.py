@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 import visdet
 from tests.export.test_export import IN_ONNX, needs
 from visdet import init_detector
-from visdet.export import ExportError
+from visdet.export import ExportError, run
 from visdet.export.families.pictures import Steps, resampled
 from visdet.export.from_config import export_config
 from visdet.models.gaussian_field import LearnableGaussianField
@@ -110,6 +111,13 @@ def test_the_canvas_holds_every_picture():
     for pipeline in ([LOAD, PACK], [LOAD, {**RESIZE, "scale": (float("inf"), 64)}, PACK]):
         with pytest.raises(ExportError, match="--shape H W"):
             Steps.of(pipeline).canvas()
+
+
+def test_a_picture_is_one_image_of_a_latency(monkeypatch):
+    monkeypatch.setattr(run, "latencies", lambda call, batch: {"images_per_second": batch})
+    family = MagicMock(batch=1, device=torch.device("cpu"))
+    family.cases.return_value = iter([[{"picture": torch.zeros(97, 131, 3)}]])
+    assert run._latencies(family, family.run)["exported"]["images_per_second"] == 1
 
 
 def test_files_of_the_users_stay(tmp_path):

@@ -239,7 +239,7 @@ def format_module(format: str) -> ModuleType:
 
 def _latencies(family: Family, run: Run) -> dict[str, Any]:
     given = next(family.cases())[0]
-    batch = len(next(iter(given.values())))
+    batch = family.batch or len(next(iter(given.values())))
     calls: dict[str, Callable[[], Any]] = {
         "exported": partial(run, given),
         "model": partial(family.run, given),
