@@ -38,7 +38,7 @@ def folder_of(tmp_path_factory):
 
 
 def load(folder, format):
-    return importlib.import_module(f"visdet.export.formats.{format}").load(folder)
+    return importlib.import_module(f"visdet.export.formats.{format}").load(str(folder))
 
 
 def edited(folder, **changes):

@@ -66,6 +66,7 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
     assert report["checked"] and report["data"]["differences"]["inputs"] == len(PICTURES)
     described = json.loads((tmp_path / "model.json").read_text())
     assert described["score_thresholds"] == [0.8, 0.3, 0.3, 0.3, 0.3, 0.3]
+    assert described["preprocessing"]["place"] == "in the graph"
     assert described["origin_of_thresholds"] == "the checkpoint's validation"
     described["score_thresholds"] = [0.0] * len(described["classes"])
     (tmp_path / "model.json").write_text(json.dumps(described))

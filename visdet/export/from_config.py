@@ -72,7 +72,8 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    if takes_images(cfg) if embed is None else embed:
+    embed = takes_images(cfg) if embed is None else embed
+    if embed:
         arguments["batch"] = arguments.get("batch") or 1
         arguments["steps"] = Steps.of(dataset.get("pipeline") or ())
     images = _pictures(data, dataset.get("ann_file"))
@@ -106,6 +107,7 @@ def export_config(
         arguments["preprocessing"] = {
             "pipeline": dataset_config(cfg, "test").get("pipeline"),
             "data_preprocessor": cfg.model.get("data_preprocessor"),
+            "place": "in the graph" if embed else "before the graph",
             **_ABOUT_PICTURES,
         }
         return export(

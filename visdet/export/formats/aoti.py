@@ -48,10 +48,10 @@ def _facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "\n".join(map(str, value if isinstance(value, list) else [value]))
 
 
-def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     package = Package.open(folder, "model.pt2")
-    model = torch._inductor.aoti_load_package(str(folder / "model.pt2"))
+    model = torch._inductor.aoti_load_package(str(package.folder / "model.pt2"))
     facts = model.get_metadata()
 
     # A package reads its inputs by the type, the device, the sizes and the strides of the examples, which are

@@ -55,15 +55,17 @@ def write(program: Program, folder: Path) -> None:
         )
 
 
-def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors that ``model.onnx`` of a folder is in onnxruntime, on the CPU."""
     import onnx
     import onnxruntime
 
     package = Package.open(folder, "model.onnx")
-    if any(opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(folder / "model.onnx").opset_import):
-        return package.function(*load_with_plugin(folder / "model.onnx"))
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    if any(
+        opset.domain == DOMAINS["tensorrt"] for opset in onnx.load(package.folder / "model.onnx").opset_import
+    ):
+        return package.function(*load_with_plugin(package.folder / "model.onnx"))
+    session = onnxruntime.InferenceSession(package.folder / "model.onnx", providers=["CPUExecutionProvider"])
     read = {given.name for given in session.get_inputs()}
 
     def call(inputs: dict[str, Tensor]) -> Iterable[Tensor]:

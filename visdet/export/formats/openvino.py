@@ -31,24 +31,24 @@ def write(program: Program, folder: Path) -> None:
         graph.with_suffix(".bin").replace(weights)
 
 
-def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors that ``model.xml`` of a folder is, in float32 on the CPU."""
     return _loaded(folder, FORMATS["openvino"].options)
 
 
-def load_without_options(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def load_without_options(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the same function as a program has it that opens the file without options."""
     return _loaded(folder, {})
 
 
-def _loaded(folder: Path, options: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def _loaded(folder: str | Path, options: dict[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     import openvino
 
     package = Package.open(folder, "model.xml", "model.bin")
     core = openvino.Core()
-    if (folder / EXTENSION).is_file():
-        core.add_extension(folder / EXTENSION)
-    compiled = core.compile_model(folder / "model.xml", "CPU", options)
+    if (package.folder / EXTENSION).is_file():
+        core.add_extension(package.folder / EXTENSION)
+    compiled = core.compile_model(package.folder / "model.xml", "CPU", options)
     read = {name for port in compiled.inputs for name in port.names}
     outputs = package.description["outputs"]
     names = [

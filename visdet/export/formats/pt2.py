@@ -22,13 +22,13 @@ def write(program: Program, folder: Path) -> None:
     write_atomically(folder / "model.pt2", content.getbuffer())
 
 
-def load(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def load(folder: str | Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the function of named tensors, on any device, that ``model.pt2`` of a folder is."""
     import visdet.ops  # noqa: F401 (its libraries have the operators)
 
     package = Package.open(folder, "model.pt2")
     extra = {_OUTPUTS: ""}
-    module = torch.export.load(folder / "model.pt2", extra_files=extra).module()
+    module = torch.export.load(package.folder / "model.pt2", extra_files=extra).module()
     device = next(module.parameters()).device
 
     @torch.no_grad()
