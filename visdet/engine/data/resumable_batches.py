@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from visdet.errors import InvalidInputError
 
-from ..process.random_state import preserved_random_state
+from ..process.random_state import preserved_cpu_state
 
 
 class SeededBatch(list):
@@ -38,7 +38,7 @@ class SeededBatch(list):
         self.key = key
 
     def __iter__(self) -> Iterator[Any]:
-        with nullcontext() if get_worker_info() else preserved_random_state():
+        with nullcontext() if get_worker_info() else preserved_cpu_state():
             first, second = np.random.SeedSequence(self.key).generate_state(2)
             random.seed(int(first))
             np.random.seed(first)  # noqa: NPY002 (transforms may use it)
