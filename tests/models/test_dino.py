@@ -25,6 +25,15 @@ from visdet.registry import MODELS
 build = functools.partial(variant, "dino")
 
 
+def build_with_drawn_noise(device="cpu"):
+    model = build().to(device).train()
+    drawn = [numbers.to(device) for numbers in drawn_noise(2, 300, 3)]
+    model.dn_query_generator.draw = lambda batch_size, room, device: tuple(
+        numbers[:, :room] for numbers in drawn
+    )
+    return model
+
+
 @pytest.fixture(scope="module")
 def case():
     return Case("dino_small")
@@ -71,17 +80,13 @@ def test_room_changes_nothing():
     images, samples = batch((3, 1))
     results = []
     for room in (3, 8, 64):
-        model = build().train()
+        model = build_with_drawn_noise()
         step = model.training_batch(images, samples)
         targets = step.targets
         if room < targets.labels.shape[1]:
             boxes, labels = targets.boxes_xyxy[:, :room], targets.labels[:, :room]
             targets = dataclasses.replace(targets, boxes_xyxy=boxes, labels=labels)
         step = dataclasses.replace(step, targets=targets.padded_to(room))
-        drawn = drawn_noise(2, 300, 3)
-        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: tuple(
-            numbers[:, :room] for numbers in drawn
-        )
         predictions, costs = model.predictions_and_costs(step)
         losses = model.losses(predictions, step, model.assign(costs, step))
         sum(losses.values()).backward()
@@ -117,11 +122,7 @@ def test_autocast(device):
     images, samples = images.to(device), [sample.to(device) for sample in samples]
     gradients = []
     for enabled in (False, True):
-        model = build().to(device).train()
-        drawn = [numbers.to(device) for numbers in drawn_noise(2, 300, 3)]
-        model.dn_query_generator.draw = lambda batch_size, room, device, drawn=drawn: tuple(
-            numbers[:, :room] for numbers in drawn
-        )
+        model = build_with_drawn_noise(device)
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
             losses = model(images, samples, mode="loss")
         assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())

@@ -66,7 +66,7 @@ def sigmoid_focal_loss_reference(
     input: Tensor, target: Tensor, weight: Tensor, gamma: float, alpha: float
 ) -> Tensor:
     """Return the losses [N, C] in plain torch: the definition kernels are tested against. No weight: [0]."""
-    logits = input if input.dtype == torch.float64 else input.float()
+    logits = input.to(computation_dtype(input))
     is_target = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
     against = torch.where(is_target, -logits, logits)  # sigmoid of it: how wrong each prediction is
     one_hot = is_target.to(logits.dtype)
@@ -117,13 +117,13 @@ def softmax_focal_loss(
     Source: The signature and the targets are mmcv's.
     """
     target = target.long()
-    logits = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    logits = input.to(computation_dtype(input))
     C = logits.shape[1]
     if C == 0:
         raise ValueError(f"softmax_focal_loss: input must have at least one class, got {list(input.shape)}")
     is_class = (target >= 0) & (target < C)
     logits = logits.masked_fill(~is_class[:, None], 0.0)  # their gradient is 0, whatever stands in the row
-    log_p = F.log_softmax(logits, 1).gather(1, target.clamp(0, C - 1)[:, None]).squeeze(1)
+    log_p = -F.cross_entropy(logits, target.clamp(0, C - 1), reduction="none")
     # At p = 1, the derivative of a power below 1 would be infinite, and NaN after the product with log p = 0.
     doubt = (1 - log_p.exp()).clamp(min=torch.finfo(log_p.dtype).tiny)
     loss = -alpha * doubt.pow(gamma) * log_p

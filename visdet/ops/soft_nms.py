@@ -112,8 +112,8 @@ def soft_nms_reference(
         if SOFT_METHODS[method] == "gaussian":
             scores[rest] *= torch.exp(-overlap.square() / sigma)
         else:
-            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else torch.zeros_like(overlap)
-            scores[rest] *= torch.where(overlap >= iou_threshold, factor, torch.ones_like(overlap))
+            factor = 1 - overlap if SOFT_METHODS[method] == "linear" else 0.0
+            scores[rest] *= torch.where(overlap >= iou_threshold, factor, 1.0)
         is_low = scores[rest] < min_score
         survivors = i + 1 + int((~is_low).sum())
         holes = i + 1 + is_low[: survivors - i - 1].nonzero().squeeze(1)
