@@ -127,6 +127,8 @@ def test_a_config_that_is_given_wins_and_the_difference_is_said(tmp_path, checkp
 
 
 def test_best_and_last_are_always_there(tmp_path):
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "last.pth.partial").symlink_to("gone.pth")  # as a run that was killed leaves it
     train(
         tmp_path / "none",
         val_cfg=None,

@@ -84,7 +84,8 @@ def load_pretrained(
     Args:
         backbone: the module to fill, with torchvision's parameter names.
         checkpoint: ``'torchvision://resnet50'`` (ImageNet-1k, the original recipe), ``'torchvision://resnet50.IMAGENET1K_V2'``,
-            or the path or URL of a state dict, which may be under the key ``state_dict``.
+            or the path or URL of a state dict, which may be under the key ``state_dict``, or its name in a list of
+            mmengine, such as ``'open-mmlab://detectron2/resnet50_caffe'``.
         prefix: use only the entries under this prefix, e.g. ``'backbone.'``, and remove it.
         map_location: the device that the file is read to.
         if_unavailable: 'error', or 'random' to warn and keep the random initialisation if the weights can be neither
