@@ -14,15 +14,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(code, folder, *arguments):
-    return subprocess.run(
+def run(code, folder, *arguments, without=(), **variables):
+    """Run Python without some variables of the environment and with others."""
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+        env={**kept, **own, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -50,8 +55,7 @@ def test_a_tool_that_needs_no_model_imports_no_torch(tool, arguments, tmp_path):
         "main()\n"
         "assert not {'torch', 'torchvision', 'mmengine.runner'} & set(sys.modules)\n"
     )
-    done = run(code, tmp_path, tool, *arguments)
-    assert done.returncode == 0, done.stderr
+    run(code, tmp_path, tool, *arguments)
 
 
 DATA = """
@@ -100,8 +104,7 @@ def check(slow):
 
 @pytest.mark.parametrize("code", [DATA, MODEL, RUNNER], ids=["data", "model", "runner"])
 def test_what_is_slow_is_imported_where_it_is_needed(code, tmp_path):
-    done = run(CHECK + code.replace("CONFIGS", str(ROOT / "configs")), tmp_path)
-    assert done.returncode == 0, done.stderr
+    run(CHECK + code.replace("CONFIGS", str(ROOT / "configs")), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +116,8 @@ def test_tools_let_idle_threads_sleep_before_torch_is_loaded(given, expected):
         "import os, sys, visdet.command_line; visdet.command_line.prepare_process();"
         "print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment | given,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert done.stdout.split() == [expected, "False"]
+    said = run(code, ROOT, without=("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"), **given)
+    assert said.split() == [expected, "False"]
 
 
 _FAULTS = """
@@ -149,17 +144,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 )
 def test_tools_keep_the_memory_of_freed_tensors_unless_the_environment_sets_malloc(given, is_kept):
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", _FAULTS],
-        env=environment | {"THP_MEM_ALLOC_ENABLE": "0"} | given,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    faults = run(_FAULTS, ROOT, without=names, **{"THP_MEM_ALLOC_ENABLE": "0", **given})
     pages = 4 * 16 * (16 << 20) // resource.getpagesize()  # of all tensors together
-    assert (int(done.stdout) < pages // 100) == is_kept
+    assert (int(faults) < pages // 100) == is_kept
 
 
 _UNCHANGED = """
@@ -199,5 +186,4 @@ for name in names:
 
 
 def test_importing_any_module_changes_nothing_of_the_process(tmp_path):
-    done = run(_UNCHANGED, tmp_path)
-    assert done.returncode == 0, done.stderr
+    run(_UNCHANGED, tmp_path)

@@ -1,11 +1,10 @@
-"""The config's ``graph``: what it builds, and that training without a GPU is eager and says so."""
+"""The config's ``graph``: what it builds of a model, with and without a GPU, and in several processes."""
 
 import logging
 
 import pytest
 import torch
 from mmengine.registry import MODEL_WRAPPERS
-from toy_run import losses, train
 
 from visdet.engine.graphs.methods import graphs_for
 from visdet.execution.staged_detector import StagedDetector, has_stages
@@ -49,14 +48,6 @@ class OwnLossAndLaterStages(AnotherLoss):
 
 
 BOTH = ["GraphedLoss", "GraphedPrediction", "GraphedUpdate"]
-
-
-def test_training_without_a_gpu_is_eager(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    plain = train(tmp_path / "plain", train_cfg__max_iters=3, graph=False)
-    graph = train(tmp_path / "graph", train_cfg__max_iters=3, graph=True)
-    assert losses(graph) == losses(plain)
-    assert len(losses(graph)) > 0
 
 
 @pytest.mark.parametrize(
