@@ -30,9 +30,11 @@ def run(args: argparse.Namespace) -> int:
     pairs, found = [(first, second)], None
     if first.is_dir():
         names = _checkpoints(first) & _checkpoints(second)
+        in_order = sorted(sorted(names), key=len)  # iter_9.pth, iter_10.pth
         # Without a file of the same name, it is said that a folder is no checkpoint, and which ones it has.
-        pairs = [(first / name, second / name) for name in sorted(names, key=_order)] or pairs
-        curves, others = read_scalars(first), read_scalars(second)
+        pairs = [(first / name, second / name) for name in in_order] or pairs
+        curves = read_scalars(first)
+        others = read_scalars(second)
         numbers = _numbers(curves, others)
         found = parting(numbers, _numbers(others, curves))
         say(f"logs, {len(numbers)} numbers: {found or 'equal'}")
@@ -78,7 +80,3 @@ def _numbers(curves: dict[str, dict[int, float]], others: dict[str, dict[int, fl
 
 def _checkpoints(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.pth") if not path.is_symlink()}
-
-
-def _order(name: str) -> tuple[int, str]:
-    return len(name), name  # iter_9.pth, iter_10.pth
