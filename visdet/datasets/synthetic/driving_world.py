@@ -22,6 +22,13 @@ _LANE_WIDTH = 3.5
 _STATION_SPACING = 0.5
 _GAP_M = 0.3  # between agents side by side
 _EASE_S = 3.0  # in which a driver changes the speed
+_FOLLOWING_M, _HEADWAY_S = (
+    13.0,
+    1.2,
+)  # how far behind the vehicle ahead a driver stops, and how much earlier drives
+
+# The class, the station and the offset, at all or at each of the times, and the angle from the road.
+_Motion = tuple[str, np.ndarray | float, np.ndarray | float, float]
 
 _TICK_S = 0.1  # time step of the driver model
 _ACCELERATION, _LATERAL_ACCELERATION = 2.0, 2.0  # comfortable values in m/s^2
@@ -106,14 +113,17 @@ def make_world(rng: np.random.Generator, num_frames: int) -> World:
     times = np.arange(num_frames) * STEP_S
     road = _make_road(rng)
     ego_lane = np.full(num_frames, rng.choice(road.lanes[road.lanes < 0]))
-    ego_station = _drive(road, np.full(num_frames, rng.uniform(4.5, 9.0)), 0.0, 1)
+    leader = None
+    if rng.random() < 0.5:
+        leader = _drive(road, _wanted_speed(rng, times), rng.uniform(_FOLLOWING_M, 30.0), 1)
+    ego_station = _drive(road, np.full(num_frames, rng.uniform(4.5, 9.0)), 0.0, 1, leader)
     ego_xy, ego_yaw = road.place(ego_station, ego_lane)
     look = {
         "road": [int(rng.integers(70, 115))] * 3,
         "verge": rng.integers((50, 80, 45), (90, 130, 80)).tolist(),
         "sky": rng.integers((170, 150, 110), (240, 210, 190)).tolist(),
     }
-    agents = _make_agents(rng, road, times, ego_station, ego_lane)
+    agents = _make_agents(rng, road, times, (ego_station, ego_lane), leader)
     return World(road, np.gradient(ego_station, STEP_S), ego_xy, ego_yaw, agents, look)
 
 
@@ -143,18 +153,23 @@ def _make_road(rng: np.random.Generator) -> Road:
     return Road(stations, xy, heading, speed, dividers, half_width, crossings)
 
 
-def _drive(road: Road, wanted: np.ndarray, start: float, direction: int) -> np.ndarray:
-    """Return the stations [T] of a driver who slows down for turns.
+def _drive(
+    road: Road, wanted: np.ndarray, start: float, direction: int, leader: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the stations [T] of a driver who slows down for turns and keeps a distance from the vehicle ahead.
 
     Args:
         road: the road.
         wanted: [T], the wanted speed at each frame in m/s.
         start: the first station. direction: +1 along the road, -1 against it.
+        leader: [T], the stations of the vehicle ahead, if there is one.
     """
     stations, station = np.empty_like(wanted), start
     for frame, speed in enumerate(wanted):
         stations[frame] = station
         for _ in range(round(STEP_S / _TICK_S)):
+            if leader is not None:
+                speed = min(speed, max(leader[frame] - station - _FOLLOWING_M, 0.0) / _HEADWAY_S)
             station += direction * _TICK_S * min(speed, np.interp(station, road.stations, road.speed))
     return stations
 
@@ -168,13 +183,19 @@ def _wanted_speed(rng: np.random.Generator, times: np.ndarray) -> np.ndarray:
 
 
 def _make_agents(
-    rng: np.random.Generator, road: Road, times: np.ndarray, ego_station: np.ndarray, ego_lane: np.ndarray
+    rng: np.random.Generator,
+    road: Road,
+    times: np.ndarray,
+    ego: tuple[np.ndarray, np.ndarray],
+    leader: np.ndarray | None,
 ) -> Agents:
     """Draw agents one after another, and keep those that do not collide with another or with the ego vehicle."""
     kept: list[tuple] = []
+    ego_station, ego_lane = ego
     occupied = [(ego_station, ego_lane, _EGO_ROOM)]
-    for _ in range(rng.integers(32, 52)):
-        kind, station, offset, turn = _draw_agent(rng, road, times, ego_station[-1] + 40)
+    drawn: list[_Motion] = [] if leader is None else [("car", leader, ego_lane, 0.0)]
+    drawn += [_draw_agent(rng, road, times, ego_station[-1] + 40) for _ in range(rng.integers(32, 52))]
+    for kind, station, offset, turn in drawn:
         size = np.array(_MEAN_SIZE[kind]) * rng.uniform(0.85, 1.15, 3)
         station, offset = np.broadcast_arrays(station, offset, times)[:2]
         if any(_meet(station, offset, size, *other) for other in occupied):
@@ -186,10 +207,8 @@ def _make_agents(
     return Agents(*map(np.array, zip(*kept, strict=True)))
 
 
-def _draw_agent(
-    rng: np.random.Generator, road: Road, times: np.ndarray, end: float
-) -> tuple[str, np.ndarray | float, np.ndarray | float, float]:
-    """Return the class, the station and the offset, at all or at each of the times, and the angle from the road."""
+def _draw_agent(rng: np.random.Generator, road: Road, times: np.ndarray, end: float) -> _Motion:
+    """Return the motion of a random agent, which starts at a station up to ``end``."""
     start, side = rng.uniform(-28, end), rng.choice((-1, 1))
     kerb, facing = side * road.half_width, np.pi * (side > 0)
     vehicle = "car" if rng.random() < 0.72 else "truck"
