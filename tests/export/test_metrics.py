@@ -16,7 +16,7 @@ from coco_files import annotation, write_coco
 
 SIZES = ((320, 240), (200, 320), (320, 160))  # (width, height)
 # Neither the sizes of the images nor their number fill batches of these.
-FIXED = {"shape": (320, 320), "batch": 2, "embed": False}
+FIXED = {"shape": (320, 320), "batch": 2}
 
 
 @pytest.fixture(scope="module")

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=positive_int,
         metavar="N",
-        help="accept N images at once (default: one picture, or any number with --no-embed)",
+        help="accept N images at once, as tensors (default: one picture, or any number with --no-embed)",
     )
     parser.add_argument(
         "--embed",
         action=argparse.BooleanOptionalAction,
         help="let the graph take a picture as it is decoded, of any size: it resizes, normalises and pads (default: "
-        "True for detectors of images)",
+        "True for detectors of images without --batch)",
     )
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument(

@@ -62,7 +62,7 @@ def export_config(
             outputs are compared.
         device: the device of the model.
         embed: whether the steps before a detector become part of the graph, which then takes a picture of any size.
-            The default is True for a detector of images.
+            The default is True for a detector of images whose ``batch`` is not given.
         arguments: see :func:`visdet.export.run.export`.
     """
     format_module(arguments.get("format", "pt2"))  # What is missing is said before anything is read.
@@ -72,7 +72,8 @@ def export_config(
     dataset = dataset_config(cfg, "test")  # That of driving has both of these.
     augmentation = dataset.get("data_aug_conf") or {}
     arguments["shape"] = arguments.get("shape") or augmentation.get("final_dim")
-    embed = takes_images(cfg) if embed is None else embed
+    if embed is None:
+        embed = takes_images(cfg) and arguments.get("batch") is None
     if embed:
         arguments["batch"] = arguments.get("batch") or 1
         arguments["steps"] = Steps.of(dataset.get("pipeline") or ())
