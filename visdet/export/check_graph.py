@@ -147,7 +147,7 @@ class _Comparison:
                 return f"{text}. The model computes no tensor of this shape after them"
             place = f" in {one.module}" if one.module else ""
             return f"{text}. The model's nearest is of {one.operator}{place}, up to {one.largest:.3g} apart"
-        right = "onnxruntime without optimisations gives what the model gives: the graph is right"
+        right = "without optimisations, onnxruntime stays within the limit"
         if self.runtime == "onnxruntime":
             return right
         theirs = self.graph.function(self.runtime, is_exposed=True)(given)
