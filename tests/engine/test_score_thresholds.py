@@ -147,9 +147,9 @@ def test_train_and_evaluate_return_what_they_measured(tmp_path):
     result = visdet.train(cfg, {"train_cfg.max_iters": 10}, work_dir=tmp_path / "run", randomness={"seed": 1})
     assert result.work_dir == str(tmp_path / "run") and result.last_checkpoint.endswith("iter_10.pth")
     assert "toy/accuracy" in result.metrics and "toy_accuracy" in result.best_checkpoint
-    cfg.experiment_name = "another"
     cfg.work_dir, before = result.work_dir, sorted((tmp_path / "run").iterdir())
     for folder in ("run_test", "run_test_2"):
+        cfg.experiment_name = folder  # Runs of one name that begin in the same second share a log.
         metrics = visdet.evaluate(cfg, result.last_checkpoint, out=tmp_path / "found.json")
         assert list((tmp_path / folder).glob("*/*.log"))
     assert sorted((tmp_path / "run").iterdir()) == before, "a test writes nothing into the run"
