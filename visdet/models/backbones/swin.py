@@ -239,10 +239,8 @@ class SwinTransformer(Backbone):
         init_cfg: dict[str, Any] | list[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(init_cfg, _INIT)
-        if (
-            len(depths) != len(num_heads)
-            or tuple(strides[: len(depths)]) != (patch_size, 2, 2, 2)[: len(depths)]
-        ):
+        expected_strides = (patch_size, 2, 2, 2)[: len(depths)]
+        if len(depths) != len(num_heads) or tuple(strides[: len(depths)]) != expected_strides:
             raise InvalidInputError(
                 "SwinTransformer: depths and num_heads must have one number for each stage, and strides must be "
                 f"patch_size, 2, 2, 2, got {tuple(depths)}, {tuple(num_heads)}, {tuple(strides)}"
