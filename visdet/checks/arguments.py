@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 # Other values, such as objects that a script passes, are not checked.
-_PLAIN = (NoneType, bool, int, float, str, bytes, list, tuple)
+_SCALARS = (NoneType, bool, int, float, str)
+_PLAIN = (*_SCALARS, bytes, list, tuple)
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -244,7 +245,7 @@ def _converted(value: Any, hint: Any) -> Any:
     if origin is Literal:
         return _accept(value, value in inner)
     kind = NoneType if hint is None else origin or hint
-    if kind in _PLAIN[:5]:
+    if kind in _SCALARS:
         _accept(value, _is_of(kind, value))
         return int(value) if kind is int and isinstance(value, float) else value
     if not inspect.isclass(kind):

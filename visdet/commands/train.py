@@ -15,11 +15,6 @@ import os
 
 from visdet.command_line import add_config_arguments, positive_int, seed_number
 
-# The options that visdet.train has by the same names.
-_KEYWORDS = (
-    *("data", "model", "iters", "epochs", "batch_size", "lr", "workers", "device", "seed"),
-    *("deterministic", "work_dir", "from_", "resume", "amp", "graph", "auto_scale_lr", "launcher"),
-)
 _LOGGERS = {
     "wandb": {"type": "WandbVisBackend"},
     "mlflow": {
@@ -90,5 +85,24 @@ def run(args: argparse.Namespace) -> None:
     if args.logger:
         backends = [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}, _LOGGERS[args.logger]]
         options = {"visualizer.vis_backends": backends, **options}
-    given = {name: getattr(args, name) for name in _KEYWORDS}
-    train(args.config, options, **given)
+    train(
+        args.config,
+        options,
+        data=args.data,
+        model=args.model,
+        iters=args.iters,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        workers=args.workers,
+        device=args.device,
+        seed=args.seed,
+        deterministic=args.deterministic,
+        work_dir=args.work_dir,
+        from_=args.from_,
+        resume=args.resume,
+        amp=args.amp,
+        graph=args.graph,
+        auto_scale_lr=args.auto_scale_lr,
+        launcher=args.launcher,
+    )

@@ -36,12 +36,6 @@ _OF_THE_RUN = (
 _NAMING = ("type", "constructor", "runner_type")
 # The packages whose classes registries have under the last part of their dotted names.
 _REGISTERED = ("visdet", "mmdet", "mmcv", "mmengine", "torch")
-# The functions that a literal may call, and all that it may consist of besides. Nothing of this can run other code.
-_MAKERS = {"dict": dict, "float": float}
-_LITERAL = (
-    *(ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.UnaryOp, ast.Call),
-    *(ast.keyword, ast.USub, ast.UAdd, ast.Load),
-)
 _TIME_OF_A_RUN = re.compile(r"_\d{8}_\d{6}$")
 
 
@@ -169,12 +163,19 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
-    for part in ast.walk(node):
-        is_maker = isinstance(part, ast.Name) and part.id in _MAKERS
-        if not (is_maker or isinstance(part, _LITERAL)):
+    if isinstance(node, ast.Dict):
+        keys: Any = node.keys
+        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_literal(item) for item in node.elts]
+        return items if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Call):
+        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
+        if kind is None:
             raise ValueError
-    expression = compile(ast.Expression(node), "config", "eval")
-    return eval(expression, {"__builtins__": {}, **_MAKERS})
+        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+        return kind(*map(_literal, node.args), **named)
+    return ast.literal_eval(node)
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:
