@@ -75,3 +75,11 @@ def living_objects_are_frozen():
     """Let Python's garbage collector leave out the modules and tests, which it would search at each training."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def mmengine_is_unlocked():
+    """Let no test leave mmengine's lock to its thread, for which all others would wait for ever."""
+    yield
+    if manager := sys.modules.get("mmengine.utils.manager"):
+        assert not manager._lock._is_owned()

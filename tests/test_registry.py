@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mmengine.registry
@@ -94,6 +95,16 @@ def test_a_class_of_ones_own_that_is_not_imported_is_told_of_no_others():
     with pytest.raises(KeyError) as caught:
         MODELS.build(dict(type="OwnNetOfMine"))
     assert "did you mean" not in str(caught.value) and "custom_imports" in str(caught.value)
+
+
+def test_other_threads_build_after_an_error():
+    """mmengine's ``get_instance`` keeps the lock of all registries where a constructor fails."""
+    with pytest.raises(TypeError, match="nosuch"):
+        registry.VISUALIZERS.build(dict(type="DetLocalVisualizer", nosuch=1))
+    thread = threading.Thread(target=MODELS.build, args=[dict(type="Identity")], daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_unknown_op_answers_with_the_nearest():

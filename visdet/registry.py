@@ -8,7 +8,7 @@ another package, work without other imports. An unknown name raises an :class:`U
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,7 @@ require_train_extra(__name__)
 
 from mmengine import registry as mmengine_registry
 from mmengine.registry import Registry as _MMEngineRegistry
+from mmengine.utils import manager
 
 __all__ = [
     "DATASETS",
@@ -48,9 +49,26 @@ __all__ = [
     "VISUALIZERS",
     "WEIGHT_INITIALIZERS",
     "Registry",
+    "mmengine_unlocked",
 ]
 
 SCOPE = "visdet"
+
+
+@contextlib.contextmanager
+def mmengine_unlocked() -> Iterator[None]:
+    """Release mmengine's lock after the block, if an error has left it locked.
+
+    ``ManagerMixin.get_instance`` keeps the lock if a constructor fails. Every other thread that uses a registry would
+    then wait for ever.
+    """
+    lock: Any = manager._lock
+    was_held = lock._is_owned()
+    try:
+        yield
+    finally:
+        while lock._is_owned() and not was_held:
+            lock.release()
 
 
 class Registry(_MMEngineRegistry):
@@ -84,7 +102,7 @@ class Registry(_MMEngineRegistry):
         """
         kind = cfg.get("type") if isinstance(cfg, dict) else None
         name = kind.rsplit(".", 1)[-1] if isinstance(kind, str) else getattr(kind, "__name__", self.name)
-        with build_step(str(name)):
+        with build_step(str(name)), mmengine_unlocked():
             if isinstance(kind, str) and cfg.get("_scope_") is None:
                 if own := self._own(kind):
                     cfg = cfg.copy()

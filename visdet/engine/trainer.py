@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from visdet.errors import ConfigError
-from visdet.registry import RUNNERS
+from visdet.registry import RUNNERS, mmengine_unlocked
 
 from . import build
 from .advice import advice_for_training
@@ -90,7 +90,7 @@ class DetRunner(RunCheckpoints):
     # ------------------------------------------------------------------ the parts that need no data
 
     def __init__(self, cfg: Config) -> None:
-        with self._logging_fatal_errors():
+        with self._logging_fatal_errors(), mmengine_unlocked():
             self._build(cfg)
 
     @classmethod
