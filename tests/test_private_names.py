@@ -80,6 +80,8 @@ REASONS = {
     "_substitute_base_vars": "See _dict_to_config_dict.",
     "_clip_grad": "The norm stays on the device until it is logged.",
     "_dataset_meta": "The metric reads its file when it gets the classes.",
+    "_lock": "mmengine leaves the lock of its registries locked where a constructor fails.",
+    "_is_owned": "See _lock.",
     "_dump_init_info": "mmengine would log two lines for each parameter.",
     "_fully_initialized": "``full_init`` checks the image files, too.",
     "_get_ori_dataset_idx": "A wrapper of data sets does not say otherwise whose pipeline reads an image.",
