@@ -427,3 +427,10 @@ def test_the_overlap_and_its_gradient_in_line_with_the_origin_and_of_small_sets(
     # The corner (0, 0): moving it outward by x adds x to the set, to the union and to the common hull.
     expected = (1 / 49 - (8 - 7) / 64) / size
     assert gradient[0, :2].tolist() == pytest.approx([expected] * 2)
+
+
+def test_two_lowest_points_that_are_hardly_apart_are_gone_round_once(device):
+    """A square from the origin to (2, 2), whose lowest corner is there twice, and one from (1, 0) to (3, 2)."""
+    points = torch.tensor([[1e-40, 0, -0.0, 0, 2, 0, 2, 2, 0, 2, *[1.0, 0.5] * 4]], device=device).double()
+    other = torch.tensor([[1.0, 0, 3, 0, 3, 2, 1, 2]], device=device).double()
+    assert convex_iou(points, other).item() == pytest.approx(1 / 3)

@@ -41,11 +41,14 @@ def hull_indices(points: Tensor) -> Tensor:  # [N, K, 2] float64 -> [N, K]
         edges[:, :, :, None], edges[:, :, None]
     )  # [N, from, to, other]: negative if right of the edge
     slack = 1e-14 * length.flatten(1).amax(1)[:, None, None]
-    # A point's successor has all others to its left; the furthest one of those on a line.
+    # A point's successor has all others to its left; the furthest one of those on a line, but the first corner before a
+    # point that is so near to it that both may follow.
     has_no_other = (side >= -slack[..., None]).all(-1) & (length > 0)
     successor = torch.where(has_no_other, length, -1.0).argmax(2)  # [N, K]
     first_row = points[..., 1].amin(1, keepdim=True)
     start = torch.where(points[..., 1] == first_row, points[..., 0], math.inf).argmin(1, keepdim=True)
+    closes = has_no_other.gather(2, start[:, None].expand(-1, K, -1)).squeeze(2)
+    successor = torch.where(closes, start, successor)
     at, hull, is_closed = start, [start], torch.zeros_like(start, dtype=torch.bool)
     for _ in range(K - 1):
         at = successor.gather(1, at)

@@ -43,8 +43,9 @@ struct Hull : Ring<K> {
 };
 
 // The corners go from the point of least y (then x) on. A corner's successor has all other points to its left, within a
-// slack; on a line it is the furthest one, of equal points the first one. The loops over points are unrolled, so that
-// these stay in registers on the device.
+// slack; on a line it is the furthest one, of equal points the first one. The hull ends where the first corner may
+// follow, as another point may be so near to it that both may. The loops over points are unrolled, so that these stay
+// in registers on the device.
 template <int K>
 VISDET_HOST_DEVICE Hull<K> hull_of(const Vector (&points)[K]) {
   double longest = 0;
@@ -61,15 +62,17 @@ VISDET_HOST_DEVICE Hull<K> hull_of(const Vector (&points)[K]) {
   do {
     hull.corner[hull.count] = at, hull.index[hull.count] = index, ++hull.count;
     double furthest = 0;
+    bool closes = false;
     Vector next = points[0];
     index = 0;
     for (int j = 0; j < K; ++j) {
       const Vector edge = points[j] - at;
-      bool is_next = square(edge) > furthest;
-      for (int k = 0; k < K; ++k) is_next &= cross(edge, points[k] - at) >= -slack;
-      if (is_next) furthest = square(edge), next = points[j], index = j;
+      bool may_follow = square(edge) > 0;
+      for (int k = 0; k < K; ++k) may_follow &= cross(edge, points[k] - at) >= -slack;
+      closes |= may_follow && points[j].x == first.x && points[j].y == first.y;
+      if (may_follow && square(edge) > furthest) furthest = square(edge), next = points[j], index = j;
     }
-    at = next;
+    at = closes ? first : next;
   } while (hull.count < K && !(at.x == first.x && at.y == first.y));
   return hull;
 }
