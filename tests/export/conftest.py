@@ -30,6 +30,12 @@ SMALL = {
 }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_to_compile():
+    """Let AOTInductor leave out the optimisations of the C++ compiler, which take minutes. The numbers stay."""
+    torch._inductor.config.aot_inductor.debug_compile = True
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """Return a config and a checkpoint."""
