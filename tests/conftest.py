@@ -77,6 +77,15 @@ def living_objects_are_frozen():
     gc.freeze()
 
 
+@pytest.fixture
+def deterministic_for_a_test(monkeypatch):
+    """Let a test train deterministically, and the others as before."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
 @pytest.fixture(autouse=True)
 def mmengine_is_unlocked():
     """Release mmengine's lock, for which all other threads would wait for ever, after a test that leaves it locked.

@@ -14,12 +14,7 @@ from visdet.registry import MODELS
 DETERMINISTIC = {"seed": None, "deterministic": True}
 
 
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
+pytestmark = pytest.mark.usefixtures("deterministic_for_a_test")
 
 
 def compare(*runs) -> int:

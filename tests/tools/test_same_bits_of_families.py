@@ -1,7 +1,6 @@
 """Deterministic runs of each family, from files, are equal whatever the number of workers."""
 
 import pytest
-import torch
 from small_driving import small_config
 from toolbox import ROOT, succeed_here
 
@@ -43,12 +42,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
+pytestmark = pytest.mark.usefixtures("deterministic_for_a_test")
 
 
 @pytest.mark.parametrize("iterations", [2, pytest.param(100, marks=pytest.mark.cuda)], ids=["short", "cuda"])
