@@ -8,7 +8,13 @@ import torch
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 
-from visdet.datasets.transforms import FilterAnnotations, LoadAnnotations, LoadImageFromFile, loading
+from visdet.datasets.transforms import (
+    FilterAnnotations,
+    LoadAnnotations,
+    LoadImageFromFile,
+    LoadMultiViewImageFromFiles,
+    loading,
+)
 from visdet.files.images import extra_frames, open_image, sizes_of
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
@@ -87,12 +93,18 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
 def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(loading, "print_log", lambda message, **options: said.append(message))
-    monkeypatch.setattr(LoadImageFromFile, "_has_said_frames", False)
+    monkeypatch.setattr(loading, "_HAVE_SAID_FRAMES", set())
     frames = [Image.new("RGB", (9, 6), colour) for colour in ("red", "lime", "blue")]
     for name in ("a.tif", "b.gif", "c.png", "d.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
         assert np.array_equal(pixels(load(tmp_path / name, channel_order="rgb"))[0, 0], [255, 0, 0])
     assert len(said) == 1 and "a.tif holds 3 pages or frames, of which the first is read" in said[0]
+    cameras = [str(tmp_path / name) for name in ("c.png", "a.tif")]
+    found = LoadMultiViewImageFromFiles()({"img_filename": cameras})["img"]
+    assert all(np.array_equal(image[0, 0], [0, 0, 255]) for image in found)
+    assert (
+        len(said) == 2 and said[1].startswith("LoadMultiViewImageFromFiles: ") and "c.png holds 3" in said[1]
+    )
     frames[0].save(tmp_path / "phone.jpg", "MPO", save_all=True, append_images=frames[1:2])
     with open_image(tmp_path / "phone.jpg") as image:
         assert extra_frames(image) == 0

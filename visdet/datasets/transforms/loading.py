@@ -1,7 +1,7 @@
 """Transforms that read images and annotations."""
 
 import logging
-from typing import ClassVar, Literal
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -18,7 +18,9 @@ from visdet.registry import TRANSFORMS
 from .base import BaseTransform
 from .tv_results import set_boxes, set_image
 
-__all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
+__all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile", "say_extra_frames"]
+
+_HAVE_SAID_FRAMES: set[str] = set()  # the readers that have said in this process what they leave out
 
 
 @TRANSFORMS.register_module()
@@ -51,7 +53,6 @@ class LoadImageFromFile(BaseTransform):
     """
 
     keeps_size = True
-    _has_said_frames: ClassVar[bool] = False  # A process says this once.
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class LoadImageFromFile(BaseTransform):
             check_no_pipe(path, f"LoadImageFromFile: image {path}")
             content = fileio.get(path, backend_args=self.backend_args)
         with open_image(path, content, "LoadImageFromFile: ", self.max_pixels) as image:
-            self._say_frames(path, extra_frames(image))
+            say_extra_frames("LoadImageFromFile", path, image)
             rgb = self.rgb_of(image, expected_shape)
         if None not in expected_shape and rgb.shape[:2] != expected_shape:
             raise InvalidInputError(
@@ -100,17 +101,6 @@ class LoadImageFromFile(BaseTransform):
                 f"but its annotation file says {expected_shape[1]}x{expected_shape[0]}: boxes would not fit"
             )
         return rgb
-
-    def _say_frames(self, path: str, number: int) -> None:
-        """Say of the first file with further pages or frames that they are not read."""
-        if number and not self._has_said_frames:
-            LoadImageFromFile._has_said_frames = True
-            print_log(
-                f"LoadImageFromFile: image {path} holds {number + 1} pages or frames, of which the first is read. "
-                "No other such file is named",
-                logger="current",
-                level=logging.WARNING,
-            )
 
     def rgb_of(self, image: Image.Image, expected_shape: tuple = (None, None)) -> np.ndarray:
         """Return the RGB values of an image of Pillow, uint8 [H, W, 3], turned as its EXIF data say.
@@ -122,6 +112,19 @@ class LoadImageFromFile(BaseTransform):
         shown_size, stored_size = sizes_of(image)
         is_of_stored = shown_size[::-1] != expected_shape == stored_size[::-1]
         return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored))
+
+
+def say_extra_frames(reader: str, path: str, image: Image.Image) -> None:
+    """Say of the first file with further pages or frames that a reader leaves them out."""
+    number = extra_frames(image)
+    if number and reader not in _HAVE_SAID_FRAMES:
+        _HAVE_SAID_FRAMES.add(reader)
+        print_log(
+            f"{reader}: image {path} holds {number + 1} pages or frames, of which the first is read. "
+            "No other such file is named",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

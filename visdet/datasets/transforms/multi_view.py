@@ -20,6 +20,7 @@ from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
+from .loading import say_extra_frames
 
 # What libjpeg can divide the sides of an image by while it decodes, the largest first.
 _REDUCTIONS = {
@@ -28,6 +29,7 @@ _REDUCTIONS = {
     2: cv2.IMREAD_REDUCED_COLOR_2,
 }
 
+_JPEG = b"\xff\xd8"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 
@@ -90,7 +92,7 @@ class LoadMultiViewImageFromFiles(BaseTransform):
         reason = ""
         flag, size = _reduction(content, resize, self.turns)
         try:
-            image = None if self.turns else _stored_tiff(path, content)
+            image = _stored_tiff(path, content, self.turns)
             if image is None and content:
                 image = cv2.imdecode(np.frombuffer(content, np.uint8), flag)
         except cv2.error as error:
@@ -119,15 +121,17 @@ def _reduction(content: bytes, resize: float, turns: bool) -> tuple[int, tuple[i
     return whole, None  # OpenCV says what is wrong with the file, if anything is.
 
 
-def _stored_tiff(path: str, content: bytes) -> np.ndarray | None:
+def _stored_tiff(path: str, content: bytes, turns: bool) -> np.ndarray | None:
     """Return the stored raster of a TIFF image that has an orientation, BGR [H, W, 3], or None for any other file.
 
-    OpenCV turns such an image whatever its flags say (findings/opencv_tiff_orientation.sh).
+    The result is also None if ``turns`` is True. Further pages or frames of a file are said. OpenCV turns such an image
+    whatever its flags say (findings/opencv_tiff_orientation.sh).
     """
-    if not content.startswith(_TIFF):
+    if content.startswith(_JPEG):
         return None
     with contextlib.suppress(UserError), open_image(path, content) as picture:
-        if orientation_of(picture) != 1:
+        say_extra_frames("LoadMultiViewImageFromFiles", path, picture)
+        if content.startswith(_TIFF) and not turns and orientation_of(picture) != 1:
             return np.array(turned(picture, is_shown=False).convert("RGB"))[..., ::-1].copy()
     return None  # OpenCV says what is wrong with the file, if anything is.
 
