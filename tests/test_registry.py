@@ -100,7 +100,7 @@ def test_a_class_of_ones_own_that_is_not_imported_is_told_of_no_others():
 def test_other_threads_build_after_an_error():
     """mmengine's ``get_instance`` keeps the lock of all registries where a constructor fails."""
     with pytest.raises(TypeError, match="nosuch"):
-        registry.VISUALIZERS.build(dict(type="DetLocalVisualizer", nosuch=1))
+        registry.VISUALIZERS.build(dict(type="DetLocalVisualizer", name="one that is new", nosuch=1))
     thread = threading.Thread(target=MODELS.build, args=[dict(type="Identity")], daemon=True)
     thread.start()
     thread.join(20)

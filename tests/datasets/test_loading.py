@@ -13,8 +13,8 @@ from visdet.datasets.transforms import (
     LoadAnnotations,
     LoadImageFromFile,
     LoadMultiViewImageFromFiles,
-    loading,
 )
+from visdet.files import images
 from visdet.files.images import extra_frames, open_image, sizes_of
 
 RGB = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
@@ -92,8 +92,8 @@ def test_a_size_that_contradicts_the_annotation_file(tmp_path):
 
 def test_a_file_of_several_frames_is_said_once_and_its_first_one_is_read(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(loading, "print_log", lambda message, **options: said.append(message))
-    monkeypatch.setattr(loading, "_HAVE_SAID_FRAMES", set())
+    monkeypatch.setattr(images, "print_log", lambda message, **options: said.append(message))
+    monkeypatch.setattr(images, "_HAVE_SAID_FRAMES", set())
     frames = [Image.new("RGB", (9, 6), colour) for colour in ("red", "lime", "blue")]
     for name in ("a.tif", "b.gif", "c.png", "d.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)

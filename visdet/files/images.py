@@ -1,5 +1,6 @@
 """The opener of every image file, with limits for what damaged, huge and strange files can do."""
 
+import logging
 import os
 import stat
 import struct
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
+from mmengine.logging import print_log
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from visdet.errors import InvalidInputError, MissingFileError, UserError
@@ -19,6 +21,7 @@ __all__ = [
     "extra_frames",
     "open_image",
     "orientation_of",
+    "say_extra_frames",
     "sizes_of",
     "turned",
 ]
@@ -29,6 +32,7 @@ PICTURE_SUFFIXES = {
     *(".avif", ".ppm", ".pgm", ".pbm"),
 }
 _PILLOW_LIMIT = threading.Lock()
+_HAVE_SAID_FRAMES: set[str] = set()  # the readers that have said in this process what they leave out
 # How a raster is turned to be shown, by its orientation. The turns of 6 and 8 undo each other, all others themselves.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -137,6 +141,19 @@ def extra_frames(image: Image.Image) -> int:
     A photograph of a phone that holds a preview or a depth map, too, has none.
     """
     return 0 if image.format == "MPO" else getattr(image, "n_frames", 1) - 1
+
+
+def say_extra_frames(reader: str, path: str, image: Image.Image) -> None:
+    """Say of the first file with further pages or frames that a reader leaves them out."""
+    number = extra_frames(image)
+    if number and reader not in _HAVE_SAID_FRAMES:
+        _HAVE_SAID_FRAMES.add(reader)
+        print_log(
+            f"{reader}: image {path} holds {number + 1} pages or frames, of which the first is read. "
+            "No other such file is named",
+            logger="current",
+            level=logging.WARNING,
+        )
 
 
 def check_no_pipe(path: str | os.PathLike, what: str) -> None:

@@ -1,26 +1,22 @@
 """Transforms that read images and annotations."""
 
-import logging
 from typing import Literal
 
 import cv2
 import numpy as np
 import torch
 from mmengine import fileio
-from mmengine.logging import print_log
 from PIL import Image
 
 from visdet.checks.arguments import Positive, also_takes
 from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import MAX_PIXELS, check_no_pipe, extra_frames, open_image, sizes_of, turned
+from visdet.files.images import MAX_PIXELS, check_no_pipe, open_image, say_extra_frames, sizes_of, turned
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
 from .tv_results import set_boxes, set_image
 
-__all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile", "say_extra_frames"]
-
-_HAVE_SAID_FRAMES: set[str] = set()  # the readers that have said in this process what they leave out
+__all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 
 
 @TRANSFORMS.register_module()
@@ -112,19 +108,6 @@ class LoadImageFromFile(BaseTransform):
         shown_size, stored_size = sizes_of(image)
         is_of_stored = shown_size[::-1] != expected_shape == stored_size[::-1]
         return _to_rgb(turned(image, self.color_type == "color" and not is_of_stored))
-
-
-def say_extra_frames(reader: str, path: str, image: Image.Image) -> None:
-    """Say of the first file with further pages or frames that a reader leaves them out."""
-    number = extra_frames(image)
-    if number and reader not in _HAVE_SAID_FRAMES:
-        _HAVE_SAID_FRAMES.add(reader)
-        print_log(
-            f"{reader}: image {path} holds {number + 1} pages or frames, of which the first is read. "
-            "No other such file is named",
-            logger="current",
-            level=logging.WARNING,
-        )
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:

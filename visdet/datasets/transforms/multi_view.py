@@ -14,13 +14,12 @@ from PIL import Image
 
 from visdet.checks.arguments import Above0, Positive, Range
 from visdet.errors import InvalidInputError, UserError, reading
-from visdet.files.images import check_no_pipe, open_image, orientation_of, turned
+from visdet.files.images import check_no_pipe, open_image, orientation_of, say_extra_frames, turned
 from visdet.registry import TRANSFORMS
 from visdet.structures.poses import turn_about_z
 
 from .base import BaseTransform, uniform, uniform_int
 from .colour_distortion import ColourDistortion
-from .loading import say_extra_frames
 
 # What libjpeg can divide the sides of an image by while it decodes, the largest first.
 _REDUCTIONS = {
