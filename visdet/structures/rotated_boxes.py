@@ -1,0 +1,97 @@
+"""Boxes that are turned, as (cx, cy, w, h, angle) and as the polygons of their corners."""
+
+import math
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from visdet.errors import check_choice
+
+# The least angle of each version, and the range of its angles. Only 'oc' leaves the least angle out.
+ANGLE_VERSIONS = {
+    "le90": (-math.pi / 2, math.pi),
+    "le135": (-math.pi / 4, math.pi),
+    "oc": (0.0, math.pi / 2),
+}
+
+
+def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
+    """Return the corners [..., 4, 2] (x, y) of turned boxes, in the order in which an upright box has them.
+
+    An upright box has its top left, top right, bottom right and bottom left corner in this order, and the box is then
+    turned about its centre. It is differentiable.
+
+    Args:
+        boxes: [..., 5] (cx, cy, w, h, angle). The centre and the sides are in pixels. The angle from the x axis to the
+            side w is in radians, and turns clockwise in an image, whose y axis points down, as
+            ``visdet.ops.box_iou_rotated`` takes it.
+    """
+    center, width, height, angle = boxes[..., :2], boxes[..., 2:3], boxes[..., 3:4], boxes[..., 4:5]
+    cos, sin = angle.cos(), angle.sin()
+    along = torch.cat([cos, sin], -1) * width / 2
+    across = torch.cat([-sin, cos], -1) * height / 2
+    return torch.stack(
+        [center - along - across, center + along - across, center + along + across, center - along + across],
+        -2,
+    )
+
+
+def polygons_to_boxes(polygons: Tensor, angle_version: str = "le90") -> Tensor:  # [N, 4, 2]
+    """Return the smallest turned boxes [N, 5] (cx, cy, w, h, angle) around polygons of four points.
+
+    One side of the smallest box runs along two of the points, so that all pairs are tried.
+
+    Args:
+        polygons: [N, 4, 2] (x, y) in pixels, in any order.
+        angle_version: see :func:`regularized`.
+
+    Raises:
+        ValueError: ``angle_version`` is not known.
+
+    Source: the boxes are those of OpenCV's ``minAreaRect``, with which mmrotate reads polygons.
+    """
+    middle = polygons.mean(1, keepdim=True)
+    points = polygons - middle
+    candidates = []
+    for first, second in combinations(range(4), 2):
+        direction = points[:, second] - points[:, first]
+        angle = torch.atan2(direction[:, 1], direction[:, 0])
+        axes = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
+        reach = points @ axes.mT
+        low, high = reach.amin(1), reach.amax(1)
+        center = middle[:, 0] + (((low + high) / 2)[:, None] @ axes)[:, 0]
+        candidates.append(torch.cat([center, high - low, angle[:, None]], -1))
+    boxes = torch.stack(candidates, 1)
+    best = boxes[..., 2:4].prod(-1).argmin(1)
+    return regularized(boxes[torch.arange(len(boxes), device=boxes.device), best], angle_version)
+
+
+def regularized(boxes: Tensor, angle_version: str = "le90") -> Tensor:  # [..., 5]
+    """Return the same turned boxes [..., 5] with their angles in the range of a version.
+
+    Args:
+        boxes: [..., 5] (cx, cy, w, h, angle), see :func:`boxes_to_polygons`.
+        angle_version: ``'le90'`` has w ≥ h and angles in [-π/2, π/2), ``'le135'`` w ≥ h and angles in [-π/4, 3π/4), and
+            ``'oc'`` angles in (0, π/2].
+
+    Raises:
+        ValueError: ``angle_version`` is not known.
+
+    Source: the names and ranges are mmrotate's.
+    """
+    check_choice("regularized: angle_version", angle_version, tuple(ANGLE_VERSIONS))
+    least, period = ANGLE_VERSIONS[angle_version]
+    center, width, height, angle = boxes[..., :2], boxes[..., 2:3], boxes[..., 3:4], boxes[..., 4:5]
+    if angle_version == "oc":
+        quarters = (angle / period).ceil() - 1
+        is_swapped = quarters % 2 == 1
+        # Rounding may leave the range.
+        turned = (angle - quarters * period).clamp(torch.finfo(angle.dtype).tiny, period)
+    else:
+        is_swapped = width < height
+        above = (torch.where(is_swapped, angle + math.pi / 2, angle) - least).remainder(period)
+        # The remainder of a tiny negative number is rounded to the period.
+        turned = least + torch.where(above >= period, 0.0, above)
+    sides = torch.where(is_swapped, torch.cat([height, width], -1), torch.cat([width, height], -1))
+    return torch.cat([center, sides, turned], -1)
