@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "gaussian_field"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "two_view_depth"))
 
 import pytest
 import torch

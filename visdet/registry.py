@@ -179,7 +179,6 @@ DATASETS = _child(
     [
         "visdet.datasets.coco",
         "visdet.datasets.synthetic.shapes_dataset",
-        "visdet.datasets.volume",
         "visdet.datasets.nuscenes",
         "visdet.datasets.synthetic.driving_scenes",
     ],

@@ -65,12 +65,12 @@ def test_what_a_detector_refuses(tmp_path, trained):
     assert detector_of(tmp_path, bare).dataset_meta["classes"] == ("dark", "bright")
     named = {"test_dataloader__dataset__metainfo": {"classes": ["x", "y"]}}
     assert detector_of(tmp_path, bare, **named).dataset_meta["classes"] == ("x", "y")
-    field = toy_config(tmp_path)
-    field.model = {"type": "LearnableGaussianField", "num_gaussians": 2}
+    driving = toy_config(tmp_path)
+    driving.model = {"type": "SparseDrive"}
     with pytest.raises(
-        ConfigError, match=r"LearnableGaussianField does not take image files.*FieldDataSample.*visdet test"
+        ConfigError, match=r"SparseDrive does not take image files.*DrivingDataSample.*visdet test"
     ):
-        Detector(field, str(bare))
+        Detector(driving, str(bare))
 
 
 @pytest.mark.parametrize(

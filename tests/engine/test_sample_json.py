@@ -8,7 +8,7 @@ import torch
 
 from visdet.engine import ConfigError
 from visdet.engine.inference.sample_json import record_of
-from visdet.structures import DrivingDataSample, FieldDataSample
+from visdet.structures import DetDataSample, DrivingDataSample
 
 META = {"classes": ("car", "bus"), "map_classes": ("divider", "boundary")}
 
@@ -43,13 +43,9 @@ def test_a_driving_frame():
     assert record["lines"] == [line] and record["token"] == "t0"
 
 
-def test_a_field():
-    field = FieldDataSample(pred_field=torch.tensor([0.5, 2.0]))
-    assert record_of(field.to_dict(), {}) == {"field": [0.5, 2.0]}
-    field.set_metainfo({"volume_shape": (1, 2, 1)})
-    assert record_of(field.to_dict(), {}) == {"field": [[[0.5], [2.0]]]}
-    with pytest.raises(ConfigError, match="gt_field"):
-        record_of(FieldDataSample(gt_field=torch.zeros(2)).to_dict(), {})
+def test_a_sample_without_predictions():
+    with pytest.raises(ConfigError, match=r"hold no predictions.*gt_depth"):
+        record_of(DetDataSample(gt_depth=torch.zeros(2)).to_dict(), {})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -70,9 +66,7 @@ def test_predictions_that_are_not_finite(bad, part, key):
         record_of(sample | {part: spoiled}, META)
 
 
-def test_fields_and_detections_that_are_not_finite():
-    with pytest.raises(ValueError, match="predictions for a field: pred_field must be finite"):
-        record_of({"pred_field": torch.full((2, 3), torch.nan)}, {})
+def test_detections_that_are_not_finite():
     image = {"bboxes": torch.zeros(1, 4), "scores": torch.tensor([torch.inf]), "labels": torch.tensor([0])}
     with pytest.raises(ValueError, match=r"image a\.jpg: scores must be finite"):
         record_of({"img_path": "a.jpg", "ori_shape": (4, 5), "pred_instances": image}, META)

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from gaussian_field import LearnableGaussianField
 from mmengine.registry import init_default_scope
 
 import visdet
@@ -18,7 +19,6 @@ from visdet.export import ExportError
 from visdet.export.check import Differences
 from visdet.export.families import family_of
 from visdet.export.precision import LIMITS
-from visdet.models.gaussian_field import LearnableGaussianField
 
 
 def built(name, **changes):

@@ -7,13 +7,13 @@ import resource
 
 import pytest
 import torch
+from gaussian_field import LearnableGaussianField
 
 import visdet
 from tests.export.test_export import IN_ONNX, needs
 from visdet.errors import UserError
 from visdet.export import ExportError
 from visdet.export.formats import aoti, pt2
-from visdet.models.gaussian_field import LearnableGaussianField
 
 FORMATS = [
     "pt2",

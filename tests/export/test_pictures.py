@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from gaussian_field import LearnableGaussianField
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
@@ -17,7 +18,6 @@ from visdet import init_detector
 from visdet.export import ExportError, run
 from visdet.export.families.pictures import Steps, resampled
 from visdet.export.from_config import export_config
-from visdet.models.gaussian_field import LearnableGaussianField
 
 LOAD, PACK = {"type": "LoadImageFromFile"}, {"type": "PackDetInputs"}
 RESIZE = {"type": "Resize", "scale": (96, 64), "keep_ratio": True}

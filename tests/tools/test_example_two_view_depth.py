@@ -1,16 +1,12 @@
 """The example of two-view depth: exact pairs, the geometry of the network against them, and that it learns."""
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from toolbox import ROOT, succeed_here
+from two_view_depth import TwoViewDepthMetric, TwoViewPairs, epipolar_samples
 
 from visdet.engine import read_scalars
-
-sys.path.insert(0, str(ROOT / "examples" / "two_view_depth"))
-from two_view_depth import TwoViewDepthMetric, TwoViewPairs, epipolar_samples
 
 CONFIG = ROOT / "examples/two_view_depth/config.py"
 SMALL = [

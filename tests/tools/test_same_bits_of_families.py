@@ -19,11 +19,6 @@ NO_VALIDATION = (
     "val_evaluator=None",
     "default_hooks.checkpoint.save_best=None",
 )
-SMALL_FIELD = (
-    "model.num_gaussians=20",
-    "train_dataloader.batch_size=512",
-    "train_dataloader.dataset.synthetic.size=16",
-)
 
 
 def small_shapes(folder, base):
@@ -38,7 +33,6 @@ FAMILIES = {
     "dino": lambda folder: small_shapes(folder, "dino/dino_shapes"),
     "sparsedrive-1": lambda folder: small_config(folder, 1),
     "sparsedrive-2": lambda folder: small_config(folder, 2, load_from=None),
-    "gaussian_field": lambda _: "gaussian_field/gaussian-field_synthetic",
 }
 
 
@@ -54,7 +48,6 @@ def test_two_runs_are_equal(family, iterations, tmp_path, monkeypatch, capsys):
         f"default_hooks.checkpoint.interval={iterations}",
         "default_hooks.logger.interval=1",
     )
-    options += SMALL_FIELD if family == "gaussian_field" else ()
     runs = [tmp_path / "first", tmp_path / "second"]
     for run, workers in zip(runs, (0, 2), strict=True):
         length = ("--iters", iterations, "--workers", workers, "--deterministic")

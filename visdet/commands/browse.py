@@ -1,6 +1,6 @@
 """Show the samples of a config's data set after all transforms, as the model gets them.
 
-A sample is an image with its boxes, or a frame of several cameras. A field is shown as a whole.
+A sample is an image with its boxes, or a frame of several cameras.
 
 visdet browse CONFIG --output-dir work_dirs/browse --not-show
 """
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     import torch
 
-    from visdet.datasets import FieldDataset
     from visdet.engine import check_work_dir, load_config, say
     from visdet.engine.config.load import build_dataset
     from visdet.engine.data.loaders import check_there_are_samples
@@ -65,10 +64,8 @@ def run(args: argparse.Namespace) -> None:
     visualizer.dataset_meta = dataset.metainfo
     images: list[Any] = []
     samples: list[Any] = []
-    # The items of a field are single points, which are for training.
-    is_field = isinstance(dataset, FieldDataset)
-    for index in range(min(args.number, 1 if is_field else len(dataset))):
-        item = dataset.whole() if is_field else dataset[index]
+    for index in range(min(args.number, len(dataset))):
+        item = dataset[index]
         check_packed(item)
         image, sample = image_of_inputs(item["inputs"], is_bgr(cfg)), item["data_samples"]
         name = f"{index:05d}_{Path(sample.get('img_path') or sample.get('token') or 'image').stem}"

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .info_files import load_infos, save_infos
     from .nuscenes import NuScenes3DDetTrackDataset
     from .synthetic import DrivingScenesDataset, ShapesDataset, make_driving_scenes, make_shapes
-    from .volume import FieldDataset, PointSampleDataset, VolumeDataset, make_volume
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
@@ -29,6 +28,5 @@ else:
                 "make_shapes",
             ],
             "transforms": [],
-            "volume": ["FieldDataset", "PointSampleDataset", "VolumeDataset", "make_volume"],
         },
     )

@@ -6,7 +6,6 @@ require_train_extra(__name__)
 
 from .coco_metric import CocoMetric
 from .driving_metric import DrivingMetric
-from .field_metric import FieldMetric
 from .motion_metric import MotionMetric
 from .nuscenes_metric import NuScenesMetric
 from .planning_metric import PlanningMetric
@@ -16,7 +15,6 @@ from .vector_map_metric import VectorMapMetric
 __all__ = [
     "CocoMetric",
     "DrivingMetric",
-    "FieldMetric",
     "MotionMetric",
     "NuScenesMetric",
     "PlanningMetric",

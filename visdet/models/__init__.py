@@ -10,7 +10,6 @@ from .base_detector import BaseDetector
 from .data_preprocessor import DetDataPreprocessor, DrivingDataPreprocessor
 from .deformable_detr import DeformableDETR, DeformableDETRHead
 from .dino import DINO, CdnQueryGenerator, DINOHead, DinoTransformerDecoder
-from .gaussian_field import LearnableGaussianField, PointsDataPreprocessor
 from .layers import FFN, ConvModule, MultiheadAttention, MultiScaleDeformableAttention, SinePositionalEncoding
 from .losses import FocalLoss, GIoULoss, L1Loss
 from .matching import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost
@@ -37,10 +36,8 @@ __all__ = [
     "HungarianAssigner",
     "IoUCost",
     "L1Loss",
-    "LearnableGaussianField",
     "MultiScaleDeformableAttention",
     "MultiheadAttention",
-    "PointsDataPreprocessor",
     "ResNet",
     "SinePositionalEncoding",
     "SwinTransformer",

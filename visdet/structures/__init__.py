@@ -8,13 +8,13 @@ from visdet.train_extra import require_train_extra
 require_train_extra(__name__)
 
 if TYPE_CHECKING:
-    from .data_samples import DetDataSample, FieldDataSample
+    from .data_samples import DetDataSample
     from .driving_data_sample import DrivingDataSample
 else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "data_samples": ["DetDataSample", "FieldDataSample"],
+            "data_samples": ["DetDataSample"],
             "driving_data_sample": ["DrivingDataSample"],
         },
     )

@@ -6,14 +6,12 @@ require_train_extra(__name__)
 
 from .drawing import contact_sheet, draw_boxes, side_by_side
 from .driving_visualizer import DrivingVisualizer
-from .field_visualizer import FieldVisualizer
 from .local_visualizer import DetLocalVisualizer
 from .sample_visualizer import SampleVisualizer
 
 __all__ = [
     "DetLocalVisualizer",
     "DrivingVisualizer",
-    "FieldVisualizer",
     "SampleVisualizer",
     "contact_sheet",
     "draw_boxes",

@@ -88,7 +88,7 @@ class SampleVisualizer(Visualizer):
         """Return the pictures of one sample, RGB uint8 [H, W, 3], in the order from left to right.
 
         Args:
-            image: RGB [H, W, 3], or [V, H, W, 3] for several views, or the points [n, 3] of a field.
+            image: RGB [H, W, 3], or [V, H, W, 3] for several views.
             data_sample: the sample to draw.
             draw_gt, draw_pred: whether the ground truth and the predictions are drawn.
             pred_score_thr: predictions with a lower score are not drawn. It may be a number for each class by its name;

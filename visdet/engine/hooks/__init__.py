@@ -2,7 +2,6 @@
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
-from .gaussian_field_hooks import InitializeFieldHook, SplitGaussiansHook
 from .iter_timer_hook import IterTimerHook
 from .logger_hook import LoggerHook
 from .num_class_check_hook import NumClassCheckHook
@@ -16,7 +15,6 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "DetVisualizationHook",
-    "InitializeFieldHook",
     "IterTimerHook",
     "LoggerHook",
     "NonFiniteLossError",
@@ -25,5 +23,4 @@ __all__ = [
     "ProgressHook",
     "RunReportHook",
     "RuntimeInfoHook",
-    "SplitGaussiansHook",
 ]

@@ -1,4 +1,4 @@
-"""The images, or the points, that a sample's predictions are drawn on."""
+"""The images that a sample's predictions are drawn on."""
 
 import numpy as np
 from mmengine.config import Config
@@ -10,7 +10,7 @@ from visdet.structures import DetDataSample
 
 
 def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return what the predictions of a sample are drawn on: the image, the views, or the points of a field.
+    """Return what the predictions of a sample are drawn on: the image or the views.
 
     Args:
         sample: a sample. A DetDataSample is drawn on the image file ``img_path``, any other sample on ``inputs``.
@@ -21,14 +21,12 @@ def image_of(sample: BaseDataElement, inputs: Tensor, is_bgr: bool) -> np.ndarra
 
 
 def image_of_inputs(inputs: Tensor, is_bgr: bool) -> np.ndarray:
-    """Return images as RGB images [..., H, W, 3] on the CPU, of the same dtype, and points [n, 3] as they are.
+    """Return images as RGB images [..., H, W, 3] on the CPU, of the same dtype.
 
     Args:
         inputs: the images [..., 3, H, W] that the pipeline made.
         is_bgr: whether the channels of ``inputs`` are blue, green, red.
     """
-    if inputs.dim() == 2:
-        return inputs.cpu().numpy()
     channels = inputs.flip(-3) if is_bgr else inputs
     return channels.movedim(-3, -1).contiguous().cpu().numpy()
 

@@ -35,8 +35,6 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
           ``box_3d``. It also has ``track`` if the model tracks, and ``trajectories`` and ``trajectory_scores`` if the
           model predicts motion. A line has ``class``, ``label``, ``score`` and ``points`` [n][2]. The ``plan`` is a
           list of positions [T][2].
-        * The record of points has the values of the field at them, ``field`` [n].
-        * The record of a volume has the values of the field in it, ``field`` [D0][D1][D2].
 
     Raises:
         ConfigError: the sample holds no predictions.
@@ -44,16 +42,12 @@ def record_of(sample: dict[str, Any], dataset_meta: dict[str, Any]) -> dict[str,
     if "pred_instances" in sample:
         return detections_of(sample, dataset_meta["classes"], category_ids=dataset_meta.get("category_ids"))
     found = predictions_of(sample)
-    name = f"token {sample['token']}" if "token" in sample else "a field"
-    numbers = found | ({"pred_field": sample["pred_field"]} if "pred_field" in sample else {})
-    lines = {f"vectors[{number}]": line for number, line in enumerate(numbers.pop("vectors", ()))}
-    check_finite(f"the predictions for {name}", DIVERGED, **numbers, **lines)
-    if "pred_field" in sample:
-        field = sample["pred_field"]
-        return {"field": field.view(sample.get("volume_shape", field.shape)).tolist()}
-    if found:
-        return _driving_record(sample, found, dataset_meta)
-    raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
+    if not found:
+        raise ConfigError(f"the samples hold no predictions. Their fields are: {', '.join(sample) or 'none'}")
+    numbers = {name: values for name, values in found.items() if name != "vectors"}
+    lines = {f"vectors[{number}]": line for number, line in enumerate(found.get("vectors", ()))}
+    check_finite(f"the predictions for token {sample.get('token')}", DIVERGED, **numbers, **lines)
+    return _driving_record(sample, found, dataset_meta)
 
 
 def _driving_record(

@@ -5,20 +5,18 @@ from typing import Any
 from torch import nn
 
 from visdet.models.deformable_detr.base import DeformableDetectionTransformer
-from visdet.models.gaussian_field import LearnableGaussianField
 from visdet.models.sparsedrive.sparsedrive import SparseDrive
 
 from ..errors import ExportError
 from .family import Family
-from .field import Field
 from .frames import Frames
 from .images import Images
 from .pictures import Pictures, Steps
 
-_FAMILIES: dict[Any, Any] = {
+# The class of each kind of model. A module of a user's may add its own.
+FAMILIES: dict[Any, Any] = {
     DeformableDetectionTransformer: Images,
     SparseDrive: Frames,
-    LearnableGaussianField: Field,
 }
 
 
@@ -32,11 +30,11 @@ def family_of(
         batch: the number of images or frames, or None for any.
         steps: the steps before a detector that become part of the graph, which then takes one picture.
     """
-    kind = next((family for kind, family in _FAMILIES.items() if isinstance(model, kind)), None)
+    kind = next((family for kind, family in FAMILIES.items() if isinstance(model, kind)), None)
     if kind is None:
         raise ExportError(
             f"{type(model).__name__} cannot be exported. What can are "
-            f"{', '.join(sorted(kind.__name__ for kind in _FAMILIES))} and their subclasses"
+            f"{', '.join(sorted(kind.__name__ for kind in FAMILIES))} and their subclasses"
         )
     if steps is None:
         return kind(model, shape, batch)
