@@ -45,10 +45,16 @@ def with_random_weights(model):
     return model
 
 
+def shallow_decoder(part):
+    """Leave two layers, the second of which does not sample, for less to compile."""
+    part.update(operation_order=[*part["operation_order"][:-11], "refine"], num_decoder=2)
+    return part
+
+
 def shallow(head):
-    """Leave two layers of each decoder, the second of which does not sample, and one of motion, for less to compile."""
-    for part in (head.det_head, head.map_head):
-        part.update(operation_order=[*part.operation_order[:-11], "refine"], num_decoder=2)
+    """Leave two layers of each decoder, and one of motion."""
+    shallow_decoder(head.det_head)
+    shallow_decoder(head.map_head)
     head.motion_plan_head.operation_order = head.motion_plan_head.operation_order[-8:]
 
 
@@ -120,7 +126,7 @@ def test_sparse4d_in_standard_operators(tmp_path):
     pytest.importorskip("onnxruntime", reason="extra export")
     onnx = pytest.importorskip("onnx", reason="extra export")
     config = tiny_config()
-    config = {**config, "type": "Sparse4D", "head": config["head"]["det_head"]}
+    config = {**config, "type": "Sparse4D", "head": shallow_decoder(config["head"]["det_head"])}
     torch.manual_seed(0)
     model = MODELS.build(config)
     model.init_weights()
