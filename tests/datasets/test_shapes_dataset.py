@@ -34,7 +34,7 @@ def test_drawings():
         pixels, objects = draw_shapes(np.random.default_rng([0, 0, index]), 128)
         assert pixels.shape == (128, 128, 3) and pixels.dtype == np.uint8
         assert len(objects) <= 6
-        for label, (x1, y1, x2, y2), area in objects:
+        for label, (x1, y1, x2, y2), area, _ in objects:
             assert 0 <= x1 < x2 <= 128 and 0 <= y1 < y2 <= 128
             assert 0 < area <= (x2 - x1) * (y2 - y1)
             labels.append(label)

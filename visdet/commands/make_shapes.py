@@ -1,6 +1,7 @@
 """Draw the synthetic shapes data set. Training draws it by itself if it is missing.
 
 visdet make-shapes data/shapes
+visdet make-shapes data/rotated_shapes --rotated
 """
 
 import argparse
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         image_size=(128, "height and width of an image in pixels"),
         seed=(0, "seed of the images"),
     )
+    parser.add_argument("--rotated", action="store_true", help="draw stretched shapes, with turned boxes")
     parser.add_argument("--num-workers", type=int, help="number of processes (default: one per core)")
 
 
@@ -27,4 +29,5 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     from visdet.datasets import make_shapes
 
-    make_shapes(args.folder, args.num_train, args.num_val, args.image_size, args.seed, args.num_workers)
+    sizes = (args.num_train, args.num_val, args.image_size)
+    make_shapes(args.folder, *sizes, args.seed, args.num_workers, args.rotated)

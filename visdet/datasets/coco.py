@@ -20,6 +20,8 @@ from visdet.registry import DATASETS
 from visdet.structures.class_names import checked_classes
 from visdet.structures.coco_json import (
     box_area,
+    corners_of,
+    enclosing_bbox,
     is_ignored,
     lacks_size,
     load_coco_json,
@@ -65,6 +67,11 @@ class CocoDataset(BaseDataset):
     reports their numbers. In ``test_mode`` all boxes stay as the file gives them, because that is how COCO counts them.
     Those with ``ignore`` have the ``ignore_flag``, and an instance has its ``area``, too.
 
+    With ``box_type='rbox'``, boxes are turned. The ``bbox`` of an instance then has the four corners (x1, y1, ..., x4,
+    y4) of the ``segmentation`` of its annotation, and a record has the ``angle_version``. Turned boxes are not clipped,
+    but dropped if the upright box around them would be. :func:`load_coco_json` says how a ``bbox`` of five numbers is
+    read.
+
     Args:
         ann_file: the JSON file, relative to ``data_root``.
         data_root: folder that ``ann_file`` and ``data_prefix`` are relative to.
@@ -84,11 +91,14 @@ class CocoDataset(BaseDataset):
         allow_no_boxes: train even if no image has a box.
         allow_absent_classes: accept ``metainfo['classes']`` that have no category in the file.
         return_classes: must be False, because no model of visdet reads the class names as text.
+        box_type: ``'hbox'`` for upright boxes, ``'rbox'`` for turned ones.
+        angle_version: the range of the angles of turned boxes, ``'le90'``, ``'oc'`` or ``'le135'``; see
+            :func:`visdet.structures.rotated_boxes.regularized`.
 
     Raises:
         FileNotFoundError: the JSON file or images are missing.
-        ValueError: a key is missing, categories do not fit the classes, a class has no category, or no image or box is
-            left to train on.
+        ValueError: a key is missing, categories do not fit the classes, a class has no category, no image or box is
+            left to train on, or an annotation has no four corners although ``box_type`` is ``'rbox'``.
 
     Source: names and filtering rules are those of mmdet's CocoDataset. Differences: labels follow the order of
     ``classes`` and not of the file, boxes are clipped, and mistakes are reported.
@@ -114,6 +124,8 @@ class CocoDataset(BaseDataset):
         return_classes: Literal[False] = False,
         allow_no_boxes: bool = False,
         allow_absent_classes: bool = False,
+        box_type: Literal["hbox", "rbox"] = "hbox",
+        angle_version: Literal["le90", "oc", "le135"] = "le90",
     ) -> None:
         data_prefix = {"img": ""} if data_prefix is None else data_prefix
         if set(data_prefix) != {"img"} or not isinstance(data_prefix["img"], str):
@@ -125,6 +137,7 @@ class CocoDataset(BaseDataset):
         self._allow_no_boxes = allow_no_boxes
         self._allow_absent_classes = allow_absent_classes
         self._classes_are_chosen = "classes" in (metainfo or {})
+        self.box_type, self.angle_version = box_type, angle_version
         super().__init__(
             ann_file=ann_file,
             metainfo=metainfo,
@@ -246,21 +259,38 @@ class CocoDataset(BaseDataset):
             if label is None or (annotation.get("ignore") and not self.test_mode):
                 continue
             tally["boxes"] += 1
+            corners = self._corners_of(annotation)
             bbox, problem = clip_box(annotation, width, height)
+            if corners is not None:
+                bbox, problem = bbox and corners, None if problem == "clipped" else problem
             if problem is not None:
                 tally[problem] += 1
             instance = {"bbox": bbox, "bbox_label": label, "ignore_flag": int(is_ignored(annotation))}
             if self.test_mode:
                 x, y, w, h = annotation["bbox"]
-                instance.update(bbox=[x, y, x + w, y + h], area=box_area(annotation))
+                instance.update(bbox=corners or [x, y, x + w, y + h], area=box_area(annotation))
             if instance["bbox"] is not None:
                 instances.append(instance)
-        return {
+        record = {
             "img_id": image["id"],
             "height": height,
             "width": width,
             "instances": instances,
         }
+        return record if self.box_type == "hbox" else {**record, "angle_version": self.angle_version}
+
+    def _corners_of(self, annotation: dict) -> list[float] | None:
+        """Return the corners of a turned box, or None if the boxes of this data set are upright."""
+        if self.box_type == "hbox":
+            return None
+        corners = corners_of(annotation)
+        if corners is None:
+            raise InvalidInputError(
+                f"annotation file {self.ann_file}: with box_type='rbox', an annotation needs a segmentation of four "
+                f"points [[x1, y1, ..., x4, y4]] or a bbox of five numbers, got {annotation!r:.300}"
+            )
+        annotation["bbox"] = enclosing_bbox(corners)
+        return corners
 
     def _report_boxes(self, tally: Counter) -> None:
         total, clipped = tally.pop("boxes", 0), tally.pop("clipped", 0)

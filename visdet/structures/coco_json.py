@@ -21,6 +21,10 @@ _REQUIRED_KEYS = {
 def load_coco_json(path: str, backend_args: dict | None = None, needs_annotations: bool = True) -> dict:
     """Return the content of a COCO annotation file, after its keys have been checked.
 
+    A ``bbox`` of five numbers is a turned box as detectron2 has it: the centre, the width and the height in pixels, and
+    the angle in degrees, which turns counter-clockwise. The annotation gets the four corners as its ``segmentation``,
+    unless it has one, and the upright box around them as its ``bbox``.
+
     Ids are numbers or texts, also mixed, and equal only if their types are: 1 is not "1". A number such as 7.0, which
     tables of floats give, is returned as 7. Images may lack both ``width`` and ``height`` (see :func:`lacks_size`).
 
@@ -43,6 +47,9 @@ def load_coco_json(path: str, backend_args: dict | None = None, needs_annotation
         more = f". It has {len(faults) - 1} more faults, which visdet check-data lists" if faults[1:] else ""
         raise InvalidInputError(f"annotation file {path}{faults[0]}{more}")
     content["categories"] = _without_groups(content)
+    for annotation in content["annotations"]:
+        if len(annotation["bbox"]) == 5:
+            _straighten(annotation)
     return content
 
 
@@ -73,7 +80,7 @@ def faults_of(content: Any, needs_annotations: bool = True) -> list[str]:
         else:
             found = ", ".join(sorted(content)) or "nothing"
             faults.append(f" needs a list under the key {section!r}; its keys are {found}")
-    return faults or [*_reference_faults(content), *_value_faults(content)]
+    return faults or [*_reference_faults(content), *_value_faults(content), *_angle_faults(content)]
 
 
 def _key_faults(records: list, section: str) -> Iterator[str]:
@@ -141,6 +148,47 @@ def _value_faults(content: dict) -> Iterator[str]:
                 yield f": {fault}: {record!r:.200}"
 
 
+def _angle_faults(content: dict) -> Iterator[str]:
+    """Yield that angles are probably in radians, which other programs than detectron2 write."""
+    boxes = [row["bbox"] for row in content["annotations"] if "segmentation" not in row]
+    angles = [abs(box[4]) for box in boxes if _are_numbers(box, 5)]
+    if angles and 0 < max(angles) <= 2 * math.pi:
+        yield (
+            f": the angles of its boxes of five numbers must be in degrees and turn counter-clockwise, but none is "
+            f"above {max(angles):.4g}, as if they were in radians. Write a segmentation of the four corners instead"
+        )
+
+
+def _straighten(annotation: dict) -> None:
+    """Replace a bbox of five numbers by the upright box around it, and add its corners as the segmentation."""
+    center_x, center_y, width, height, degrees = annotation["bbox"]
+    cos, sin = math.cos(math.radians(degrees)) / 2, math.sin(math.radians(degrees)) / 2
+    corners = []
+    for x, y in ((-width, -height), (width, -height), (width, height), (-width, height)):
+        corners += [center_x + x * cos + y * sin, center_y - x * sin + y * cos]
+    annotation.setdefault("segmentation", [corners])
+    annotation.setdefault("area", width * height)
+    annotation["bbox"] = enclosing_bbox(corners)
+
+
+def enclosing_bbox(corners: Sequence[float]) -> list[float]:
+    """Return the upright box [x, y, width, height] around points (x1, y1, x2, y2, ...)."""
+    xs, ys = corners[::2], corners[1::2]
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def corners_of(annotation: Mapping[str, Any]) -> list[float] | None:
+    """Return the ``segmentation`` of an annotation (x1, y1, ..., x4, y4), or None if it is not one of four points.
+
+    A fifth point that closes the outline is left out.
+    """
+    outlines = annotation.get("segmentation")
+    if not isinstance(outlines, list) or len(outlines) != 1 or not isinstance(outlines[0], list):
+        return None
+    corners = outlines[0][:8] if outlines[0][8:] == outlines[0][:2] else outlines[0]
+    return corners if _are_numbers(corners, 8) else None
+
+
 def _fault_in_image(image: dict) -> str | None:
     if not isinstance(image["file_name"], str):
         return "file_name must be a text"
@@ -157,8 +205,8 @@ def _fault_in_category(category: dict) -> str | None:
 
 
 def _fault_in_annotation(annotation: dict) -> str | None:
-    if not _are_numbers(annotation["bbox"], 4):
-        return "bbox must be four finite numbers"
+    if not (_are_numbers(annotation["bbox"], 4) or _are_numbers(annotation["bbox"], 5)):
+        return "bbox must be four finite numbers, or five for a turned box"
     if not (annotation.get("area") is None or _is_number(annotation["area"])):
         return "area must be a number"
     for key in ("iscrowd", "ignore"):

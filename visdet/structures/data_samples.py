@@ -23,9 +23,10 @@ class DetDataSample(BaseDataElement):
     (``batch_input_shape``), and ``scale_factor``, the factors by which its (width, height) were multiplied.
 
     Attributes:
-        gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``, and ``labels`` [N] int64.
+        gt_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``, and ``labels`` [N] int64. Turned
+            boxes are [N, 5] (cx, cy, w, h, angle), see :mod:`visdet.structures.rotated_boxes`.
         ignored_instances: the same for crowd regions, which are not trained on and do not count as missed.
-        pred_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) in pixels, ``scores`` [N] and ``labels`` [N].
+        pred_instances: ``bboxes`` [N, 4] (x1, y1, x2, y2) or [N, 5] in pixels, ``scores`` [N] and ``labels`` [N].
 
     Source: the field names are mmdet's.
     """

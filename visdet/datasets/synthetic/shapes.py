@@ -5,7 +5,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
@@ -16,30 +16,53 @@ from visdet.structures.polylines import polygon_area
 from .drawn_folder import draw_each, draw_once
 
 SHAPE_CLASSES = ("circle", "square", "triangle", "star", "cross", "ring")
+# The outlines are the same ones, stretched, since the box of a circle or a square would have no angle of its own.
+ROTATED_SHAPE_CLASSES = ("ellipse", "rectangle", *SHAPE_CLASSES[2:])
 
 _SUPERSAMPLING = 4
 _MIN_VISIBLE = 0.25
-Shape = tuple[int, tuple[int, int, int, int], int]  # label, box (x1, y1, x2, y2), number of visible pixels
+_LEAST_RADIUS, _LEAST_ROTATED_RADIUS = 6.0, 9.0  # pixels
+# The logarithms of the stretches. The box of a rotated shape is at least 1.5 times as long as it is wide.
+_STRETCHES, _ROTATED_STRETCHES = (-0.15, 0.15), (0.3, 0.6)
 
 
-def draw_shapes(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[Shape]]:
+class Shape(NamedTuple):
+    """A shape of an image.
+
+    Attributes:
+        label: its class. num_pixels: the number of its visible pixels.
+        bbox: the box (x1, y1, x2, y2) around them or, of rotated shapes, around its corners.
+        corners: the four corners (x, y) of the turned box of a rotated shape, whether they are visible or not.
+    """
+
+    label: int
+    bbox: tuple[float, float, float, float]
+    num_pixels: int
+    corners: list[list[float]] | None = None
+
+
+def draw_shapes(rng: np.random.Generator, size: int, rotated: bool = False) -> tuple[np.ndarray, list[Shape]]:
     """Return an RGB image, uint8 [size, size, 3], and the shapes in it that are at least a quarter visible.
 
-    A shape is its label, the box (x1, y1, x2, y2) around its visible pixels, and their number. One to six shapes are
-    painted one over another. Their radius is log-uniform between 6 pixels and 0.28 * size, and their proportions,
-    rotation, colour and texture are random. Classes differ in their outlines only. The image depends on ``rng`` and
-    ``size`` alone.
+    One to six shapes are painted one over another. Their radius is log-uniform between 6 pixels (9, if rotated) and
+    0.28 * size, and their proportions, rotation, colour and texture are random. Classes differ in their outlines only.
+    The image depends on ``rng``, ``size`` and ``rotated`` alone. Rotated shapes are stretched, so that each of them has
+    a length and a width, and they have the turned boxes of their whole outlines.
     """
     canvas = _background(rng, size)
     owner = np.full((size, size), -1, dtype=np.int16)
-    painted = [_paint(rng, canvas, owner, index) for index in range(rng.integers(1, 7))]
+    painted = [_paint(rng, canvas, owner, index, rotated) for index in range(rng.integers(1, 7))]
     objects = []
-    for index, (label, full_area) in enumerate(painted):
+    for index, (label, full_area, corners) in enumerate(painted):
         rows, columns = np.nonzero(owner == index)
         if len(rows) < _MIN_VISIBLE * full_area or not len(rows):
             continue
-        bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
-        objects.append((label, bbox, len(rows)))
+        if rotated:
+            bbox = (*corners.min(axis=0).tolist(), *corners.max(axis=0).tolist())
+            objects.append(Shape(label, bbox, len(rows), corners.tolist()))
+        else:
+            bbox = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+            objects.append(Shape(label, bbox, len(rows)))
     canvas += rng.normal(0.0, 3.0, canvas.shape)
     return canvas.clip(0, 255).round().astype(np.uint8), objects
 
@@ -56,22 +79,29 @@ def _background(rng: np.random.Generator, size: int) -> np.ndarray:
     return low + clouds[..., None] * (high - low)
 
 
-def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, index: int) -> tuple[int, float]:
+def _paint(
+    rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, index: int, rotated: bool
+) -> tuple[int, float, np.ndarray]:
     """Paint a random shape onto ``canvas`` and mark the pixels that it covers in ``owner``.
 
     Returns:
-        the label and the area of the whole shape.
+        the label, the area of the whole shape, and the corners [4, 2] of its turned box.
     """
     size = len(canvas)
     label = int(rng.integers(len(SHAPE_CLASSES)))
-    radius = 6.0 * (0.28 * size / 6.0) ** rng.random()
-    stretch = math.exp(rng.uniform(-0.15, 0.15))
+    least = _LEAST_ROTATED_RADIUS if rotated else _LEAST_RADIUS
+    radius = least * (0.28 * size / least) ** rng.random()
+    stretch = math.exp(rng.uniform(*(_ROTATED_STRETCHES if rotated else _STRETCHES)))
     turn = rng.uniform(0, 2 * math.pi)
     center = rng.uniform(0.75 * radius, size - 0.75 * radius, 2)
 
     cos, sin = math.cos(turn), math.sin(turn)
     to_image = np.array([[cos, -sin], [sin, cos]]) @ np.diag([stretch, 1 / stretch]) * radius
     outlines = [outline @ to_image.T + center for outline in _OUTLINES[SHAPE_CLASSES[label]]]
+    (left, top), (right, bottom) = (
+        reach(_OUTLINES[SHAPE_CLASSES[label]][0], axis=0) for reach in (np.min, np.max)
+    )
+    corners = np.array([(left, top), (right, top), (right, bottom), (left, bottom)]) @ to_image.T + center
     area = polygon_area(outlines[0]) - sum(map(polygon_area, outlines[1:]))
 
     margin = 3 + int(0.3 * radius)  # room for the shadow
@@ -94,7 +124,7 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, owner: np.ndarray, inde
     # A fringe along the edge has no owner, because it would widen the boxes of hidden shapes.
     owned[alpha[..., 0] > 0.1] = -1
     owned[alpha[..., 0] > 0.5] = index
-    return label, area
+    return label, area, corners
 
 
 def _regular_polygon(num_points: int, radius: float = 1.0, phase: float = 0.0) -> np.ndarray:
@@ -177,6 +207,7 @@ def make_shapes(
     image_size: Annotated[int, Range(32)] = 128,
     seed: Seed = 0,
     num_workers: int | None = None,
+    rotated: bool = False,
 ) -> Path:
     """Write the shapes data set into ``folder``, unless it is there already, and return the folder.
 
@@ -195,6 +226,8 @@ def make_shapes(
         image_size: height and width of an image in pixels.
         seed: seed of the random numbers.
         num_workers: number of processes that draw. The default is one per core.
+        rotated: draw ROTATED_SHAPE_CLASSES, whose annotations have a ``segmentation`` of the four corners of the turned
+            box.
 
     Raises:
         FileExistsError: the folder is not empty and was not written by this function.
@@ -208,6 +241,8 @@ def make_shapes(
         "image_size": image_size,
         "seed": seed,
     }
+    if rotated:
+        stamp["rotated"] = True
     return draw_once(
         folder,
         _STAMP,
@@ -224,20 +259,22 @@ def _write(folder: Path, stamp: dict, num_workers: int | None) -> None:
         (folder / split).mkdir()
         tasks = [(folder / split, split_number, index, stamp) for index in range(stamp[f"num_{split}"])]
         objects_of_images = draw_each(_write_image, tasks, num_workers)
-        content = _coco(split, objects_of_images, stamp["image_size"])
+        content = _coco(split, objects_of_images, stamp)
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
 
 
 def _write_image(folder: Path, split_number: int, index: int, stamp: dict) -> list[Shape]:
     """Write an image and return its shapes."""
     rng = np.random.default_rng([stamp["seed"], split_number, index])
-    pixels, objects = draw_shapes(rng, stamp["image_size"])
+    pixels, objects = draw_shapes(rng, stamp["image_size"], "rotated" in stamp)
     Image.fromarray(pixels).save(folder / f"{index:06d}.jpg", quality=92, subsampling=0)
     return objects
 
 
-def _coco(split: str, objects_of_images: list[list[Shape]], image_size: int) -> dict:
+def _coco(split: str, objects_of_images: list[list[Shape]], stamp: dict) -> dict:
     """Return the content of the COCO file of a split."""
+    image_size = stamp["image_size"]
+    classes = ROTATED_SHAPE_CLASSES if "rotated" in stamp else SHAPE_CLASSES
     images: list[dict] = []
     annotations: list[dict] = []
     for index, objects in enumerate(objects_of_images):
@@ -245,20 +282,21 @@ def _coco(split: str, objects_of_images: list[list[Shape]], image_size: int) -> 
         images.append(
             {"id": image_id, "file_name": f"{index:06d}.jpg", "height": image_size, "width": image_size}
         )
-        for label, (x1, y1, x2, y2), area in objects:
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": image_id,
-                    "category_id": label + 1,
-                    "bbox": [x1, y1, x2 - x1, y2 - y1],
-                    "area": area,
-                    "iscrowd": 0,
-                }
-            )
+        for label, (x1, y1, x2, y2), area, corners in objects:
+            annotation = {
+                "id": len(annotations) + 1,
+                "image_id": image_id,
+                "category_id": label + 1,
+                "bbox": [x1, y1, x2 - x1, y2 - y1],
+                "area": area,
+                "iscrowd": 0,
+            }
+            if corners is not None:
+                annotation["segmentation"] = [[round(side, 3) for corner in corners for side in corner]]
+            annotations.append(annotation)
     return {
         "info": {"description": f"visdet shapes, {split}", "version": str(_GENERATOR_VERSION)},
-        "categories": [{"id": label + 1, "name": name} for label, name in enumerate(SHAPE_CLASSES)],
+        "categories": [{"id": label + 1, "name": name} for label, name in enumerate(classes)],
         "images": images,
         "annotations": annotations,
     }

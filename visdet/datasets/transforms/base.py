@@ -25,7 +25,8 @@ class BaseTransform(metaclass=ABCMeta):
     * ``ori_shape`` and ``img_shape``, the (height, width) of the file's image and of ``img``;
     * ``scale_factor``, the (width, height) of ``img`` divided by the (width, height) of the file's image;
     * ``flip`` and ``flip_direction``;
-    * ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32, in pixels of ``img``);
+    * ``gt_bboxes`` (``tv_tensors.BoundingBoxes`` [N, 4] (x1, y1, x2, y2), float32, in pixels of ``img``), or the
+      corners of turned boxes (``Corners`` [N, 4, 2], key points of torchvision's);
     * ``gt_bboxes_labels`` (int64 [N]), and ``gt_ignore_flags`` (bool [N], True for crowd regions).
 
     A transform that keeps the size of the image says so by ``keeps_size``. Another one should have a method

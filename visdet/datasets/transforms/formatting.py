@@ -11,6 +11,7 @@ from torch import Tensor
 from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_names
+from visdet.structures.rotated_boxes import polygons_to_boxes
 
 from .base import BaseTransform
 
@@ -36,7 +37,8 @@ class PackDetInputs(BaseTransform):
 
     ``gt_instances`` gets the boxes to train on, and ``ignored_instances`` the crowd regions. Both have ``bboxes`` (a
     plain float32 tensor [N, 4] (x1, y1, x2, y2) in pixels of ``img_shape``), ``labels`` (int64 [N]) and, from a data
-    set in ``test_mode``, ``areas`` (float64 [N], in pixels of the file).
+    set in ``test_mode``, ``areas`` (float64 [N], in pixels of the file). Turned boxes are [N, 5] (cx, cy, w, h, angle),
+    see :func:`visdet.structures.rotated_boxes.boxes_to_polygons`, and have ``polygons``, too, in ``test_mode``.
 
     Args:
         meta_keys: the results that become meta information. Those that the pipeline has not set are left out.
@@ -62,10 +64,17 @@ class PackDetInputs(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         sample = DetDataSample(metainfo={key: results[key] for key in self.meta_keys if key in results})
-        names = {"bboxes": "gt_bboxes", "labels": "gt_bboxes_labels", "areas": "gt_areas"}
+        names = {
+            "bboxes": "gt_bboxes",
+            "labels": "gt_bboxes_labels",
+            "areas": "gt_areas",
+            "polygons": "gt_polygons",
+        }
         fields = {
             key: results[name].as_subclass(torch.Tensor) for key, name in names.items() if name in results
         }
+        if "bboxes" in fields and "angle_version" in results:
+            fields["bboxes"] = polygons_to_boxes(fields["bboxes"], results["angle_version"])
         if fields:
             ignored = {key: value[:0] for key, value in fields.items()}
             is_ignored = results.get("gt_ignore_flags")

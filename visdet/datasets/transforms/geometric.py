@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from random import Random
 from typing import Annotated, Any, Literal
 
-import torch
 from torchvision.transforms.v2 import functional as F
 
 from visdet.checks.arguments import Above0, Positive, Range, Share, also_takes, checked_value
@@ -13,7 +12,7 @@ from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
 from .base import BaseTransform, DrawnTransform, choose, uniform, uniform_int
-from .tv_results import set_boxes, set_image
+from .tv_results import are_in, clipped, moved, set_boxes, set_image
 
 _Direction = Literal["horizontal", "vertical", "diagonal"]
 _Part = Annotated[float, Range(0, 1, is_open=True)]
@@ -90,7 +89,7 @@ class Resize(BaseTransform):
         results["keep_ratio"] = self.keep_ratio
         if "gt_bboxes" in results:
             boxes = F.resize(results["gt_bboxes"], list(size))
-            set_boxes(results, F.clamp_bounding_boxes(boxes) if self.clip_object_border else boxes)
+            set_boxes(results, clipped(boxes) if self.clip_object_border else boxes)
         return results
 
 
@@ -214,7 +213,7 @@ class RandomFlip(BaseTransform):
 
 @TRANSFORMS.register_module()
 class RandomCrop(BaseTransform):
-    """Crops a random rectangle of the image, and drops the boxes outside it.
+    """Crops a random rectangle of the image, and drops the boxes outside it, also turned ones whose centre is outside.
 
     Args:
         crop_size: the size of the crop, whose meaning depends on ``crop_type``. A crop never exceeds the image.
@@ -273,16 +272,15 @@ class RandomCrop(BaseTransform):
     def transform(self, results: dict) -> dict | None:
         top, left, crop_h, crop_w = self._drawn(results["img_shape"], sample_draws())
         if "gt_bboxes" in results:
-            offset = torch.tensor([left, top, left, top], dtype=torch.float32)
-            boxes = results["gt_bboxes"].as_subclass(torch.Tensor) - offset
-            kept = (boxes[:, :2] < boxes.new_tensor([crop_w, crop_h])).all(1) & (boxes[:, 2:] > 0).all(1)
+            boxes = moved(results["gt_bboxes"], -left, -top)
+            kept = are_in(boxes, (crop_h, crop_w))
             if not kept.any() and not self.allow_negative_crop:
                 return None
         set_image(results, F.crop(results["img"], top, left, crop_h, crop_w))
         if "gt_bboxes" in results:
             set_boxes(results, boxes, kept)
             if self.bbox_clip_border:
-                set_boxes(results, F.clamp_bounding_boxes(results["gt_bboxes"]))
+                set_boxes(results, clipped(results["gt_bboxes"]))
         return results
 
 

@@ -14,7 +14,7 @@ from visdet.files.images import MAX_PIXELS, check_no_pipe, open_image, say_extra
 from visdet.registry import TRANSFORMS
 
 from .base import BaseTransform
-from .tv_results import set_boxes, set_image
+from .tv_results import set_boxes, set_image, side_lengths
 
 __all__ = ["FilterAnnotations", "LoadAnnotations", "LoadImageFromFile"]
 
@@ -130,7 +130,8 @@ class LoadAnnotations(BaseTransform):
     """Turns ``instances`` into ``gt_bboxes``, ``gt_bboxes_labels``, ``gt_ignore_flags`` and, for tests, ``gt_areas``.
 
     The boxes are in pixels of the current ``img``. After a ``Resize`` they are scaled by ``scale_factor``. This is not
-    possible after a flip or a crop, so that annotations must be loaded before them.
+    possible after a flip or a crop, so that annotations must be loaded before them. Records with an ``angle_version``
+    have turned boxes, and then for tests also ``gt_polygons``, the corners (float64 [N, 4, 2]) in pixels of the file.
 
     Args:
         with_bbox, with_label: must be True.
@@ -147,7 +148,7 @@ class LoadAnnotations(BaseTransform):
     @also_takes(
         with_seg=False,
         with_keypoints=False,
-        box_type="hbox",
+        box_type=...,  # that of the data set
         reduce_zero_label=False,
         poly2mask=...,
         ignore_index=...,
@@ -170,15 +171,18 @@ class LoadAnnotations(BaseTransform):
             )
         instances = results.get("instances", [])
         # Numpy converts lists in less time than torch.
-        boxes = np.array([item["bbox"] for item in instances], dtype=np.float32).reshape(-1, 4)
-        width, height = results.get("scale_factor", (1.0, 1.0))
-        scale = np.array((width, height, width, height), dtype=np.float32)
-        set_boxes(results, torch.from_numpy(boxes * scale))
+        corners = np.array([item["bbox"] for item in instances]).reshape(-1, 2)
+        scaled = corners.astype(np.float32) * np.array(results.get("scale_factor", (1.0, 1.0)), np.float32)
+        turned_shape = (-1, 4, 2)
+        is_turned = "angle_version" in results
+        set_boxes(results, torch.from_numpy(scaled.reshape(turned_shape if is_turned else (-1, 4))))
         flags = np.array([bool(item["ignore_flag"]) for item in instances], dtype=bool)
         results["gt_ignore_flags"] = torch.from_numpy(flags)
         if instances and "area" in instances[0]:
             areas = [item["area"] for item in instances]
             results["gt_areas"] = torch.tensor(areas, dtype=torch.float64)
+            if is_turned:
+                results["gt_polygons"] = torch.from_numpy(corners.astype(float).reshape(turned_shape))
         labels = np.array([item["bbox_label"] for item in instances], dtype=np.int64)
         results["gt_bboxes_labels"] = torch.from_numpy(labels)
         return results
@@ -212,7 +216,7 @@ class FilterAnnotations(BaseTransform):
         boxes = results["gt_bboxes"]
         if not len(boxes):
             return results
-        sizes = (boxes[:, 2:] - boxes[:, :2]).as_subclass(torch.Tensor)
+        sizes = side_lengths(boxes.as_subclass(torch.Tensor))
         keep = (sizes > sizes.new_tensor(self.min_gt_bbox_wh)).all(dim=1)
         if self.keep_empty and not keep.any():
             return None

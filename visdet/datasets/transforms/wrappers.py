@@ -18,7 +18,7 @@ from visdet.registry import TRANSFORMS
 from visdet.structures.planned_batch import sample_draws
 
 from .base import BaseTransform, DrawnTransform, built, choose, uniform, uniform_int
-from .tv_results import PER_BOX, set_image, set_large_boxes
+from .tv_results import PER_BOX, clipped, moved, set_image, set_large_boxes
 
 
 @TRANSFORMS.register_module()
@@ -55,8 +55,9 @@ class TorchvisionTransform(BaseTransform):
     """Applies a transform of ``torchvision.transforms.v2``, which is given by its name, to the image and its boxes.
 
     An example is ``dict(type='TorchvisionTransform', transform='RandomRotation', degrees=10)``. Boxes are clipped to
-    the new image, and those that are then less than one pixel wide or high are dropped. ``scale_factor`` is not
-    changed, so use transforms that move pixels for training only.
+    the new image, and those that are then less than one pixel wide or high are dropped. Turned boxes are not clipped,
+    but dropped if their centre is outside. ``scale_factor`` is not changed, so use transforms that move pixels for
+    training only.
 
     Args:
         transform: the name of a class in ``torchvision.transforms.v2``.
@@ -87,8 +88,7 @@ class TorchvisionTransform(BaseTransform):
                 f"TorchvisionTransform: {self.transform_name} changed the number of boxes"
             )
         set_image(results, image)
-        boxes = v2.functional.clamp_bounding_boxes(boxes).as_subclass(torch.Tensor)
-        set_large_boxes(results, boxes)
+        set_large_boxes(results, clipped(boxes))
         return results
 
 
@@ -159,7 +159,7 @@ class Mosaic(MixingTransform):
     """Fills four rectangles around a random point with the image and three others, each scaled to cover its rectangle.
 
     What goes beyond a rectangle is cut off. Boxes are clipped to what is left of their image, and those that are then
-    less than one pixel wide or high are dropped.
+    less than one pixel wide or high are dropped. Turned boxes are not clipped, but dropped if their centre is outside.
 
     Args:
         size: the (width, height) of the result.
@@ -196,10 +196,11 @@ class Mosaic(MixingTransform):
             size = [max(round(h * factor), bottom - top), max(round(w * factor), right - left)]
             start = [uniform_int(0, size[0] - (bottom - top)), uniform_int(0, size[1] - (right - left))]
             window = (*start, bottom - top, right - left)
-            pixels = F.resize(part["img"], size, antialias=False)
-            image[:, top:bottom, left:right] = F.crop(pixels, *window)
-            boxes = F.clamp_bounding_boxes(F.crop(F.resize(part["gt_bboxes"], size), *window))
-            part["gt_bboxes"] = boxes.as_subclass(Tensor) + torch.tensor([left, top, left, top])
+            boxes = F.crop(F.resize(part["gt_bboxes"], size), *window)
+            set_image(part, F.crop(F.resize(part["img"], size, antialias=False), *window))
+            image[:, top:bottom, left:right] = part["img"]
+            set_large_boxes(part, clipped(boxes))
+            part["gt_bboxes"] = moved(part["gt_bboxes"], left, top)
         return self.joined(results, image, parts)
 
 
