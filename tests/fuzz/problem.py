@@ -75,7 +75,7 @@ class Operator:
             or infinite number in them, or in the gradient of the result, may affect more than the definition says.
         of_size: functions of a size that return small sound problems. The operator must compile and export for all
             sizes of each, and its gradients are tested with the first.
-        launches: a function that returns a hypothesis strategy of arguments without data, of any sizes. The launches on
+        launches: a hypothesis strategy of arguments without data, of any sizes (``sizes.arguments``). The launches on
             CUDA must fit every GPU.
         scatters_beside: the arguments whose NaN or infinite numbers may likewise affect gradients of ``reads_beside``.
     """
@@ -91,7 +91,7 @@ class Operator:
     reads_beside: tuple[str, ...] = ()
     scatters_beside: tuple[str, ...] = ()
     of_size: tuple[Callable[[int], Problem], ...] = ()
-    launches: Callable[[], Any] | None = None
+    launches: Any = None
 
 
 class Draw:

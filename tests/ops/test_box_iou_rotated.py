@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_nms import launches_of_nms, random_scores, same_kept
+from test_nms import LABELS, random_scores, same_kept
 from test_point_sets import FLAT, _shared, boxes_in_space
 from torch import Tensor
 
@@ -166,36 +166,6 @@ def _same(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]
     return same_kept(Problem(boxes, skip=problem.skip), got, expected)
 
 
-@st.composite
-def _launches_of_nms_quadri(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(launches_of_nms())
-    N, dtype = len(drawn["scores"]), drawn["scores"].dtype
-    dets = sizes.empty(N, 8, dtype=dtype)
-    return {"dets": dets, "scores": drawn["scores"], "iou_threshold": 0.5, "labels": drawn["classes"]}
-
-
-@st.composite
-def _launches_of_nms_rotated(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(_launches_of_nms_quadri())
-    return drawn | {"dets": drawn["dets"][:, :5], "clockwise": draw(st.booleans())}
-
-
-@st.composite
-def _launches_of_box_iou_rotated(draw: st.DrawFn) -> dict[str, Any]:
-    M, N, dtype = (
-        draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))),
-        draw(sizes.count),
-        draw(sizes.value_types),
-    )
-    aligned = draw(st.booleans())
-    return {
-        "bboxes1": sizes.empty(M, 5, dtype=dtype),
-        "bboxes2": sizes.empty(M if aligned else N, 5, dtype=dtype),
-        "mode": draw(st.sampled_from(["iou", "iof"])),
-        "aligned": aligned,
-    }
-
-
 def _of_sizes(first: str, second: str, columns: int) -> Callable[[int], Problem]:
     return lambda n: Problem({first: rand(n, columns), second: rand(3, columns)})
 
@@ -236,7 +206,13 @@ OPERATORS = (
             launches=launches,
         )
         for call, columns, launches in (
-            (box_iou_rotated, 5, _launches_of_box_iou_rotated),
+            (
+                box_iou_rotated,
+                5,
+                sizes.arguments(
+                    bboxes1="N 5", bboxes2=st.sampled_from(["N 5", "M 5"]), mode="iof", aligned=st.booleans()
+                ),
+            ),
             (box_iou_quadri, 8, None),
         )
     ),
@@ -248,11 +224,13 @@ OPERATORS = (
             _kept,
             compare=_same,
             spoiled={"dets": ("rank", 0, 1), "scores": ("rank", 0), "labels": ("rank", 0)},
-            launches=launches,
+            launches=sizes.arguments(
+                dets=f"N {columns}", scores="N", iou_threshold=0.5, labels=LABELS, **turns
+            ),
         )
-        for call, columns, launches in (
-            (nms_rotated, 5, _launches_of_nms_rotated),
-            (nms_quadri, 8, _launches_of_nms_quadri),
+        for call, columns, turns in (
+            (nms_rotated, 5, {"clockwise": st.booleans()}),
+            (nms_quadri, 8, {}),
         )
     ),
 )

@@ -89,7 +89,7 @@ OPERATORS = (
                 ("anchors", "logits"),
             ),
         ),
-        launches=launches,
+        launches=launches(),
     ),
 )
 

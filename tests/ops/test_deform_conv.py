@@ -262,7 +262,7 @@ OPERATORS = (
                 ("input", "offset", "weight"),
             ),
         ),
-        launches=_launches_of_deform_conv2d,
+        launches=_launches_of_deform_conv2d(),
     ),
     Operator(
         "modulated_deform_conv2d",

@@ -196,7 +196,7 @@ OPERATORS = (
         of_size=(
             lambda n: _of_shapes(features=(2, 18, 4), locations=(2, n, 3, 2, 2), weights=(2, n, 3, 2, 1, 2)),
         ),
-        launches=_launches_of_deformable_aggregation,
+        launches=_launches_of_deformable_aggregation(),
     ),
 )
 

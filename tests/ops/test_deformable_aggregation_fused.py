@@ -178,7 +178,7 @@ OPERATORS = (
             "logits": ("rank", "device", 0, 1),
             "level_shapes": ("rank", 2),
         },
-        launches=_launches_of_deformable_aggregation_fused,
+        launches=_launches_of_deformable_aggregation_fused(),
         aliases=("deformable_aggregation",),
         of_size=(
             lambda n: Problem(

@@ -93,7 +93,7 @@ OPERATORS = (
                 weights=(n, 5, 3, 2, 1, 2),
             ),
         ),
-        launches=_launches_of_deformable_aggregation_with_depth,
+        launches=_launches_of_deformable_aggregation_with_depth(),
     ),
 )
 

@@ -2,11 +2,9 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -100,15 +98,6 @@ def _draw_corners(draw: Draw) -> Problem:
     )
 
 
-@st.composite
-def _launches_of_sigmoid_focal_loss(draw: st.DrawFn) -> dict[str, Any]:
-    N, C = draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))), draw(sizes.channels) + 1
-    return {
-        "input": sizes.empty(N, C, dtype=draw(sizes.value_types)),
-        "target": sizes.empty(N, dtype=torch.int64),
-    }
-
-
 OPERATORS = (
     Operator(
         "sigmoid_focal_loss",
@@ -122,7 +111,7 @@ OPERATORS = (
                 {"input": rand(n, 4), "target": torch.arange(n) % 4, "weight": rand(4)}, ("input",)
             ),
         ),
-        launches=_launches_of_sigmoid_focal_loss,
+        launches=sizes.arguments(input="N C", target="N int64"),
     ),
     Operator(
         "softmax_focal_loss",

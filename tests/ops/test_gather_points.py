@@ -1,7 +1,5 @@
 """The kernels of features of chosen points against their definition, forward and backward, and their refusals."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -47,16 +45,6 @@ def _groups_of_size(n: int) -> Problem:
 def _interpolation_of_size(n: int) -> Problem:
     arguments = _groups_of_size(n).arguments | {"weight": rand(2, n, 3)}
     return Problem(arguments, ("features", "weight"))
-
-
-@st.composite
-def _launches_of_groups(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    B, C, N, M = draw(sizes.small), draw(sizes.channels), draw(sizes.count), draw(sizes.count)
-    K = 3 if name == "three_interpolate" else draw(sizes.channels)
-    dtype, index_dtype = draw(sizes.value_types), draw(st.sampled_from([torch.int32, torch.int64]))
-    indices = sizes.empty(B, M, *([] if name == "gather_points" else [K]), dtype=index_dtype)
-    given = {"features": sizes.empty(B, C, N, dtype=dtype), "indices": indices}
-    return given | ({"weight": sizes.empty(B, M, K, dtype=dtype)} if name == "three_interpolate" else {})
 
 
 def _draw_interpolation(draw: Draw) -> Problem:
@@ -134,7 +122,7 @@ OPERATORS = (
         spoiled={"features": ("rank",), "indices": ("rank", 0)},
         aliases=("gather_points",),
         of_size=(_groups_of_size,),
-        launches=lambda: _launches_of_groups("group_points"),
+        launches=sizes.arguments(features="B C N", indices=st.sampled_from(["B M K int32", "B M K int64"])),
     ),
     Operator(
         "gather_points",
@@ -142,7 +130,7 @@ OPERATORS = (
         _draw_gathers,
         lambda features, indices: _groups(features, indices[..., None]).squeeze(3),
         spoiled={"features": ("rank",), "indices": ("rank", 0)},
-        launches=lambda: _launches_of_groups("gather_points"),
+        launches=sizes.arguments(features="B C N", indices="B M int32"),
     ),
     Operator(
         "stack_group_points",
@@ -163,7 +151,7 @@ OPERATORS = (
         },
         aliases=("gather_points",),
         of_size=(_interpolation_of_size,),
-        launches=lambda: _launches_of_groups("three_interpolate"),
+        launches=sizes.arguments(features="B C N", indices="B M 3 int64", weight="B M 3"),
     ),
     Operator(
         "assign_score_withk",

@@ -2,13 +2,11 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from calls import assert_near, exact, gradients, in_a_process, relative_error
 from golden import golden, under
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -162,28 +160,6 @@ def _field_bounds(problem: Problem, bounds: dict[str, float]) -> None:
             bounds[name] = bound
 
 
-@st.composite
-def _launches_of_gaussian_field(draw: st.DrawFn) -> dict[str, Any]:
-    B, N, dtype = (
-        draw(st.one_of(sizes.count, st.sampled_from([100_000]))),
-        draw(sizes.count),
-        draw(sizes.wide_types),
-    )
-    return {
-        "points": sizes.empty(B, 3, dtype=dtype),
-        "means": sizes.empty(N, 3, dtype=dtype),
-        "cholesky": sizes.empty(N, 3, 3, dtype=dtype),
-        "weights": sizes.empty(N, dtype=dtype),
-    }
-
-
-@st.composite
-def _launches_of_mahalanobis_distance(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(_launches_of_gaussian_field())
-    del drawn["weights"]
-    return drawn
-
-
 TENSORS = ("points", "means", "cholesky", "weights")
 
 
@@ -194,6 +170,7 @@ def _of_sizes(B: int, N: int, names: tuple[str, ...] = TENSORS, **settings: floa
     return Problem({name: tensors[name] for name in names} | settings, names)
 
 
+GAUSSIANS = dict(types=sizes.wide_types, points="N 3", means="M 3", cholesky="M 3 3")
 OPERATORS = (
     Operator(
         "mahalanobis_distance",
@@ -207,7 +184,7 @@ OPERATORS = (
             "cholesky": ("device", 0, 1, 2),
         },
         of_size=(lambda n: _of_sizes(4, n, ("points", "means", "cholesky")),),
-        launches=_launches_of_mahalanobis_distance,
+        launches=sizes.arguments(**GAUSSIANS),
     ),
     Operator(
         "gaussian_field",
@@ -227,7 +204,7 @@ OPERATORS = (
             lambda n: _of_sizes(4, n),
             lambda n: _of_sizes(4, n, tolerance=0.01),
         ),
-        launches=_launches_of_gaussian_field,
+        launches=sizes.arguments(**GAUSSIANS, weights="M"),
     ),
 )
 

@@ -208,7 +208,7 @@ OPERATORS = (
         _draw,
         ms_deform_attn_reference,
         _bounds,
-        launches=launches_of_attention,
+        launches=launches_of_attention(),
         reads_beside=("value",),
         scatters_beside=("weights",),
         spoiled={

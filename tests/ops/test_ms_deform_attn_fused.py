@@ -206,7 +206,7 @@ OPERATORS = (
         _draw_fused,
         _fused_reference,
         _fused_bounds,
-        launches=launches_of_fused_attention,
+        launches=launches_of_fused_attention(),
         reads_beside=("value",),
         scatters_beside=("logits",),
         spoiled={

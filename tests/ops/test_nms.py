@@ -255,20 +255,7 @@ def _same_soft(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str,
     return ""
 
 
-@st.composite
-def launches_of_nms(draw: st.DrawFn) -> dict[str, Any]:
-    N, dtype = draw(st.one_of(sizes.count, st.sampled_from([400_000]))), draw(sizes.value_types)
-    classes = sizes.empty(N, dtype=torch.int64) if draw(st.booleans()) else None
-    threshold = draw(st.sampled_from([0, 0.3]))
-    return {
-        "boxes": sizes.empty(N, 4, dtype=dtype),
-        "scores": sizes.empty(N, dtype=dtype),
-        "iou_threshold": 0.5,
-        "score_threshold": threshold,
-        "classes": classes,
-    }
-
-
+LABELS = st.sampled_from(["N int64", None])
 OPERATORS = (
     Operator(
         "bbox_overlaps",
@@ -285,7 +272,13 @@ OPERATORS = (
         _nms,
         compare=same_kept,
         spoiled={"boxes": ("rank", 0, 1), "scores": ("rank", 0)},
-        launches=launches_of_nms,
+        launches=sizes.arguments(
+            boxes="N 4",
+            scores="N",
+            iou_threshold=0.5,
+            score_threshold=st.sampled_from([0, 0.3]),
+            classes=LABELS,
+        ),
     ),
     Operator(
         "batched_nms",

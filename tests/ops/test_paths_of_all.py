@@ -14,12 +14,14 @@ from visdet.ops import explain
 
 
 @needs_library
-@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.launches])
+@pytest.mark.parametrize(
+    "name", [name for name, operator in OPERATORS.items() if operator.launches is not None]
+)
 def test_launches_fit_every_device(name):
     launches = 0
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(arguments=OPERATORS[name].launches(), device=devices, deterministic=st.booleans())
+    @given(arguments=OPERATORS[name].launches, device=devices, deterministic=st.booleans())
     def check(arguments, device, deterministic):
         nonlocal launches
         torch.use_deterministic_algorithms(deterministic)

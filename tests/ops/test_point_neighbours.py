@@ -153,41 +153,14 @@ def _samples_of_table(points_dist: Tensor, num_points: int) -> Tensor:
     return furthest_point_sample_reference(points_dist.to(wide_of(points_dist.dtype)), num_points, True)
 
 
-@st.composite
-def _clouds(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    B, N, M, dtype = draw(st.integers(0, 3)), draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
-    return sizes.empty(B, N, 3, dtype=dtype), sizes.empty(B, M, 3, dtype=dtype)
-
-
 def _of_centers(**settings: Any) -> Callable[[int], Problem]:
     """Return a function of a number of centers, which looks for their neighbours in small clouds."""
     return lambda n: Problem(dict(settings, xyz=rand(2, 7, 3), center_xyz=rand(2, n, 3)))
 
 
-def _launches_of_balls() -> Any:
-    return st.builds(
-        lambda clouds, count: dict(
-            min_radius=0, max_radius=1, sample_num=count, xyz=clouds[0], center_xyz=clouds[1]
-        ),
-        _clouds(),
-        sizes.small,
-    )
-
-
-def _launches_of_knn() -> Any:
-    return st.builds(
-        lambda clouds, k: dict(k=k, xyz=clouds[0], center_xyz=clouds[1]), _clouds(), st.integers(1, 130)
-    )
-
-
-def _launches_of_samples() -> Any:
-    return st.builds(
-        lambda clouds, count: dict(points_xyz=clouds[0], num_points=count), _clouds(), sizes.small
-    )
-
-
 SPOILED: dict[str, Sequence[str | int]] = {"xyz": ("rank", 0, 2), "center_xyz": ("rank", "device", 0, 2)}
 
+CLOUDS = dict(xyz="B N 3", center_xyz="B M 3")
 
 OPERATORS = (
     Operator(
@@ -203,7 +176,7 @@ OPERATORS = (
                 dict(min_radius=0, max_radius=0.5, sample_num=4, xyz=rand(2, n, 3), center_xyz=rand(2, 5, 3))
             ),
         ),
-        launches=_launches_of_balls,
+        launches=sizes.arguments(min_radius=0, max_radius=1, sample_num=sizes.small, **CLOUDS),
     ),
     Operator(
         "stack_ball_query",
@@ -225,7 +198,7 @@ OPERATORS = (
             _of_centers(k=4),
             lambda n: Problem(dict(k=4, xyz=rand(n, 7, 3), center_xyz=rand(n, 5, 3))),
         ),
-        launches=_launches_of_knn,
+        launches=sizes.arguments(k=st.integers(1, 130), **CLOUDS),
     ),
     Operator(
         "three_nn",
@@ -245,7 +218,7 @@ OPERATORS = (
         compare=same_bits(_samples),
         spoiled={"points_xyz": ("rank", 2)},
         of_size=(lambda n: Problem(dict(points_xyz=rand(n, 9, 3), num_points=5)),),
-        launches=_launches_of_samples,
+        launches=sizes.arguments(points_xyz="B N 3", num_points=sizes.small),
     ),
     Operator(
         "furthest_point_sample_with_dist",

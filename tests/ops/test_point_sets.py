@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -292,29 +291,6 @@ def _chamfer_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     bounds.update({name: 0.0 for name in bounds if name.startswith("output")})
 
 
-@st.composite
-def _launches(draw: st.DrawFn, is_paired: bool) -> dict[str, Tensor]:
-    N, dtype = draw(st.one_of(sizes.count, st.sampled_from([1_000_000]))), draw(sizes.value_types)
-    K = N if is_paired else draw(sizes.count)
-    return {"pointsets": sizes.empty(N, 18, dtype=dtype), "polygons": sizes.empty(K, 8, dtype=dtype)}
-
-
-def _launches_of_least() -> Any:
-    return _launches(True).map(lambda drawn: {"pointsets": drawn["pointsets"]})
-
-
-@st.composite
-def _launches_of_insides(draw: st.DrawFn) -> dict[str, Tensor]:
-    N, M, dtype = draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
-    return {"points": sizes.empty(N, 2, dtype=dtype), "polygons": sizes.empty(M, 8, dtype=dtype)}
-
-
-@st.composite
-def _launches_of_chamfer(draw: st.DrawFn) -> dict[str, Tensor]:
-    B, dtype = draw(sizes.small), draw(sizes.wide_types)
-    return {name: sizes.empty(B, draw(sizes.count), 2, dtype=dtype) for name in ("xyz1", "xyz2")}
-
-
 def _points_and_polygons(N: int, M: int) -> Problem:
     return Problem({"points": rand(N, 2), "polygons": rand(M, 8)})
 
@@ -346,7 +322,7 @@ OPERATORS = (
         _bounds,
         spoiled={"pointsets": ("rank", "type", "device", 1), "polygons": ("rank", "type", 1)},
         of_size=(lambda n: _sets(n, 3), lambda n: _sets(4, n)),
-        launches=lambda: _launches(False),
+        launches=sizes.arguments(pointsets="N 18", polygons="M 8"),
     ),
     Operator(
         "convex_giou",
@@ -356,7 +332,7 @@ OPERATORS = (
         _giou_bounds,
         spoiled={"pointsets": ("rank", "type", "device", 0, 1), "polygons": ("rank", "type", 0, 1)},
         of_size=(lambda n: _sets(n, n),),
-        launches=lambda: _launches(True),
+        launches=sizes.arguments(pointsets="N 18", polygons="N 8"),
     ),
     Operator(
         "min_area_polygons",
@@ -366,7 +342,7 @@ OPERATORS = (
         lambda problem, bounds: bounds.update(output=100.0),
         spoiled={"pointsets": ("rank", "type", 1)},
         of_size=(lambda n: Problem({"pointsets": rand(n, 18)}),),
-        launches=_launches_of_least,
+        launches=sizes.arguments(pointsets="N 18"),
     ),
     Operator(
         "points_in_polygons",
@@ -376,7 +352,7 @@ OPERATORS = (
         compare=_same_insides,
         spoiled={"points": ("rank", "device", 1), "polygons": ("rank", 1)},
         of_size=(lambda n: _points_and_polygons(n, 3), lambda n: _points_and_polygons(4, n)),
-        launches=_launches_of_insides,
+        launches=sizes.arguments(points="N 2", polygons="M 8"),
     ),
     Operator(
         "chamfer_distance",
@@ -384,7 +360,7 @@ OPERATORS = (
         _draw_chamfer,
         _chamfer,
         _chamfer_bounds,
-        launches=_launches_of_chamfer,
+        launches=sizes.arguments(sizes.wide_types, xyz1="B N 2", xyz2="B M 2"),
         spoiled={"xyz1": ("rank", "type", "device", 0, 2), "xyz2": ("rank", "type", 0, 2)},
     ),
 )

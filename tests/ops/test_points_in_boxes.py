@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -155,12 +154,6 @@ def _first_maximum(values: Tensor) -> Tensor:  # [K, C] -> [C]
     return torch.where(is_first, values, 0).sum(0)
 
 
-@st.composite
-def _launches(draw: st.DrawFn) -> dict[str, Tensor]:
-    B, N, M, dtype = draw(sizes.small), draw(sizes.count), draw(sizes.count), draw(sizes.value_types)
-    return {"points": sizes.empty(B, N, 3, dtype=dtype), "boxes": sizes.empty(B, M, 7, dtype=dtype)}
-
-
 def _sized(B: int, N: int, M: int) -> Problem:
     return Problem({"points": rand(B, N, 3), "boxes": rand(B, M, 7)})
 
@@ -175,7 +168,7 @@ OPERATORS = (
             compare=_same_insides,
             spoiled={"points": ("rank", 0, 2), "boxes": ("rank", 0, 2)},
             of_size=(lambda n: _sized(n, 3, 4), lambda n: _sized(2, n, 4), lambda n: _sized(2, 3, n)),
-            launches=_launches,
+            launches=sizes.arguments(points="B N 3", boxes="B M 7"),
         )
         for call in (points_in_boxes_part, points_in_boxes_all)
     ),

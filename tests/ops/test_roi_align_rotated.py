@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from test_roi_ops import _bounds, _launches_of_roi_align, draw_regions, samples_of
+from test_roi_ops import ALIGNED, _bounds, draw_regions, samples_of
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -18,13 +17,6 @@ from visdet.ops import (
     roi_align_rotated,
     rotated_feature_align,
 )
-
-
-@st.composite
-def _launches_of_roi_align_rotated(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(_launches_of_roi_align())
-    return drawn | {"rois": sizes.empty(len(drawn["rois"]), 6), "spatial_scale": 0.25}
-
 
 NAMES = {"input": "features", "output_size": "out_size", "sampling_ratio": "num_samples"}
 
@@ -144,7 +136,7 @@ OPERATORS = (
         _means,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
-        launches=_launches_of_roi_align_rotated,
+        launches=sizes.arguments(rois="N 6 float32", spatial_scale=0.25, **ALIGNED),
     ),
     Operator(
         "riroi_align_rotated",

@@ -245,33 +245,6 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
         bounds["offset"] = 8 * largest(images) * bounds.get("grad_peak", 0.0) * channels * extent
 
 
-@st.composite
-def _launches_of_roi_pool(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "input": sizes.empty(
-            draw(st.integers(1, 3)), draw(sizes.channels), draw(sizes.side) + 1, draw(sizes.side) + 1
-        ),
-        "rois": sizes.empty(draw(sizes.count), 5),
-        "output_size": draw(st.integers(1, 14)),
-    }
-
-
-@st.composite
-def _launches_of_roi_align(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(_launches_of_roi_pool())
-    dtype = draw(sizes.value_types)
-    drawn = {name: given.to(dtype) if name == "input" else given for name, given in drawn.items()}
-    ratio = draw(st.sampled_from([0, 2]))
-    return drawn | {"output_size": draw(st.sampled_from([1, 7, 14, 33])), "sampling_ratio": ratio}
-
-
-@st.composite
-def _launches_of_deform_roi_pool(draw: st.DrawFn) -> dict[str, Any]:
-    drawn = draw(_launches_of_roi_align())
-    size = drawn["output_size"]
-    return drawn | {"offset": sizes.empty(len(drawn["rois"]), 2, size, size), "spatial_scale": 0.25}
-
-
 def _of_size(**settings: Any) -> tuple[Callable[[int], Problem], ...]:
     """Return problems with n regions, and with n images."""
 
@@ -290,6 +263,9 @@ def _deformed(n: int) -> Problem:
     return Problem(problem.arguments | {"offset": rand(n, 2, 2, 2)}, ("input", "offset"))
 
 
+ALIGNED = dict(
+    input="B C H W", output_size=st.sampled_from([1, 7, 14, 33]), sampling_ratio=st.sampled_from([0, 2])
+)
 OPERATORS = (
     Operator(
         "roi_align",
@@ -298,7 +274,7 @@ OPERATORS = (
         roi_align_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
-        launches=_launches_of_roi_align,
+        launches=sizes.arguments(rois="N 5 float32", **ALIGNED),
         of_size=_of_size(output_size=2, spatial_scale=0.5),
     ),
     Operator(
@@ -308,7 +284,9 @@ OPERATORS = (
         _pool_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
-        launches=_launches_of_roi_pool,
+        launches=sizes.arguments(
+            st.just(torch.float32), input="B C H W", rois="N 5", output_size=st.integers(1, 14)
+        ),
         of_size=_of_size(output_size=2, spatial_scale=0.5),
     ),
     Operator(
@@ -318,7 +296,9 @@ OPERATORS = (
         _deform_reference,
         _bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1), "offset": ("rank", "device", 1, 2)},
-        launches=_launches_of_deform_roi_pool,
+        launches=sizes.arguments(
+            rois="N 5 float32", offset="N 2 7 7 float32", spatial_scale=0.25, **ALIGNED | {"output_size": 7}
+        ),
         of_size=(_deformed,),
     ),
 )

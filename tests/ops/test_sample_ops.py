@@ -137,17 +137,6 @@ def _dot_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 
 @st.composite
-def _launches_of_sample_sum(draw: st.DrawFn) -> dict[str, Any]:
-    B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
-    Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
-    return {
-        "images": sizes.empty(B, C, H, W, dtype=dtype),
-        "samples": sizes.empty(B, Q, D, 2, dtype=wide_of(dtype)),
-        "weights": sizes.empty(B, G, Q, D, dtype=wide_of(dtype)),
-    }
-
-
-@st.composite
 def _launches_of_sample_dot(draw: st.DrawFn) -> dict[str, Any]:
     B, C, H, W = draw(st.integers(0, 3)), draw(sizes.channels), draw(sizes.side), draw(sizes.side)
     Q, D, G, dtype = draw(sizes.count), draw(sizes.count), draw(st.integers(0, 9)), draw(sizes.value_types)
@@ -181,7 +170,7 @@ OPERATORS = (
                 ("images", "samples", "weights"),
             ),
         ),
-        launches=_launches_of_sample_sum,
+        launches=sizes.arguments(images="B C H W", samples="B Q D 2 wide", weights="B G Q D wide"),
     ),
     Operator(
         "sample_dot",
@@ -208,7 +197,7 @@ OPERATORS = (
                 ("images", "samples", "queries", "depths"),
             ),
         ),
-        launches=_launches_of_sample_dot,
+        launches=_launches_of_sample_dot(),
     ),
 )
 

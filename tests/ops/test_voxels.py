@@ -30,12 +30,6 @@ def _draw_voxels(draw: Draw) -> Problem:
     return Problem({"points": points, "voxel_size": FINE, "coors_range": EXTENT})
 
 
-@st.composite
-def _launches_of_voxels(draw: st.DrawFn) -> dict[str, Any]:
-    points = sizes.empty(draw(sizes.count), draw(st.integers(3, 5)), dtype=draw(sizes.value_types))
-    return {"points": points, "voxel_size": FINE, "coors_range": EXTENT}
-
-
 def _same_voxels(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
     """Compare with a loop. Rounding may move a point that is next to a border of voxels."""
     for point, voxel in zip(problem.arguments["points"].tolist(), got[0].tolist(), strict=True):
@@ -236,7 +230,7 @@ OPERATORS = (
                 }
             ),
         ),
-        launches=_launches_of_voxels,
+        launches=sizes.arguments(points=st.sampled_from(["N 3", "N 5"]), voxel_size=FINE, coors_range=EXTENT),
     ),
     Operator(
         "hard_voxelize",
