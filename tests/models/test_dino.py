@@ -84,8 +84,8 @@ def test_room_changes_nothing():
         step = model.training_batch(images, samples)
         targets = step.targets
         if room < targets.labels.shape[1]:
-            boxes, labels = targets.boxes_xyxy[:, :room], targets.labels[:, :room]
-            targets = dataclasses.replace(targets, boxes_xyxy=boxes, labels=labels)
+            boxes, labels = targets.boxes_px[:, :room], targets.labels[:, :room]
+            targets = dataclasses.replace(targets, boxes_px=boxes, labels=labels)
         step = dataclasses.replace(step, targets=targets.padded_to(room))
         predictions, costs = model.predictions_and_costs(step)
         losses = model.losses(predictions, step, model.assign(costs, step))
@@ -107,7 +107,7 @@ def test_noise_is_within_its_scales():
     is_positive = torch.arange(1000) % 2 == 0
     assert torch.equal(queries.targets == 0, is_positive.expand(2, -1))
     boxes = cxcywh_to_xyxy(queries.references)
-    true = (targets.boxes_xyxy / targets.image_whwh).expand_as(boxes)
+    true = (targets.boxes_px / targets.image_whwh).expand_as(boxes)
     sides = (true[..., 2:] - true[..., :2]).repeat(1, 1, 2)
     moved = (boxes - true).abs() / (sides * 0.2)
     inside = (boxes > 0.01) & (boxes < 0.99)

@@ -92,7 +92,7 @@ def test_batch_of_layers_matches_as_image_by_image():
     ]
     sizes = [(48, 64), (30, 30), (20, 40)]
     targets = PaddedTargets.from_samples(samples, sizes, torch.device("cpu"))
-    assert targets.boxes_xyxy.shape == (3, 9, 4)
+    assert targets.boxes_px.shape == (3, 9, 4)
     assert targets.counts == [3, 0, 9]
     logits = torch.randn(layers, 3, queries, 4)
     corner = torch.rand(layers, 3, queries, 2) * 20

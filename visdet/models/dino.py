@@ -1,5 +1,6 @@
 """DINO: Deformable DETR with contrastive denoising queries, and a decoder that embeds the boxes of its queries."""
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ from visdet.checks.arguments import AtLeast0
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS
 
-from .boxes import inverse_sigmoid, xyxy_to_cxcywh
+from .box_coders import UprightBoxCoder
+from .boxes import inverse_sigmoid
 from .deformable_detr.base import DeformableDetectionTransformer, TrainingBatch
 from .deformable_detr.decoder_start import DecoderStart, DenoisingQueries, pixel_proposals, rows_at
 from .deformable_detr.flat_pyramid import FlatPyramid
@@ -22,6 +24,8 @@ from .layers.plain import all_rows
 from .layers.positional_encoding import sine_embedding
 from .layers.precision import in_full_precision, without_gradients
 from .matching.padded_targets import PaddedTargets
+
+_LOGIT = functools.partial(inverse_sigmoid, eps=1e-3)
 
 
 @MODELS.register_module()
@@ -40,6 +44,7 @@ class CdnQueryGenerator(BaseModule):
             A side of a negative box is moved by one to two times as much.
         group_cfg: ``dict(dynamic=True, num_dn_queries=100)``, by which there are num_dn_queries // M groups, but at
             least one, or ``dict(dynamic=False, num_groups=...)``.
+        box_coder: what a box is, by default an ``UprightBoxCoder``.
 
     Source: Zhang et al., DINO, ICLR 2023; names and defaults are mmdet's.
     """
@@ -51,8 +56,10 @@ class CdnQueryGenerator(BaseModule):
         label_noise_scale: AtLeast0 = 0.5,
         box_noise_scale: AtLeast0 = 1.0,
         group_cfg: dict[str, Any] | None = None,
+        box_coder: UprightBoxCoder | None = None,
     ) -> None:
         super().__init__()
+        self.box_coder = box_coder or UprightBoxCoder()
         group_cfg = {"dynamic": True, "num_dn_queries": 100, "num_groups": None, **(group_cfg or {})}
         self.is_dynamic = group_cfg["dynamic"]
         self.limit = group_cfg["num_dn_queries" if self.is_dynamic else "num_groups"]
@@ -76,11 +83,11 @@ class CdnQueryGenerator(BaseModule):
         return 2 * (max(self.limit, most_boxes) if self.is_dynamic else self.limit * most_boxes)
 
     def draw(self, batch_size: int, room: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return random chances [B, P] in 0..1, labels [B, P], signs [B, P, 4] and sizes [B, P, 4] in 0..1.
+        """Return random chances [B, P] in 0..1, labels [B, P], signs and sizes [B, P, box_dim] in 0..1.
 
-        A label replaces the true one if the chance is small. Signs and sizes shift the sides of the boxes.
+        A label replaces the true one if the chance is small. Signs and sizes shift the sides and angles of the boxes.
         """
-        shape, sides = (batch_size, room), (batch_size, room, 4)
+        shape, sides = (batch_size, room), (batch_size, room, self.box_coder.box_dim)
         signs = torch.randint(2, sides, device=device) * 2.0 - 1.0
         labels = torch.randint(self.num_classes, shape, device=device)
         return torch.rand(shape, device=device), labels, signs, torch.rand(sides, device=device)
@@ -104,14 +111,13 @@ class CdnQueryGenerator(BaseModule):
 
         labels = targets.labels.gather(1, target)
         labels = torch.where(chance < self.label_noise_scale * 0.5, other, labels)
-        boxes = (targets.boxes_xyxy / targets.image_whwh).gather(1, target.unsqueeze(-1).expand(-1, -1, 4))
-        shift = (size + is_negative.unsqueeze(-1)) * sign
-        sides = (boxes[..., 2:] - boxes[..., :2]).repeat(1, 1, 2)
-        noisy = (boxes + shift * sides * self.box_noise_scale / 2).clamp(min=0.0, max=1.0)
-        logits = inverse_sigmoid(xyxy_to_cxcywh(noisy), eps=1e-3)
+        boxes_px = rows_at(target, targets.boxes_px)
+        shift = (size + is_negative.unsqueeze(-1)) * sign * (self.box_noise_scale / 2)
+        noisy = self.box_coder.jittered(boxes_px, shift, targets.image_whwh)
+        encoded = self.box_coder.encoded(noisy, _LOGIT)
         return DenoisingQueries(
             query=self.label_embedding(labels) * is_made.unsqueeze(-1),
-            references=torch.where(is_made.unsqueeze(-1), logits, 0.0).sigmoid(),
+            references=self.box_coder.decoded(torch.where(is_made.unsqueeze(-1), encoded, 0.0)),
             targets=torch.where(is_made & ~is_negative, target, N),
             is_counted=is_counted,
             groups=torch.where(is_counted, slot // per_group, room + slot),
@@ -119,19 +125,23 @@ class CdnQueryGenerator(BaseModule):
 
 
 class BoxPositions(nn.Module):
-    """Two linear layers that make the position of a query from the sine embedding of its box."""
+    """Two linear layers that make the position of a query from the sine embedding of its box.
 
-    def __init__(self, embed_dims: int) -> None:
+    Args:
+        embed_dims: channels C. num_positions: the numbers that stand for a box; see ``UprightBoxCoder.positions``.
+    """
+
+    def __init__(self, embed_dims: int, num_positions: int) -> None:
         super().__init__()
         self.num_feats = embed_dims // 2
         self.layers = nn.ModuleList(
-            [nn.Linear(4 * self.num_feats, embed_dims), nn.Linear(embed_dims, embed_dims)]
+            [nn.Linear(num_positions * self.num_feats, embed_dims), nn.Linear(embed_dims, embed_dims)]
         )
 
-    def forward(self, boxes: Tensor) -> Tensor:
-        """Return [B, Q, C] from boxes [B, Q, 4] (cx, cy, w, h). The channels of cy come before those of cx."""
-        cx, cy, w, h = boxes.unbind(-1)
-        embedding = sine_embedding(torch.stack((cy, cx, w, h), dim=-1) * (2 * math.pi), self.num_feats)
+    def forward(self, positions: Tensor) -> Tensor:
+        """Return [B, Q, C] from (cx, cy, w, h, ...) [B, Q, num_positions]. The channels of cy precede those of cx."""
+        cx, cy, *others = positions.unbind(-1)
+        embedding = sine_embedding(torch.stack((cy, cx, *others), dim=-1) * (2 * math.pi), self.num_feats)
         first, second = self.layers
         return second(first(embedding.flatten(-2).to(next(first.parameters()).dtype)).relu())
 
@@ -152,14 +162,14 @@ class DinoTransformerDecoder(DeformableDetrTransformerDecoder):
 
     def __init__(self, **decoder: Any) -> None:
         super().__init__(**decoder)
-        self.ref_point_head = BoxPositions(self.embed_dims)
+        self.ref_point_head = BoxPositions(self.embed_dims, self.box_coder.num_positions)
         self.norm = LayerNorm(self.embed_dims)
 
     def positions(self, references: Tensor) -> Tensor:
-        return self.ref_point_head(references)
+        return self.ref_point_head(self.box_coder.positions(references))
 
     def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
-        return (in_full_precision(branch, query) + inverse_sigmoid(references, eps=1e-3)).sigmoid()
+        return self.box_coder.refined(in_full_precision(branch, query), references, _LOGIT)
 
     def outputs(self, hidden_states: Tensor) -> Tensor:
         return self.norm(hidden_states)
@@ -197,6 +207,7 @@ class DINO(DeformableDetectionTransformer):
             )
         self.query_embedding = nn.Embedding(self.num_queries, self.embed_dims)
         sizes = {"num_classes": self.bbox_head.num_classes, "embed_dims": self.embed_dims}
+        sizes["box_coder"] = self.box_coder
         self.dn_query_generator = MODELS.build(
             dict(**sizes, **{"type": "CdnQueryGenerator", **(dn_cfg or {})})
         )
@@ -216,7 +227,8 @@ class DINO(DeformableDetectionTransformer):
         best = self.best_pixels(scores, pyramid)
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
-        boxes = (in_full_precision(regress, features) + rows_at(best, origin)).sigmoid()
+        origin = self.box_coder.filled(rows_at(best, origin))
+        boxes = self.box_coder.decoded(in_full_precision(regress, features) + origin)
         query = all_rows(self.query_embedding)[: best.shape[1]].expand(memory.shape[0], -1, -1)
         start = DecoderStart(query, None, boxes.detach())
         if not self.training or batch is None:

@@ -1,13 +1,14 @@
 """Losses of classes and boxes."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visdet.checks.arguments import also_takes, checked_value
-from visdet.ops import sigmoid_focal_loss
+from visdet.checks.arguments import AtLeast0, Range, also_takes, checked_value
+from visdet.ops import diff_iou_rotated_2d, sigmoid_focal_loss
 from visdet.registry import MODELS
 
 from .boxes import elementwise_overlaps
@@ -116,6 +117,139 @@ class GIoULoss(ReducedLoss):
     def element_weight(self, weight: Tensor, pred: Tensor) -> Tensor:
         """Return the weight [...] of each pair from [...], or from [..., 4] the mean over the last axis."""
         return weight.mean(dim=-1) if weight.dim() == pred.dim() else weight
+
+
+class RotatedLoss(ReducedLoss):
+    """A loss of rotated boxes (cx, cy, w, h, angle).
+
+    The angle is that of ``visdet.ops.box_iou_rotated``. Gradients are finite, whatever the boxes are.
+
+    Attributes:
+        is_in_pixels: whether the boxes are in pixels, rather than the network's; see ``RotatedBoxCoder``.
+    """
+
+    box_dim = 5
+    is_in_pixels = True
+
+
+@MODELS.register_module()
+class RotatedL1Loss(RotatedLoss):
+    """Absolute differences of the centre, the sides, sin 2θ and cos 2θ of rotated boxes.
+
+    The angle is periodic: half a turn changes nothing.
+
+    Args:
+        angle_weight: factor on the differences of sin 2θ and cos 2θ.
+        swaps_sides: whether the target (w, h, θ) is also (h, w, θ + 90°), which is the same box. Of the two, the one
+            with the smaller loss counts.
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+    """
+
+    is_in_pixels = False
+
+    def __init__(
+        self,
+        angle_weight: AtLeast0 = 0.1,
+        swaps_sides: bool = True,
+        reduction: Reduction = "mean",
+        loss_weight: float = 1.0,
+    ) -> None:
+        super().__init__(reduction, loss_weight)
+        self.angle_weight = angle_weight
+        self.swaps_sides = swaps_sides
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the six differences [..., 6] of boxes pred and target, which broadcast to [..., 5]."""
+        centers = (pred[..., :2] - target[..., :2]).abs()
+        ours, theirs = self._shape(pred), self._shape(target)
+        shapes = (ours - theirs).abs()
+        if self.swaps_sides:
+            swapped = torch.cat((theirs[..., :2].flip(-1), -theirs[..., 2:]), dim=-1)
+            other = (ours - swapped).abs()
+            shapes = torch.where(other.sum(-1, True) < shapes.sum(-1, True), other, shapes)
+        return torch.cat((centers, shapes), dim=-1)
+
+    def _shape(self, boxes: Tensor) -> Tensor:
+        """Return (w, h, weight · sin 2θ, weight · cos 2θ) [..., 4] of boxes [..., 5]."""
+        double = 2 * boxes[..., 4:]
+        return torch.cat(
+            (boxes[..., 2:4], self.angle_weight * double.sin(), self.angle_weight * double.cos()), dim=-1
+        )
+
+
+_LEAST_SIDE = 1e-3  # pixels
+
+
+@MODELS.register_module()
+class GDLoss(RotatedLoss):
+    """A distance of the Gaussians that rotated boxes stand for, which have the boxes' centres and axes.
+
+    For 'kld', standard deviations are half the sides, and the loss is 1 - 1 / (tau + log(1 + D)) with the
+    Kullback-Leibler divergence D of the prediction from the target. For 'probiou', variances are those of a uniform
+    density in the box, and the loss is the Hellinger distance, in 0..1. Neither depends on the unit, and neither knows
+    the angle of a square. Sides below 0.001 pixels count as that.
+
+    Args:
+        loss_type: 'kld' or 'probiou'. tau: see above.
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+
+    Source: Yang et al., NeurIPS 2021, arXiv 2106.01883; Llerena et al., arXiv 2106.06072. Names are mmrotate's, which
+    has no 'probiou'.
+    """
+
+    @also_takes(fun="log1p", representation="xy_wh_r", alpha=1.0)
+    def __init__(
+        self,
+        loss_type: Literal["kld", "probiou"],
+        tau: Annotated[float, Range(1.0)] = 1.0,
+        reduction: Reduction = "mean",
+        loss_weight: float = 1.0,
+    ) -> None:
+        super().__init__(reduction, loss_weight)
+        self.loss_type = loss_type
+        self.tau = tau
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
+        # All is in the frame of the prediction, so that no number is the difference of large ones.
+        dx, dy = (target[..., :2] - pred[..., :2]).unbind(-1)
+        cos, sin = pred[..., 4].cos(), pred[..., 4].sin()
+        x, y = dx * cos + dy * sin, dy * cos - dx * sin
+        turn = target[..., 4] - pred[..., 4]
+        cos, sin = turn.cos(), turn.sin()
+        w, h = pred[..., 2:4].clamp(min=_LEAST_SIDE).unbind(-1)
+        true_w, true_h = target[..., 2:4].clamp(min=_LEAST_SIDE).unbind(-1)
+        # The extents of the target along the sides of the prediction.
+        along = (true_w * cos).square() + (true_h * sin).square()
+        across = (true_w * sin).square() + (true_h * cos).square()
+        if self.loss_type == "kld":
+            spread = 0.5 * ((4 * x.square() + along) / w.square() + (4 * y.square() + across) / h.square())
+            divergence = (spread + (w / true_w).log() + (h / true_h).log() - 1).clamp(min=0)
+            return 1 - 1 / (self.tau + divergence.log1p())
+        determinant = (w * h).square() + w.square() * across + h.square() * along + (true_w * true_h).square()
+        shift = (h * x).square() + (w * y).square()
+        shift = shift + (true_w * (sin * x - cos * y)).square() + (true_h * (cos * x + sin * y)).square()
+        distance = 3 * shift / determinant + 0.5 * (determinant / (4 * w * h * true_w * true_h)).log()
+        return (-torch.expm1(-distance)).clamp(min=1e-6).sqrt()
+
+
+@MODELS.register_module()
+class RotatedIoULoss(RotatedLoss):
+    """1 - IoU of rotated boxes, in 0..1; see ``visdet.ops.diff_iou_rotated_2d``.
+
+    It has no gradient where the boxes do not overlap. Sides below 0.001 pixels count as that.
+
+    Args:
+        reduction: 'none', 'mean' or 'sum'. loss_weight: factor on the result.
+    """
+
+    def elements(self, pred: Tensor, target: Tensor) -> Tensor:
+        """Return the loss [...] of each pair of boxes pred and target, which broadcast to [..., 5]."""
+        pred, target = torch.broadcast_tensors(pred, target)
+        sides = pred[..., 2:4].clamp(min=_LEAST_SIDE)
+        pred = torch.cat((pred[..., :2], sides, pred[..., 4:]), dim=-1)
+        overlaps = diff_iou_rotated_2d(pred.reshape(1, -1, 5), target.reshape(1, -1, 5))
+        return 1 - overlaps.view(pred.shape[:-1])
 
 
 @MODELS.register_module()

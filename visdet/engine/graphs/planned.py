@@ -95,7 +95,8 @@ class ImaginedBatches:
         self.image: Tensor = example["inputs"]
         self.sample = copy.deepcopy(example["data_samples"])
         self.sample.gt_instances = self.sample.gt_instances[:1]
-        self.sample.gt_instances.bboxes = torch.tensor([[1.0, 1.0, 9.0, 9.0]])
+        box_dim = self.sample.gt_instances.bboxes.shape[-1]
+        self.sample.gt_instances.bboxes = torch.tensor([[1.0, 1.0, 9.0, 9.0, 0.0]])[:, :box_dim]
 
     def batch(self, number: int, size: Size, boxes: tuple[int, ...]) -> dict[str, Any]:
         """Return the arguments of the model's ``loss`` for a batch.

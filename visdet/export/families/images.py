@@ -75,4 +75,5 @@ class Images(Family):
     def samples_of(self, outputs: Tensors, data_samples: Sequence[Any]) -> list[Any]:
         factors = [sample.metainfo.get("scale_factor", (1.0, 1.0))[:2] for sample in data_samples]
         scale = outputs["bboxes"].new_tensor(factors).repeat(1, 2).unsqueeze(1)
-        return self.model.with_detections({**outputs, "bboxes": outputs["bboxes"] / scale}, data_samples)
+        boxes = self.model.box_coder.divided(outputs["bboxes"], scale)
+        return self.model.with_detections({**outputs, "bboxes": boxes}, data_samples)

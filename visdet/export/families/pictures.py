@@ -90,8 +90,8 @@ class Pictures(Family):
         size = self._resized(sides.to(picture.device))
         image = self._image(picture, sides.to(picture.device), size)
         bboxes, scores, labels = self.images(image, size.unsqueeze(0))
-        scale = (sides.to(size.device) / size).flip(0).repeat(2)
-        return bboxes * scale, scores, labels
+        scale = (size / sides.to(size.device)).flip(0).repeat(2)
+        return self.model.box_coder.divided(bboxes, scale), scores, labels
 
     def _resized(self, sides: Tensor) -> Tensor:
         """Return the (height, width) of a resized picture of the size ``sides``, int64 [2]."""

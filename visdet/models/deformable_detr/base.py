@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from visdet.errors import InvalidInputError
 from visdet.execution.staged_detector import StagedDetector
-from visdet.registry import MODELS
+from visdet.registry import MODELS, TASK_UTILS, built
 from visdet.structures import DetDataSample
 
 from ..base_detector import BaseDetector, image_sizes
+from ..box_coders import UprightBoxCoder
 from ..layers.as_if_unpadded import Padding, takes_padding
 from ..layers.normalization import LayerNorm
 from ..matching.padded_targets import PaddedTargets, room_for
@@ -107,6 +108,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         with_box_refine: whether every decoder layer has its own branches and refines the boxes of the layer before.
         as_two_stage: whether the decoder starts from the encoder's best proposals instead of learned references.
         num_feature_levels: number of levels of the pyramid.
+        box_coder: config of what a box is, by default an ``UprightBoxCoder``. Losses and costs must fit.
 
     Raises:
         ValueError: the widths or levels of the parts do not fit together.
@@ -136,15 +138,17 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         with_box_refine: bool = False,
         as_two_stage: bool = False,
         num_feature_levels: int = 4,
+        box_coder: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
+        self.box_coder: UprightBoxCoder = built(box_coder, TASK_UTILS) or UprightBoxCoder()
         self.num_queries = num_queries
         self.with_box_refine = with_box_refine
         self.as_two_stage = as_two_stage
         self.backbone = MODELS.build(backbone)
         self.neck = nn.Identity() if neck is None else MODELS.build(neck)
         self.encoder = _built(encoder, type="DeformableDetrTransformerEncoder")
-        self.decoder = _built(decoder, type=self.decoder_type)
+        self.decoder = _built(decoder, type=self.decoder_type, box_coder=self.box_coder)
         self.positional_encoding = _built(positional_encoding, type="SinePositionalEncoding")
         self.embed_dims = self.encoder.embed_dims
         head = {
@@ -154,6 +158,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
             "share_pred_layer": not with_box_refine,
             "num_pred_layer": self.decoder.num_layers + int(as_two_stage),
             "as_two_stage": as_two_stage,
+            "box_coder": self.box_coder,
         }
         self.bbox_head = _built(head, embed_dims=self.embed_dims)
         for name, value, of_others in (
@@ -187,7 +192,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         """
         sizes = image_sizes(inputs, data_samples)
         plan = data_samples[0].metainfo
-        targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device)
+        targets = PaddedTargets.from_samples(data_samples, sizes, inputs.device, self.box_coder.box_dim)
         least = _LEAST_ROOM_ON_GPU if inputs.is_cuda and not self.assigns_all_pixels else _LEAST_ROOM
         most = max(targets.counts)
         room = next((n for n in plan.get("batch_boxes", ()) if n >= most), room_for(most, least))
@@ -243,7 +248,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         return PredictionBatch(inputs, padded, limit, scale, alone)
 
     def detections(self, batch: PredictionBatch) -> dict[str, Tensor]:
-        """Return "bboxes" [B, K, 4], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
+        """Return "bboxes" [B, K, box_dim], "scores" [B, K] and "labels" [B, K]. All work runs on the device."""
         hidden_states, references, _ = self.forward_transformer(
             batch.images, batch.image_sizes, as_if_unpadded=batch.as_if_unpadded
         )
@@ -282,7 +287,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
     def raw_outputs(
         self, inputs: Tensor, data_samples: Sequence[DetDataSample] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1 of D decoder layers."""
+        """Return class logits [D, B, Q, C] and the boxes [D, B, Q, box_dim] of D decoder layers."""
         sizes = padded_sizes(inputs, image_sizes(inputs, data_samples))
         hidden_states, references, _ = self.forward_transformer(inputs, sizes)
         return self.bbox_head(hidden_states, references)

@@ -14,7 +14,7 @@ class DenoisingQueries(NamedTuple):
     """Queries made of ground truth with noise. P of them are there, and some of them may be no more than room.
 
     Attributes:
-        query: [B, P, C]. references: [B, P, 4] boxes (cx, cy, w, h) in 0..1 of the image.
+        query: [B, P, C]. references: [B, P, box_dim] boxes of the network; see ``UprightBoxCoder``.
         targets: [B, P] int64, the target that each query shall find, or N if it shall find none.
         is_counted: [P] bool, False for queries that are room, which get no loss.
         groups: [P] int64. Queries see those of their own group and no other one.
@@ -41,10 +41,10 @@ class DecoderStart(NamedTuple):
     Attributes:
         query: [B, Q, C].
         query_pos: [B, Q, C], or None if the decoder computes it from the references.
-        references: [B, Q, 2] points, or in two stages [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
+        references: [B, Q, 2] points in 0..1 of the image, or in two stages [B, Q, box_dim] boxes of the network.
         encoder_logits: [B, K, classes] of those K proposals that get a loss of the first stage. It is None outside
             training and without two stages.
-        encoder_boxes: [B, K, 4] (cx, cy, w, h), likewise.
+        encoder_boxes: [B, K, box_dim], likewise.
         denoising: queries that are decoded before these, or None.
     """
 
@@ -76,9 +76,9 @@ def pixel_proposals(pyramid: FlatPyramid) -> tuple[Tensor, Tensor]:
     return torch.logit(boxes).masked_fill(~usable, math.inf), usable
 
 
-def box_embedding(boxes_cxcywh: Tensor, num_feats: int) -> Tensor:
-    """Return the sine embedding [..., 4·num_feats] of boxes (cx, cy, w, h) [..., 4] in 0..1."""
-    return sine_embedding(boxes_cxcywh * (2 * math.pi), num_feats).flatten(-2)
+def box_embedding(positions: Tensor, num_feats: int) -> Tensor:
+    """Return the sine embedding [..., P·num_feats] of the P numbers in 0..1 that stand for each box."""
+    return sine_embedding(positions * (2 * math.pi), num_feats).flatten(-2)
 
 
 def rows_at(index: Tensor, rows: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ class DeformableDETR(DeformableDetectionTransformer):
         super().__init__(**detector)
         self.assigns_all_pixels = self.as_two_stage
         if self.as_two_stage:
-            self.pos_trans_fc = nn.Linear(self.embed_dims * 2, self.embed_dims * 2)
+            self.pos_trans_fc = nn.Linear(
+                self.box_coder.num_positions * (self.embed_dims // 2), self.embed_dims * 2
+            )
             self.pos_trans_norm = LayerNorm(self.embed_dims * 2)
         else:
             # query_pos, then query
@@ -72,11 +74,12 @@ class DeformableDETR(DeformableDetectionTransformer):
         origin, usable = pixel_proposals(pyramid)
         features = self.proposal_features(memory, usable)
         logits = in_full_precision(classify, features)
-        box_logits = in_full_precision(regress, features) + origin
+        box_logits = in_full_precision(regress, features) + self.box_coder.filled(origin)
         best = self.best_pixels(logits[..., 0], pyramid)
-        best_boxes = rows_at(best, box_logits).detach().sigmoid()
-        embedding = box_embedding(best_boxes, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
+        best_boxes = self.box_coder.decoded(rows_at(best, box_logits).detach())
+        positions = self.box_coder.positions(best_boxes)
+        embedding = box_embedding(positions, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
         query_pos, query = self.pos_trans_norm(self.pos_trans_fc(embedding)).chunk(2, dim=-1)
         if not self.training:
             return DecoderStart(query, query_pos, best_boxes)
-        return DecoderStart(query, query_pos, best_boxes, logits, box_logits.sigmoid())
+        return DecoderStart(query, query_pos, best_boxes, logits, self.box_coder.decoded(box_logits))

@@ -13,12 +13,12 @@ from visdet.checks.arguments import Positive, checked_value
 from visdet.errors import InvalidInputError
 from visdet.registry import MODELS, TASK_UTILS
 
-from ..boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+from ..box_coders import UprightBoxCoder
 from ..layers.precision import at_least_float32, in_full_precision
 from ..matching.assignment import for_solver, mean_count, solve_padded
 from ..matching.padded_targets import PaddedTargets
-from .decoder_start import DecoderStart
-from .transformer import refine_boxes
+from .decoder_start import DecoderStart, rows_at
+from .transformer import LOGIT
 
 _FOCAL = {"type": "FocalLoss", "use_sigmoid": True, "gamma": 2.0, "alpha": 0.25, "loss_weight": 2.0}
 _L1 = {"type": "L1Loss", "loss_weight": 5.0}
@@ -42,7 +42,7 @@ class SetPrediction(NamedTuple):
     """Predictions of D layers that get a loss.
 
     Attributes:
-        logits: [D, B, Q, C], in float32 or a wider dtype. boxes: [D, B, Q, 4] (cx, cy, w, h) in 0..1, likewise.
+        logits: [D, B, Q, C], in float32 or a wider dtype. boxes: [D, B, Q, box_dim] of the network, likewise.
         targets: [B, Q], the targets of queries that were made of ground truth, or None if the assigner finds them.
         is_counted: [Q] bool, False for such queries without a loss.
     """
@@ -64,14 +64,16 @@ class DeformableDETRHead(BaseModule):
         sync_cls_avg_factor: whether the class loss is divided by the mean number of boxes over all processes, instead
             of the number in this process.
         loss_cls: loss of class logits, which must be a sigmoid loss (``use_sigmoid=True``).
-        loss_bbox: loss of boxes (cx, cy, w, h) in 0..1. loss_iou: loss of boxes (x1, y1, x2, y2) in pixels.
+        loss_bbox: loss of boxes of the network. loss_iou: loss of boxes in pixels.
         train_cfg: a dict with ``assigner``. test_cfg: a dict with ``max_per_img``.
         share_pred_layer: whether all layers share one pair of branches. The detector sets this and the following two.
         num_pred_layer: number of pairs of branches.
         as_two_stage: whether the last pair of branches belongs to the encoder's proposals.
+        box_coder: what a box is, by default an ``UprightBoxCoder``. The detector sets it.
 
     Raises:
-        ValueError: ``num_classes`` is less than 1, or ``loss_cls`` is not a sigmoid loss.
+        ValueError: ``num_classes`` is less than 1, ``loss_cls`` is not a sigmoid loss, or a loss or a cost is of other
+            boxes than those of the ``box_coder``.
 
     Source: Zhu et al., Deformable DETR; names and defaults are mmdet's.
     """
@@ -93,8 +95,11 @@ class DeformableDETRHead(BaseModule):
         num_pred_layer: int = 6,
         as_two_stage: bool = False,
         init_cfg: dict[str, Any] | None = None,
+        box_coder: UprightBoxCoder | None = None,
     ) -> None:
         super().__init__(init_cfg)
+        self.box_coder = box_coder or UprightBoxCoder()
+        box_dim = self.box_coder.box_dim
         self.num_classes = num_classes
         self.embed_dims = embed_dims
         self.sync_cls_avg_factor = sync_cls_avg_factor
@@ -111,12 +116,19 @@ class DeformableDETRHead(BaseModule):
             raise InvalidInputError(
                 f"DeformableDETRHead: loss_cls must have use_sigmoid=True, got {loss_cls}"
             )
+        for part in (self.loss_bbox, self.loss_iou, *getattr(self.assigner, "match_costs", ())):
+            own = getattr(part, "box_dim", UprightBoxCoder.box_dim) or box_dim
+            if own != box_dim:
+                raise InvalidInputError(
+                    f"DeformableDETRHead: loss_bbox, loss_iou and match_costs must be of boxes of {box_dim} numbers, "
+                    f"as {type(self.box_coder).__name__} has them, got {type(part).__name__}, which is of {own}"
+                )
 
         def reg_branch() -> nn.Sequential:
             hidden = [
                 layer for _ in range(num_reg_fcs) for layer in (nn.Linear(embed_dims, embed_dims), nn.ReLU())
             ]
-            return nn.Sequential(*hidden, nn.Linear(embed_dims, 4))
+            return nn.Sequential(*hidden, nn.Linear(embed_dims, box_dim))
 
         distinct = 1 if share_pred_layer else num_pred_layer
         repeats = num_pred_layer // distinct
@@ -143,15 +155,15 @@ class DeformableDETRHead(BaseModule):
             nn.init.zeros_(layer.get_parameter("weight"))
             nn.init.zeros_(layer.get_parameter("bias"))
         if not self.as_two_stage:
-            nn.init.constant_(last_layers[0].get_parameter("bias")[2:], -2.0)
+            nn.init.constant_(last_layers[0].get_parameter("bias")[2:4], -2.0)
         self.is_init = True
 
     def forward(self, hidden_states: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return class logits [D, B, Q, C] and boxes (cx, cy, w, h) [D, B, Q, 4] in 0..1, of every decoder layer.
+        """Return class logits [D, B, Q, C] and boxes [D, B, Q, box_dim] of every decoder layer.
 
         Args:
             hidden_states: [D, B, Q, embed_dims].
-            references: at least D tensors [B, Q, 2 or 4], the references that each layer started from.
+            references: at least D tensors [B, Q, 2 or box_dim], the references that each layer started from.
         """
         first = self.reg_branches[0]
         if all(branch is first for branch in self.reg_branches):
@@ -161,9 +173,10 @@ class DeformableDETRHead(BaseModule):
         return torch.stack(logits), torch.stack(boxes)
 
     def decode(self, layer: int, hidden: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [..., C] and boxes [..., 4] by a layer's branches from hidden states [..., embed_dims]."""
+        """Return logits [..., C] and boxes [..., box_dim] by a layer's branches from hidden states [...]."""
         deltas = in_full_precision(self.reg_branches[layer], hidden)
-        return in_full_precision(self.cls_branches[layer], hidden), refine_boxes(deltas, reference)
+        boxes = self.box_coder.refined(deltas, reference, LOGIT)
+        return in_full_precision(self.cls_branches[layer], hidden), boxes
 
     def set_predictions(
         self, hidden_states: Tensor, references: Sequence[Tensor], start: DecoderStart
@@ -212,7 +225,7 @@ class DeformableDETRHead(BaseModule):
         result = {}
         for name, (logits, boxes, known, _) in sets.items():
             if known is None:
-                boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+                boxes_px = self.box_coder.to_pixels(boxes, targets.image_whwh)
                 result[name] = for_solver(
                     self.assigner.cost(logits, boxes_px, self.targets_of(name, targets))
                 )
@@ -275,9 +288,9 @@ class DeformableDETRHead(BaseModule):
         labels, true_px = targets.of_predictions(index, background=self.num_classes)
         is_matched = (labels < self.num_classes).to(boxes.dtype)
         loss_cls = self.loss_cls(logits.flatten(0, 2), labels.flatten(), reduction_override="none")
-        true = xyxy_to_cxcywh(true_px / targets.image_whwh)
+        true = self.box_coder.to_unit(true_px, targets.image_whwh)
         loss_bbox = self.loss_bbox(boxes, true, reduction_override="none")
-        boxes_px = cxcywh_to_xyxy(boxes) * targets.image_whwh
+        boxes_px = self.box_coder.to_pixels(boxes, targets.image_whwh)
         loss_iou = self.loss_iou(boxes_px, true_px, reduction_override="none")
         if is_counted is not None:
             loss_cls = loss_cls.view_as(logits) * is_counted.unsqueeze(-1)
@@ -303,13 +316,12 @@ class DeformableDETRHead(BaseModule):
             scale: [B, 1, 4], by which clipped boxes are divided.
 
         Returns:
-            "bboxes" [B, K, 4] (x1, y1, x2, y2), "scores" [B, K] and "labels" [B, K].
+            "bboxes" [B, K, box_dim] in pixels, "scores" [B, K] and "labels" [B, K].
         """
         last = len(hidden_states) - 1
         logits, boxes = self.decode(last, hidden_states[last], references[last])
         scores = at_least_float32(logits).sigmoid().flatten(1)
         scores, pairs = scores.topk(min(self.test_cfg.get("max_per_img", logits.shape[1]), scores.shape[1]))
         query = torch.div(pairs, self.num_classes, rounding_mode="floor")
-        boxes = cxcywh_to_xyxy(at_least_float32(boxes).gather(1, query.unsqueeze(-1).expand(-1, -1, 4)))
-        boxes = torch.minimum((boxes * limit).clamp(min=0), limit) / scale
+        boxes = self.box_coder.detected(rows_at(query, at_least_float32(boxes)), limit, scale)
         return {"bboxes": boxes, "scores": scores, "labels": pairs % self.num_classes}

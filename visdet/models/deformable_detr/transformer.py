@@ -1,5 +1,6 @@
 """Encoder and decoder of Deformable DETR."""
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from visdet.errors import InvalidInputError
 from visdet.execution.capture import recomputed
 from visdet.registry import MODELS
 
+from ..box_coders import UprightBoxCoder
 from ..layers.feed_forward import FFN
 from ..layers.ms_deform_attn import MultiScaleDeformableAttention
 from ..layers.multihead_attention import MultiheadAttention
@@ -19,20 +21,8 @@ from ..layers.precision import in_full_precision
 from .flat_pyramid import FlatPyramid
 
 _LN = {"type": "LN"}
+LOGIT = functools.partial(torch.logit, eps=1e-5)
 _LAYOUT = {"batch_first": True}  # that of all tensors here, whatever the layout that a config names
-
-
-def refine_boxes(deltas: Tensor, reference: Tensor) -> Tensor:
-    """Return sigmoid(deltas + logit(reference)) [..., 4], boxes (cx, cy, w, h) in 0..1.
-
-    Args:
-        deltas: [..., 4].
-        reference: [..., 4] boxes, or [..., 2] points. With points, width and height follow from ``deltas`` alone.
-    """
-    origin = torch.logit(reference, eps=1e-5)
-    if origin.shape[-1] == 2:
-        origin = torch.cat((origin, torch.zeros_like(origin)), dim=-1)
-    return (deltas + origin).sigmoid()
 
 
 class LayerStack(BaseModule):
@@ -173,7 +163,7 @@ class DeformableDetrTransformerDecoderLayer(BaseModule):
 
         Args:
             query, query_pos: [B, Q, C]. memory: [B, S, C].
-            reference_points: [B, Q, L, 2 or 4], in 0..1 of each padded level.
+            reference_points: [B, Q, L, 2 or box_dim], in 0..1 of each padded level.
             pyramid: the pyramid of the memory.
             self_attn_mask: [Q, Q] bool, True where a query must not attend to another.
         """
@@ -197,6 +187,7 @@ class DeformableDetrTransformerDecoder(LayerStack):
         num_layers: number of layers. layer_cfg: keywords of each layer.
         post_norm_cfg: must be None, because the layers end with a normalisation.
         return_intermediate: must be True, because the head reads every layer.
+        box_coder: what a box is, by default an ``UprightBoxCoder``. The detector sets it.
 
     Raises:
         ValueError: there is no layer, or ``post_norm_cfg`` or ``return_intermediate`` has another value.
@@ -209,8 +200,10 @@ class DeformableDetrTransformerDecoder(LayerStack):
         post_norm_cfg: None = None,
         return_intermediate: Literal[True] = True,
         init_cfg: dict[str, Any] | None = None,
+        box_coder: UprightBoxCoder | None = None,
     ) -> None:
         super().__init__(DeformableDetrTransformerDecoderLayer, num_layers, layer_cfg, init_cfg)
+        self.box_coder = box_coder or UprightBoxCoder()
         self.num_levels: Any = self.layers[0].get_submodule("cross_attn").num_levels
 
     def forward(
@@ -230,7 +223,7 @@ class DeformableDetrTransformerDecoder(LayerStack):
         Args:
             query: [B, Q, C]. query_pos: [B, Q, C], or None if the decoder computes it from the references.
             memory: [B, S, C].
-            references: [B, Q, 2] points or [B, Q, 4] boxes (cx, cy, w, h), in 0..1 of the image.
+            references: [B, Q, 2] points in 0..1 of the image, or [B, Q, box_dim] boxes of the network.
             pyramid: the pyramid of the memory.
             reg_branches: the branches that predict box deltas from the output of each layer. The deltas refine the
                 references. No gradient flows through references into the layer before. With None, the references
@@ -239,7 +232,7 @@ class DeformableDetrTransformerDecoder(LayerStack):
         """
         hidden_states, all_references = [], [references]
         for index, layer in enumerate(self.layers):
-            on_levels = pyramid.on_levels(references)
+            on_levels = self.box_coder.on_levels(references, pyramid)
             seen = references if pyramid.is_as_if_unpadded else on_levels[:, :, 0]
             position = self.positions(seen) if query_pos is None else query_pos
             query = layer(query, position, memory, on_levels, pyramid, self_attn_mask)
@@ -252,13 +245,13 @@ class DeformableDetrTransformerDecoder(LayerStack):
         return self.outputs(torch.stack(hidden_states)), all_references
 
     def positions(self, references: Tensor) -> Tensor:
-        """Return the positions [B, Q, C] of queries with references [B, Q, 4], if they are not learned."""
+        """Return the positions [B, Q, C] of queries with references [B, Q, box_dim], if they are not learned."""
         raise InvalidInputError(f"{type(self).__name__}: query_pos must be given")
 
     def refined(self, references: Tensor, branch: nn.Module, query: Tensor) -> Tensor:
-        """Return the references [B, Q, 4] after a layer with the output ``query`` [B, Q, C]."""
+        """Return the references [B, Q, box_dim] after a layer with the output ``query`` [B, Q, C]."""
         with torch.no_grad():
-            return refine_boxes(in_full_precision(branch, query), references)
+            return self.box_coder.refined(in_full_precision(branch, query), references, LOGIT)
 
     def outputs(self, hidden_states: Tensor) -> Tensor:
         """Return what the head reads of the outputs [D, B, Q, C] of the layers."""

@@ -25,7 +25,8 @@ class MultiScaleDeformableAttention(BaseModule):
 
     For reference points (x, y), location = reference + offset / (W, H) of the level.
     For reference boxes (cx, cy, w, h), location = (cx, cy) + offset / num_points · (w, h) / 2, with the num_points of
-    the level.
+    the level. For rotated ones (cx, cy, w, h, angle), whose sides are in units of the level's diagonal, the shift from
+    (cx, cy) is turned by the angle.
     output = identity + dropout(output_proj(Σ softmax(weights) · value_proj(value) sampled at the locations)).
 
     ``ms_deform_attn_fused`` computes locations and weights in float32 whatever the dtype of the queries, and never
@@ -122,7 +123,8 @@ class MultiScaleDeformableAttention(BaseModule):
             identity: [B, Q, C]. The default is ``query`` without ``query_pos``.
             query_pos: [B or 1, Q, C], added to the query before offsets and weights are predicted from it.
             key_padding_mask: [B, S] bool, True where a value is padding. The projected value is zero there.
-            reference_points: [B or 1, Q, L or 1, 2] (x, y) or [B or 1, Q, L or 1, 4] (cx, cy, w, h), in 0..1.
+            reference_points: [B or 1, Q, L or 1, 2] (x, y) or [B or 1, Q, L or 1, 4] (cx, cy, w, h), in 0..1, or
+                [B or 1, Q, L, 5] (cx, cy, w, h, angle) with the angle in radians, clockwise in an image.
             spatial_shapes: [L, 2] int64 (height, width), on the CPU or the device of ``query``.
             level_start_index: [L] int64, the first row of each level in ``value``. By default, the levels follow each
                 other without gaps.
@@ -141,12 +143,16 @@ class MultiScaleDeformableAttention(BaseModule):
             # masked_fill would copy the values first, and their gradient, too.
             value = torch.where(key_padding_mask.unsqueeze(-1), 0.0, value)
         rows = (*query.shape[:2], self.num_heads, sum(self.points_per_level))
+        offsets = self.sampling_offsets(query).view(*rows, 2)
+        if reference_points.shape[-1] == 5:
+            offsets = self.turned(offsets, reference_points, spatial_shapes)
+            reference_points = reference_points[..., :2]
         out = ms_deform_attn_fused(
             value.unflatten(-1, (self.num_heads, -1)),
             spatial_shapes,
             level_start_index,
             reference_points,
-            self.sampling_offsets(query).view(*rows, 2),
+            offsets,
             self.attention_weights(query).view(rows),
             self.points_per_level,
         )
@@ -154,3 +160,19 @@ class MultiScaleDeformableAttention(BaseModule):
         if not self.batch_first:
             out = out.transpose(0, 1)
         return add_and_norm(norm, out, identity, self.dropout)
+
+    def turned(self, offsets: Tensor, boxes: Tensor, spatial_shapes: Any) -> Tensor:
+        """Return offsets [B, Q, G, K, 2] from the centres of rotated boxes in pixels of each level.
+
+        Args:
+            offsets: [B, Q, G, K, 2], the predicted ones. boxes, spatial_shapes: as in ``forward``.
+        """
+        diagonals = torch.as_tensor(spatial_shapes, device=boxes.device).to(boxes.dtype).norm(dim=-1)
+        halves = boxes[..., 2:4] * (0.5 * diagonals).unsqueeze(-1)  # [B or 1, Q, L, 2]
+        levels = [level for level, count in enumerate(self.points_per_level) for _ in range(count)]
+        counts = halves.new_tensor(self.points_per_level)[levels].unsqueeze(-1)  # [K, 1]
+        steps = (halves[:, :, levels] / counts).unsqueeze(2)  # [B or 1, Q, 1, K, 2]
+        along, across = (offsets.to(boxes.dtype) * steps).unbind(-1)  # [B, Q, G, K]
+        angle = boxes[:, :, :1, 4:]  # [B or 1, Q, 1, 1], the same on all levels
+        cos, sin = angle.cos(), angle.sin()
+        return torch.stack((along * cos - across * sin, along * sin + across * cos), dim=-1)

@@ -1,6 +1,14 @@
 """Assignment of predictions to ground truth."""
 
-from .match_costs import BBoxL1Cost, ClassificationCost, FocalLossCost, HungarianAssigner, IoUCost, MatchCost
+from .match_costs import (
+    BBoxL1Cost,
+    ClassificationCost,
+    FocalLossCost,
+    HungarianAssigner,
+    IoUCost,
+    MatchCost,
+    RotatedBoxCost,
+)
 from .padded_targets import PaddedTargets
 
 __all__ = [
@@ -11,4 +19,5 @@ __all__ = [
     "IoUCost",
     "MatchCost",
     "PaddedTargets",
+    "RotatedBoxCost",
 ]

@@ -2,15 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from visdet.checks.arguments import also_takes, with_other_names
-from visdet.registry import TASK_UTILS, built
+from visdet.registry import MODELS, TASK_UTILS, built
 
+from ..box_coders import rotated_to_unit
 from ..boxes import elementwise_overlaps, xyxy_to_cxcywh
 from ..layers.precision import at_least_float32
+from ..losses import RotatedLoss
 from .padded_targets import PaddedTargets
 
 
@@ -19,14 +21,19 @@ class MatchCost(ABC):
 
     Args:
         weight: factor on the cost.
+
+    Attributes:
+        box_dim: how many numbers its boxes have, or None if it reads no boxes.
     """
+
+    box_dim: ClassVar[int | None] = None
 
     def __init__(self, weight: float = 1.0) -> None:
         self.weight = weight
 
     @abstractmethod
-    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels for targets [..., N]."""
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
+        """Return the cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, box_dim] in pixels for N targets."""
 
 
 @TASK_UTILS.register_module()
@@ -49,7 +56,7 @@ class FocalLossCost(MatchCost):
         self.gamma = gamma
         self.eps = eps
 
-    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
         return self.of_labels(logits, targets.labels)
 
     def of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -70,7 +77,7 @@ class ClassificationCost(MatchCost):
     Source: Carion et al., DETR, ECCV 2020; names and defaults are mmdet's.
     """
 
-    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
         return -self.weight * _of_target_class(logits.softmax(dim=-1), targets.labels)
 
 
@@ -85,12 +92,14 @@ class BBoxL1Cost(MatchCost):
     Source: Carion et al., DETR; names and defaults are mmdet's.
     """
 
+    box_dim = 4
+
     def __init__(self, box_format: Literal["xyxy", "xywh"] = "xyxy", weight: float = 1.0) -> None:
         super().__init__(weight)
         self.box_format = box_format
 
-    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        predicted, true = boxes_xyxy / targets.image_whwh, targets.boxes_xyxy / targets.image_whwh
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
+        predicted, true = boxes_px / targets.image_whwh, targets.boxes_px / targets.image_whwh
         if self.box_format == "xywh":
             predicted, true = xyxy_to_cxcywh(predicted), xyxy_to_cxcywh(true)
         return self.weight * (predicted.unsqueeze(-2) - true.unsqueeze(-3)).abs().sum(dim=-1)
@@ -106,15 +115,39 @@ class IoUCost(MatchCost):
     Source: Carion et al., DETR; names and defaults are mmdet's.
     """
 
+    box_dim = 4
+
     def __init__(self, iou_mode: Literal["iou", "giou"] = "giou", weight: float = 1.0) -> None:
         super().__init__(weight)
         self.iou_mode = iou_mode
 
-    def pairwise(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
         overlaps = elementwise_overlaps(
-            boxes_xyxy.unsqueeze(-2), targets.boxes_xyxy.unsqueeze(-3), mode=self.iou_mode
+            boxes_px.unsqueeze(-2), targets.boxes_px.unsqueeze(-3), mode=self.iou_mode
         )
         return -self.weight * overlaps
+
+
+@TASK_UTILS.register_module()
+class RotatedBoxCost(MatchCost):
+    """A loss of rotated boxes, for every pair.
+
+    Args:
+        loss: config of a ``RotatedL1Loss``, ``GDLoss`` or ``RotatedIoULoss``. weight: factor on the cost.
+    """
+
+    box_dim = 5
+
+    def __init__(self, loss: dict[str, Any] | RotatedLoss, weight: float = 1.0) -> None:
+        super().__init__(weight)
+        self.loss: RotatedLoss = built(loss, MODELS)
+
+    def pairwise(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
+        predicted, true = boxes_px, targets.boxes_px
+        if not self.loss.is_in_pixels:
+            predicted, true = (rotated_to_unit(boxes, targets.image_whwh) for boxes in (predicted, true))
+        cost = self.loss.elements(predicted.unsqueeze(-2), true.unsqueeze(-3))
+        return self.weight * (cost if self.loss.is_in_pixels else cost.sum(-1))
 
 
 def _of_target_class(values: Tensor, labels: Tensor) -> Tensor:
@@ -154,7 +187,7 @@ class HungarianAssigner:
             match_costs = [match_costs]
         self.match_costs = [built(cost, TASK_UTILS) for cost in match_costs]
 
-    def cost(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets) -> Tensor:
-        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, 4] in pixels."""
-        costs = [cost.pairwise(logits, boxes_xyxy, targets) for cost in self.match_costs]
+    def cost(self, logits: Tensor, boxes_px: Tensor, targets: PaddedTargets) -> Tensor:
+        """Return the total cost [..., Q, N] of logits [..., Q, C] and boxes [..., Q, box_dim] in pixels."""
+        costs = [cost.pairwise(logits, boxes_px, targets) for cost in self.match_costs]
         return sum(costs[1:], start=costs[0])

@@ -26,7 +26,7 @@ class PaddedTargets:
     """The boxes of several images. Shorter lists are padded to a common length with empty boxes of class 0.
 
     Attributes:
-        boxes_xyxy: [..., N, 4] in pixels of the image without padding.
+        boxes_px: [..., N, 4] (x1, y1, x2, y2), or what the box coder says, in pixels of the image without padding.
         labels: [..., N] int64.
         image_whwh: [..., 1, 4], the (width, height, width, height) of each image in pixels.
         counts: number of boxes of each image, without padding. lengths: [B] int64, the same on the device.
@@ -34,7 +34,7 @@ class PaddedTargets:
             None if that was not called.
     """
 
-    boxes_xyxy: Tensor
+    boxes_px: Tensor
     labels: Tensor
     image_whwh: Tensor
     counts: list[int] = field(metadata=ON_HOST)
@@ -52,36 +52,40 @@ class PaddedTargets:
 
     @classmethod
     def from_samples(
-        cls, samples: Sequence[DetDataSample], image_sizes: Sequence[tuple[int, int]], device: torch.device
+        cls,
+        samples: Sequence[DetDataSample],
+        image_sizes: Sequence[tuple[int, int]],
+        device: torch.device,
+        box_dim: int = 4,
     ) -> "PaddedTargets":
         """Return the ``gt_instances`` of a batch.
 
         Args:
             samples: the samples of the images.
             image_sizes: the (height, width) of each image in pixels.
-            device: the device of the targets.
+            device: the device of the targets. box_dim: the numbers of a box.
 
         Raises:
-            ValueError: a sample has no ``gt_instances``, or they are not ``bboxes`` [N, 4] and ``labels`` [N].
+            ValueError: a sample has no ``gt_instances``, or they are not ``bboxes`` [N, box_dim] and ``labels`` [N].
         """
         boxes, labels = [], []
         for index, sample in enumerate(samples):
             instances = sample.get("gt_instances", {})
             if not {"bboxes", "labels"} <= set(instances.keys()):
                 raise InvalidInputError(
-                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, 4] and labels [N], got "
+                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, {box_dim}] and labels [N], got "
                     f"{sorted(instances.keys())}; the pipeline needs LoadAnnotations with with_bbox=True"
                 )
             boxes.append(torch.as_tensor(instances.bboxes, dtype=torch.float32, device=device))
             labels.append(torch.as_tensor(instances.labels, dtype=torch.int64, device=device))
-            if boxes[-1].shape != (len(labels[-1]), 4):
+            if boxes[-1].shape != (len(labels[-1]), box_dim):
                 raise InvalidInputError(
-                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, 4] and labels [N], "
+                    f"loss: data_samples[{index}].gt_instances must have bboxes [N, {box_dim}] and labels [N], "
                     f"got {tuple(boxes[-1].shape)} and {tuple(labels[-1].shape)}"
                 )
         whwh = to_device([[w, h, w, h] for h, w in image_sizes], device, torch.float32)
         return cls(
-            boxes_xyxy=pad_sequence(boxes, batch_first=True),
+            boxes_px=pad_sequence(boxes, batch_first=True),
             labels=pad_sequence(labels, batch_first=True),
             image_whwh=whwh.unsqueeze(1),
             counts=[len(image_labels) for image_labels in labels],
@@ -90,8 +94,8 @@ class PaddedTargets:
     def padded_to(self, number: int) -> "PaddedTargets":
         """Return the same targets, padded to ``number`` boxes per image. Longer targets stay as they are."""
         missing = max(number - self.labels.shape[-1], 0)
-        boxes, labels = F.pad(self.boxes_xyxy, (0, 0, 0, missing)), F.pad(self.labels, (0, missing))
-        return replace(self, boxes_xyxy=boxes, labels=labels)
+        boxes, labels = F.pad(self.boxes_px, (0, 0, 0, missing)), F.pad(self.labels, (0, missing))
+        return replace(self, boxes_px=boxes, labels=labels)
 
     def with_labels_below(self, num_classes: int) -> "PaddedTargets":
         """Return targets with labels clamped to 0..num_classes-1, which know of labels that are not classes."""
@@ -100,7 +104,7 @@ class PaddedTargets:
         return replace(self, labels=clamped, unknown_label=unknown)
 
     def of_predictions(self, index: Tensor, background: int) -> tuple[Tensor, Tensor]:
-        """Return the class [..., B, Q] and the box [..., B, Q, 4], in pixels, of the target of each prediction.
+        """Return the class [..., B, Q] and the box [..., B, Q, box_dim], in pixels, of the target of each prediction.
 
         Args:
             index: [..., B, Q], the result of ``solve_padded``. N stands for no target and gives an empty
@@ -108,5 +112,7 @@ class PaddedTargets:
             background: the class of predictions without a target.
         """
         labels = F.pad(self.labels, (0, 1), value=background).expand(*index.shape[:-1], -1)
-        boxes = F.pad(self.boxes_xyxy, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
-        return labels.gather(-1, index), boxes.gather(-2, index.unsqueeze(-1).expand(*index.shape, 4))
+        boxes = F.pad(self.boxes_px, (0, 0, 0, 1)).expand(*index.shape[:-1], -1, -1)
+        return labels.gather(-1, index), boxes.gather(
+            -2, index.unsqueeze(-1).expand(*index.shape, boxes.shape[-1])
+        )

@@ -1,0 +1,173 @@
+"""What a box is: how many numbers it has, and what they are in the network and in pixels."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visdet.checks.arguments import AtLeast0
+from visdet.registry import TASK_UTILS
+from visdet.structures.rotated_boxes import regularized
+
+from .boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+
+if TYPE_CHECKING:
+    from .deformable_detr.flat_pyramid import FlatPyramid
+
+Logit = Callable[[Tensor], Tensor]
+
+
+@TASK_UTILS.register_module()
+class UprightBoxCoder:
+    """Boxes (x1, y1, x2, y2) in pixels, which are (cx, cy, w, h) in 0..1 of the image in the network.
+
+    Attributes:
+        box_dim: the numbers of a box. num_positions: see ``positions``.
+    """
+
+    box_dim: ClassVar[int] = 4
+    num_positions: ClassVar[int] = 4
+
+    def to_unit(self, boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
+        """Return the network's boxes of boxes in pixels, for images of sizes [B, 1, 4] (w, h, w, h) in pixels."""
+        return xyxy_to_cxcywh(boxes_px / image_whwh)
+
+    def to_pixels(self, boxes: Tensor, image_whwh: Tensor) -> Tensor:
+        """Return the boxes in pixels of the network's boxes."""
+        return cxcywh_to_xyxy(boxes) * image_whwh
+
+    def detected(self, boxes: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
+        """Return the network's boxes in pixels of the original images; see ``PredictionBatch``."""
+        boxes = cxcywh_to_xyxy(boxes)
+        return self.divided(torch.minimum((boxes * limit).clamp(min=0), limit), scale)
+
+    def divided(self, boxes_px: Tensor, scale: Tensor) -> Tensor:
+        """Return boxes whose coordinates are divided by a scale [..., 4] (x, y, x, y)."""
+        return boxes_px / scale
+
+    def encoded(self, boxes: Tensor, logit: Logit) -> Tensor:
+        """Return what the network adds its predictions to, given the network's boxes or points (x, y)."""
+        return logit(boxes)
+
+    def decoded(self, encoded: Tensor) -> Tensor:
+        """Return the boxes of which ``encoded`` has made the numbers."""
+        return encoded.sigmoid()
+
+    def filled(self, encoded: Tensor) -> Tensor:
+        """Return encoded points or upright boxes with zeros for the numbers that they do not have."""
+        missing = self.box_dim - encoded.shape[-1]
+        return F.pad(encoded, (0, missing)) if missing else encoded
+
+    def refined(self, deltas: Tensor, references: Tensor, logit: Logit) -> Tensor:
+        """Return boxes [..., box_dim], which are references [..., box_dim] or [..., 2] moved by deltas."""
+        return self.decoded(deltas + self.filled(self.encoded(references, logit)))
+
+    def positions(self, boxes: Tensor) -> Tensor:
+        """Return the numbers [..., num_positions] in 0..1 that are embedded as the position of a box."""
+        return boxes
+
+    def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
+        """Return references [B, Q, 2 or box_dim] as [B, Q, L, 2 or box_dim] in 0..1 of each padded level."""
+        return pyramid.on_levels(references)
+
+    def jittered(self, boxes_px: Tensor, shift: Tensor, image_whwh: Tensor) -> Tensor:
+        """Return the network's boxes of boxes in pixels, whose numbers are moved.
+
+        Args:
+            boxes_px: [B, P, box_dim]. image_whwh: as in ``to_unit``.
+            shift: [B, P, box_dim]. The sides x1, y1, x2 and y2 are moved by this times the width or height.
+        """
+        boxes = boxes_px / image_whwh
+        sides = (boxes[..., 2:] - boxes[..., :2]).repeat(1, 1, 2)
+        return xyxy_to_cxcywh((boxes + shift * sides).clamp(min=0.0, max=1.0))
+
+
+@TASK_UTILS.register_module()
+class RotatedBoxCoder(UprightBoxCoder):
+    """Rotated boxes (cx, cy, w, h, angle) in pixels and radians, as ``visdet.ops.box_iou_rotated`` takes them.
+
+    In the network, the centre is in 0..1 of the image, the sides are in 0..1 of the image's diagonal, and the angle is
+    any number of radians, because predictions are added to it. So no angle is at a border. Predictions have angles in
+    the range of ``angle_version``, and are not clipped.
+
+    Args:
+        angle_version: the range of predicted angles; see ``visdet.structures.rotated_boxes.regularized``.
+        angle_noise: how far the angle of a denoising query is moved at most, in radians, where its sides are moved by
+            half the width or height.
+    """
+
+    box_dim = 5
+    num_positions = 6
+
+    def __init__(
+        self, angle_version: Literal["le90", "le135", "oc"] = "le90", angle_noise: AtLeast0 = math.pi / 8
+    ) -> None:
+        self.angle_version = angle_version
+        self.angle_noise = angle_noise
+
+    def to_unit(self, boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
+        return rotated_to_unit(boxes_px, image_whwh)
+
+    def to_pixels(self, boxes: Tensor, image_whwh: Tensor) -> Tensor:
+        return boxes * _extent(image_whwh)
+
+    def detected(self, boxes: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
+        return self.divided(self.to_pixels(boxes, limit), scale)
+
+    def divided(self, boxes_px: Tensor, scale: Tensor) -> Tensor:
+        """Return boxes that have the lengths and the direction of the sides w of the divided boxes."""
+        center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
+        scale = scale[..., :2]
+        along = torch.cat((angle.cos(), angle.sin()), dim=-1) / scale
+        across = torch.cat((-angle.sin(), angle.cos()), dim=-1) / scale
+        lengths = torch.stack((along.norm(dim=-1), across.norm(dim=-1)), dim=-1)
+        turned = torch.atan2(along[..., 1:], along[..., :1])
+        boxes = torch.cat((center / scale, sides * lengths, turned), dim=-1)
+        return regularized(boxes, self.angle_version)
+
+    def encoded(self, boxes: Tensor, logit: Logit) -> Tensor:
+        return torch.cat((logit(boxes[..., :4]), boxes[..., 4:]), dim=-1)
+
+    def decoded(self, encoded: Tensor) -> Tensor:
+        return torch.cat((encoded[..., :4].sigmoid(), encoded[..., 4:]), dim=-1)
+
+    def positions(self, boxes: Tensor) -> Tensor:
+        """Return the four numbers of the upright box, and those of its angle, which are the same after half a turn."""
+        double = 2 * boxes[..., 4:]
+        return torch.cat((boxes[..., :4], 0.5 + 0.5 * double.sin(), 0.5 + 0.5 * double.cos()), dim=-1)
+
+    def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
+        centers = pyramid.on_levels(references[..., :2])
+        shapes = pyramid.level_shapes.flip(-1).to(references.dtype)
+        ratios = (pyramid.valid_ratios * shapes).norm(dim=-1) / shapes.norm(
+            dim=-1
+        )  # of the diagonals, [B or 1, L]
+        sides = references[..., None, 2:4] * ratios[:, None, :, None]
+        angles = references[..., None, 4:].expand(-1, -1, sides.shape[2], -1)
+        return torch.cat((centers, sides, angles), dim=-1)
+
+    def jittered(self, boxes_px: Tensor, shift: Tensor, image_whwh: Tensor) -> Tensor:
+        """Return boxes whose sides are moved in the direction in which each box is turned."""
+        center, sides, angle = boxes_px.split((2, 2, 1), dim=-1)
+        low, high, turn = shift.split((2, 2, 1), dim=-1)
+        along, across = (0.5 * (low + high) * sides).split(1, dim=-1)
+        cos, sin = angle.cos(), angle.sin()
+        moved = torch.cat((along * cos - across * sin, along * sin + across * cos), dim=-1)
+        angle = angle + turn * (2 * self.angle_noise)
+        boxes = torch.cat((center + moved, sides * (1 + high - low), angle), dim=-1)
+        return self.to_unit(boxes, image_whwh)
+
+
+def rotated_to_unit(boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
+    """Return the network's rotated boxes [..., 5] of boxes in pixels; see :class:`RotatedBoxCoder`."""
+    return boxes_px / _extent(image_whwh)
+
+
+def _extent(image_whwh: Tensor) -> Tensor:
+    """Return the units [..., 5] of rotated boxes, given the sizes [..., 4] of images in pixels."""
+    size = image_whwh[..., :2]
+    diagonal = size.norm(dim=-1, keepdim=True)
+    return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)
