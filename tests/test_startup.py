@@ -65,7 +65,7 @@ cfg = Config.fromfile("CONFIGS/sparsedrive/sparsedrive_toy_stage2.py")
 steps = [*cfg.train_dataloader.dataset.pipeline, *cfg.test_dataloader.dataset.pipeline]
 assert len([TRANSFORMS.get(step.type) for step in steps]) > 10
 assert DATASETS.get("ShapesDataset")
-check("torchvision visdet.datasets.nuscenes visdet.datasets.volume")
+check("torchvision visdet.datasets.nuscenes")
 """
 MODEL = """
 from visdet.engine import load_config
