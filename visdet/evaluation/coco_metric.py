@@ -31,7 +31,7 @@ from visdet.structures.tables import table_text
 from .box_evaluation import AREAS, BoxEvaluation, evaluate_boxes, import_backend
 from .precision_recall import CurveReport, box_report
 
-_Iou = Annotated[float, Range(0, 1, is_open=True)]
+Iou = Annotated[float, Range(0, 1, is_open=True)]
 # The arguments of BoxEvaluation.average_precision for each name.
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "mAP": {},
@@ -94,7 +94,7 @@ class CocoMetric(BaseMetric):
         classwise: bool = False,
         format_only: bool = False,
         outfile_prefix: str | None = None,
-        iou_thrs: _Iou | Sequence[_Iou] | None = None,
+        iou_thrs: Iou | Sequence[Iou] | None = None,
         proposal_nums: Sequence[Positive] = (100, 300, 1000),
         metric_items: Sequence[str] | None = None,
         backend: Literal["faster_coco_eval", "pycocotools"] | None = None,
@@ -163,22 +163,50 @@ class CocoMetric(BaseMetric):
             predicted = sample["pred_instances"]
             if "img_id" not in sample:
                 raise InvalidInputError(
-                    "CocoMetric: a sample has no img_id, which must be among the meta_keys of PackDetInputs"
+                    f"{type(self).__name__}: a sample has no img_id, which must be among the meta_keys of "
+                    "PackDetInputs"
                 )
-            name = f"CocoMetric: image {sample.get('img_path') or sample['img_id']!r}"
+            name = f"{type(self).__name__}: image {sample.get('img_path') or sample['img_id']!r}"
             given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
             check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})
             result = {
                 "img_id": sample["img_id"],
                 "img_path": sample.get("img_path"),
-                "bboxes": _numpy(given["bboxes"]).reshape(-1, 4),
+                "bboxes": self._predicted_boxes(given["bboxes"]),
                 "scores": _numpy(given["scores"]),
                 "labels": _numpy(given["labels"]).astype(int),
             }
             if self._ann_file is None:
-                result["truth"] = _truth_of_sample(sample)
+                result["truth"] = self._truth_of_sample(sample)
                 check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
             self.results.append(result)
+
+    def _predicted_boxes(self, bboxes: torch.Tensor) -> np.ndarray:
+        return _numpy(bboxes).reshape(-1, 4)
+
+    def _true_boxes(self, instances: Any, scale: np.ndarray) -> tuple[list[list[float]], Sequence[float]]:
+        """Return the boxes of a sample, which is ``scale`` (width, height) times the file's image, and their areas."""
+        boxes = [_xywh(bbox) for bbox in _numpy(instances["bboxes"]) / np.tile(scale, 2)]
+        return boxes, instances.get("areas", [width * height for _, _, width, height in boxes])
+
+    def _box_of(self, annotation: dict) -> list[float]:
+        return annotation["bbox"]
+
+    def _truth_of_sample(self, sample: dict) -> list[dict]:
+        """Return the ground truth of a data sample, in pixels of the original image."""
+        annotations = []
+        for iscrowd, field in enumerate(("gt_instances", "ignored_instances")):
+            instances = sample.get(field)
+            if not instances:
+                if iscrowd:
+                    continue
+                raise InvalidInputError(
+                    f"{type(self).__name__}: without an ann_file the data samples must hold gt_instances"
+                )
+            boxes, areas = self._true_boxes(instances, np.asarray(sample.get("scale_factor", (1.0, 1.0))))
+            for box, area, label in zip(boxes, areas, instances["labels"], strict=True):
+                annotations.append(_annotation(sample["img_id"], int(label), box, float(area), iscrowd))
+        return annotations
 
     def _check_id(self, result: dict, first_of_id: dict[Any, dict]) -> None:
         """Raise an error if another image has the same id, unless their paths tell them apart."""
@@ -188,7 +216,7 @@ class CocoMetric(BaseMetric):
         if all(first.get(part) == result.get(part) for part in ("img_path", "truth")):
             return
         raise InvalidInputError(
-            f"CocoMetric: the images {first.get('img_path')} and {result.get('img_path')} have the same id "
+            f"{type(self).__name__}: the images {first.get('img_path')} and {result.get('img_path')} have the same id "
             f"{result['img_id']!r} and differ in their paths or true boxes. Give every image an id of its own. Images "
             "of several data sets may share ids if neither ann_file nor outfile_prefix is set"
         )
@@ -204,7 +232,7 @@ class CocoMetric(BaseMetric):
         """Return the values of ``metric_items`` by name, without the prefix."""
         if self._dataset_meta is None:
             raise InvalidInputError(
-                "CocoMetric: set dataset_meta, which names the classes, before evaluating"
+                f"{type(self).__name__}: set dataset_meta, which names the classes, before evaluating"
             )
         classes = self._dataset_meta["classes"]
         self.classwise_results, self.curve_report = [], None
@@ -214,7 +242,15 @@ class CocoMetric(BaseMetric):
         if self.format_only:
             return {}
         results = sorted(results, key=_id_order)
-        truth = self._truth_of(results)
+        metrics = self._measured(results, self._truth_of(results), classes)
+        if self.classwise:
+            self._log_classes()
+            for row in self.classwise_results:
+                metrics |= self._metrics_of_class(row)
+        return metrics
+
+    def _measured(self, results: list[dict], truth: list[dict], classes: Sequence[str]) -> dict[str, float]:
+        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name."""
         detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
         size = len(results), len(classes)
         evaluation = evaluate_boxes(truth, detections, size, self.iou_thrs, self.proposal_nums, self._backend)
@@ -224,12 +260,10 @@ class CocoMetric(BaseMetric):
             for item, choice in _PRECISIONS.items():
                 row[item] = evaluation.average_precision(label=label, **choice)
             self.classwise_results.append(row)
-        metrics = {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
-        if self.classwise:
-            self._log_classes()
-            for row in self.classwise_results:
-                metrics[f"bbox_mAP/{row['name']}"] = metrics[f"{row['name']}_precision"] = row["mAP"]
-        return metrics
+        return {f"bbox_{item}": _value_of(evaluation, item) for item in self.metric_items}
+
+    def _metrics_of_class(self, row: dict[str, Any]) -> dict[str, float]:
+        return dict.fromkeys((f"bbox_mAP/{row['name']}", f"{row['name']}_precision"), row["mAP"])
 
     def _different_images(self, results: list[dict]) -> list[dict]:
         """Return the result of each image once, since samplers repeat images to fill batches."""
@@ -255,7 +289,7 @@ class CocoMetric(BaseMetric):
         for row in self._content["annotations"]:
             label, image = self._label_of_category.get(row["category_id"]), number_of.get(row["image_id"])
             if label is not None and image is not None:
-                truth.append(_annotation(image, label, row["bbox"], box_area(row), is_ignored(row)))
+                truth.append(_annotation(image, label, self._box_of(row), box_area(row), is_ignored(row)))
         return truth
 
     def _log_classes(self) -> None:
@@ -263,21 +297,22 @@ class CocoMetric(BaseMetric):
         rows = []
         for row in self.classwise_results:
             rows.append([float("nan") if value == -1 else value for value in row.values()])
-        print_log("\n" + table_text(("class", "boxes", *_PRECISIONS), rows), logger="current")
+        columns = ("class", "boxes", *list(self.classwise_results[0])[2:])
+        print_log("\n" + table_text(columns, rows), logger="current")
 
     def _check_images(self, evaluated: set, in_file: set) -> None:
         unknown = sorted(evaluated - in_file, key=id_order)
         if unknown:
             hint = written_otherwise(unknown[0], in_file)
             raise InvalidInputError(
-                f"CocoMetric: ann_file {self._ann_file} does not have {len(unknown)} of the {len(evaluated)} "
-                f"evaluated images: ids {listed(map(repr, unknown), 5)}. Evaluator and data set must name the same "
-                f"file" + (f"; an image is {hint}" if hint else "")
+                f"{type(self).__name__}: ann_file {self._ann_file} does not have {len(unknown)} of the "
+                f"{len(evaluated)} evaluated images: ids {listed(map(repr, unknown), 5)}. Evaluator and data set must "
+                f"name the same file" + (f"; an image is {hint}" if hint else "")
             )
         if evaluated != in_file:
             print_log(
-                f"CocoMetric: {len(in_file - evaluated)} of the {len(in_file)} images of {self._ann_file} "
-                "were not evaluated and do not count",
+                f"{type(self).__name__}: {len(in_file - evaluated)} of the {len(in_file)} images of "
+                f"{self._ann_file} were not evaluated and do not count",
                 logger="current",
                 level=logging.WARNING,
             )
@@ -330,23 +365,6 @@ def _detections(results: list[dict]) -> list[dict]:
 
 def _id_order(result: dict) -> tuple[bool, int | str]:
     return id_order(result["img_id"])
-
-
-def _truth_of_sample(sample: dict) -> list[dict]:
-    """Return the ground truth of a data sample, in pixels of the original image."""
-    scale = np.tile(np.asarray(sample.get("scale_factor", (1.0, 1.0))), 2)
-    annotations = []
-    for iscrowd, field in enumerate(("gt_instances", "ignored_instances")):
-        instances = sample.get(field)
-        if not instances:
-            if iscrowd:
-                continue
-            raise InvalidInputError("CocoMetric: without an ann_file the data samples must hold gt_instances")
-        boxes = [_xywh(bbox) for bbox in _numpy(instances["bboxes"]) / scale]
-        areas = instances.get("areas", [width * height for _, _, width, height in boxes])
-        for xywh, area, label in zip(boxes, areas, instances["labels"], strict=True):
-            annotations.append(_annotation(sample["img_id"], int(label), xywh, float(area), iscrowd))
-    return annotations
 
 
 def _value_of(evaluation: BoxEvaluation, item: str) -> float:

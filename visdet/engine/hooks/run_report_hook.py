@@ -118,8 +118,10 @@ class RunReportHook(Hook):
             rows = getattr(metric, "classwise_results", None)
             if not rows:
                 continue
-            names = [name for name in rows[0] if name.startswith("mAP")]
-            means = {name.rsplit("bbox_", 1)[-1]: value for name, value in self.metrics.items()}
+            names = [name for name in rows[0] if name.startswith(("mAP", "AP"))]
+            means = {
+                name.split("/", 1)[-1].removeprefix("bbox_"): value for name, value in self.metrics.items()
+            }
             total = {"name": "all", "num_boxes": sum(row["num_boxes"] for row in rows)} | means
             # COCO marks by -1 that there was nothing to measure.
             table = []
