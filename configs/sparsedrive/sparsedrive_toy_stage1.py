@@ -13,9 +13,8 @@ val_evaluator = [
     dict(
         type="NuScenesMetric",
         class_range={{_base_.class_range}},
-        anchors="data/driving_scenes/kmeans_det_128.npy",
     ),
-    dict(type="VectorMapMetric", anchors="data/driving_scenes/kmeans_map_30.npy"),
+    dict(type="VectorMapMetric"),
     dict(type="TrackingMetric", class_range={{_base_.class_range}}),
 ]
 test_evaluator = val_evaluator

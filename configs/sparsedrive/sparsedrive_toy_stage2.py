@@ -41,9 +41,8 @@ val_evaluator = [
     dict(
         type="NuScenesMetric",
         class_range={{_base_.class_range}},
-        anchors="data/driving_scenes/kmeans_det_128.npy",
     ),
-    dict(type="VectorMapMetric", anchors="data/driving_scenes/kmeans_map_30.npy"),
+    dict(type="VectorMapMetric"),
     dict(type="TrackingMetric", class_range={{_base_.class_range}}),
     dict(type="MotionMetric", class_range=dict(car=30, pedestrian=24)),
     dict(type="PlanningMetric"),

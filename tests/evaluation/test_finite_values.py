@@ -122,16 +122,6 @@ def test_unknown_velocities_and_futures_may_be_nan():
         assert metric.evaluate(1)
 
 
-@pytest.mark.parametrize("name", ["NuScenesMetric", "VectorMapMetric"])
-def test_anchors(name, tmp_path):
-    np.save(tmp_path / "anchors.npy", np.full((2, 11), math.nan))
-    metric = METRICS.build({"type": name, "anchors": f"{tmp_path}/anchors.npy"})
-    metric.dataset_meta = CLASSES
-    with pytest.raises(ValueError, match=r"anchors\.npy: anchors must be finite, got 22 NaN"):
-        metric.process({}, [driving_sample()])
-        metric.evaluate(1)
-
-
 @pytest.mark.parametrize("name", READ)
 def test_frames_of_several_data_sets(name):
     """A sampler repeats frames, but different frames need tokens of their own, and so do different scenes."""

@@ -131,10 +131,3 @@ def test_frames_count_once_and_empty_frames_count():
     assert one["mAP"] == pytest.approx(1)
     assert evaluate(right, right, empty) == pytest.approx(one)
     assert evaluate(right, alarm)["mAP"] < 1
-
-
-def test_anchors_as_predictions():
-    anchors = np.zeros((3, 11))
-    anchors[:, :2], anchors[:, 6] = [[5, 5], [0, 0], [-9, 0]], 1
-    metrics = evaluate(([box(5, 5)], [0], [], [], [], {}), anchors=anchors)
-    assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1.0, abs=0.01)

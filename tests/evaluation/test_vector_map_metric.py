@@ -65,9 +65,3 @@ def test_true_lines_of_one_point_do_not_count():
     line, point = straight(0.0), np.array([[5.0, 5.0]])
     found = evaluate([([line, point], [1, 1], [line], [0.9], [1])])
     assert found == evaluate([([line], [1], [line], [0.9], [1])]) and found["divider_AP"] > 0.99
-
-
-def test_anchors_as_predictions():
-    anchors = np.stack([straight(0), straight(7)])
-    metrics = evaluate([([straight(0)], [1], [], [], [])], anchors=anchors)
-    assert metrics["mAP"] == 0 and metrics["anchors_mAP"] == pytest.approx(1 / 3)

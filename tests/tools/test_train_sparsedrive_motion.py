@@ -43,7 +43,7 @@ def test_the_pipeline_keeps_what_motion_and_planning_learn_from(tmp_path):
 def test_both_stages_train_and_the_second_is_evaluated(tmp_path, monkeypatch, capsys):
     first = small_config(tmp_path, 1)
     printed = succeed_here(monkeypatch, capsys, "train", first, "--work-dir", tmp_path / "one")
-    assert "anchors_mAP" in printed and "AMOTA" in printed
+    assert "NDS_no_attr" in printed and "AMOTA" in printed
     learned = tmp_path / "one" / f"iter_{ITERATIONS}.pth"
 
     second = small_config(tmp_path, 2, load_from=str(learned), param_scheduler=[])

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +11,6 @@ from mmengine.dist import all_gather_object
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
-from visdet.checks.array_files import load_array
 from visdet.checks.finite import DIVERGED, check_finite
 from visdet.errors import InvalidInputError
 from visdet.structures.class_names import checked_names
@@ -189,7 +187,6 @@ class DrivingBoxMetric(DrivingMetric):
         pose = np.asarray(sample["T_global"], dtype=np.float64)
         vehicle = sample.get("ego2global_translation", pose[:3, 3])
         return {
-            "pose": pose,
             "vehicle": np.asarray(vehicle, dtype=np.float64)[:2],
             "gt_boxes": boxes_in_world(sample["gt_bboxes_3d"], pose),
             "gt_labels": as_array(sample["gt_labels_3d"]).reshape(-1).astype(np.int64),
@@ -240,16 +237,3 @@ def boxes_in_world(boxes: Any, pose: np.ndarray) -> np.ndarray:
     """
     boxes = as_array(boxes)[:, :9]
     return moved_boxes(np.pad(boxes.astype(np.float64), ((0, 0), (0, 9 - boxes.shape[1]))), pose)
-
-
-def read_anchors(anchors: str | Path | np.ndarray) -> np.ndarray:
-    """Return anchors, which are given as an array or as the path of a .npy file.
-
-    Raises:
-        ValueError: they are NaN or infinite.
-    """
-    name = "the metric"
-    if isinstance(anchors, (str, Path)):
-        name, anchors = str(anchors), load_array(anchors)
-    check_finite(name, anchors=anchors)
-    return np.asarray(anchors)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import also_takes
 from visdet.registry import METRICS
 from visdet.structures.tables import summary_line, table_of
 
@@ -18,7 +19,7 @@ from .detection_curves import (
     closeness_of,
     tp_error,
 )
-from .driving_metric import DrivingBoxMetric, boxes_in_world, read_anchors
+from .driving_metric import DrivingBoxMetric
 from .precision_recall import Found, report_of
 
 # Boxes that are farther away from the vehicle than this, in metres, do not count.
@@ -63,8 +64,6 @@ class NuScenesMetric(DrivingBoxMetric):
     Args:
         classes: names of the labels. The default is those of the data set.
         class_range: the distance up to which boxes of a class count, or one for all.
-        anchors: box anchors [N, 11] as an array or a file. If they are given, ``anchors_mAP`` is the mAP of predicting
-            them in every frame for every class, a baseline that a model should beat.
         prefix, collect_device: as in mmengine's BaseMetric.
 
     Raises:
@@ -75,18 +74,17 @@ class NuScenesMetric(DrivingBoxMetric):
     """
 
     default_prefix = "NuScenes"
-    metric_names = ("mAP", "NDS", "NDS_no_attr", *_ERROR_NAMES.values(), "*_AP", "anchors_mAP")
+    metric_names = ("mAP", "NDS", "NDS_no_attr", *_ERROR_NAMES.values(), "*_AP")
 
+    @also_takes(anchors=...)
     def __init__(
         self,
         classes: Sequence[str] | None = None,
         class_range: Mapping[str, float] | float | None = None,
-        anchors: str | np.ndarray | None = None,
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
         super().__init__(classes, CLASS_RANGE if class_range is None else class_range, prefix, collect_device)
-        self.anchors = anchors
 
     true_keys = ("gt_bboxes_3d",)
 
@@ -116,9 +114,6 @@ class NuScenesMetric(DrivingBoxMetric):
             known = [row[key] for row in rows.values() if not np.isnan(row[key])]
             means[key] = float(np.mean(known)) if known else float("nan")
         summary = _summary(means.pop("AP"), means, with_attributes)
-        if self.anchors is not None:
-            anchors = read_anchors(self.anchors)
-            summary["anchors_mAP"] = self._precision_of_anchors(anchors, results, classes)
         print_log(table_of(rows) + summary_line(summary), logger="current")
         frames = [_found_in_frame(frame) for frame in counted]
         self.curve_report = report_of(frames, classes, f"centre distance {_TP_DISTANCE:g} m")
@@ -137,29 +132,6 @@ class NuScenesMetric(DrivingBoxMetric):
             part["gt_attributes"] = part["gt_attributes"][truth]
             counted.append(part)
         return counted
-
-    def _precision_of_anchors(
-        self, anchors: np.ndarray, results: list[dict], classes: Sequence[str]
-    ) -> float:
-        """Return the mAP of the anchors as predictions of every class in every frame."""
-        yaw = np.arctan2(anchors[:, 6], anchors[:, 7])
-        boxes = np.column_stack([anchors[:, :3], np.exp(anchors[:, 3:6]), yaw, anchors[:, 8:10]])
-        scores, values = np.linspace(1, 0.5, len(boxes)), []
-        for label, name in enumerate(classes):
-            constant = [
-                frame
-                | {
-                    "boxes": boxes_in_world(boxes, frame["pose"]),
-                    "scores": scores,
-                    "labels": np.full(len(boxes), label),
-                }
-                for frame in results
-            ]
-            truths, predictions = _boxes_of_class(self._counted(constant, classes), label, name)
-            values += [
-                average_precision(accumulate(truths, predictions, distance)) for distance in _DISTANCES
-            ]
-        return float(np.mean(values))
 
 
 def _boxes_of_class(counted: list[dict], label: int, name: str) -> tuple[list[Boxes], list[Boxes]]:

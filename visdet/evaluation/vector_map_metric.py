@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from mmengine.logging import print_log
 
+from visdet.checks.arguments import also_takes
 from visdet.registry import METRICS
 from visdet.structures.class_names import checked_names
 from visdet.structures.polylines import resample
 from visdet.structures.tables import summary_line, table_of
 
-from .driving_metric import DrivingMetric, as_array, read_anchors
+from .driving_metric import DrivingMetric, as_array
 from .precision_recall import CurveReport, score_curve
 
 _EPSILON = np.finfo(np.float32).eps
@@ -34,8 +35,6 @@ class VectorMapMetric(DrivingMetric):
         classes: names of the labels. The default is the data set's ``map_classes``.
         thresholds: Chamfer distances in metres.
         num_points: number of points per line.
-        anchors: polylines [N, P, 2] as an array or a file. If they are given, ``anchors_mAP`` is the mAP of predicting
-            them in every frame for every class, a baseline that a model should beat.
         prefix, collect_device: as in mmengine's BaseMetric.
 
     Raises:
@@ -45,14 +44,14 @@ class VectorMapMetric(DrivingMetric):
     """
 
     default_prefix = "VectorMap"
-    metric_names = ("mAP", "*_AP", "anchors_mAP")
+    metric_names = ("mAP", "*_AP")
 
+    @also_takes(anchors=...)
     def __init__(
         self,
         classes: Sequence[str] | None = None,
         thresholds: Sequence[float] = (0.5, 1.0, 1.5),
         num_points: int = 200,
-        anchors: str | np.ndarray | None = None,
         prefix: str | None = None,
         collect_device: str = "cpu",
     ) -> None:
@@ -60,7 +59,6 @@ class VectorMapMetric(DrivingMetric):
         self.classes = None if classes is None else checked_names("VectorMapMetric: classes", classes)
         self.thresholds = tuple(thresholds)
         self.num_points = num_points
-        self.anchors = anchors
 
     true_keys = ("vectors",)
     predicted_keys = ("vectors",)
@@ -98,13 +96,6 @@ class VectorMapMetric(DrivingMetric):
             rows[name]["AP"] = float(np.mean(precisions))
         self.curve_report = CurveReport(f"Chamfer distance {self.thresholds[middle]:g} m", curves)
         summary = {"mAP": float(np.mean([row["AP"] for row in rows.values()]))}
-        if self.anchors is not None:
-            lines = _resample_all(list(read_anchors(self.anchors)), self.num_points)
-            scores, values = np.linspace(1, 0.5, len(lines)), []
-            for label in range(len(classes)):
-                constant = {"lines": lines, "scores": scores, "labels": np.full(len(lines), label)}
-                values.append(_precisions(*self._hits([frame | constant for frame in sampled], label)))
-            summary["anchors_mAP"] = float(np.mean(values))
         print_log(table_of(rows) + summary_line(summary), logger="current")
         return summary | {f"{name}_AP": row["AP"] for name, row in rows.items()}
 
