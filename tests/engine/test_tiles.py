@@ -1,5 +1,6 @@
 """Large pictures as tiles, suppression of repeated detections, and pictures that are bytes."""
 
+import copy
 import io
 import itertools
 import json
@@ -15,6 +16,8 @@ from toy_run import PIPELINE, detections, toy_config, toy_runner
 from visdet.engine import Detector, UserError
 from visdet.engine.inference.detect_files import detect_files
 from visdet.engine.inference.tiles import windows_of
+from visdet.ops import box_iou_rotated
+from visdet.structures.rotated_boxes import boxes_to_polygons, polygons_to_boxes
 
 RESIZE = {"type": "Resize", "scale": (320, 320), "keep_ratio": True}
 SEEN = 6  # pixels of what the model gets that an object must cover in both directions
@@ -63,6 +66,22 @@ class BrightSpots(Detector):
         return found
 
 
+class TurnedSpots(BrightSpots):
+    """Finds the turned box of every bright spot."""
+
+    def _predict(self, items, amp, graph):
+        found = super()._predict(items, amp, graph)
+        for item, sample in zip(items, found, strict=True):
+            image = (item["inputs"].amax(0).numpy() > 128).astype(np.uint8)
+            outlines = cv2.findContours(image, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)[0]
+            corners = [cv2.boxPoints(cv2.minAreaRect(outline)) + 0.5 for outline in outlines]
+            polygons = torch.from_numpy(np.reshape(corners, (-1, 4, 2)).astype(np.float32))
+            boxes = polygons_to_boxes(polygons / torch.tensor(sample.get("scale_factor", (1.0, 1.0))))
+            scores, labels = torch.full((len(boxes),), 0.9), torch.zeros(len(boxes), dtype=torch.int64)
+            sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=labels)
+        return found
+
+
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiles")
@@ -94,6 +113,33 @@ def test_tiles_find_small_objects_once_in_a_large_picture(detector):
     assert len(wanted & found) >= 0.95 * len(wanted) and len(found) == len(tiled)
     small = [one for one in tiled if one.box[2] - one.box[0] < 40]
     assert len(small) <= 1.02 * len(boxes), "an object that a tile cuts, or two tiles show, is found once"
+
+
+def test_turned_boxes_are_joined_drawn_and_written(detector, tmp_path):
+    rng = np.random.default_rng(0)
+    places = np.stack(np.meshgrid(np.arange(100, 1400, 150), np.arange(100, 900, 150)), -1).reshape(-1, 2)
+    turns = rng.uniform(-1.5, 1.5, len(places))
+    boxes = np.column_stack([places, np.full((len(places), 2), (60, 24)), turns]).astype(np.float32)
+    polygons = boxes_to_polygons(torch.from_numpy(boxes)).numpy()
+    picture = picture_of((1000, 1500), [])
+    cv2.fillPoly(picture, list(polygons.round().astype(np.int32)), (255, 255, 255))
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    turned = copy.copy(detector)
+    turned.__class__ = TurnedSpots
+    found = turned(tmp_path / "a.png", tiles=480)
+    assert len(found) == len(boxes) and found.are_turned and found.polygons.shape == (len(boxes), 4, 2)
+    overlaps = box_iou_rotated(found.boxes, torch.from_numpy(boxes))
+    assert (overlaps.amax(1) > 0.85).all() and len(overlaps.argmax(1).unique()) == len(boxes)
+    record = json.loads(found.to_json())["detections"][0]
+    assert record["bbox_cxcywha"] == pytest.approx(found.boxes[0].tolist(), abs=1e-4)
+    assert np.allclose(record["polygon"], found.polygons[0], atol=0.01) and "bbox_xyxy" not in record
+    row = found.to_coco()[0]
+    assert np.allclose(row["segmentation"], found.polygons[0].flatten())
+    x1, y1, x2, y2 = found.enclosing_boxes[0].tolist()
+    assert row["bbox"] == pytest.approx([x1, y1, x2 - x1, y2 - y1])
+    changed = np.asarray(found.draw()) != picture
+    columns, rows = found.polygons.round().to(int).reshape(-1, 2).T.numpy()
+    assert changed[rows, columns].any(1).mean() > 0.95
 
 
 def test_a_picture_that_is_not_larger_than_a_tile_is_seen_as_without_tiles(detector):

@@ -58,6 +58,19 @@ def test_a_box_is_drawn_where_it_is():
     assert extent(drawn, (0, 0, 0)) == [9, 19, 51, 46]  # the dark line around it
 
 
+def test_a_turned_box_is_drawn_along_its_sides():
+    turned = sample()
+    turned.pred_instances = InstanceData(
+        bboxes=torch.tensor([[80.0, 60, 60, 20, 0.5]]), labels=torch.tensor([0]), scores=torch.tensor([0.9])
+    )
+    turned.set_metainfo(dict(img_shape=(60, 80), ori_shape=(120, 160), scale_factor=(0.5, 0.5)))
+    [drawn] = visualizer(min_side=1).draw_sample(GREY, turned, draw_gt=False)
+    middles = np.array([40, 30]) + np.outer([15, -15], [np.cos(0.5), np.sin(0.5)])
+    for x, y in middles.astype(int):
+        assert tuple(drawn[y, x]) == (255, 0, 0)
+    assert (drawn[30, 40] == 128).all() and tuple(drawn[45, 25]) != (255, 0, 0)
+
+
 def test_boxes_that_are_not_finite_do_not_end_a_run():
     boxes = np.array([[10.0, 20, np.inf, 1e30], [np.nan, 0, 5, 5], [-np.inf, -1e30, 30, 40]])
     drawn = draw_boxes(GREY, boxes, ["a", "b", "c"], [(255, 0, 0), (0, 255, 0), (0, 0, 255)])

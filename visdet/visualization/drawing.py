@@ -41,7 +41,8 @@ def draw_boxes(
 
     Args:
         image: RGB, uint8 [H, W, 3].
-        boxes: [N, 4] (x1, y1, x2, y2) in pixels of ``image``. A box with a NaN is left out.
+        boxes: [N, 4] (x1, y1, x2, y2), or [N, 4, 2], the corners (x, y) of turned boxes, in pixels of ``image``. A box
+            with a NaN is left out.
         texts: N labels. An empty label is not drawn.
         colours: N RGB colours.
         line_width: the width of lines in pixels. By default it grows with the image.
@@ -51,13 +52,21 @@ def draw_boxes(
     scale = (max(canvas.size) / 512) ** 0.5
     line_width = line_width or max(2, round(3 * scale))
     size = max(11, round(14 * scale))
-    boxes = boxes.clip(-_FAR, _FAR)
+    outlines = boxes = boxes.clip(-_FAR, _FAR)
+    if boxes.ndim == 3:
+        boxes = np.concatenate([boxes.min(axis=1), boxes.max(axis=1)], axis=1)
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     order = [i for i in np.argsort(-areas, kind="stable") if not np.isnan(boxes[i]).any()]
+    # A dark line around the coloured one keeps it visible on any background.
     for i in order:
+        if outlines.ndim == 3:
+            corners = [tuple(corner) for corner in outlines[i].tolist()]
+            around = [*corners, *corners[:2]]  # to the second one, so that all joints are round
+            draw.line(around, (0, 0, 0), line_width + 2, joint="curve")
+            draw.line(around, tuple(colours[i]), line_width, joint="curve")
+            continue
         x1, y1, x2, y2 = (round(float(side)) for side in boxes[i])
         x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # Pillow paints the last row and column, too.
-        # A dark line around the coloured one keeps it visible on any background.
         draw.rectangle((x1 - 1, y1 - 1, x2 + 1, y2 + 1), outline=(0, 0, 0), width=line_width + 2)
         draw.rectangle((x1, y1, x2, y2), outline=tuple(colours[i]), width=line_width)
     taken: list[tuple[int, int, int, int]] = []

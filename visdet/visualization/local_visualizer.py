@@ -11,6 +11,7 @@ from visdet.checks.arguments import also_takes
 from visdet.registry import VISUALIZERS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import class_palette
+from visdet.structures.rotated_boxes import boxes_to_polygons
 
 from .drawing import draw_boxes, enlarge
 from .sample_visualizer import SampleVisualizer, threshold_of_each
@@ -112,8 +113,10 @@ class DetLocalVisualizer(SampleVisualizer):
                 f"{text} {score:.2f}" for text, score in zip(texts, instances.scores.tolist(), strict=True)
             ]
         colours = [colour or tuple(palette[label]) for label in labels]
-        boxes = instances.bboxes.to(torch.float64).numpy() * scale
-        return draw_boxes(canvas, boxes, texts, colours, self.line_width)
+        boxes = instances.bboxes.to(torch.float64)
+        if boxes.shape[1] == 5:
+            boxes, scale = boxes_to_polygons(boxes), scale[:2]
+        return draw_boxes(canvas, boxes.numpy() * scale, texts, colours, self.line_width)
 
 
 def _box_scales(sample: DetDataSample, image_shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -20,6 +20,7 @@ from visdet.files.writing import write_atomically, written_whole
 from visdet.registry import OPS
 from visdet.structures import DetDataSample
 from visdet.structures.class_names import checked_names
+from visdet.structures.rotated_boxes import boxes_to_polygons
 
 from .sample_images import image_file_of
 
@@ -27,12 +28,12 @@ __all__ = ["Detection", "Detections", "detections_of"]
 
 
 class Detection(NamedTuple):
-    """One detection: its class, the position of that in the list of all, its score, and (x1, y1, x2, y2) in pixels."""
+    """One detection: its class, the position of that in the list of all, its score, and its row of the boxes."""
 
     class_name: str
     label: int
     score: float
-    box: tuple[float, float, float, float]
+    box: tuple[float, ...]
 
 
 class Detections:
@@ -52,7 +53,8 @@ class Detections:
         category_ids: the number of each class in the annotation file that the model was trained with, if all are known.
 
     Attributes:
-        boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image.
+        boxes: float32 [N, 4] (x1, y1, x2, y2) in pixels of the image, or turned boxes [N, 5] (cx, cy, w, h, angle in
+            radians, clockwise).
         scores: float32 [N] in 0..1.
         labels: int64 [N], positions in ``classes``.
         classes: the names of all labels.
@@ -146,9 +148,29 @@ class Detections:
     @checked
     def nms(self, iou_threshold: Share) -> "Detections":
         """Return the detections without those that a better one of their class overlaps by more than a threshold."""
+        if self.are_turned:
+            suppress = OPS.get("nms_rotated")
+            return self[suppress(self.boxes, self.scores, iou_threshold, self.labels)[1]]
         suppress = OPS.get("batched_nms")
         kept = suppress(self.boxes, self.scores, self.labels, {"iou_threshold": iou_threshold})[1]
         return self[kept]
+
+    @property
+    def are_turned(self) -> bool:
+        """Whether the boxes are turned."""
+        return self.boxes.shape[1] == 5
+
+    @property
+    def polygons(self) -> Tensor:
+        """The corners (x, y) of the boxes, float32 [N, 4, 2], from the top left one clockwise as the box is turned."""
+        if self.are_turned:
+            return boxes_to_polygons(self.boxes)
+        return self.boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
+
+    @property
+    def enclosing_boxes(self) -> Tensor:
+        """The upright boxes around the boxes, float32 [N, 4] (x1, y1, x2, y2)."""
+        return torch.cat([self.polygons.amin(1), self.polygons.amax(1)], 1)
 
     @property
     def class_names(self) -> list[str]:
@@ -183,7 +205,8 @@ class Detections:
 
         Its keys are ``file``, ``frame`` and ``time`` (of videos only; seconds, 3 decimals), ``height``, ``width`` and
         ``detections``. That is a list of dicts with ``class``, ``label``, ``category_id`` (if it is known), ``score``
-        (5 decimals) and ``bbox_xyxy`` (2 decimals).
+        (5 decimals) and ``bbox_xyxy`` (2 decimals). A turned box has ``bbox_cxcywha`` (5 decimals; the angle is in
+        radians and turns clockwise) and ``polygon``, its four corners [x, y], instead of ``bbox_xyxy``.
         """
         record: dict[str, Any] = {"file": self.path}
         if self.frame is not None:
@@ -192,12 +215,13 @@ class Detections:
             record["time"] = round(self.time, 3)
         height, width = self.shape
         found = []
-        for name, label, score, box in self:
-            edges = [round(edge, 2) for edge in box]
+        for (name, label, score, box), polygon in zip(self, self.polygons.tolist(), strict=True):
+            place: dict[str, Any] = {"bbox_xyxy": _rounded(box, 2)}
+            if self.are_turned:
+                corners = [_rounded(corner, 2) for corner in polygon]
+                place = {"bbox_cxcywha": _rounded(box, 5), "polygon": corners}
             number = {"category_id": int(self.category_ids[label])} if self.category_ids else {}
-            found.append(
-                {"class": name, "label": label, **number, "score": round(score, 5), "bbox_xyxy": edges}
-            )
+            found.append({"class": name, "label": label, **number, "score": round(score, 5), **place})
         return record | {"height": height, "width": width, "detections": found}
 
     @checked
@@ -220,6 +244,8 @@ class Detections:
     ) -> list[dict[str, Any]]:
         """Return the detections as COCO's result format has them, with ``bbox`` (x, y, width, height).
 
+        Turned boxes also have a ``segmentation`` of their four corners.
+
         Args:
             image_id: the number of the image in the annotation file.
             category_ids: the number of each class in the annotation file. The default is those that the model was
@@ -230,9 +256,11 @@ class Detections:
         if len(numbers) != count:
             raise InvalidInputError(f"category_ids must have {count} numbers, got {len(numbers)}")
         records = []
-        for _, label, score, (x1, y1, x2, y2) in self:
-            record = {"image_id": image_id, "category_id": int(numbers[label])}
-            records.append(record | {"bbox": [x1, y1, x2 - x1, y2 - y1], "score": score})
+        rows = zip(self, self.enclosing_boxes.tolist(), self.polygons.flatten(1).tolist(), strict=True)
+        for found, (x1, y1, x2, y2), corners in rows:
+            record: dict[str, Any] = {"image_id": image_id, "category_id": int(numbers[found.label])}
+            record |= {"bbox": [x1, y1, x2 - x1, y2 - y1], "score": found.score}
+            records.append(record | ({"segmentation": [corners]} if self.are_turned else {}))
         return records
 
     def to_json(self) -> str:
@@ -242,6 +270,8 @@ class Detections:
     def to_supervision(self) -> Any:
         """Return the detections as ``supervision.Detections``, with ``data['class_name']``.
 
+        Turned boxes are in ``data['xyxyxyxy']``, where supervision's ``OrientedBoxAnnotator`` finds them.
+
         Raises:
             MissingPackageError: the package supervision is not installed.
         """
@@ -249,12 +279,17 @@ class Detections:
             import supervision
         except ImportError as error:
             raise MissingPackageError("to_supervision needs supervision: pip install supervision") from error
+        corners = {"xyxyxyxy": self.polygons.numpy()} if self.are_turned else {}
         return supervision.Detections(
-            xyxy=self.boxes.numpy().reshape(-1, 4),
+            xyxy=self.enclosing_boxes.numpy(),
             confidence=self.scores.numpy(),
             class_id=self.labels.numpy().astype(int),
-            data={"class_name": np.array(self.class_names, dtype=str)},
+            data={"class_name": np.array(self.class_names, dtype=str), **corners},
         )
+
+
+def _rounded(numbers: Iterable[float], decimals: int) -> list[float]:
+    return [round(number, decimals) for number in numbers]
 
 
 def detections_of(

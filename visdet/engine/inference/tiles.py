@@ -49,8 +49,8 @@ def joined(
 ) -> Detections:
     """Return the detections in the windows of a picture as those of the picture.
 
-    A box that ends at an inner edge of its tile and is so small that another tile shows it whole is left out. Of boxes
-    of a class that overlap by more than a threshold, the best one is kept.
+    A box that ends at an inner edge of its tile or beyond, and is so small that another tile shows it whole, is left
+    out. Of boxes of a class that overlap by more than a threshold, the best one is kept.
 
     Args:
         parts: the detections in each window. windows: the result of :func:`windows_of`.
@@ -62,13 +62,16 @@ def joined(
     boxes, rows = [], []
     for part, (x1, y1, x2, y2) in zip(parts, windows, strict=True):
         margin = _EDGE * max(x2 - x1, y2 - y1)
-        own = part.boxes
+        own = part.enclosing_boxes
         sizes = own[:, 2:] - own[:, :2]
         inner = torch.tensor([x1 > 0, y1 > 0, x2 < width, y2 < height])
-        edges = torch.tensor([0, 0, x2 - x1, y2 - y1], dtype=own.dtype)
-        is_cut = inner & ((own - edges).abs() < margin) & (sizes < shared - margin).repeat(1, 2)
+        reaches = torch.cat(
+            [own[:, :2] < margin, own[:, 2:] > own.new_tensor([x2 - x1, y2 - y1]) - margin], 1
+        )
+        is_cut = inner & reaches & (sizes < shared - margin).repeat(1, 2)
         kept = ~is_cut.any(dim=1)
-        boxes.append(own[kept] + torch.tensor([x1, y1, x1, y1]))
+        moved = [x1, y1, 0, 0, 0] if part.are_turned else [x1, y1, x1, y1]
+        boxes.append(part.boxes[kept] + torch.tensor(moved))
         rows.append((part.scores[kept], part.labels[kept]))
     scores, labels = (torch.cat(columns) for columns in zip(*rows, strict=True))
     sample = DetDataSample(metainfo={"ori_shape": shape, "img_path": image.path})
