@@ -1,11 +1,14 @@
 """The functions of mmcv._ext for rotated boxes: they write into given tensors, as mmcv's wrappers expect."""
 
+import math
+
 import pytest
 import torch
 from entries import device  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext
+from visdet.ops.box_iou_rotated import corners_of
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -68,3 +71,38 @@ def test_suppression_has_mmcvs_arguments_and_ignores_labels():
         [[0.0, 0, 2, 0, 2, 2, 0, 2, 0], [0, 0, 2, 0, 2, 2, 0, 2, 1], [9, 9, 10, 9, 10, 10, 9, 10, 0]]
     )
     assert mmcv_ext.nms_quadri(quads, scores, order, quads[order], 0.3, True).tolist() == [1, 2]
+
+
+def test_overlaps_and_suppression():
+    boxes = (uniform(40, 5) * torch.tensor([6, 6, 4, 2, 2 * math.pi])).float()
+    quads, overlap = corners_of(boxes).flatten(1), torch.zeros(40, 40)
+    for name, given in (("box_iou_rotated", boxes), ("box_iou_quadri", quads)):
+        getattr(mmcv_ext, name)(given, given, overlap.view(-1), mode_flag=1, aligned=False)
+        assert torch.equal(overlap, getattr(ops, name)(given, given, "iof"))
+    boxes = boxes[:, [0, 1, 0, 2, 3, 0, 4]]
+    mmcv_ext.iou3d_boxes_overlap_bev_forward(boxes, boxes, overlap)
+    assert torch.equal(overlap, ops.boxes_overlap_bev(boxes, boxes))
+    for name in ("nms3d", "nms3d_normal"):
+        keep, count = torch.zeros(40).long(), torch.zeros(()).long()
+        getattr(mmcv_ext, f"iou3d_{name}_forward")(boxes, keep, count, nms_overlap_thresh=0.2)
+        kept = getattr(ops, name)(boxes, torch.zeros(40), 0.2)
+        assert torch.equal(keep[:count], kept) and 3 < count < 40
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "rest", "message"),
+    [
+        ("box_iou_rotated", 5, (0, False), r"ious must be \[9\], got \[3\]"),
+        ("box_iou_quadri", 8, (2, True), "mode_flag must be one of .* got 2"),
+    ],
+)
+def test_other_overlaps_are_refused(name, columns, rest, message):
+    boxes = torch.zeros(3, columns)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        getattr(mmcv_ext, name)(boxes, boxes, torch.zeros(3), *rest)
+
+
+def test_a_list_of_what_is_kept_has_room_for_all_boxes():
+    keep = torch.zeros(3).long()
+    with pytest.raises(ValueError, match=r"mmcv\._ext\.iou3d_nms3d_forward: keep must be"):
+        mmcv_ext.iou3d_nms3d_forward(torch.zeros(3, 7), keep[:2], keep[:1], 0.2)

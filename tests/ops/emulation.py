@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
 EMULATED = Path(__file__).with_name("emulated")
@@ -37,3 +38,14 @@ def compiled(folder, program, headers=(), dynamic="", static=""):
     command += [f"-I{path}" for path in (EMULATED, folder, SOURCES)]
     subprocess.run([*command, str(source), "-o", str(output)], check=True)
     return ctypes.CDLL(str(output))
+
+
+def called(function, *arguments):
+    """Call a function of C with tensors or None, which it gets as addresses, and numbers: bool, int64_t or double."""
+    kinds = {bool: ctypes.c_bool, int: ctypes.c_int64, float: ctypes.c_double, type(None): ctypes.c_void_p}
+    return function(
+        *(
+            ctypes.c_void_p(one.data_ptr()) if isinstance(one, torch.Tensor) else kinds[type(one)](one)
+            for one in arguments
+        )
+    )

@@ -1,4 +1,4 @@
-"""Overlaps and suppression of rotated boxes, quadrilaterals and 3-D boxes, and the names in mmcv._ext."""
+"""Overlaps and suppression of rotated boxes, quadrilaterals and 3-D boxes."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from test_nms import LABELS, random_scores, same_kept
-from test_point_sets import FLAT, _shared, boxes_in_space
 from torch import Tensor
 
 from tests.fuzz import sizes
+from tests.fuzz.boxes import FLAT, boxes_in_space, overlap
 from tests.fuzz.polygons import IS_NAN
 from tests.fuzz.problem import Draw, Operator, Problem, nothing, rand
-from visdet.compat import mmcv_ext
+from tests.fuzz.suppression import LABELS, random_scores, same_kept
 from visdet.ops import (
-    _library,
     box_iou_quadri,
     box_iou_rotated,
     boxes_iou3d,
@@ -40,7 +38,7 @@ def _draw_table(draw: Draw) -> Problem:
 
 def _table(kind: str) -> Callable[..., Tensor]:
     def table(boxes_a: Tensor, boxes_b: Tensor) -> Tensor:
-        rows = [[_shared(one, other, kind) for other in boxes_b.tolist()] for one in boxes_a.tolist()]
+        rows = [[overlap(one, other, kind) for other in boxes_b.tolist()] for one in boxes_a.tolist()]
         return boxes_a.new_tensor(rows).view(len(boxes_a), len(boxes_b))
 
     return table
@@ -239,12 +237,6 @@ OPERATORS = (
 PI = math.pi
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def backend(request, monkeypatch):
-    if request.param == "reference":
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
-
-
 def rotated_boxes(N, seed=0, side=6.0):
     generator = torch.Generator().manual_seed(seed)
     scale = torch.tensor([side, side, 4, 2, 2 * PI], dtype=torch.float64)
@@ -364,28 +356,7 @@ def test_an_overlap_equal_to_the_threshold_is_not_more(backend):
     assert len(nms_rotated(boxes, torch.ones(2), 0.333)[1]) == 1
 
 
-def test_entries_of_mmcv(device):
-    boxes = rotated_boxes(40).float().to(device)
-    quads, overlap = corners_of(boxes.cpu()).float().to(device), boxes.new_zeros(40, 40)
-    for entry, function, given in (
-        (mmcv_ext.box_iou_rotated, box_iou_rotated, boxes),
-        (mmcv_ext.box_iou_quadri, box_iou_quadri, quads),
-    ):
-        entry(given, given, overlap.view(-1), mode_flag=1, aligned=False)
-        assert torch.equal(overlap, function(given, given, "iof"))
-    boxes = torch.cat([boxes[:, :2], boxes[:, :1], boxes[:, 2:4], boxes[:, :1], boxes[:, 4:]], 1)
-    mmcv_ext.iou3d_boxes_overlap_bev_forward(boxes, boxes, overlap)
-    assert torch.equal(overlap, boxes_overlap_bev(boxes, boxes))
-    for entry, suppress in (
-        (mmcv_ext.iou3d_nms3d_forward, nms3d),
-        (mmcv_ext.iou3d_nms3d_normal_forward, nms3d_normal),
-    ):
-        keep, count = torch.zeros(40, device=device).long(), torch.zeros((), device=device).long()
-        entry(boxes, keep, count, nms_overlap_thresh=0.2)
-        assert torch.equal(keep[:count], suppress(boxes, boxes.new_zeros(40), 0.2)) and 3 < count < 40
-
-
-R5, R8, R7, S = torch.zeros(3, 5), torch.zeros(3, 8), torch.zeros(3, 7), torch.zeros(3)
+R5, R8 = torch.zeros(3, 5), torch.zeros(3, 8)
 
 
 REFUSED = [
@@ -393,17 +364,5 @@ REFUSED = [
     (
         lambda: box_iou_quadri(R8, R8[:2], aligned=True),
         r"bboxes2 must be \[3, 8\] as bboxes1 .* got \[2, 8\]",
-    ),
-    (
-        lambda: mmcv_ext.iou3d_nms3d_forward(R7, S[:2].long(), S[:1].long(), 0.2),
-        r"mmcv\._ext\.iou3d_nms3d_forward: keep must be",
-    ),
-    (
-        lambda: mmcv_ext.box_iou_rotated(R5, R5, S, 0, False),
-        r"box_iou_rotated: ious must be \[9\], got \[3\]",
-    ),
-    (
-        lambda: mmcv_ext.box_iou_quadri(R8, R8, S, 2, True),
-        "box_iou_quadri: mode_flag must be one of .* got 2",
     ),
 ]

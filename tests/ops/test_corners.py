@@ -1,15 +1,10 @@
 """The arithmetic of bilinear samples in ``csrc/common``, compiled for the host, against plain formulas."""
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from emulation import called
 
-SOURCES = Path(__file__).resolve().parents[2] / "visdet" / "ops" / "csrc"
 PROGRAM = """
 #include "common/corners.cuh"
 
@@ -49,29 +44,11 @@ extern "C" void interpolated(const double* corner, double fx, double fy, double*
 FRACTIONS = [(0.0, 0.0), (0.25, 0.75), (0.5, 0.1), (1.0, 0.3), (0.7, 1.0)]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    if not SOURCES.is_dir():
-        pytest.skip("needs the sources, which a wheel does not hold")
-    folder = tmp_path_factory.mktemp("corners")
-    source, output = folder / "corners.cpp", folder / "corners.so"
-    source.write_text(PROGRAM)
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{SOURCES}"]
-    subprocess.run([*command, str(source), "-o", str(output)], check=True)
-    return ctypes.CDLL(str(output))
-
-
-def numbers(count, kind=ctypes.c_double):
-    return (kind * count)()
-
-
-def call(function, count, *arguments):
-    out = numbers(count)
-    function(*(ctypes.c_double(x) if isinstance(x, float) else x for x in arguments), out)
-    return list(out)
+def found(function, count, *arguments):
+    """Return the numbers that a function of the program writes."""
+    out = torch.zeros(count, dtype=torch.float64)
+    called(function, *arguments, out)
+    return out
 
 
 def bilinear(corner, fx, fy):
@@ -85,48 +62,36 @@ def test_corners_and_weights_are_those_of_grid_sample(library, H, W):
     size = torch.tensor([W, H], dtype=torch.float64)
     inside = torch.rand(200, 2, dtype=torch.float64) * (size + 3) - 2
     edges = [[-1.0, 0.0], [float(W), 0.0], [0.0, float(H)], [W - 1.0, H - 1.0], [-0.5, H - 0.5]]
-    strange = [[float("nan"), 0.0], [0.0, float("inf")], [-1e30, 1e30]]
-    xy = torch.cat([inside, torch.tensor(edges + strange, dtype=torch.float64)]).contiguous()
+    strange = [[torch.nan, 0.0], [0.0, torch.inf], [-1e30, 1e30]]
+    xy = torch.cat([inside, torch.tensor(edges + strange, dtype=torch.float64)])
     count, image = len(xy), torch.rand(H, W, dtype=torch.float64)
-    counts, texels = numbers(count, ctypes.c_int), numbers(4 * count, ctypes.c_int)
-    weights, fractions = numbers(4 * count), numbers(2 * count)
-    data = ctypes.cast(xy.data_ptr(), ctypes.POINTER(ctypes.c_double))
-    library.locate_all(data, count, H, W, counts, texels, weights, fractions)
-    texels = torch.tensor(list(texels)).view(count, 4)
+    counts, texels = torch.zeros(count, dtype=torch.int32), torch.zeros(count, 4, dtype=torch.int32)
+    weights, fractions = torch.zeros_like(xy).repeat(1, 2), torch.zeros_like(xy)
+    called(library.locate_all, xy, count, H, W, counts, texels, weights, fractions)
     assert texels.min() >= 0 and texels.max() < H * W
-    found = (image.flatten()[texels] * torch.tensor(list(weights), dtype=torch.float64).view(count, 4)).sum(1)
-    grid = ((xy[:-3] * 2 + 1) / size - 1).view(1, 1, -1, 2)
-    expected = F.grid_sample(image.view(1, 1, H, W), grid, align_corners=False).flatten()
-    torch.testing.assert_close(found[:-3], expected, rtol=1e-12, atol=1e-12)
-    assert found[-3:].tolist() == [0, 0, 0]
-    x, y = xy.unbind(1)
-    does_count = (x > -1) & (x < W) & (y > -1) & (y < H)
-    assert [bool(c) for c in counts] == does_count.tolist()
-    fractions = torch.tensor(list(fractions), dtype=torch.float64).view(count, 2)[does_count]
-    torch.testing.assert_close(fractions, xy[does_count] - xy[does_count].floor(), rtol=0, atol=1e-12)
+    samples = (image.flatten()[texels] * weights).sum(1)
+    grid = (xy[None, None, :-3] * 2 + 1) / size - 1
+    expected = F.grid_sample(image[None, None], grid, align_corners=False).flatten()
+    torch.testing.assert_close(samples[:-3], expected, rtol=1e-12, atol=1e-12)
+    assert samples[-3:].tolist() == [0, 0, 0]
+    does_count = ((xy > -1) & (xy < size)).all(1)
+    assert torch.equal(counts > 0, does_count)
+    torch.testing.assert_close(fractions[does_count], xy[does_count] % 1, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("fx, fy", FRACTIONS)
-@pytest.mark.parametrize("k", range(4))
-def test_factors_of_a_corner_are_its_weight_and_the_slopes_of_the_weight(library, k, fx, fy):
-    corner = [float(k == i) for i in range(4)]
-    weight, by_x, by_y = call(library.factors_of, 3, k, fx, fy)
-    assert weight == pytest.approx(bilinear(corner, fx, fy), abs=1e-15)
-    assert by_x == pytest.approx(bilinear(corner, 1, fy) - bilinear(corner, 0, fy), abs=1e-15)
-    assert by_y == pytest.approx(bilinear(corner, fx, 1) - bilinear(corner, fx, 0), abs=1e-15)
-
-
-@pytest.mark.parametrize("fx, fy", FRACTIONS)
-def test_scaled_weights_are_those_of_the_corners_times_the_scale(library, fx, fy):
-    expected = [-1.5 * call(library.factors_of, 3, k, fx, fy)[0] for k in range(4)]
-    assert call(library.scaled_weights, 4, -1.5, fx, fy) == pytest.approx(expected, abs=1e-15)
-
-
-@pytest.mark.parametrize("fx, fy", FRACTIONS)
-def test_an_interpolation_and_its_slopes_are_those_of_finite_differences(library, fx, fy):
-    corner, step = [0.3, -1.2, 2.5, 0.8], 1e-5
-    value, by_x, by_y = call(library.interpolated, 3, (ctypes.c_double * 4)(*corner), fx, fy)
-    assert value == pytest.approx(bilinear(corner, fx, fy), abs=1e-14)
-    slope_x = (bilinear(corner, fx + step, fy) - bilinear(corner, fx - step, fy)) / (2 * step)
-    slope_y = (bilinear(corner, fx, fy + step) - bilinear(corner, fx, fy - step)) / (2 * step)
-    assert (by_x, by_y) == (pytest.approx(slope_x, abs=1e-9), pytest.approx(slope_y, abs=1e-9))
+def test_factors_of_a_corner_are_its_weight_and_the_slopes_of_the_weight(library, fx, fy):
+    """Weights times a scale and interpolated numbers, with their slopes, are sums of these factors."""
+    corners = torch.eye(4, dtype=torch.float64)
+    factors = torch.stack([found(library.factors_of, 3, k, fx, fy) for k in range(4)])
+    slopes = (
+        bilinear(corners, 1, fy) - bilinear(corners, 0, fy),
+        bilinear(corners, fx, 1) - bilinear(corners, fx, 0),
+    )
+    expected = torch.stack([bilinear(corners, fx, fy), *slopes], 1)
+    torch.testing.assert_close(factors, expected, rtol=0, atol=1e-15)
+    scaled = found(library.scaled_weights, 4, -1.5, fx, fy)
+    torch.testing.assert_close(scaled, -1.5 * factors[:, 0], rtol=0, atol=1e-15)
+    numbers = torch.tensor([0.3, -1.2, 2.5, 0.8], dtype=torch.float64)
+    interpolated = found(library.interpolated, 3, numbers, fx, fy)
+    torch.testing.assert_close(interpolated, numbers @ factors, rtol=0, atol=1e-14)

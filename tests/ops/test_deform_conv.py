@@ -19,7 +19,6 @@ from visdet.ops import (
     DeformConv2dPack,
     ModulatedDeformConv2dPack,
     SAConv2d,
-    _library,
     deform_conv2d,
     modulated_deform_conv2d,
 )
@@ -278,13 +277,6 @@ OPERATORS = (
         },
     ),
 )
-
-
-@pytest.fixture(params=["visdet", "plain"])
-def backend(request, monkeypatch):
-    """Let visdet's kernels or plain torch serve the CPU."""
-    if request.param == "plain":
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
 
 
 def test_zero_offsets_are_the_convolution(backend):

@@ -8,10 +8,15 @@ import pytest
 import torch
 from calls import assert_matches
 from hypothesis import strategies as st
-from test_deformable_aggregation import _TWO_CAMERAS, _launches_of_deformable_aggregation, _sizes, _tables
 from torch import Tensor
 
 from tests.fuzz import sizes
+from tests.fuzz.aggregation import (
+    TWO_CAMERAS,
+    aggregation_sizes,
+    camera_tables,
+    launches_of_aggregation,
+)
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
 from tests.fuzz.sampling import near_whole
 from visdet.ops import (
@@ -57,8 +62,8 @@ def _is_ambiguous(key_points: Tensor, projection: Tensor, image_wh: Tensor | Non
 
 
 def _draw_fused(draw: Draw) -> Problem:
-    B, Q, P, V, L, G, group, side = _sizes(draw)
-    shapes, starts, rows = _tables(draw, V, L, side)
+    B, Q, P, V, L, G, group, side = aggregation_sizes(draw)
+    shapes, starts, rows = camera_tables(draw, V, L, side)
     features = draw.values(B, rows, G * group)
     wide = wide_of(features.dtype)
     image_wh = draw.whole(10, 1000, B, V, 2).double() if draw.chance(0.5) else None
@@ -150,7 +155,7 @@ def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 @st.composite
 def _launches_of_deformable_aggregation_fused(draw: st.DrawFn) -> dict[str, Any]:
-    given = draw(_launches_of_deformable_aggregation())
+    given = draw(launches_of_aggregation())
     B, Q, P, V, L, G = given.pop("weights").shape
     empty = partial(sizes.empty, dtype=given.pop("locations").dtype)
     of_cameras = draw(st.booleans())
@@ -184,7 +189,7 @@ OPERATORS = (
             lambda n: Problem(
                 {
                     "features": rand(n, 18, 4),
-                    **_TWO_CAMERAS,
+                    **TWO_CAMERAS,
                     "key_points": rand(n, 5, 3, 3),
                     "projection": torch.eye(4).repeat(n, 2, 1, 1),
                     "image_wh": None,

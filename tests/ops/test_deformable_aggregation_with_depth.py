@@ -8,16 +8,16 @@ import pytest
 import torch
 from calls import gradients
 from hypothesis import strategies as st
-from test_deformable_aggregation import (
-    _SPOILED,
-    _bounds,
-    _draw,
-    _launches_of_deformable_aggregation,
-    _of_shapes,
-    make_case,
-)
 
 from tests.fuzz import sizes
+from tests.fuzz.aggregation import (
+    SPOILED,
+    aggregation_bounds,
+    draw_aggregation,
+    launches_of_aggregation,
+    make_case,
+    of_shapes,
+)
 from tests.fuzz.problem import Draw, Operator, Problem, gradient_sum, largest
 from tests.fuzz.sampling import near_whole
 from visdet.ops import (
@@ -28,7 +28,7 @@ from visdet.ops import (
 
 
 def _draw_with_depth(draw: Draw) -> Problem:
-    problem = _draw(draw)
+    problem = draw_aggregation(draw)
     given, D = problem.arguments, draw.pick(1 if draw.has_bad_numbers else 0, 1, 2, 3, 8, 64)
     features, locations = given["features"], given["locations"]
     depths = draw.uniform(-2, D + 1, *locations.shape[:-1], 1)
@@ -55,7 +55,7 @@ def _draw_with_depth(draw: Draw) -> Problem:
 
 
 def _depth_bounds(problem: Problem, bounds: dict[str, float]) -> None:
-    _bounds(problem, bounds)
+    aggregation_bounds(problem, bounds)
     if "depth_probs" in bounds:
         given = problem.arguments
         channels = max(1, given["features"].shape[2])
@@ -68,7 +68,7 @@ def _depth_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 
 @st.composite
 def _launches_of_deformable_aggregation_with_depth(draw: st.DrawFn) -> dict[str, Any]:
-    arguments = draw(_launches_of_deformable_aggregation())
+    arguments = draw(launches_of_aggregation())
     features, locations = arguments.pop("features"), arguments.pop("locations")
     depth_probs = sizes.empty(*features.shape[:2], draw(st.sampled_from([0, 1, 3, 64])), dtype=features.dtype)
     arguments["locations"] = sizes.empty(*locations.shape[:-1], 3, dtype=locations.dtype)
@@ -83,10 +83,10 @@ OPERATORS = (
         deformable_aggregation_with_depth_reference,
         _depth_bounds,
         reads_beside=("features", "depth_probs"),
-        spoiled={**_SPOILED, "depth_probs": ("rank", "type", 0, 1)},
+        spoiled={**SPOILED, "depth_probs": ("rank", "type", 0, 1)},
         aliases=("deformable_aggregation",),
         of_size=(
-            lambda n: _of_shapes(
+            lambda n: of_shapes(
                 features=(n, 18, 4),
                 depth_probs=(n, 18, 3),
                 locations=(n, 5, 3, 2, 3),

@@ -1,10 +1,10 @@
 """What kernels share in ``csrc/common``: exchanges of a warp, compaction and cells, in a block that a CPU emulates."""
 
-import ctypes
 import random
 
 import pytest
-from emulation import compiled
+import torch
+from emulation import called
 
 PROGRAM = """
 #include "common/cells.cuh"
@@ -86,82 +86,73 @@ extern "C" int cells(int H, int W) { return static_cast<int>(cell_count(H, W)); 
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("device_library"), PROGRAM)
-
-
-def doubles(values):
-    return (ctypes.c_double * len(values))(*values)
+LANES = torch.arange(32)
+VALUES = (7 * LANES % 32 - 11).double()
 
 
 def of_warp(function, values, begin=1, end=32):
-    out = doubles([0] * 32)
-    function(doubles(values), begin, end, out)
-    return list(out)
+    out = torch.zeros(32, dtype=torch.float64)
+    called(function, values, begin, end, out)
+    return out
 
 
-VALUES = [float((7 * lane) % 32 - 11) for lane in range(32)]
-
-
-def group(lane, begin, end):
-    """Return the lanes of the lane's group of ``end`` whose numbers agree with its number modulo ``begin``."""
-    first = lane // end * end
-    return [other for other in range(first, first + end) if other % begin == lane % begin]
+def groups(begin, end):
+    """Return the lanes of each lane's group of ``end`` whose numbers agree with its number modulo ``begin``."""
+    return (LANES[:, None] // end == LANES // end) & (LANES[:, None] % begin == LANES % begin)
 
 
 @pytest.mark.parametrize("begin, end", [(1, 32), (1, 4), (4, 32), (2, 8), (8, 8)])
-@pytest.mark.parametrize("name, combine", [("sums", sum), ("greatest", max), ("least", min)])
-def test_a_warp_combines_the_values_of_groups(library, name, combine, begin, end):
-    expected = [combine(VALUES[other] for other in group(lane, begin, end)) for lane in range(32)]
-    assert of_warp(getattr(library, name), VALUES, begin, end) == expected
+@pytest.mark.parametrize(
+    "name, combine, none",
+    [("sums", torch.sum, 0), ("greatest", torch.amax, -torch.inf), ("least", torch.amin, torch.inf)],
+)
+def test_a_warp_combines_the_values_of_groups(library, name, combine, none, begin, end):
+    expected = combine(VALUES.where(groups(begin, end), none), 1)
+    assert torch.equal(of_warp(getattr(library, name), VALUES, begin, end), expected)
 
 
 def test_a_warp_sums_several_values_at_once(library):
-    values, out = [*VALUES, *map(abs, VALUES)], doubles([0] * 64)
-    library.sums_of_two(doubles(values), 2, 16, out)
-    for lane in range(32):
-        for i in range(2):
-            assert out[2 * lane + i] == sum(values[2 * other + i] for other in group(lane, 2, 16))
+    values = torch.stack([VALUES, VALUES.abs()], 1)
+    out = torch.zeros_like(values)
+    called(library.sums_of_two, values, 2, 16, out)
+    assert torch.equal(out, groups(2, 16).double() @ values)
 
 
 def test_lanes_outside_a_mask_take_no_part(library):
-    expected = [sum(VALUES[8:16]) if 8 <= lane < 16 else VALUES[lane] for lane in range(32)]
-    assert of_warp(library.masked_sums, VALUES, 8, 16) == expected
+    expected = VALUES.clone()
+    expected[8:16] = VALUES[8:16].sum()
+    assert torch.equal(of_warp(library.masked_sums, VALUES, 8, 16), expected)
 
 
 @pytest.mark.parametrize("end", [32, 16, 1])
 def test_running_sums_of_a_warp(library, end):
-    found = of_warp(library.running_sums, VALUES, end=end)
-    assert found[:end] == [sum(VALUES[: lane + 1]) for lane in range(end)]
+    assert torch.equal(of_warp(library.running_sums, VALUES, end=end)[:end], VALUES.cumsum(0)[:end])
 
 
 @pytest.mark.parametrize("N, end", [(1, 32), (4, 32), (4, 4), (16, 16), (16, 32)])
 def test_transposed_sums_leave_each_lane_one_of_the_sums(library, N, end):
-    values, out = [float((5 * i) % 61) for i in range(32 * N)], doubles([0] * 32)
-    library.transposed_sums(doubles(values), N, end, out)
-    for lane in range(32):
-        lanes = group(lane, 1, end)
-        assert out[lane] == sum(values[N * other + lane % N] for other in lanes)
+    values = (5 * torch.arange(32 * N) % 61).double().view(32, N)
+    sums = groups(1, end).double() @ values
+    assert torch.equal(of_warp(library.transposed_sums, values, N, end), sums[LANES, LANES % N])
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("share", [0, 1, 30, 100])
 def test_compaction_lists_what_is_kept_in_order(library, rounds, share):
-    generator = random.Random(share)
-    keeps = [int(generator.random() * 100 < share) for _ in range(96 * rounds)]
-    kept = (ctypes.c_int * len(keeps))()
-    count = library.compacted((ctypes.c_int * len(keeps))(*keeps), rounds, kept)
-    assert list(kept[:count]) == [i for i, keep in enumerate(keeps) if keep]
+    generator = torch.Generator().manual_seed(share)
+    keeps = (torch.rand(96 * rounds, generator=generator) * 100 < share).int()
+    kept = torch.zeros_like(keeps)
+    count = called(library.compacted, keeps, rounds, kept)
+    assert torch.equal(kept[:count], keeps.nonzero()[:, 0].int())
 
 
 @pytest.mark.parametrize("begin, end", [(0, 1), (0, 256), (3, 700), (5, 5)])
 def test_a_scan_turns_counts_into_starts(library, begin, end):
-    counts = [(3 * i) % 7 for i in range(720)]
-    scanned = (ctypes.c_int * len(counts))(*counts)
-    assert library.scanned(scanned, begin, end, 40) == 40 + sum(counts[begin:end])
-    expected = [40 + sum(counts[begin:i]) if begin <= i < end else counts[i] for i in range(720)]
-    assert list(scanned) == expected
+    counts = (3 * torch.arange(720) % 7).int()
+    scanned, expected, within = counts.clone(), counts.clone(), counts[begin:end]
+    assert called(library.scanned, scanned, begin, end, 40) == 40 + within.sum()
+    expected[begin:end] = 40 + within.cumsum(0) - within
+    assert torch.equal(scanned, expected)
 
 
 # Up to 32 records are compared with each other. A bitmap has room for 32768 samples. Beyond four of them, digits count.
@@ -174,16 +165,14 @@ def test_records_are_ordered_by_their_samples(library, count, span):
     if count > 1 and span > count:
         samples[0], samples[1] = first, first + span - 1
         samples = list(dict.fromkeys(samples))
-    numbers = [number for origin, sample in enumerate(samples) for number in (sample, origin)]
-    given, ordered = (ctypes.c_int * len(numbers))(*numbers), (ctypes.c_int * len(numbers))()
-    library.ordered(given, ordered, len(samples))
-    found = list(zip(ordered[::2], ordered[1::2], strict=True))
-    assert found == sorted((sample, origin) for origin, sample in enumerate(samples))
+    given = torch.tensor([samples, list(range(len(samples)))], dtype=torch.int32).T.contiguous()
+    ordered = torch.zeros_like(given)
+    called(library.ordered, given, ordered, len(samples))
+    assert torch.equal(ordered, given[given[:, 0].argsort()])
 
 
 def test_cells_are_numbered_row_by_row_from_the_border_on(library):
     H, W = 3, 5
-    library.cell.argtypes = [ctypes.c_double, ctypes.c_double, ctypes.c_int]
-    found = [library.cell(x - 0.5, y - 0.5, W) for y in range(H + 1) for x in range(W + 1)]
+    found = [called(library.cell, x - 0.5, y - 0.5, W) for y in range(H + 1) for x in range(W + 1)]
     assert found == list(range(library.cells(H, W))) and library.cells(0, 9) == 0
-    assert library.cell(0.0, 0.0, W) == library.cell(0.99, 0.99, W) == W + 2
+    assert called(library.cell, 0.0, 0.0, W) == called(library.cell, 0.99, 0.99, W) == W + 2

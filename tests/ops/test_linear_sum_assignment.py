@@ -1,13 +1,12 @@
 """Assignments on a GPU against scipy's. Without a GPU, a CPU emulates the blocks of the kernel."""
 
-import ctypes
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from emulation import compiled
+from emulation import called
 from torch import Tensor
 
 from tests.fuzz.problem import Draw, Operator, Problem
@@ -84,15 +83,7 @@ extern "C" void solve(const double* costs, const int64_t* counts, int problems, 
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(
-        tmp_path_factory.mktemp("assignment"),
-        PROGRAM,
-        [KERNEL],
-        "extern __shared__ double shared[];",
-        "static double shared[1 << 14];",
-    )
+SHARED = ([KERNEL], "extern __shared__ double shared[];", "static double shared[1 << 14];")
 
 
 def solved_by_emulation(library, costs, counts, threads, in_shared_memory):
@@ -102,17 +93,8 @@ def solved_by_emulation(library, costs, counts, threads, in_shared_memory):
     bytes_of_block = 12 * min(N, Q) + 28 * max(N, Q)
     # What is read before it was written is not a number.
     scratch = torch.full((problems * (bytes_of_block + 7) // 8 + problems,), torch.nan, dtype=torch.float64)
-    library.solve(
-        ctypes.c_void_p(costs.data_ptr()),
-        ctypes.c_void_p(counts.data_ptr()),
-        problems,
-        samples,
-        N,
-        Q,
-        threads,
-        ctypes.c_void_p(None if in_shared_memory else scratch.data_ptr()),
-        ctypes.c_void_p(index.data_ptr()),
-    )
+    memory = None if in_shared_memory else scratch
+    called(library.solve, costs, counts, problems, samples, N, Q, threads, memory, index)
     return index
 
 

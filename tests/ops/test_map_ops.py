@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_sample_ops import _images, _near, _sizes
 from torch import Tensor, nn
 
+from tests.fuzz.images import draw_images, near_pixels, sample_sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
 from visdet.ops import (
     CARAFEPack,
@@ -86,12 +86,12 @@ def _draw_carafe(draw: Draw) -> Problem:
 
 
 def _draw_points(draw: Draw) -> Problem:
-    C, _, Q, D = _sizes(draw, draw.is_big)
-    images = _images(draw, C, False)
+    C, _, Q, D = sample_sizes(draw, draw.is_big)
+    images = draw_images(draw, C, False)
     shape = (len(images), Q, 2) if draw.chance(0.5) else (len(images), Q, D, 2)
     points = draw.with_bad_numbers(draw.uniform(-0.2, 1.2, *shape))
     points = draw.place(points, images.dtype, not draw.has_bad_numbers)
-    draw.leave_out(points, _near(images, points * 2 - 1), -9.0)
+    draw.leave_out(points, near_pixels(images, points * 2 - 1), -9.0)
     settings = {
         "align_corners": draw.chance(0.3),
         "mode": draw.pick("bilinear", "bilinear", "bilinear", "nearest"),
@@ -99,7 +99,7 @@ def _draw_points(draw: Draw) -> Problem:
     }
     usual = settings["mode"] == "bilinear" and not settings["align_corners"]
     exact = images.dtype in (torch.float32, torch.float64)
-    near = _near(images, points * 2 - 1)
+    near = near_pixels(images, points * 2 - 1)
     has_bad = not bool((points.isfinite() & (points.abs() < 1e3)).all())
     unsure = has_bad or not usual or not exact or bool(near.any())
     if unsure and settings["mode"] == "nearest":

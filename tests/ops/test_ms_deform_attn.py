@@ -3,7 +3,6 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from golden import golden, under
 from path_cases import launches_of_attention
 from torch import Tensor
 
+from tests.fuzz.attention import attention_sizes, error_factor, level_tables
 from tests.fuzz.problem import (
     HALVES,
     Draw,
@@ -83,28 +83,6 @@ def output_of(case):
         return ms_deform_attn(*case)
 
 
-HEAD_CHANNELS = (1, 2, 3, 4, 6, 8, 16, 24, 30, 32, 33, 48, 64, 71, 128)
-
-
-def pyramid(draw: Draw, big: bool) -> Tensor:
-    """Return level_shapes [L, 2]."""
-    if not big:
-        L = draw.size(5)
-        return torch.tensor([[draw.size(12, 0), draw.size(12, 0)] for _ in range(L)]).reshape(L, 2)
-    side = draw.pick(20, 33, 48, 64, 80) if draw.device == "cuda" else draw.pick(12, 20, 24)
-    H, W = side, side + draw.size(20, 0)
-    levels = [[max(H >> level, 1), max(W >> level, 1)] for level in range(draw.pick(4, 4, 4, 3, 1))]
-    return torch.tensor(levels)
-
-
-def level_tables(draw: Draw, shapes: Tensor) -> tuple[Any, Any, Tensor]:
-    """Return level_shapes and level_starts in one of the forms that a caller may give, and the starts."""
-    areas = shapes.prod(-1).flatten()
-    starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
-    given_starts = None if draw.chance(0.2) else draw.table(starts)
-    return draw.table(shapes), given_starts, starts
-
-
 def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int) -> Tensor:
     """Return locations [B, Q, G, L, P, 2] (x, y) in 0..1.
 
@@ -132,31 +110,8 @@ def locations_around(draw: Draw, shapes: Tensor, B: int, Q: int, G: int, P: int)
     return draw.with_bad_numbers(locations)
 
 
-def _sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
-    """Return level_shapes, B, Q, G, C and P, small and odd or as in a decoder or an encoder."""
-    if draw.is_big:
-        shapes = pyramid(draw, True)
-        rows = int(shapes.prod(1).sum())
-        G, C, P = draw.pick(8, 8, 4, 1), draw.pick(32, 32, 16, 64, 8), draw.pick(4, 4, 4, 3, 8)
-        Q = draw.pick(rows, rows, 300, 900, 301) if rows <= 4000 or draw.device == "cuda" else 300
-        return shapes, draw.pick(1, 2), Q, G, C, P
-    shapes = pyramid(draw, False)
-    G = draw.size(9)
-    C = draw.pick(*HEAD_CHANNELS) if draw.chance(0.9) else draw.pick(0, 256, 257, 1025)
-    if G * C > 600:
-        G = 1
-    rows = int(shapes.prod(1).sum())
-    Q = rows if draw.chance(0.1) else draw.size(24)
-    return shapes, draw.size(3), Q, G, C, draw.size(6)
-
-
-def _factor(shapes: Tensor, samples: int) -> float:
-    side = int(shapes.max()) if shapes.numel() else 1
-    return 64.0 + 16 * side + 0.5 * samples
-
-
 def _draw(draw: Draw) -> Problem:
-    shapes, B, Q, G, C, P = _sizes(draw)
+    shapes, B, Q, G, C, P = attention_sizes(draw)
     L = len(shapes)
     value = draw.values(B, int(shapes.prod(1).sum()), G, C)
     wide = wide_of(value.dtype)
@@ -180,7 +135,7 @@ def _draw(draw: Draw) -> Problem:
         positions=("locations",),
         reference_arguments={"level_shapes": shapes, "level_starts": starts},
         wide=wide,
-        error_factor=_factor(shapes, Q * P),
+        error_factor=error_factor(shapes, Q * P),
         skip={"locations": near},
         may_refuse="level_shapes is empty or has no rows" if L == 0 else "",
     )
@@ -411,21 +366,21 @@ def test_tables_of_feature_maps_are_on_the_cpu_whatever_the_default_device():
 # an encoder: more regions and heads than a block owns, and a map narrower than a region. In others, a group does not
 # divide the points and channels, or does not take a whole row at once.
 MANY_ROWS = {
-    "pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
-    "pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
-    "pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
-    "pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
-    "pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
-    "pyramid-known-columns-twelve": (17, 268, 8, 32, 4, [(17, 15), (1, 7), (3, 2)]),
-    "pyramid-known-columns-twelve-on-one": (17, 255, 8, 32, 12, [(17, 15)]),
-    "pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
-    "pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
-    "pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
-    "pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
-    "pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
-    "pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
+    "_pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "_pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
+    "_pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "_pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "_pyramid-known-columns-twelve": (17, 268, 8, 32, 4, [(17, 15), (1, 7), (3, 2)]),
+    "_pyramid-known-columns-twelve-on-one": (17, 255, 8, 32, 12, [(17, 15)]),
+    "_pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
+    "_pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
+    "_pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
     # In which a warp on CUDA has more turns than it works out the queries of at once, in 16 bit, too.
-    "pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [(40, 34), (20, 17), (4, 3), (2, 2)]),
+    "_pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [(40, 34), (20, 17), (4, 3), (2, 2)]),
     "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
     "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
@@ -458,7 +413,7 @@ def test_an_encoders_queries_without_samples(device):
 def test_an_encoders_queries_with_other_levels(device):
     """The levels on the device, and levels that share rows, so that the queries are no texels of theirs."""
     value, shapes, starts, locations, weights = make_case(
-        *MANY_ROWS["pyramid"], dtype=torch.float32, device=device
+        *MANY_ROWS["_pyramid"], dtype=torch.float32, device=device
     )
     expected = ms_deform_attn(value, shapes, starts, locations, weights)
     assert torch.equal(
@@ -476,7 +431,7 @@ def test_an_encoders_queries_with_other_levels(device):
 def test_an_encoders_levels_known_to_the_host_or_not(dtype):
     """Levels of two columns or more: the host then chooses a kernel that it cannot choose for levels on the device."""
     value, shapes, starts, *others = make_case(
-        *MANY_ROWS["pyramid-known-columns"], dtype=dtype, device="cuda"
+        *MANY_ROWS["_pyramid-known-columns"], dtype=dtype, device="cuda"
     )
     on_device = ms_deform_attn(value, shapes.cuda(), starts.cuda(), *others)
     # The two kernels add a row's samples in another order.
@@ -486,7 +441,7 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["pyramid", "pyramid-known-columns", "pyramid-known-columns-twelve", "one-head"]
+    "name", ["_pyramid", "_pyramid-known-columns", "_pyramid-known-columns-twelve", "one-head"]
 )
 def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, bad, device):
     value, shapes, starts, locations, weights = make_case(*MANY_ROWS[name], dtype=dtype, device=device)
@@ -503,7 +458,7 @@ def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, b
 # An encoder's backward works on chunks of queries: rows of one to 32 packs of channels, points that are no multiple of
 # what it takes at once, samples so far apart that they share a bucket, more heads than a chunk has queries.
 ENCODERS = {
-    "pyramid": (3, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid": (3, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
     "thirty-samples": (2, 265, 2, 30, 10, [(17, 15), (1, 7), (3, 1)]),
     "one-pack-of-channels": (2, 265, 3, 4, 3, [(17, 15), (1, 7), (3, 1)]),
     "sixteen-packs": (2, 265, 2, 64, 2, [(17, 15), (1, 7), (3, 1)]),
@@ -527,7 +482,7 @@ def test_gradients_of_an_encoder(name, dtype, device, deterministic):
 def test_gradients_of_an_encoders_queries_with_other_levels(device):
     """The levels on the device, and levels that share rows and leave some out."""
     value, shapes, starts, locations, weights = make_case(
-        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+        *ENCODERS["_pyramid"], dtype=torch.float32, device=device
     )
     shared = torch.tensor([0, 3, 200])
     for tables in (
@@ -551,7 +506,7 @@ def test_gradients_of_an_encoders_queries_with_other_levels(device):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1e30])
 def test_gradients_of_an_encoders_position_that_is_no_number(bad, device):
     value, shapes, starts, locations, weights = make_case(
-        *ENCODERS["pyramid"], dtype=torch.float32, device=device
+        *ENCODERS["_pyramid"], dtype=torch.float32, device=device
     )
     without = weights.clone()
     without[:, ::3, :, 0, 1] = 0

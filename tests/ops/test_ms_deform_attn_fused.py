@@ -9,9 +9,9 @@ import pytest
 import torch
 from calls import assert_matches, exact, relative_error
 from path_cases import launches_of_fused_attention
-from test_ms_deform_attn import _factor, _sizes, level_tables
 from torch import Tensor
 
+from tests.fuzz.attention import attention_sizes, error_factor, level_tables
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
 from tests.fuzz.sampling import near_whole
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
@@ -93,7 +93,7 @@ CASES = {
 
 
 def _draw_fused(draw: Draw) -> Problem:
-    shapes, B, Q, G, C, P = _sizes(draw)
+    shapes, B, Q, G, C, P = attention_sizes(draw)
     L = len(shapes)
     value = draw.values(B, int(shapes.prod(1).sum()), G, C)
     wide = wide_of(value.dtype)
@@ -137,7 +137,7 @@ def _draw_fused(draw: Draw) -> Problem:
         positions=("reference_points", "offsets", "logits"),
         reference_arguments={"level_shapes": shapes, "level_starts": starts, "num_points": counts},
         wide=wide,
-        error_factor=_factor(shapes, Q * P),
+        error_factor=error_factor(shapes, Q * P),
         skip={"offsets": near, "reference_points": bool(near.any())},
         may_refuse="there are no levels" if L == 0 else "",
     )

@@ -1,6 +1,5 @@
 """nms, batched_nms, soft_nms, nms_match and bbox_overlaps."""
 
-import ctypes
 import itertools
 import math
 import random
@@ -10,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulation import compiled
+from emulation import called
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import Draw, Operator, Problem
+from tests.fuzz.suppression import LABELS, random_scores, same_kept
 from visdet.ops import (
-    _library,
     batched_nms,
     bbox_overlaps,
     nms,
@@ -111,11 +110,6 @@ def _overlap_bounds(problem: Problem, bounds: dict[str, float]) -> None:
             bounds[name] = 32 * bounds.get("grad_total", 0.0)
 
 
-def random_scores(draw: Draw, count: int) -> Tensor:
-    scores = draw.uniform(0, 1, count)
-    return (scores * 8).round() / 8 if draw.chance(0.3) else scores  # ties
-
-
 def _overlap_matrix(boxes: Tensor, offset: int) -> Tensor:
     return bbox_overlaps(boxes, boxes, offset=offset).nan_to_num(0.0)
 
@@ -179,21 +173,6 @@ def _nms(
     return torch.cat([boxes[keep], scores[keep, None]], 1), keep
 
 
-def same_kept(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]) -> str:
-    """Compare detections and kept indices."""
-    count = len(problem.arguments["boxes"])
-    keep = got[1]
-    if keep.numel() and not bool(((keep >= 0) & (keep < count)).all()):
-        return f"kept indices {keep.tolist()} of {count} boxes"
-    if problem.skip["output"]:
-        return ""
-    if keep.tolist() != expected["output 1"].tolist():
-        return f"kept {keep.tolist()}, expected {expected['output 1'].tolist()}"
-    if not torch.allclose(got[0].double(), expected["output"], rtol=1e-5, atol=1e-5):
-        return "boxes or scores differ"
-    return ""
-
-
 def _draw_batched(draw: Draw) -> Problem:
     problem = _nms_problem(draw)
     given = problem.arguments
@@ -255,7 +234,6 @@ def _same_soft(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str,
     return ""
 
 
-LABELS = st.sampled_from(["N int64", None])
 OPERATORS = (
     Operator(
         "bbox_overlaps",
@@ -305,12 +283,6 @@ BOXES = torch.tensor([[0.0, 0, 10, 10], [5, 0, 15, 10], [0, 0, 10, 9], [20, 20, 
 
 
 SCORES = torch.tensor([0.9, 0.8, 0.7, 0.6])
-
-
-@pytest.fixture(params=["visdet", "plain"])
-def backend(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(_library, "is_loaded", lambda name: False)
 
 
 def random_boxes(count, seed=0, dtype=torch.float32):
@@ -719,25 +691,16 @@ extern "C" int64_t suppress(bool is_double, int columns, double threshold, const
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    library = compiled(tmp_path_factory.mktemp("nms"), PROGRAM)
-    library.suppress.restype = ctypes.c_int64
-    return library
-
-
 def kept_by_emulation(library, boxes, scores, classes, is_candidate, threshold):
     order = scores.sort(descending=True, stable=True).indices
     ranks = by_class = None
     if classes is not None:
         by_class, ranks = classes[order].sort(stable=True)
-    keep = torch.empty(len(boxes), dtype=torch.int64)
-    addresses = [
-        ctypes.c_void_p(None if given is None else given.data_ptr())
-        for given in (boxes, order, ranks, by_class, is_candidate)
-    ]
-    arguments = (boxes.dtype == torch.float64, boxes.shape[1], ctypes.c_double(threshold), *addresses)
-    return keep[: library.suppress(*arguments, len(boxes), ctypes.c_void_p(keep.data_ptr()))]
+    N, columns = boxes.shape
+    keep = torch.empty(N, dtype=torch.int64)
+    given = (boxes, order, ranks, by_class, is_candidate)
+    is_double = boxes.dtype == torch.float64
+    return keep[: called(library.suppress, is_double, columns, float(threshold), *given, N, keep)]
 
 
 @pytest.mark.parametrize("columns", [4, 5, 8])

@@ -1,10 +1,8 @@
 """The CUDA kernels of clouds of points, a block of threads at a time on the CPU, against their definitions."""
 
-import ctypes
-
 import pytest
 import torch
-from emulation import compiled
+from emulation import called
 
 from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
@@ -71,20 +69,8 @@ OF_TYPE(float64, double)
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("points"), PROGRAM)
-
-
 def run(library, name, dtype, *arguments):
-    function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
-    kinds = {bool: ctypes.c_bool, int: ctypes.c_int64, float: ctypes.c_double}
-    function(
-        *(
-            ctypes.c_void_p(one.data_ptr()) if isinstance(one, torch.Tensor) else kinds[type(one)](one)
-            for one in arguments
-        )
-    )
+    called(getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}"), *arguments)
 
 
 def cloud(seed, *shape, dtype):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_roi_ops import ALIGNED, _bounds, draw_regions, samples_of
 from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.regions import ALIGNED, draw_regions, region_bounds, samples_of
 from tests.fuzz.sampling import is_unclear, sampled
 from visdet.ops import (
     active_rotated_filter,
@@ -134,7 +134,7 @@ OPERATORS = (
         roi_align_rotated,
         lambda draw: draw_regions(draw, "roi_align_rotated"),
         _means,
-        _bounds,
+        region_bounds,
         spoiled={"input": ("rank",), "rois": ("rank", "device", 1)},
         launches=sizes.arguments(rois="N 6 float32", spatial_scale=0.25, **ALIGNED),
     ),

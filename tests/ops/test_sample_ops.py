@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
+from tests.fuzz.images import draw_images, near_pixels, sample_sizes
 from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, row_sum, wide_of
-from tests.fuzz.sampling import near_whole
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 from visdet.ops.explain import choose_only
-
-
-def _images(draw: Draw, C: int, big: bool) -> Tensor:
-    B = draw.size(3)
-    H, W = (draw.size(64, 0), draw.size(128, 0)) if big else (draw.size(14, 0.01), draw.size(14, 0.01))
-    images = draw.numbers(B, C, H, W)
-    images = draw.place(images, draw.dtype(), bad=0.5)
-    return images.contiguous(memory_format=torch.channels_last) if draw.chance(0.2) else images
 
 
 def _samples(draw: Draw, images: Tensor, Q: int, D: int) -> Tensor:
@@ -41,22 +33,8 @@ def _samples(draw: Draw, images: Tensor, Q: int, D: int) -> Tensor:
     wide = wide_of(images.dtype)
     types = (wide, wide, torch.float64, *HALVES)
     samples = draw.place(samples, draw.dtype(*types), not draw.has_bad_numbers, bad=0.5)
-    draw.leave_out(samples, _near(images, samples))
+    draw.leave_out(samples, near_pixels(images, samples))
     return samples
-
-
-def _near(images: Tensor, samples: Tensor) -> Tensor:
-    size = torch.tensor(images.shape[:1:-1], device=samples.device)
-    return near_whole((samples.detach().to(wide_of(images.dtype)).double() + 1) / 2, size)
-
-
-def _sizes(draw: Draw, big: bool) -> tuple[int, int, int, int]:
-    """Return C, G, Q and D."""
-    if big:
-        Q, D = draw.pick((64, 31), (256, 123), (900, 13)) if draw.device == "cuda" else (32, 31)
-        return draw.pick(140, 64, 30, 256), draw.pick(1, 4, 8), Q, D
-    C = draw.pick(1, 2, 3, 4, 5, 8, 13, 16, 30, 64, 71) if draw.chance(0.95) else draw.pick(0, 140, 1025)
-    return C, draw.size(9), draw.size(12), draw.size(12)
 
 
 def _problem(arguments: dict, constants: dict, may_refuse: str = "") -> Problem:
@@ -68,15 +46,15 @@ def _problem(arguments: dict, constants: dict, may_refuse: str = "") -> Problem:
         positions=("samples",),
         wide=wide_of(images.dtype),
         error_factor=64.0 + 16 * max(images.shape[2:]) + 0.5 * samples.shape[1] * samples.shape[2],
-        skip={"samples": _near(images, samples)},
+        skip={"samples": near_pixels(images, samples)},
         may_refuse="images have no pixels" if is_empty else may_refuse,
     )
 
 
 def _draw_sum(draw: Draw) -> Problem:
     big = draw.is_big
-    C, G, Q, D = _sizes(draw, big)
-    images = _images(draw, C, big)
+    C, G, Q, D = sample_sizes(draw, big)
+    images = draw_images(draw, C, big)
     samples = _samples(draw, images, Q, D)
     wide = wide_of(images.dtype)
     weights = draw.values(len(images), G, Q, D, dtype=draw.dtype(wide, wide, *HALVES))
@@ -85,10 +63,10 @@ def _draw_sum(draw: Draw) -> Problem:
 
 def _draw_dot(draw: Draw) -> Problem:
     big = draw.is_big
-    C, G, Q, D = _sizes(draw, big)
+    C, G, Q, D = sample_sizes(draw, big)
     octaves = draw.pick(0, 0, 1, 2, 6, 12, 28, 30)
     octaves = octaves if draw.chance(0.1) else min(octaves, C // 2)
-    images = _images(draw, C, big)
+    images = draw_images(draw, C, big)
     samples = _samples(draw, images, Q, D)
     wide = wide_of(images.dtype)
     queries = draw.numbers(len(images), G, Q, max(C - 2 * octaves, 0))

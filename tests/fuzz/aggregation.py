@@ -1,0 +1,172 @@
+"""Problems of deformable aggregation, of which its other forms make theirs."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.fuzz import sizes
+from tests.fuzz.problem import HALVES, Draw, Problem, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import near_whole
+
+__all__ = [
+    "SPOILED",
+    "TWO_CAMERAS",
+    "aggregation_bounds",
+    "aggregation_sizes",
+    "camera_tables",
+    "draw_aggregation",
+    "launches_of_aggregation",
+    "make_case",
+    "of_shapes",
+]
+
+
+SHAPES = [[(7, 5), (3, 4)], [(6, 9), (2, 2)], [(5, 5), (1, 3)]]  # three cameras, two levels
+
+
+def make_case(B, Q, P, G, C, shapes=SHAPES, dtype=torch.float64, device="cpu", seed=0):
+    """Return features, shapes, starts, locations (a part outside), weights; off texel centres and off 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    level_shapes = torch.tensor(shapes, dtype=torch.int64)
+    V, L = level_shapes.shape[:2]
+    areas = level_shapes.prod(-1).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    coordinate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    features = torch.randn(B, int(areas.sum()), C, generator=generator, dtype=torch.float64).to(dtype)
+    locations = torch.rand(B, Q, P, V, 2, generator=generator, dtype=torch.float64) * 1.6 - 0.3
+    weights = torch.randn(B, Q, P, V, L, G, generator=generator, dtype=torch.float64)
+    return (
+        features.to(device),
+        level_shapes,
+        starts,
+        locations.to(coordinate_dtype).to(device),
+        weights.to(coordinate_dtype).to(device),
+    )
+
+
+def camera_tables(draw: Draw, V: int, L: int, side: int) -> tuple[Tensor, Tensor, int]:
+    """Return level_shapes [V, L, 2], level_starts [V, L] and the number of rows of features.
+
+    Some of the rows may belong to no map.
+    """
+    shapes = torch.tensor([[max(side >> level, 1), max(draw.size(side, 0), 1)] for level in range(L)])
+    shapes = shapes.reshape(1, L, 2).repeat(V, 1, 1)
+    if draw.chance(0.3):
+        shapes[1::2] += 1  # cameras of another size
+    areas = shapes.prod(-1).flatten()
+    gap = draw.pick(0, 0, 0, 1, 5)
+    starts = (areas + gap).cumsum(0) - areas
+    if draw.chance(0.2) and len(areas):  # maps in another order
+        order = torch.randperm(len(areas), generator=draw.generator)
+        starts = torch.empty_like(areas)
+        starts[order] = areas[order].cumsum(0) - areas[order]
+    rows = int((starts + areas).max()) if len(areas) else draw.size(3)
+    return shapes, starts.view(V, L), rows + gap
+
+
+def aggregation_sizes(draw: Draw) -> tuple[int, ...]:
+    """Return B, Q, P, V, L, G, the channels per group, and the side of the largest map."""
+    if draw.is_big:
+        heads = draw.pick((900, 13), (100, 300), (57, 300), (301, 7))
+        Q, P = heads if draw.device == "cuda" else (heads[0] // 20, heads[1])
+        side = 32 if draw.device == "cuda" else 12
+        return (
+            draw.pick(1, 2),
+            Q,
+            P,
+            6 if draw.device == "cuda" else 3,
+            draw.pick(1, 4),
+            8,
+            draw.pick(32, 6, 12),
+            side,
+        )
+    G, group = draw.pick(1, 2, 3, 4, 8), draw.pick(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 16, 24, 32, 71)
+    if draw.chance(0.1):
+        G, group = 1, draw.pick(0, 1, 30, 71, 256, 1025)
+    P = 300 if draw.chance(0.01) else draw.size(9)
+    return draw.size(3), draw.size(15), P, draw.size(5), draw.size(4), G, group, draw.size(12, 0)
+
+
+def draw_aggregation(draw: Draw) -> Problem:
+    B, Q, P, V, L, G, group, side = aggregation_sizes(draw)
+    shapes, starts, rows = camera_tables(draw, V, L, side)
+    features = draw.values(B, rows, G * group)
+    wide = wide_of(features.dtype)
+    locations = draw.uniform(*draw.pick((-0.2, 1.2), (-1.0, 2.0), (0.0, 1.0)), B, Q, P, V, 2)
+    kind = draw.random.random()
+    if kind < 0.15:  # borders, centres of texels of some level, and zero and one exactly
+        size = shapes[0, 0].flip(0).double() if shapes.numel() else 4.0
+        locations = (locations * 2 * size).round() / (2 * size)
+    elif kind < 0.25:
+        locations = draw.uniform(0.1, 0.9, 1, 1, 1, V, 2) + draw.uniform(0, 1e-3, B, Q, P, V, 2)
+    types = (wide, wide, torch.float64, *HALVES)
+    locations = draw.place(locations, draw.dtype(*types), not draw.has_bad_numbers, bad=0.5)
+    weights = draw.values(B, Q, P, V, L, G, dtype=draw.dtype(wide, features.dtype, *HALVES))
+    used = locations.detach().to(wide).double().cpu()
+    near = torch.zeros(used.shape, dtype=torch.bool)
+    for level in range(L):
+        near |= near_whole(used, shapes[:, level].flip(-1).double())
+    draw.leave_out(locations, near)
+    return Problem(
+        {
+            "features": features,
+            "level_shapes": draw.table(shapes),
+            "level_starts": draw.table(starts),
+            "locations": locations,
+            "weights": weights,
+        },
+        differentiable=("features", "locations", "weights"),
+        positions=("locations",),
+        reference_arguments={"level_shapes": shapes, "level_starts": starts},
+        wide=wide,
+        error_factor=64.0 + 16 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        skip={"locations": near},
+        may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
+    )
+
+
+def aggregation_bounds(problem: Problem, bounds: dict[str, float]) -> None:
+    given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
+    peak, side = largest(given["features"]), float(shapes.max()) if shapes.numel() else 1.0
+    counted = max(1, given["weights"].shape[2] * given["weights"].shape[3] * given["weights"].shape[4])
+    bounds["output"] = peak * largest(given["weights"]) * counted
+    if "weights" in bounds:
+        bounds["weights"] = peak * gradient_sum(bounds)
+    if "locations" in bounds:
+        levels = max(1, shapes.shape[1])
+        bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(given["weights"]) * levels
+
+
+@st.composite
+def launches_of_aggregation(draw: st.DrawFn) -> dict[str, Any]:
+    B, V, L = draw(st.integers(0, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    shapes = [[(draw(sizes.side) + 1, draw(sizes.side) + 1) for _ in range(L)] for _ in range(V)]
+    areas = torch.tensor(shapes).prod(2).flatten()
+    starts = (areas.cumsum(0) - areas).view(V, L)
+    Q, P = draw(sizes.count), draw(st.one_of(sizes.small, st.sampled_from([13, 300])))
+    G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 71])), draw(st.one_of(sizes.small, sizes.channels))
+    dtype, tables_on = draw(sizes.value_types), draw(st.sampled_from(["cpu", "meta"]))
+    return {
+        "features": sizes.empty(B, int(areas.sum()), G * group, dtype=dtype),
+        "level_shapes": torch.tensor(shapes, device=tables_on),
+        "level_starts": starts.to(tables_on),
+        "locations": sizes.empty(B, Q, P, V, 2, dtype=wide_of(dtype)),
+        "weights": sizes.empty(B, Q, P, V, L, G, dtype=draw(st.sampled_from([dtype, wide_of(dtype)]))),
+    }
+
+
+TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]}  # 18 rows
+
+
+SPOILED = {
+    "features": ("rank", "type", 0),
+    "locations": ("rank", "device", 0, 1, 2, 3, 4),
+    "weights": ("rank", "device", 0, 1, 2, 3, 4),
+    "level_shapes": ("rank", 2),
+}
+
+
+def of_shapes(**shapes: tuple[int, ...]) -> Problem:
+    return Problem({**TWO_CAMERAS, **{name: rand(*shape) for name, shape in shapes.items()}}, tuple(shapes))

@@ -1,0 +1,34 @@
+"""What the problems of suppressing boxes share: scores, labels, and the comparison of what is kept."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.fuzz.problem import Draw, Problem
+
+__all__ = ["LABELS", "random_scores", "same_kept"]
+
+
+def random_scores(draw: Draw, count: int) -> Tensor:
+    scores = draw.uniform(0, 1, count)
+    return (scores * 8).round() / 8 if draw.chance(0.3) else scores  # ties
+
+
+def same_kept(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]) -> str:
+    """Compare detections and kept indices."""
+    count = len(problem.arguments["boxes"])
+    keep = got[1]
+    if keep.numel() and not bool(((keep >= 0) & (keep < count)).all()):
+        return f"kept indices {keep.tolist()} of {count} boxes"
+    if problem.skip["output"]:
+        return ""
+    if keep.tolist() != expected["output 1"].tolist():
+        return f"kept {keep.tolist()}, expected {expected['output 1'].tolist()}"
+    if not torch.allclose(got[0].double(), expected["output"], rtol=1e-5, atol=1e-5):
+        return "boxes or scores differ"
+    return ""
+
+
+LABELS = st.sampled_from(["N int64", None])
