@@ -7,8 +7,10 @@ import sys
 import pytest
 from PIL import Image
 
+from visdet.datasets import CocoDataset
 from visdet.datasets.conversion import convert
 from visdet.errors import UserError
+from visdet.structures.coco_json import load_coco_json
 
 VOC = """<annotation><filename>{name}</filename><size><width>100</width><height>80</height></size>
 <object><name>bolt</name><bndbox><xmin>10</xmin><ymin>20</ymin><xmax>40</xmax><ymax>60</ymax></bndbox></object>
@@ -123,6 +125,99 @@ def test_every_format_gives_the_same_boxes(tmp_path, make, num_images, left_out)
     assert convert(tmp_path, tmp_path, val_share=0.5, left_out_share=1)[0] == files, (
         "its own files may be written again"
     )
+
+
+# The corners of a bolt of 40 x 20 pixels that is turned by 30 degrees about its top left corner, and those of a nut.
+BOLT = [30.0, 20.0, 64.6410162, 40.0, 54.6410162, 57.3205081, 20.0, 37.3205081]
+NUT = [5.0, 5.0, 15.0, 5.0, 15.0, 9.0, 5.0, 9.0]
+
+
+def dota(root):
+    pictures(root / "train/images", "a.png")
+    lines = [" ".join(map(str, corners)) for corners in (BOLT, NUT)]
+    text = f"imagesource:GoogleEarth\ngsd:0.15\n{lines[0]} bolt 0\n{lines[1]} nut 1\n1 2 3 4 nut 0\n"
+    write(root / "train/labelTxt-v1.0/a.txt", text)
+    write(root / "train/labelTxt-v1.0/trainset_hbb/a.txt", text)
+
+
+def roboflow_dota(root):
+    dota(root)
+    write(root / "data.yaml", "train: ../train/images\nnames: [bolt, nut]\n")
+
+
+def yolo_obb(root):
+    pictures(root / "train/images", "a.png")
+    write(root / "data.yaml", "train: ../train/images\nnames: [bolt, nut]\n")
+    lines = []
+    for label, corners in enumerate((BOLT, NUT)):
+        shares = [side / (100, 80)[k % 2] for k, side in enumerate(corners)]
+        lines.append(" ".join(map(str, [label, *shares])))
+    write(root / "train/labels/a.txt", "\n".join(lines))
+
+
+def roboflow_coco(root):
+    pictures(root / "train", "a.png")
+    rows = []
+    for number, corners in enumerate(([*BOLT, *BOLT[:2]], NUT)):
+        bbox = [min(corners[::2]), min(corners[1::2]), 1, 1]
+        rows.append(dict(id=number, image_id=0, category_id=number, bbox=bbox, segmentation=[corners]))
+    content = dict(
+        images=[dict(id=0, file_name="a.png", width=100, height=80)],
+        categories=[dict(id=0, name="bolt"), dict(id=1, name="nut")],
+        annotations=rows,
+    )
+    write(root / "train/_annotations.coco.json", json.dumps(content))
+
+
+def label_studio(root):
+    pictures(root, "a.png")
+
+    def region(label, x, y, width, height, rotation, kind="rectanglelabels"):
+        value = dict(
+            x=x, y=y / 0.8, width=width, height=height / 0.8, rotation=rotation, rectanglelabels=[label]
+        )
+        return dict(type=kind, value=value, original_width=100, original_height=80)
+
+    regions = [
+        region("bolt", 30, 20, 40, 20, 30),
+        region("nut", 5, 5, 10, 4, 0),
+        region("x", 1, 1, 9, 9, 0, "ellipselabels"),
+    ]
+    data = dict(ref="none", image="/data/upload/3/1a2b3c4d-a.png")
+    annotations = [dict(was_cancelled=True, result=[]), dict(was_cancelled=False, result=regions)]
+    tasks = [
+        dict(id=1, data=data, annotations=annotations),
+        dict(id=2, data=dict(text="none"), annotations=[]),
+    ]
+    write(root / "export.json", json.dumps(tasks))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "left_out"),
+    [
+        (dota, ["line 5 of"]),
+        (roboflow_dota, ["line 5 of"]),
+        (yolo_obb, []),
+        (roboflow_coco, []),
+        (label_studio, ["ellipselabels", "task 1 of"]),
+    ],
+)
+def test_turned_boxes_keep_their_corners(tmp_path, make, left_out):
+    make(tmp_path)
+    [file], skipped = convert(tmp_path, tmp_path, left_out_share=1)
+    assert len(skipped) == (len(left_out) and len(left_out) + 1)
+    assert all(any(part in what for what in skipped) for part in left_out), skipped
+    content = load_coco_json(str(file))
+    assert [category["name"] for category in content["categories"]] == ["bolt", "nut"]
+    for row, corners in zip(content["annotations"], (BOLT, NUT), strict=True):
+        assert row["segmentation"] == [pytest.approx(corners)]
+    bolt, nut = content["annotations"]
+    if make is not roboflow_coco:
+        assert bolt["bbox"] == pytest.approx([20, 20, 44.6410162, 37.3205081])
+    assert bool(nut.get("ignore")) == (make in (dota, roboflow_dota)) and not bolt.get("ignore")
+    assert convert(tmp_path, tmp_path, left_out_share=1)[0] == [file]
+    images = dict(data_root=str(tmp_path), ann_file=file.name, metainfo=dict(classes=("bolt", "nut")))
+    assert len(CocoDataset(box_type="rbox", **images)[0]["instances"][0]["bbox"]) == 8
 
 
 def test_what_cannot_be_converted_is_one_message(tmp_path):

@@ -1,7 +1,8 @@
 """Write COCO files of a data set in another format, and report what may be wrong in it.
 
 The folder holds YOLO's data.yaml or classes.txt, Pascal VOC's XML files, CSV tables (image, xmin, ymin, xmax, ymax,
-label) or COCO files, as labelling tools export them. Images stay where they are. The last line counts what is left out.
+label), COCO files, Label Studio's JSON or DOTA's text files, as labelling tools export them. Outlines of four points
+stay, for turned boxes. Images stay where they are. The last line counts what is left out.
 
 visdet convert FOLDER
 visdet convert FOLDER --out-dir data/mine --format voc --val-share 0.1
@@ -11,12 +12,14 @@ import argparse
 
 from visdet.command_line import add_options, folder_name
 
+_FORMATS = ("yolo", "voc", "csv", "coco", "dota", "label-studio")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folder", help="the folder of the data set")
     parser.add_argument("--out-dir", type=folder_name, help="folder of the COCO files (default: FOLDER)")
-    parser.add_argument("--format", choices=("yolo", "voc", "csv", "coco"), help="by default, it is found")
+    parser.add_argument("--format", choices=_FORMATS, help="by default, it is found")
     add_options(
         parser,
         val_share=(0.2, "share of the training images for validation, if the data set has no such split"),

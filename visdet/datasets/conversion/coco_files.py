@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from visdet.structures.coco_json import load_coco_json, read_json
+from visdet.structures.coco_json import corners_of, load_coco_json, read_json
 
 from .source import Picture, Source, files_below
 
@@ -57,5 +57,7 @@ def _pictures(file: Path, source: Source) -> Collection[Picture]:
             source.left_out.boxes[what] += 1
             continue
         others = {key: annotation[key] for key in _KEPT if annotation.get(key) is not None}
+        if corners := corners_of(annotation):
+            others["segmentation"] = [corners]
         picture.boxes.append((label, [x, y, x + w, y + h], others))
     return pictures.values()

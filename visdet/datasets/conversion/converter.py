@@ -14,12 +14,21 @@ from visdet.files.writing import write_atomically
 
 from .coco_files import MAKER, is_ours, read_coco
 from .csv_tables import read_csv
+from .dota import dota_files, read_dota
+from .label_studio import is_label_studio, read_label_studio
 from .source import Picture, Source, files_below
 from .voc import read_voc
 from .yolo import lists_of_classes, read_yolo, yolo_tables
 
-FORMATS = ("yolo", "voc", "csv", "coco")
-_READERS = {"yolo": read_yolo, "voc": read_voc, "csv": read_csv, "coco": read_coco}
+_READERS = {
+    "yolo": read_yolo,
+    "voc": read_voc,
+    "csv": read_csv,
+    "coco": read_coco,
+    "dota": read_dota,
+    "label-studio": read_label_studio,
+}
+FORMATS = tuple(_READERS)
 _Sized = tuple[Picture, tuple[int, int]]  # a picture and its (width, height)
 
 
@@ -33,7 +42,8 @@ def convert(
     """Write ``train.json``, ``val.json`` and ``test.json`` in COCO format, those for which there are pictures.
 
     Paths of images are relative to ``root``. The category ids of COCO files stay. Boxes are written as they are, also
-    beyond their image. The split of an image is that of its table, or that which one of its folders says; its own name
+    beyond their image. Outlines of four points stay as the ``segmentation``, which ``box_type='rbox'`` of a CocoDataset
+    reads. The split of an image is that of its table, or that which one of its folders says; its own name
     says nothing.
 
     Args:
@@ -90,6 +100,8 @@ def convert(
 def _kind_of(root: Path) -> str:
     if not root.is_dir():
         raise InvalidInputError(f"{root} is not a folder")
+    if dota_files(root) and not files_below(root, "labels/**/*.txt"):
+        return "dota"
     if yolo_tables(root):
         return "yolo"
     for kind, pattern in (("voc", "*.xml"), ("csv", "*.csv")):
@@ -97,10 +109,12 @@ def _kind_of(root: Path) -> str:
             return kind
     if lists_of_classes(root):
         return "yolo"
-    if files_below(root, "*.json"):
-        return "coco"
+    if tables := files_below(root, "*.json"):
+        others = [file for file in tables if not is_ours(file)]
+        return "label-studio" if others and all(map(is_label_studio, others)) else "coco"
     raise InvalidInputError(
-        f"{root} has none of data.yaml and classes.txt (YOLO), *.xml (Pascal VOC), *.csv and *.json (COCO)"
+        f"{root} has none of data.yaml and classes.txt (YOLO), *.xml (Pascal VOC), *.csv, *.json (COCO, Label Studio) "
+        "and labelTxt/*.txt (DOTA)"
     )
 
 
@@ -171,6 +185,9 @@ def _coco(images: list[_Sized], numbers: dict[str, Any], root: Path) -> dict[str
                 "area": w * h,
                 "iscrowd": 0,
             }
+            scales = (x_scale, y_scale) * 4
+            for outline in others.get("segmentation", ()):
+                outline[:] = [side * scale for side, scale in zip(outline, scales, strict=True)]
             annotations.append(annotation | others)
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     info = {"description": MAKER}

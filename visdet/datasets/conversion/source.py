@@ -17,6 +17,7 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 
 _SPLIT = re.compile(r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])")
+_NUMBERS_OF_TURNED_BOX = 8
 _LEAST_FOLDERS = (
     2  # that the end of a path of another computer must name, so that it is not taken for another folder
 )
@@ -29,7 +30,8 @@ class Picture:
     Attributes:
         path: the file. split: 'train', 'val', 'test', or '' if the data set does not say it.
         size: the (width, height) that the annotations give, if they do.
-        boxes: for each object its class, its corners (x1, y1, x2, y2) and other entries of its annotation.
+        boxes: for each object its class, its corners (x1, y1, x2, y2) and other entries of its annotation, such as the
+            ``segmentation`` of a turned box.
         is_relative: whether the corners are fractions of the width and the height.
     """
 
@@ -99,6 +101,14 @@ class Source:
     def pictures(self) -> list[Path]:
         """All image files in the folder and below it."""
         return pictures_below(self.root)
+
+    @cached_property
+    def _name_of_stem(self) -> dict[str, str]:
+        return {path.stem: path.name for path in self.pictures}
+
+    def picture_like(self, file: Path, split: str = "") -> Path:
+        """Return the image whose name is that of a file but for the suffix; see :meth:`picture`."""
+        return self.picture(self._name_of_stem.get(file.stem, file.name), file.parent, split)
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
@@ -203,6 +213,17 @@ def text_of(file: Path, errors: str = "strict") -> str:
         return content.decode(json.detect_encoding(content), errors)
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{file} is neither in UTF-8 nor in UTF-16: {error}") from error
+
+
+def outlined(points: Sequence[float]) -> tuple[list[float], dict[str, Any]]:
+    """Return the corners (x1, y1, x2, y2) around an outline (x1, y1, x2, y2, ...), and the entries that it gives.
+
+    An outline of four points is that of a turned box.
+    """
+    points = checked_corners(points)
+    xs, ys = points[::2], points[1::2]
+    is_turned_box = len(points) == _NUMBERS_OF_TURNED_BOX
+    return [min(xs), min(ys), max(xs), max(ys)], {"segmentation": [points]} if is_turned_box else {}
 
 
 def checked_corners(corners: Sequence[float]) -> list[float]:

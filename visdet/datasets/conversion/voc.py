@@ -1,11 +1,8 @@
 """Reading Pascal VOC: an XML file for each image."""
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path, PureWindowsPath
 from xml.etree import ElementTree
-
-from visdet.files.images import PICTURE_SUFFIXES
 
 from .source import Picture, Source, checked_corners, files_below, text_of
 
@@ -28,7 +25,8 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
     name = PureWindowsPath(tree.findtext("filename") or "").name or file.stem
     path = source.picture(name, file.parent, split)
     if not path.is_file():
-        path = _picture_of_stem(file) or path
+        like = source.picture_like(file, split)
+        path = like if like.is_file() else path
     width, height = (float(tree.findtext(f"size/{side}") or 0) for side in ("width", "height"))
     picture = Picture(path, split, (width, height))
     for item in tree.iter("object"):
@@ -40,13 +38,3 @@ def _picture(file: Path, split: str, source: Source) -> Picture:
             others = {"ignore": 1} if item.findtext("difficult") == "1" else {}
             picture.boxes.append((label, corners, others))
     return picture
-
-
-def _picture_of_stem(file: Path) -> Path | None:
-    """Return the image whose name is that of an XML file but for the suffix."""
-    folders = (file.parent, file.parent.parent / "JPEGImages", file.parent.parent / "images")
-    for folder, suffix in product(folders, sorted(PICTURE_SUFFIXES)):
-        path = folder / f"{file.stem}{suffix}"
-        if path.is_file():
-            return path
-    return None

@@ -10,7 +10,7 @@ from visdet.errors import InvalidInputError, listed, reading
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.files.yaml_text import load_yaml
 
-from .source import Picture, Source, checked_corners, files_below, pictures_below, text_of
+from .source import Picture, Source, checked_corners, files_below, outlined, pictures_below, text_of
 
 _SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 _IMAGES = "images"
@@ -128,17 +128,20 @@ def _label_of(image: Path) -> Path:
 def _boxes(
     label: Path, names: dict[int, Any], has_outlines: bool, source: Source
 ) -> Iterator[tuple[str, list[float], dict[str, Any]]]:
-    """Yield the class and the corners of each box, which are fractions of the width and the height."""
+    """Yield the class and the corners of each box, which are fractions of the width and the height.
+
+    An outline of four points stays, which may be that of a turned box.
+    """
     for number, line in enumerate(text_of(label, "replace").splitlines(), start=1):
         what = f"line {number} of {label}, {line[:60]!r}, is no box of a class"
         with source.left_out.counted(source.left_out.boxes, what):
             if line.strip():
                 kind, *values = map(float, line.split())
                 x, y, w, h = values[:4]
-                corners = [x - w / 2, y - h / 2, x + w / 2, y + h / 2]
+                corners = checked_corners([x - w / 2, y - h / 2, x + w / 2, y + h / 2])
+                others: dict[str, Any] = {}
                 # A box encloses an outline, and stands before key points.
                 if has_outlines and len(values) >= _LEAST_OF_OUTLINE:
-                    ys = values[1::2]  # A number after the last pair is a score.
-                    xs = values[: 2 * len(ys) : 2]
-                    corners = [min(xs), min(ys), max(xs), max(ys)]
-                yield str(names[int(kind)]), checked_corners(corners), {}
+                    # A number after the last pair is a score.
+                    corners, others = outlined(values[: len(values) // 2 * 2])
+                yield str(names[int(kind)]), corners, others
