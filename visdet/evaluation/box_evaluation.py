@@ -77,14 +77,15 @@ class BoxEvaluation:
         """
         values = self.precision[..., AREAS.index(area), self.max_dets.index(_MAX_DETS_OF_AP)]
         values = values if iou is None else values[np.isclose(self.iou_thrs, iou)]
-        return _mean_of_defined(values if label is None else values[..., label])
+        return mean_of_defined(values if label is None else values[..., label])
 
     def average_recall(self, max_dets: int, area: str = "all") -> float:
         """Return the AR over all thresholds and classes with ``max_dets`` detections per image."""
-        return _mean_of_defined(self.recall[..., AREAS.index(area), self.max_dets.index(max_dets)])
+        return mean_of_defined(self.recall[..., AREAS.index(area), self.max_dets.index(max_dets)])
 
 
-def _mean_of_defined(values: np.ndarray) -> float:
+def mean_of_defined(values: np.ndarray) -> float:
+    """Return the mean of the values that are not -1, or -1 if all are."""
     defined = values[values > -1]
     return float(defined.mean()) if defined.size else -1.0
 

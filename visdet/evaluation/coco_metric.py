@@ -172,7 +172,7 @@ class CocoMetric(BaseMetric):
             result = {
                 "img_id": sample["img_id"],
                 "img_path": sample.get("img_path"),
-                "bboxes": self._predicted_boxes(given["bboxes"]),
+                "bboxes": self._boxes_of(given["bboxes"]),
                 "scores": _numpy(given["scores"]),
                 "labels": _numpy(given["labels"]).astype(int),
             }
@@ -181,13 +181,13 @@ class CocoMetric(BaseMetric):
                 check_finite(name, **{"true bboxes": [row["bbox"] for row in result["truth"]]})
             self.results.append(result)
 
-    def _predicted_boxes(self, bboxes: torch.Tensor) -> np.ndarray:
-        return _numpy(bboxes).reshape(-1, 4)
+    def _boxes_of(self, bboxes: torch.Tensor, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
+        """Return boxes in an image, which is ``scale`` (width, height) times that of the file, as the file has them."""
+        xyxy = _numpy(bboxes).reshape(-1, 4) / np.tile(scale, 2)
+        return np.concatenate([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]], axis=1)
 
-    def _true_boxes(self, instances: Any, scale: np.ndarray) -> tuple[list[list[float]], Sequence[float]]:
-        """Return the boxes of a sample, which is ``scale`` (width, height) times the file's image, and their areas."""
-        boxes = [_xywh(bbox) for bbox in _numpy(instances["bboxes"]) / np.tile(scale, 2)]
-        return boxes, instances.get("areas", [width * height for _, _, width, height in boxes])
+    def _true_boxes(self, instances: Any, scale: Sequence[float]) -> np.ndarray:
+        return self._boxes_of(instances["bboxes"], scale)
 
     def _box_of(self, annotation: dict) -> list[float]:
         return annotation["bbox"]
@@ -203,8 +203,11 @@ class CocoMetric(BaseMetric):
                 raise InvalidInputError(
                     f"{type(self).__name__}: without an ann_file the data samples must hold gt_instances"
                 )
-            boxes, areas = self._true_boxes(instances, np.asarray(sample.get("scale_factor", (1.0, 1.0))))
-            for box, area, label in zip(boxes, areas, instances["labels"], strict=True):
+            boxes = self._true_boxes(instances, sample.get("scale_factor", (1.0, 1.0)))
+            areas = instances.get(
+                "areas", boxes[:, 2] * boxes[:, 3]
+            )  # of COCO's boxes, the only ones that have some
+            for box, area, label in zip(boxes.tolist(), areas, instances["labels"], strict=True):
                 annotations.append(_annotation(sample["img_id"], int(label), box, float(area), iscrowd))
         return annotations
 
@@ -242,19 +245,26 @@ class CocoMetric(BaseMetric):
         if self.format_only:
             return {}
         results = sorted(results, key=_id_order)
-        metrics = self._measured(results, self._truth_of(results), classes)
+        detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
+        metrics = self._measured(self._truth_of(results), detections, len(results), classes)
         if self.classwise:
             self._log_classes()
             for row in self.classwise_results:
                 metrics |= self._metrics_of_class(row)
         return metrics
 
-    def _measured(self, results: list[dict], truth: list[dict], classes: Sequence[str]) -> dict[str, float]:
-        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name."""
-        detections = _detections([{**result, "img_id": number} for number, result in enumerate(results)])
-        size = len(results), len(classes)
+    def _measured(
+        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
+    ) -> dict[str, float]:
+        """Set ``curve_report`` and ``classwise_results``, and return the metrics over all classes by name.
+
+        Args:
+            truth, detections: see :func:`evaluate_boxes`. num_images: the number of images.
+            classes: the names of the labels.
+        """
+        size = num_images, len(classes)
         evaluation = evaluate_boxes(truth, detections, size, self.iou_thrs, self.proposal_nums, self._backend)
-        self.curve_report = box_report(truth, detections, len(results), classes, self._backend.iou)
+        self.curve_report = box_report(truth, detections, num_images, classes, self._backend.iou)
         for label, name in enumerate(classes):
             row = {"name": name, "num_boxes": self.curve_report.classes[name]["num_truths"]}
             for item, choice in _PRECISIONS.items():
@@ -337,19 +347,14 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def _annotation(image_id: int | str, label: int, xywh: Sequence[float], area: float, iscrowd: int) -> dict:
+def _annotation(image_id: int | str, label: int, bbox: Sequence[float], area: float, iscrowd: int) -> dict:
     return {
         "image_id": image_id,
         "category_id": label,
-        "bbox": list(xywh),
+        "bbox": list(bbox),
         "area": area,
         "iscrowd": int(iscrowd),
     }
-
-
-def _xywh(xyxy: Sequence[float]) -> list[float]:
-    x1, y1, x2, y2 = map(float, xyxy)
-    return [x1, y1, x2 - x1, y2 - y1]
 
 
 def _detections(results: list[dict]) -> list[dict]:
@@ -358,7 +363,7 @@ def _detections(results: list[dict]) -> list[dict]:
     for result in results:
         image = result["img_id"]
         for box, score, label in zip(result["bboxes"], result["scores"], result["labels"], strict=True):
-            row = {"image_id": image, "category_id": int(label), "bbox": _xywh(box), "score": float(score)}
+            row = {"image_id": image, "category_id": int(label), "bbox": box.tolist(), "score": float(score)}
             rows.append(row)
     return rows
 

@@ -1,7 +1,7 @@
 """Average precision of turned boxes, as DOTA defines it."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from visdet.registry import METRICS, OPS
 from visdet.structures.coco_json import corners_of
 from visdet.structures.rotated_boxes import boxes_to_polygons
 
+from .box_evaluation import mean_of_defined
 from .coco_metric import CocoMetric, Iou
-from .precision_recall import Found, report_of
+from .precision_recall import Found, found_in_images, report_of
 
-_IOU_OF_CURVES = 0.5
 _SHOWN = (0.5, 0.75)
 
 
@@ -28,7 +28,8 @@ class DOTAMetric(CocoMetric):
     difficult box (``ignored_instances``, or ``ignore`` in the file) do not count. A class without true boxes does not
     count, and a value without any is -1.
 
-    ``classwise_results`` and ``curve_report`` are those of :class:`CocoMetric`, with ``mAP``, ``AP50`` and ``AP75``.
+    ``classwise_results`` and ``curve_report`` are those of :class:`CocoMetric`, with ``mAP``, ``AP50`` and ``AP75`` in
+    the first one, and at the least of the thresholds in the other.
 
     Args:
         ann_file: the COCO JSON file with the ground truth, whose annotations have a ``segmentation`` of four points.
@@ -86,15 +87,13 @@ class DOTAMetric(CocoMetric):
         """The names of the metrics without the prefix, where ``*`` is the name of a class."""
         return ["mAP", *self._shown, *(["mAP/*"] if self.classwise else [])]
 
-    def _predicted_boxes(self, bboxes: torch.Tensor) -> np.ndarray:
-        return boxes_to_polygons(bboxes.detach().double().cpu()).flatten(1).numpy()
+    def _boxes_of(self, bboxes: torch.Tensor, scale: Sequence[float] = (1.0, 1.0)) -> np.ndarray:
+        return (boxes_to_polygons(bboxes.double().cpu()).numpy() / scale).reshape(-1, 8)
 
-    def _true_boxes(self, instances: Any, scale: np.ndarray) -> tuple[list[list[float]], Sequence[float]]:
+    def _true_boxes(self, instances: Any, scale: Sequence[float]) -> np.ndarray:
         if "polygons" in instances:
-            polygons = instances["polygons"].cpu().numpy()
-        else:
-            polygons = boxes_to_polygons(instances["bboxes"].double().cpu()).numpy() / scale
-        return polygons.reshape(-1, 8).tolist(), [0.0] * len(polygons)
+            return instances["polygons"].cpu().numpy().reshape(-1, 8)
+        return super()._true_boxes(instances, scale)
 
     def _box_of(self, annotation: dict) -> list[float]:
         corners = corners_of(annotation)
@@ -107,75 +106,88 @@ class DOTAMetric(CocoMetric):
     def _metrics_of_class(self, row: dict[str, Any]) -> dict[str, float]:
         return {f"mAP/{row['name']}": row["mAP"]}
 
-    def _measured(self, results: list[dict], truth: list[dict], classes: Sequence[str]) -> dict[str, float]:
-        images = self._compared(results, truth)
-        frames = []
-        for image in images:
-            overlap = image.closeness()
-            closeness = np.where(overlap >= _IOU_OF_CURVES, overlap, -np.inf)
-            frames.append(Found(image.labels, image.predicted, image.scores, closeness.copy, image.is_crowd))
-        self.curve_report = report_of(frames, classes, f"rotated IoU {_IOU_OF_CURVES}")
-        precisions = np.full((len(self.iou_thrs), len(classes)), np.nan)
-        for label in range(len(classes)):
-            precisions[:, label] = self._precisions(images, label)
-        for label, name in enumerate(classes):
-            number = self.curve_report.classes[name]["num_truths"]
-            values = self._values(precisions[:, label : label + 1])
-            self.classwise_results.append({"name": name, "num_boxes": number, **values})
+    def _measured(
+        self, truth: list[dict], detections: list[dict], num_images: int, classes: Sequence[str]
+    ) -> dict[str, float]:
+        least = min(self.iou_thrs)
+        images = found_in_images(truth, detections, num_images, len(classes), _iou, least, box_dim=8)
+        self.curve_report = report_of(images, classes, f"rotated IoU {least:g}")
+        matches = _matches(images)
+        precisions = np.array([self._precisions(matches, label) for label in range(len(classes))])
+        for row, (name, curve) in zip(precisions, self.curve_report.classes.items(), strict=True):
+            self.classwise_results.append(
+                {"name": name, "num_boxes": curve["num_truths"], **self._values(row)}
+            )
         return self._values(precisions)
 
     def _values(self, precisions: np.ndarray) -> dict[str, float]:
-        """Return the metrics of APs [thresholds, classes] by name."""
-        values = {"mAP": _mean(precisions)}
+        """Return the metrics of APs [..., thresholds] by name."""
+        values = {"mAP": mean_of_defined(precisions)}
         for name, iou in self._shown.items():
-            values[name] = _mean(precisions[np.isclose(self.iou_thrs, iou)])
+            values[name] = mean_of_defined(precisions[..., np.isclose(self.iou_thrs, iou)])
         return values
 
-    def _compared(self, results: list[dict], truth: list[dict]) -> list[Found]:
-        """Return the images, in which closeness is the IoU."""
-        overlaps = OPS.get("box_iou_quadri")
-        truth_of_image: list[list[dict]] = [[] for _ in results]
-        for row in truth:
-            truth_of_image[row["image_id"]].append(row)
-        images = []
-        for result, rows in zip(results, truth_of_image, strict=True):
-            polygons = torch.tensor([row["bbox"] for row in rows], dtype=torch.float64).reshape(-1, 8)
-            overlap = overlaps(torch.from_numpy(result["bboxes"]), polygons).numpy()
-            labels = np.array([row["category_id"] for row in rows], int)
-            is_difficult = np.array([row["iscrowd"] for row in rows], bool)
-            images.append(Found(labels, result["labels"], result["scores"], overlap.copy, is_difficult))
-        return images
-
-    def _precisions(self, images: Sequence[Found], label: int) -> list[float]:
-        """Return the AP of a class at each threshold, NaN if it has no true boxes."""
-        scores, best, taken, difficult = [np.zeros(0)], [np.zeros(0)], [np.zeros(0, int)], [np.zeros(0, bool)]
-        num_before = 0
-        for image in images:
-            rows, columns = image.predicted == label, np.flatnonzero(image.labels == label)
-            difficult.append(image.is_crowd[columns])
-            overlap = image.closeness()[rows][:, columns]
-            overlap = np.column_stack([np.zeros(len(overlap)), overlap])  # with none
-            scores.append(image.scores[rows])
-            best.append(overlap.max(axis=1))
-            taken.append(num_before + overlap.argmax(axis=1) - 1)
-            num_before += len(columns)
-        order = np.argsort(-np.concatenate(scores), kind="stable")
-        ious, truths = np.concatenate(best)[order], np.concatenate(taken)[order]
-        is_difficult = np.concatenate(difficult)
-        num_truths = np.count_nonzero(~is_difficult)
+    def _precisions(self, matches: "_Matches", label: int) -> list[float]:
+        """Return the AP of a class at each threshold, -1 if it has no true boxes."""
+        num_truths = np.count_nonzero((matches.labels == label) & ~matches.is_difficult)
         if not num_truths:
-            return [np.nan] * len(self.iou_thrs)
+            return [-1.0] * len(self.iou_thrs)
+        ious, truths = matches.ious[matches.predicted == label], matches.truths[matches.predicted == label]
         found = []
         for iou in self.iou_thrs:
             hits = np.flatnonzero(ious > iou)
             is_right = np.zeros(len(ious), bool)
             is_right[hits[np.unique(truths[hits], return_index=True)[1]]] = True
             counts = np.ones(len(ious), bool)
-            counts[hits] = ~is_difficult[truths[hits]]
+            counts[hits] = ~matches.is_difficult[truths[hits]]
             right = np.cumsum(is_right[counts])
             precision = right / np.arange(1, len(right) + 1)
             found.append(_average_precision(right / num_truths, precision, self.eval_mode))
         return found
+
+
+class _Matches(NamedTuple):
+    """All detections, the highest score first, and all true boxes.
+
+    Attributes:
+        predicted: [m], the class of each detection. ious, truths: [m], its greatest IoU with a true box of its class,
+            and the position of that among all true boxes, which has no meaning if the IoU is 0.
+        labels, is_difficult: [n], of the true boxes.
+    """
+
+    predicted: np.ndarray
+    ious: np.ndarray
+    truths: np.ndarray
+    labels: np.ndarray
+    is_difficult: np.ndarray
+
+
+def _iou(boxes: np.ndarray, true_boxes: np.ndarray, is_crowd: Sequence[bool]) -> np.ndarray:
+    """Return the IoU [m, n] of polygons [m, 8] and [n, 8], whether they are difficult or not."""
+    return OPS.get("box_iou_quadri")(torch.from_numpy(boxes), torch.from_numpy(true_boxes)).numpy()
+
+
+def _matches(images: Sequence[Found]) -> _Matches:
+    ious, truths = [], []
+    num_before = 0
+    for image in images:
+        overlap = np.where(image.predicted[:, None] == image.labels, image.closeness(), 0.0)
+        overlap = np.pad(overlap, ((0, 0), (0, 1)))  # with nothing, so that there is a greatest one
+        ious.append(overlap.max(axis=1))
+        truths.append(num_before + overlap.argmax(axis=1))
+        num_before += len(image.labels)
+
+    def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(parts))
+
+    order = np.argsort(-joined(image.scores for image in images), kind="stable")
+    return _Matches(
+        joined(image.predicted for image in images)[order],
+        joined(ious)[order],
+        joined(truths)[order],
+        joined(image.labels for image in images),
+        joined(image.is_crowd for image in images),
+    )
 
 
 def _average_precision(recall: np.ndarray, precision: np.ndarray, mode: str) -> float:
@@ -184,8 +196,3 @@ def _average_precision(recall: np.ndarray, precision: np.ndarray, mode: str) -> 
     if mode == "area":
         return float(np.diff(recall, prepend=0) @ greatest[:-1])
     return float(greatest[np.searchsorted(recall, np.arange(0.0, 1.1, 0.1))].mean())
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else -1.0

@@ -201,23 +201,44 @@ def box_report(
         classes: the names of the labels.
         iou: COCO's function, see :class:`visdet.evaluation.box_evaluation.Backend`.
     """
-    rows_of_image: list[tuple[list, list]] = [([], []) for _ in range(num_images)]
-    for kind, rows in enumerate((truth, detections)):
-        for row in rows:
-            if row["category_id"] < len(classes):  # COCO's code leaves others out, too.
-                rows_of_image[row["image_id"]][kind].append(row)
-    images = [_found_in_image(true, found, iou) for true, found in rows_of_image]
+    images = found_in_images(truth, detections, num_images, len(classes), iou)
     return report_of(images, classes, f"IoU {_IOU}", _MOST_BOXES)
 
 
-def _found_in_image(true: list[Mapping], found: list[Mapping], iou: Callable) -> Found:
+def found_in_images(
+    truth: Iterable[Mapping[str, Any]],
+    detections: Iterable[Mapping[str, Any]],
+    num_images: int,
+    num_classes: int,
+    iou: Callable,
+    least_iou: float = _IOU,
+    box_dim: int = 4,
+) -> list[Found]:
+    """Return the true boxes and the detections of each image, whose closeness is their IoU.
+
+    Args:
+        truth, detections, num_images, iou: see :func:`box_report`.
+        num_classes: the number of labels. Boxes of others are left out.
+        least_iou: the least IoU of boxes that can be matched. box_dim: the numbers of a box.
+    """
+    rows_of_image: list[tuple[list, list]] = [([], []) for _ in range(num_images)]
+    for kind, rows in enumerate((truth, detections)):
+        for row in rows:
+            if row["category_id"] < num_classes:  # COCO's code leaves others out, too.
+                rows_of_image[row["image_id"]][kind].append(row)
+    return [_found_in_image(true, found, iou, least_iou, box_dim) for true, found in rows_of_image]
+
+
+def _found_in_image(
+    true: list[Mapping], found: list[Mapping], iou: Callable, least_iou: float, box_dim: int
+) -> Found:
     def column(rows: list[Mapping], key: str, dtype: type) -> np.ndarray:
         return np.array([row[key] for row in rows], dtype)
 
     is_crowd = column(true, "iscrowd", bool)
-    boxes, true_boxes = (column(rows, "bbox", float).reshape(-1, 4) for rows in (found, true))
+    boxes, true_boxes = (column(rows, "bbox", float).reshape(-1, box_dim) for rows in (found, true))
     overlap = np.reshape(iou(boxes, true_boxes, is_crowd.tolist()), (len(boxes), len(true_boxes)))
-    closeness = np.where(overlap >= _IOU, overlap, -np.inf)
+    closeness = np.where(overlap >= least_iou, overlap, -np.inf)
     labels, predicted = (column(rows, "category_id", int) for rows in (true, found))
     return Found(labels, predicted, column(found, "score", float), closeness.copy, is_crowd)
 

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from mmengine import fileio
 
 from visdet.checks.similar_names import look_alike
 from visdet.errors import InvalidInputError, listed, reading
+
+from .rotated_boxes import boxes_to_polygons
 
 _REQUIRED_KEYS = {
     "images": ("id", "file_name"),
@@ -161,11 +164,9 @@ def _angle_faults(content: dict) -> Iterator[str]:
 
 def _straighten(annotation: dict) -> None:
     """Replace a bbox of five numbers by the upright box around it, and add its corners as the segmentation."""
-    center_x, center_y, width, height, degrees = annotation["bbox"]
-    cos, sin = math.cos(math.radians(degrees)) / 2, math.sin(math.radians(degrees)) / 2
-    corners = []
-    for x, y in ((-width, -height), (width, -height), (width, height), (-width, height)):
-        corners += [center_x + x * cos + y * sin, center_y - x * sin + y * cos]
+    x, y, width, height, degrees = annotation["bbox"]
+    box = torch.tensor([x, y, width, height, -math.radians(degrees)], dtype=torch.float64)
+    corners = boxes_to_polygons(box).flatten().tolist()
     annotation.setdefault("segmentation", [corners])
     annotation.setdefault("area", width * height)
     annotation["bbox"] = enclosing_bbox(corners)

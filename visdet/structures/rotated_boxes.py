@@ -1,8 +1,8 @@
 """Boxes that are turned, as (cx, cy, w, h, angle) and as the polygons of their corners."""
 
 import math
-from itertools import combinations
 
+import cv2
 import torch
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
             side w is in radians, and turns clockwise in an image, whose y axis points down, as
             ``visdet.ops.box_iou_rotated`` takes it.
     """
-    center, width, height, angle = boxes[..., :2], boxes[..., 2:3], boxes[..., 3:4], boxes[..., 4:5]
+    center, width, height, angle = boxes.split((2, 1, 1, 1), -1)
     cos, sin = angle.cos(), angle.sin()
     along = torch.cat([cos, sin], -1) * width / 2
     across = torch.cat([-sin, cos], -1) * height / 2
@@ -37,13 +37,11 @@ def boxes_to_polygons(boxes: Tensor) -> Tensor:  # [..., 5]
     )
 
 
-def polygons_to_boxes(polygons: Tensor, angle_version: str = "le90") -> Tensor:  # [N, 4, 2]
-    """Return the smallest turned boxes [N, 5] (cx, cy, w, h, angle) around polygons of four points.
-
-    One side of the smallest box runs along two of the points, so that all pairs are tried.
+def polygons_to_boxes(polygons: Tensor, angle_version: str = "le90") -> Tensor:  # [N, K, 2]
+    """Return the smallest turned boxes [N, 5] (cx, cy, w, h, angle) around polygons, float32 on the CPU.
 
     Args:
-        polygons: [N, 4, 2] (x, y) in pixels, in any order.
+        polygons: [N, K, 2] (x, y) in pixels, in any order.
         angle_version: see :func:`regularized`.
 
     Raises:
@@ -51,20 +49,11 @@ def polygons_to_boxes(polygons: Tensor, angle_version: str = "le90") -> Tensor: 
 
     Source: the boxes are those of OpenCV's ``minAreaRect``, with which mmrotate reads polygons.
     """
-    middle = polygons.mean(1, keepdim=True)
-    points = polygons - middle
-    candidates = []
-    for first, second in combinations(range(4), 2):
-        direction = points[:, second] - points[:, first]
-        angle = torch.atan2(direction[:, 1], direction[:, 0])
-        axes = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], -1).reshape(-1, 2, 2)
-        reach = points @ axes.mT
-        low, high = reach.amin(1), reach.amax(1)
-        center = middle[:, 0] + (((low + high) / 2)[:, None] @ axes)[:, 0]
-        candidates.append(torch.cat([center, high - low, angle[:, None]], -1))
-    boxes = torch.stack(candidates, 1)
-    best = boxes[..., 2:4].prod(-1).argmin(1)
-    return regularized(boxes[torch.arange(len(boxes), device=boxes.device), best], angle_version)
+    boxes = torch.zeros(len(polygons), 5)
+    for box, polygon in zip(boxes, polygons.cpu().float(), strict=True):
+        center, sides, degrees = cv2.minAreaRect(polygon.numpy())
+        box[:] = torch.tensor([*center, *sides, math.radians(degrees)])
+    return regularized(boxes, angle_version)
 
 
 def regularized(boxes: Tensor, angle_version: str = "le90") -> Tensor:  # [..., 5]
@@ -82,7 +71,7 @@ def regularized(boxes: Tensor, angle_version: str = "le90") -> Tensor:  # [..., 
     """
     check_choice("regularized: angle_version", angle_version, tuple(ANGLE_VERSIONS))
     least, period = ANGLE_VERSIONS[angle_version]
-    center, width, height, angle = boxes[..., :2], boxes[..., 2:3], boxes[..., 3:4], boxes[..., 4:5]
+    center, width, height, angle = boxes.split((2, 1, 1, 1), -1)
     if angle_version == "oc":
         quarters = (angle / period).ceil() - 1
         is_swapped = quarters % 2 == 1
@@ -93,5 +82,5 @@ def regularized(boxes: Tensor, angle_version: str = "le90") -> Tensor:  # [..., 
         above = (torch.where(is_swapped, angle + math.pi / 2, angle) - least).remainder(period)
         # The remainder of a tiny negative number is rounded to the period.
         turned = least + torch.where(above >= period, 0.0, above)
-    sides = torch.where(is_swapped, torch.cat([height, width], -1), torch.cat([width, height], -1))
-    return torch.cat([center, sides, turned], -1)
+    sides = [torch.where(is_swapped, height, width), torch.where(is_swapped, width, height)]
+    return torch.cat([center, *sides, turned], -1)

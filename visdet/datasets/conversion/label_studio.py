@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import torch
+
 from visdet.files.images import PICTURE_SUFFIXES
 from visdet.structures.coco_json import read_json
+from visdet.structures.rotated_boxes import boxes_to_polygons
 
 from .source import Picture, Source, files_below, outlined
 
@@ -30,39 +33,32 @@ def _picture(task: dict[str, Any], file: Path, source: Source) -> Picture:
     picture = Picture(path, source.file_split(path))
     kept = [entry["result"] for entry in task["annotations"] if not entry.get("was_cancelled")]
     for item in kept[0] if kept else ():
-        what = f"a region of {path} in {file}"
-        with source.left_out.counted(source.left_out.boxes, what):
+        with source.left_out.counted(source.left_out.boxes, f"a region of {path} in {file}"):
             if item["type"] != "rectanglelabels" or item.get("image_rotation"):
-                raise ValueError(f"it is no rectangle of an image that is not rotated, but of {item['type']}")
+                raise ValueError(f"{item['type']} of an image that may be rotated; rectanglelabels are read")
             picture.size = (item["original_width"], item["original_height"])
-            corners, others = outlined(_points_of(item["value"], *picture.size))
-            picture.boxes.append((item["value"]["rectanglelabels"][0], corners, others))
+            picture.boxes.append((item["value"]["rectanglelabels"][0], *outlined(_points_of(item))))
     return picture
 
 
 def _path_of(data: dict[str, Any], file: Path, source: Source) -> Path:
     """Return the image of a task. Label Studio puts eight letters before the name of a file that is uploaded."""
     for value in data.values():
-        name = unquote(str(value)).rsplit("?d=", 1)[-1]
-        if PurePosixPath(name).suffix.lower() in PICTURE_SUFFIXES:
-            path = source.picture(name, file.parent)
-            own = source.picture(PurePosixPath(name).name.partition("-")[2], file.parent)
-            return own if own.is_file() and not path.is_file() else path
+        place = unquote(str(value)).rsplit("?d=", 1)[-1]
+        if Path(place).suffix.lower() in PICTURE_SUFFIXES:
+            path = source.picture(place, file.parent)
+            return path if path.is_file() else source.picture(path.name.partition("-")[2], file.parent)
     raise ValueError(f"its data name no image: {data!r:.200}")
 
 
-def _points_of(value: dict[str, Any], width: float, height: float) -> list[float]:
+def _points_of(item: dict[str, Any]) -> list[float]:
     """Return the four corners of a rectangle in pixels.
 
     Its sides are in percent of those of the image, and it is turned clockwise about its top left corner, in degrees.
     """
-    x, w = value["x"] * width / 100, value["width"] * width / 100
-    y, h = value["y"] * height / 100, value["height"] * height / 100
-    angle = math.radians(value.get("rotation", 0))
-    points = []
-    for along, across in ((0, 0), (w, 0), (w, h), (0, h)):
-        points += [
-            x + along * math.cos(angle) - across * math.sin(angle),
-            y + along * math.sin(angle) + across * math.cos(angle),
-        ]
-    return points
+    value = item["value"]
+    x, w = (value[key] * item["original_width"] / 100 for key in ("x", "width"))
+    y, h = (value[key] * item["original_height"] / 100 for key in ("y", "height"))
+    box = torch.tensor([0, 0, w, h, math.radians(value.get("rotation", 0))], dtype=torch.float64)
+    corners = boxes_to_polygons(box)
+    return (corners - corners[0] + torch.tensor([x, y])).flatten().tolist()

@@ -1,5 +1,7 @@
 """The image and the boxes in the results of a detection pipeline, which are torchvision's tv_tensors."""
 
+from functools import partial
+
 import torch
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
@@ -13,20 +15,15 @@ class Corners(tv_tensors.KeyPoints):
     """
 
 
-@F.register_kernel(F.horizontal_flip, Corners)
-def _flipped_horizontally(corners: Corners) -> Corners:
-    return _mirrored(corners, 0, corners.canvas_size[1])
-
-
-@F.register_kernel(F.vertical_flip, Corners)
-def _flipped_vertically(corners: Corners) -> Corners:
-    return _mirrored(corners, 1, corners.canvas_size[0])
-
-
-def _mirrored(corners: Corners, axis: int, length: int) -> Corners:
+def _mirrored(axis: int, corners: Corners) -> Corners:
+    height, width = corners.canvas_size
     points = corners.as_subclass(torch.Tensor).clone()
-    points[..., axis] = length - points[..., axis]
+    points[..., axis] = (width, height)[axis] - points[..., axis]
     return Corners(points, canvas_size=corners.canvas_size)
+
+
+F.register_kernel(F.horizontal_flip, Corners)(partial(_mirrored, 0))
+F.register_kernel(F.vertical_flip, Corners)(partial(_mirrored, 1))
 
 
 def set_image(results: dict, image: torch.Tensor) -> None:
