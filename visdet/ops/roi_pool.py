@@ -72,41 +72,29 @@ def roi_pool_reference(
 ) -> tuple[Tensor, Tensor]:
     """Return what ``roi_pool_with_argmax`` returns, in plain torch: the definition kernels are tested against."""
     B, C, H, W = input.shape
-    x1, y1 = rois[:, 1] * spatial_scale, rois[:, 2] * spatial_scale
-    x2, y2 = (rois[:, 3] + 1) * spatial_scale, (rois[:, 4] + 1) * spatial_scale
-    is_region = (x2 > x1) & (y2 > y1) & is_image(rois[:, 0], B)
-    in_row = _bins(y1, y2, PH, H) & is_region[:, None, None]  # [N, PH, H]
-    in_column = _bins(x1, x2, PW, W) & is_region[:, None, None]  # [N, PW, W]
+    begin, end = rois[:, 1:3] * spatial_scale, (rois[:, 3:] + 1) * spatial_scale
+    is_region = ((end > begin) & (end - begin).isfinite()).all(1) & is_image(rois[:, 0], B)
+    values = input.detach().masked_fill(input.isnan(), -torch.inf)
+    argmax = torch.full((len(rois), C, PH, PW), -1, dtype=torch.int64, device=input.device)
+    rows, columns = _bins(begin[:, 1], end[:, 1], PH, H), _bins(begin[:, 0], end[:, 0], PW, W)
+    for n, p, q in itertools.product(is_region.nonzero()[:, 0].tolist(), range(PH), range(PW)):
+        (top, bottom), (left, right) = rows[n][p], columns[n][q]
+        if (width := right - left) > 0 and bottom > top:
+            first = values[int(rois[n, 0]), :, top:bottom, left:right].flatten(1).argmax(1)
+            argmax[n, :, p, q] = (first // width + top) * W + first % width + left
     image = torch.where(is_region, rois[:, 0], 0).long()
-    lowest = -float("inf")
-    values = input.detach().to(rois.dtype).nan_to_num(nan=lowest, posinf=float("inf"), neginf=lowest)
-    argmax = torch.full((rois.shape[0], C, PH, PW), -1, dtype=torch.int64, device=input.device)
-    if input.numel() == 0 or argmax.numel() == 0:
+    channel = torch.arange(C, device=input.device)[:, None, None]
+    if input.numel() == 0:
         return input.new_zeros(argmax.shape) + 0 * input.sum(), argmax.int()
-    row_of, column_of = torch.arange(H, device=input.device), torch.arange(W, device=input.device)
-    for n, p in itertools.product(range(len(rois)), range(PH)):
-        rows = row_of[in_row[n, p]]
-        if len(rows) == 0:
-            continue
-        best, best_row = values[image[n], :, rows[0] : rows[-1] + 1].max(1)  # down the columns: [C, W]
-        inside = best[:, None].masked_fill(~in_column[n], lowest)  # then along the rows: [C, PW, W]
-        index = (best_row + rows[0])[:, None] * W + column_of  # [C, 1, W]
-        is_peak = (inside == inside.amax(-1, keepdim=True)) & in_column[n]
-        first = index.masked_fill(~is_peak, H * W).amin(-1)
-        argmax[n, :, p] = torch.where(in_column[n].any(-1), first, -1)
-    map_of = (image[:, None] * C + torch.arange(C, device=input.device))[..., None, None]  # [N, C, 1, 1]
-    pooled = input.flatten()[map_of * (H * W) + argmax.clamp(min=0)]
+    pooled = input.flatten(2)[image[:, None, None, None], channel, argmax.clamp(min=0)]
     return torch.where(argmax >= 0, pooled, 0), argmax.int()
 
 
-def _bins(start: Tensor, end: Tensor, count: int, size: int) -> Tensor:
-    """Return [N, count, size] bool: the pixels of each bin of the intervals start..end [N]."""
-    steps = torch.arange(count + 1, device=start.device).to(start)
-    width = (end - start) / count
-    first = (steps[:-1] * width[:, None] + start[:, None]).floor()
-    last = (steps[1:] * width[:, None] + start[:, None]).ceil()
-    pixel = torch.arange(size, device=start.device)
-    return (pixel >= first[..., None]) & (pixel < last[..., None])
+def _bins(start: Tensor, end: Tensor, count: int, size: int) -> list[list[list[int]]]:
+    """Return the first pixel and the one behind the last of each bin of the intervals start..end [N]."""
+    edges = torch.arange(count + 1).to(start) * ((end - start) / count)[:, None] + start[:, None]
+    ends = torch.stack([edges[:, :-1].floor(), edges[:, 1:].ceil()], 2)
+    return ends.nan_to_num().clamp(0, size).long().tolist()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
