@@ -20,10 +20,8 @@ NAMES = [
 def system_fonts(request, monkeypatch):
     """Without fonts of the system, matplotlib's own is the only one."""
     legible.cache_clear()
-    monkeypatch.setattr(fonts, "_used", [])
     if request.param == "none":
         monkeypatch.setattr(fonts, "_system_fonts", list)
-        monkeypatch.setattr(fonts, "_characters_of_the_system", set)
     yield
     legible.cache_clear()
 
@@ -52,7 +50,6 @@ def test_different_names_look_different(draw, one, other):
 
 def test_what_is_drawn_and_the_warning_that_names_fonts(monkeypatch, capfd):
     monkeypatch.setattr(fonts, "_system_fonts", list)
-    monkeypatch.setattr(fonts, "_characters_of_the_system", set)
     monkeypatch.setattr(fonts, "_warned", [])
     warnings = []
     monkeypatch.setattr(fonts, "print_log", lambda text, **options: warnings.append(text))

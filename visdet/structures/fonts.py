@@ -16,18 +16,13 @@ def legible(*texts: str) -> tuple[list[str], str]:
     its code point, such as ``U+87BA``, so that different texts look different. So does a line break or another
     character without a picture. The first time, a warning says which fonts to install.
     """
-    needed = _codes_of("".join(texts))
-    for file in (_own_font(), *_used):
-        if _has_all(file, needed):
-            return [_with_code_points(text, needed) for text in texts], file
-    if needed <= _characters_of_the_system():
-        for file in _system_fonts():
-            if _has_all(file, needed):
-                _used.append(file)
-                return [_with_code_points(text, needed) for text in texts], file
-    own = set(_opened(_own_font()).get_charmap())
-    _warn_once(next(text for text in texts if not _codes_of(text) <= own))
-    return [_with_code_points(text, own) for text in texts], _own_font()
+    needed, file = _codes_of("".join(texts)), _own_font()
+    if not needed <= _characters(file):
+        file = next((font for font in _system_fonts() if needed <= _characters(font)), file)
+    drawn = _characters(file)
+    if lacking := [text for text in texts if not _codes_of(text) <= drawn]:
+        _warn_once(lacking[0])
+    return [_with_code_points(text, drawn) for text in texts], file
 
 
 def _codes_of(text: str) -> set[int]:
@@ -35,10 +30,7 @@ def _codes_of(text: str) -> set[int]:
     return {ord(character) for character in text if character.isprintable()}
 
 
-_used: list[str] = []  # the system's fonts that have been used
-
-
-def _with_code_points(text: str, drawn: set[int]) -> str:
+def _with_code_points(text: str, drawn: frozenset[int]) -> str:
     if text.isprintable() and drawn.issuperset(map(ord, text)):
         return text
     shown = (c if c.isprintable() and ord(c) in drawn else f" U+{ord(c):04X} " for c in text)
@@ -58,11 +50,6 @@ def _opened(file: str) -> Any:
     return FT2Font(file)
 
 
-def _has_all(file: str, needed: set[int]) -> bool:
-    font = _opened(file)
-    return all(font.get_char_index(code) for code in needed)
-
-
 @functools.cache
 def _system_fonts() -> list[str]:
     """Return the fonts of the system in outlines. Those of bitmaps have one size, and draw in colour alone."""
@@ -79,8 +66,8 @@ def _system_fonts() -> list[str]:
 
 
 @functools.cache
-def _characters_of_the_system() -> set[int]:
-    return set().union(*(_opened(file).get_charmap() for file in _system_fonts()))
+def _characters(file: str) -> frozenset[int]:
+    return frozenset(_opened(file).get_charmap())
 
 
 def _warn_once(text: str) -> None:
