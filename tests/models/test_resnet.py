@@ -243,5 +243,5 @@ def test_weights_of_another_architecture(tmp_path):
     ):
         from_checkpoint(tmp_path / "r34.pth")
     torch.save(tiny(base_channels=8).state_dict(), tmp_path / "wide.pth")
-    with pytest.raises(RuntimeError, match=r"other shape: conv1.weight \(8, 3, 7, 7\) where \(4, 3, 7, 7\)"):
+    with pytest.raises(RuntimeError, match=r"other shape: conv1.weight \[8, 3, 7, 7\] for \[4, 3, 7, 7\]"):
         from_checkpoint(tmp_path / "wide.pth")

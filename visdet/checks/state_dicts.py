@@ -37,6 +37,24 @@ def kind_of_numbers(value: Tensor) -> str:
     return "integer" if is_integer else str(value.dtype)
 
 
+def differing(
+    weights: Mapping[str, Any], expected: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return descriptions of the weights of another shape, and of those whose numbers torch would cast with a loss."""
+    shapes: dict[str, str] = {}
+    types: dict[str, str] = {}
+    for key, value in weights.items():
+        own = expected.get(key)
+        if not isinstance(own, Tensor):
+            continue
+        if not is_dense(value) or value.shape != own.shape:
+            found = list(value.shape) if is_dense(value) else type(value).__name__
+            shapes[key] = f"{key} {found} for {list(own.shape)}"
+        elif kind_of_numbers(value) != kind_of_numbers(own) and not key.endswith("num_batches_tracked"):
+            types[key] = f"{key} {value.dtype} for {own.dtype}"
+    return shapes, types
+
+
 def nonfinite_names(weights: Mapping[Any, Any]) -> list[str]:
     """Return the names of the dense tensors that hold NaN or an infinite number."""
     return [

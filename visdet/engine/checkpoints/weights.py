@@ -11,7 +11,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, is_dense, kind_of_numbers, nonfinite_names
+from visdet.checks.state_dicts import common_prefix, differing, nonfinite_names
 from visdet.errors import UserError, listed
 
 from ..config.build_errors import build_model
@@ -88,24 +88,6 @@ def own_names(
     return revised(weights, [("^" + re.escape(common_prefix(weights, model.state_dict())), "")])
 
 
-def _differing(
-    weights: Mapping[str, Any], expected: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return descriptions of the weights of another shape, and of those whose numbers torch would cast with a loss."""
-    shapes: dict[str, str] = {}
-    types: dict[str, str] = {}
-    for key, value in weights.items():
-        own = expected.get(key)
-        if not isinstance(own, Tensor):
-            continue
-        if not is_dense(value) or value.shape != own.shape:
-            found = list(value.shape) if is_dense(value) else type(value).__name__
-            shapes[key] = f"{key} {found} for {list(own.shape)}"
-        elif kind_of_numbers(value) != kind_of_numbers(own) and not key.endswith("num_batches_tracked"):
-            types[key] = f"{key} {value.dtype} for {own.dtype}"
-    return shapes, types
-
-
 def load_weights(
     model: nn.Module,
     state_dict: dict[str, Tensor],
@@ -137,9 +119,9 @@ def load_weights(
     """
     weights = own_names(state_dict, model, revise_keys)
     expected = model.state_dict()
-    of_other_shape, of_other_type = _differing(weights, expected)
-    differing = {**of_other_shape, **of_other_type}
-    fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in differing)
+    of_other_shape, of_other_type = differing(weights, expected)
+    unfit = {**of_other_shape, **of_other_type}
+    fitting: Any = OrderedDict((key, value) for key, value in weights.items() if key not in unfit)
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, dict) and all(isinstance(item, dict) for item in metadata.values()):
         # The metadata has the versions by which modules migrate old weights.
@@ -148,8 +130,8 @@ def load_weights(
     used = {key: value for key, value in fitting.items() if key in expected and key not in masks}
     check_finite(used, source, allow_nonfinite)
     missing, unexpected = model.load_state_dict(fitting, strict=False)
-    missing = [key for key in missing if key not in differing and not key.endswith("num_batches_tracked")]
-    if not (missing or unexpected or differing):
+    missing = [key for key in missing if key not in unfit and not key.endswith("num_batches_tracked")]
+    if not (missing or unexpected or unfit):
         return
     others = {"missing": missing, "unexpected": unexpected}
     others |= {
@@ -171,7 +153,7 @@ def load_weights(
                 "them with `--cfg-options strict_load=False`"
             )
         raise CheckpointError(f"{report}.")
-    loaded = len(expected) - len(missing) - len(differing)
+    loaded = len(expected) - len(missing) - len(unfit)
     report = f"{loaded} of the {len(expected)} weights of {type(model).__name__} are those of {source}"
     if 2 * loaded > len(expected):
         report += f". The others begin anew: {told(10)}"

@@ -14,7 +14,7 @@ from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from visdet.checks.state_dicts import common_prefix, kind_of_numbers
+from visdet.checks.state_dicts import common_prefix, differing
 from visdet.errors import InvalidInputError, UserError, check_choice, listed
 
 _TORCHVISION = "torchvision://"
@@ -158,18 +158,7 @@ def _torchvision_state(checkpoint: str) -> dict[str, Tensor]:
 def _fill(backbone: nn.Module, state_dict: dict[str, Tensor], checkpoint: str) -> None:
     own = backbone.state_dict()
     missing = [key for key in own if key not in state_dict and not key.endswith("num_batches_tracked")]
-    reshaped = [
-        f"{key} {tuple(getattr(state_dict[key], 'shape', ()))} where {tuple(own[key].shape)} is needed"
-        for key in own
-        if key in state_dict and getattr(state_dict[key], "shape", None) != own[key].shape
-    ]
-    retyped = [
-        f"{key} {state_dict[key].dtype} where {own[key].dtype} is needed"
-        for key in own
-        if isinstance(state_dict.get(key), Tensor)
-        and not key.endswith("num_batches_tracked")
-        and kind_of_numbers(state_dict[key]) != kind_of_numbers(own[key])
-    ]
+    reshaped, retyped = (found.values() for found in differing(state_dict, own))
     # The file may hold stages that were not built. A surplus block within a stage means another depth.
     stages = {key.split(".")[0] for key in own}
     surplus = [key for key in state_dict if key not in own and key.split(".")[0] in stages]
