@@ -21,6 +21,7 @@ test_dataloader = val_dataloader
 model = dict(
     type="DINO",
     num_queries=100,
+    only_usable_proposals=True,
     backbone=dict(base_channels=24),
     neck=dict(in_channels=[48, 96, 192]),
     positional_encoding=dict(offset=0.0, temperature=20),

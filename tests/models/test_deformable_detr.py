@@ -107,6 +107,27 @@ def test_planned_batches_are_predicted_as_if_unpadded(variant, size):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("variant", ["two_stage", "dino"])
+@pytest.mark.parametrize(("only_usable", "chosen"), [(False, 0), (True, 7)])
+def test_pixels_without_a_box_are_chosen_last_on_request(variant, only_usable, chosen, monkeypatch):
+    """A pixel of the border or of padding has the box (1, 1, 1, 1), which gets no gradient."""
+    model = build(variant, only_usable_proposals=only_usable).eval()
+
+    def prefers_zeros(module, inputs, logits):
+        return -inputs[0].abs().sum(-1, keepdim=True).expand_as(logits)
+
+    model.bbox_head.cls_branches[-1].register_forward_hook(prefers_zeros)
+    starts = []
+    decoder_start = model.decoder_start
+    monkeypatch.setattr(
+        model, "decoder_start", lambda *given: starts.append(decoder_start(*given)) or starts[-1]
+    )
+    images, samples = batch(sizes=((48, 64), (40, 80)))
+    model(images, samples, mode="tensor")
+    assert (starts[0].references < 1).all(-1).sum(1).tolist() == [chosen, chosen]
+
+
+@torch.no_grad()
 def test_sizes_are_the_batchs_where_samples_say_nothing():
     model = build().eval()
     images, _ = batch()

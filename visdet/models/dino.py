@@ -224,7 +224,7 @@ class DINO(DeformableDetectionTransformer):
         origin, usable = pixel_proposals(pyramid)
         with without_gradients(memory.device):
             scores = in_full_precision(classify, self.proposal_features(memory, usable)).amax(-1)
-        best = self.best_pixels(scores, pyramid)
+        best = self.best_pixels(scores, usable, pyramid)
         # Only the best proposals get losses, so that only they are computed with gradients, and have boxes.
         features = self.proposal_features(rows_at(best, memory), rows_at(best, usable))
         origin = self.box_coder.filled(rows_at(best, origin))

@@ -107,6 +107,9 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         data_preprocessor: config of a ``DetDataPreprocessor``.
         with_box_refine: whether every decoder layer has its own branches and refines the boxes of the layer before.
         as_two_stage: whether the decoder starts from the encoder's best proposals instead of learned references.
+        only_usable_proposals: whether pixels of the border and of padding become queries only after all others. If not,
+            they are ranked, too, as in mmdet. An untrained encoder may then choose nothing else, whose boxes get no
+            gradient, so that a model that is trained from scratch learns nothing with some seeds.
         num_feature_levels: number of levels of the pyramid.
         box_coder: config of what a box is, by default an ``UprightBoxCoder``. Losses and costs must fit.
 
@@ -137,6 +140,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         init_cfg: dict[str, Any] | None = None,
         with_box_refine: bool = False,
         as_two_stage: bool = False,
+        only_usable_proposals: bool = False,
         num_feature_levels: int = 4,
         box_coder: dict[str, Any] | None = None,
     ) -> None:
@@ -145,6 +149,7 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         self.num_queries = num_queries
         self.with_box_refine = with_box_refine
         self.as_two_stage = as_two_stage
+        self.only_usable_proposals = only_usable_proposals
         self.backbone = MODELS.build(backbone)
         self.neck = nn.Identity() if neck is None else MODELS.build(neck)
         self.encoder = _built(encoder, type="DeformableDetrTransformerEncoder")
@@ -347,12 +352,15 @@ class DeformableDetectionTransformer(StagedDetector, BaseDetector):
         """
         return self.memory_trans_norm(self.memory_trans_fc(memory.masked_fill(~usable, 0.0)))
 
-    def best_pixels(self, scores: Tensor, pyramid: FlatPyramid) -> Tensor:
+    def best_pixels(self, scores: Tensor, usable: Tensor, pyramid: FlatPyramid) -> Tensor:
         """Return the pixels [B, K] that become queries, given the scores [B, S] of all.
 
-        Padding takes part, as in mmdet, unless images are computed as if they were not padded.
+        Padding takes part, as in mmdet, unless images are computed as if they were not padded, or only usable pixels
+        [B or 1, S, 1] shall be chosen.
         """
-        if pyramid.is_as_if_unpadded and pyramid.padding_mask is not None:
+        if self.only_usable_proposals:
+            scores = scores.masked_fill(~usable.squeeze(-1), -math.inf)
+        elif pyramid.is_as_if_unpadded and pyramid.padding_mask is not None:
             scores = scores.masked_fill(pyramid.padding_mask, -math.inf)
         return scores.topk(min(self.num_queries, scores.shape[1]), dim=1).indices
 

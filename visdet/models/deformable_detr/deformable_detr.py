@@ -75,7 +75,7 @@ class DeformableDETR(DeformableDetectionTransformer):
         features = self.proposal_features(memory, usable)
         logits = in_full_precision(classify, features)
         box_logits = in_full_precision(regress, features) + self.box_coder.filled(origin)
-        best = self.best_pixels(logits[..., 0], pyramid)
+        best = self.best_pixels(logits[..., 0], usable, pyramid)
         best_boxes = self.box_coder.decoded(rows_at(best, box_logits).detach())
         positions = self.box_coder.positions(best_boxes)
         embedding = box_embedding(positions, self.embed_dims // 2).to(self.pos_trans_fc.weight.dtype)
