@@ -7,22 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.export.small_models import SMALL
 from visdet import init_detector
 from visdet.engine.config.load import load_config
 
 CLASSES = ["circle", "square", "triangle", "star", "ring", "cross"]
-# Of two maps and in one stage, because the compilation of sizes that may change takes long.
-SMALL = {
+# In one stage, because the compilation of sizes that may change takes long.
+TRAINED = {
+    **SMALL,
     "model.as_two_stage": False,
     "model.with_box_refine": False,
-    "model.num_feature_levels": 2,
-    "model.backbone.base_channels": 8,
-    "model.backbone.out_indices": (2, 3),
-    "model.neck.in_channels": [32, 64],
-    "model.encoder.num_layers": 1,
-    "model.encoder.layer_cfg.self_attn_cfg.num_levels": 2,
-    "model.decoder.num_layers": 1,
-    "model.decoder.layer_cfg.cross_attn_cfg.num_levels": 2,
     "model.bbox_head.num_classes": len(CLASSES),
     "test_dataloader.dataset.metainfo": {"classes": CLASSES},
     "test_dataloader.dataset.ann_file": "ann.json",
@@ -39,7 +33,7 @@ def quick_to_compile():
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """Return a config and a checkpoint."""
-    cfg, _ = load_config("deformable_detr/deformable-detr_small_coco", SMALL)
+    cfg, _ = load_config("deformable_detr/deformable-detr_small_coco", TRAINED)
     torch.manual_seed(0)
     detector = init_detector(cfg)
     for parameter in detector.model.parameters():

@@ -3,7 +3,7 @@
 import pytest
 
 import visdet
-from tests.export.test_export import DEFORMABLE_DETR, FIXED, SMALL, built
+from tests.export.small_models import DEFORMABLE_DETR, FIXED, SMALL, built
 from visdet.export import ExportError
 
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed")

@@ -10,7 +10,7 @@ import torch
 from gaussian_field import LearnableGaussianField
 
 import visdet
-from tests.export.test_export import IN_ONNX, needs
+from tests.export.small_models import IN_ONNX, needs
 from visdet.errors import UserError
 from visdet.export import ExportError
 from visdet.export.formats import aoti, pt2

@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
 import visdet
-from tests.export.test_export import IN_ONNX, needs
+from tests.export.small_models import IN_ONNX, needs
 from visdet import init_detector
 from visdet.export import ExportError, run
 from visdet.export.families.pictures import Steps, resampled
