@@ -112,6 +112,7 @@ def test_planned_batches_are_predicted_as_if_unpadded(variant, size):
 def test_pixels_without_a_box_are_chosen_last_on_request(variant, only_usable, chosen, monkeypatch):
     """A pixel of the border or of padding has the box (1, 1, 1, 1), which gets no gradient."""
     model = build(variant, only_usable_proposals=only_usable).eval()
+    torch.nn.init.zeros_(model.memory_trans_fc.bias)
 
     def prefers_zeros(module, inputs, logits):
         return -inputs[0].abs().sum(-1, keepdim=True).expand_as(logits)
