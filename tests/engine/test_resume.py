@@ -23,6 +23,22 @@ from visdet.registry import MODELS
 PLANNED = {"train_dataloader__batch_sampler": {"type": "PlannedBatchSampler"}}
 
 
+def test_a_detector_of_rotated_boxes_resumes(tmp_path):
+    drawn = {"num_train": 4, "num_val": 2, "image_size": 64, "num_workers": 1}
+    options = {
+        f"{split}_dataloader__dataset__{key}": value
+        for split in ("train", "val")
+        for key, value in (("data_root", str(tmp_path / "shapes")), ("generator", drawn))
+    }
+    options |= {"train_dataloader__batch_size": 2, "train_cfg__max_iters": 3, "train_cfg__val_begin": 3}
+    options |= {"model__backbone__base_channels": 8, "model__neck__in_channels": [16, 32, 64]}
+    options |= {"model__encoder__num_layers": 1, "model__decoder__num_layers": 1}
+    options["val_evaluator__ann_file"] = str(tmp_path / "shapes/annotations/instances_val.json")
+    config = "rotated_dino/rotated-dino_shapes"
+    whole, _ = check_two_halves(tmp_path, 2, config=config, custom_hooks=[], **options)
+    assert whole.message_hub.get_scalar("val/dota/AP50").current() >= 0
+
+
 class Start(Hook):
     """Keeps the weights with which training begins."""
 

@@ -40,12 +40,13 @@ class RecordLosses(Hook):
 
 
 def toy_config(work_dir: Path, **options) -> Config:
-    """Return the toy config with ``options`` (dots as double underscores) and a name of its own.
+    """Return the toy config, or another ``config``, with ``options`` (dots as double underscores) and its own name.
 
     mmengine keeps one log and message hub per name, and names runs by the second they start in.
     """
+    config = options.pop("config", CONFIG)
     options = {key.replace("__", "."): copy.deepcopy(value) for key, value in options.items()}
-    cfg, _ = load_config(CONFIG, options, str(work_dir))
+    cfg, _ = load_config(config, options, str(work_dir))
     cfg.experiment_name = f"toy{next(_names)}"
     return cfg
 

@@ -23,6 +23,7 @@ VARIANTS = {
     "refined": (DEFORMABLE_DETR, {"model.as_two_stage": False}),
     "one stage": (DEFORMABLE_DETR, {"model.as_two_stage": False, "model.with_box_refine": False}),
     "dino": ("dino/dino_shapes", {}),
+    "rotated": ("rotated_dino/rotated-dino_shapes", {}),
 }
 
 
@@ -85,7 +86,7 @@ def test_a_program_needs_the_operators_alone(exported):
     [
         pytest.param("two stages", "openvino", {}, marks=needs("onnx", "onnxscript", "openvino")),
         pytest.param("one stage", "onnx", {"precision": "float16", **FIXED}, marks=IN_ONNX),
-        pytest.param("dino", "onnx", FIXED, marks=IN_ONNX),
+        pytest.param("rotated", "onnx", FIXED, marks=IN_ONNX),
     ],
 )
 def test_standard_operators_alone(tmp_path, variant, format, options):
