@@ -166,4 +166,8 @@ def test_the_file_and_the_samples_give_the_same(tmp_path):
     with pytest.raises(
         ValueError, match=r"DOTAMetric: an annotation of .* has no segmentation of four points"
     ):
-        evaluated([one], ann_file=str(file))
+        METRICS.build(dict(type="DOTAMetric", ann_file=str(file)))
+    with pytest.raises(
+        ValueError, match=r"CocoMetric: image 0: predicted bboxes must be \[N, 4\], got \[1, 5\]"
+    ):
+        METRICS.build(dict(type="CocoMetric")).process({}, [one])

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -85,6 +85,7 @@ class CocoMetric(BaseMetric):
     """
 
     default_prefix = "coco"
+    box_dim: ClassVar[int] = 4
 
     @also_takes(sort_categories=False, file_client_args=None, use_mp_eval=...)
     def __init__(
@@ -168,6 +169,11 @@ class CocoMetric(BaseMetric):
                 )
             name = f"{type(self).__name__}: image {sample.get('img_path') or sample['img_id']!r}"
             given = {key: predicted[key] for key in ("bboxes", "scores", "labels")}
+            shape = tuple(given["bboxes"].shape)
+            if len(shape) > 1 and shape[1] != self.box_dim:
+                raise InvalidInputError(
+                    f"{name}: predicted bboxes must be [N, {self.box_dim}], got {list(shape)}"
+                )
             check_finite(name, DIVERGED, **{f"predicted {key}": value for key, value in given.items()})
             result = {
                 "img_id": sample["img_id"],

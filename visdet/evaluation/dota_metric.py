@@ -51,6 +51,7 @@ class DOTAMetric(CocoMetric):
     """
 
     default_prefix = "dota"
+    box_dim = 5
 
     @also_takes(
         metric="mAP",
@@ -80,6 +81,8 @@ class DOTAMetric(CocoMetric):
             prefix=prefix,
         )
         self.eval_mode = eval_mode
+        for annotation in self._content["annotations"] if self._content else ():
+            self._box_of(annotation)  # A mistake is found now, and not after the first epoch.
         self._shown = {f"AP{100 * iou:.3g}": iou for iou in (_SHOWN if iou_thrs is None else self.iou_thrs)}
 
     @property
