@@ -116,10 +116,10 @@ cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 
 bench: setup
-	$(BIN)/python -m benchmarks.run --out work_dirs/bench
-	$(BIN)/python -m benchmarks.models --out work_dirs/bench
-	$(BIN)/python -m benchmarks.runs --out work_dirs/bench
-	$(BIN)/python -m benchmarks.transforms --out work_dirs/bench
+	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.models
+	$(BIN)/python -m benchmarks.runs
+	$(BIN)/python -m benchmarks.transforms
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .

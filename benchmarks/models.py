@@ -8,7 +8,6 @@ these times are known. Its busy time is the time in which at least one kernel ru
 Without a GPU the models are tiny, so that everything runs but the figures mean nothing.
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -33,7 +32,7 @@ from visdet.engine.stages import StagedModel
 from .case import dtype_name
 from .environment import describe, synchronize
 from .model_inputs import Batches, deformable_detr, dino, sparsedrive
-from .report import facts_of, table, write_report
+from .report import command_of, parser_of, table, write_report, write_table
 
 WARM_UP = 4
 MAX_NORM = {"deformable_detr": 0.1, "dino": 0.1, "sparsedrive": 25.0}
@@ -181,16 +180,21 @@ def profiled(function: Callable[[], Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
     kernels = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     kernels.sort(key=lambda event: -event.self_device_time_total)
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == DeviceType.CUDA
-    ]
     return {
-        "gpu_ms": covered(spans) / 1e3,
+        "gpu_ms": covered(spans_of(profile)) / 1e3,
         "kernels": sum(event.count for event in kernels),
         "top": [[event.key[:90], event.self_device_time_total / 1e3, event.count] for event in kernels[:20]],
     }
+
+
+def spans_of(profile: Any) -> list[tuple[float, float]]:
+    """Return the beginnings and ends of the kernels of a profile, in microseconds."""
+    copies = ("Memcpy", "Memset")
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(copies)
+    ]
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -217,13 +221,7 @@ def _text(figure: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__.splitlines()[0])
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device",
-        default=default_device,
-        help="device to run on: cpu, cuda or cuda:N (default: %(default)s)",
-    )
+    parser = parser_of("models", __doc__)
     parser.add_argument(
         "--cases", nargs="+", default=[""], metavar="WORD", help="cases whose name contains a WORD"
     )
@@ -238,20 +236,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=10, help="number of steps that are timed (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("work_dirs/bench"),
-        help="folder of the report (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
     chosen = [case for case in CASES if any(word in case.name for word in options.cases)]
     if not chosen:
         names = ", ".join(case.name for case in CASES)
         print(f"no case matches {' '.join(options.cases)}; there are: {names}", file=sys.stderr)
         return 1
     device = torch.device(options.device)
-    report: dict[str, Any] = {"environment": describe(device), "results": []}
+    path = options.out / "models.json"
+    command = command_of("models", given)
+    report: dict[str, Any] = {"environment": describe(device), "command": command, "results": []}
     with tempfile.TemporaryDirectory() as folder:
         runs = list(itertools.product(chosen, options.dtypes))
         for case, name in runs:
@@ -259,18 +254,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = measure(case, dtype, device, Path(folder), options.steps, options.graph)
             report["results"].append(result)
             print(result, flush=True)
-            write_report(report, options.out / "models.json")
+            write_report(report, path)
         if device.type == "cuda":
             for (case, name), result in zip(runs, report["results"], strict=True):
                 result |= measure_gpu(case, getattr(torch, name), device, Path(folder), options.graph)
-                write_report(report, options.out / "models.json")
+                write_report(report, path)
     rows = [
         [one["case"], one["dtype"], *(_text(one.get(column)) for column in COLUMNS)]
         for one in report["results"]
     ]
-    text = "\n".join(table(["case", "type", *COLUMNS.values()], rows))
-    (options.out / "models.md").write_text(f"{facts_of(report)}\n\n{text}\n")
-    print(f"\n{text}\n\nwrote {options.out / 'models.md'} and {options.out / 'models.json'}")
+    write_table(report, table(["case", "type", *COLUMNS.values()], rows), path)
     return 0
 
 

@@ -7,7 +7,6 @@ code if it is 5 % faster than the next best one on a shape of a model. This need
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from .ops.gaussian_field import CASES as GAUSSIANS
 from .ops.ms_deform_attn import CASES as ATTENTION
 from .ops.ms_deform_attn import PYRAMID
 from .ops.ms_deform_attn import case as attention_case
-from .report import write_report
+from .report import command_of, write_report
 from .timing import deterministic, time_pass
 from .write_docs import write_docs
 
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.paths: this needs a GPU", file=sys.stderr)
         return 1
     given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.paths", *given])
+    command = command_of("paths", given)
     report: dict[str, Any] = {"environment": describe(torch.device("cuda")), "command": command, "rows": []}
     for case in (*ATTENTION, *model_cases(), *AGGREGATION, *GAUSSIANS, *DETECTION):
         if case.op.removeprefix("modulated_") not in FOLDERS or case.name == "tiny":

@@ -1,9 +1,13 @@
 """The report, which is JSON, and a table of it in Markdown on the terminal."""
 
+import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Report = dict[str, Any]  # "environment", "floors", "command", "results"; all of it plain JSON
 
@@ -12,6 +16,41 @@ def write_report(report: Report, path: Path) -> None:
     """Write a report as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parser_of(name: str, text: str, has_device: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.NAME``, with the options of all such programs.
+
+    Args:
+        name: the name of the program.
+        text: its docstring, of which the first line describes it.
+        has_device: whether the user chooses the device.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text.splitlines()[0])
+    if has_device:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        about = "device to run on: cpu, cuda or cuda:N (default: %(default)s)"
+        parser.add_argument("--device", default=default, help=about)
+    folder = Path("work_dirs/bench")
+    parser.add_argument(
+        "--out", type=Path, default=folder, help="folder of the report (default: %(default)s)"
+    )
+    return parser
+
+
+def write_table(report: Report, lines: Sequence[str], path: Path) -> None:
+    """Write a report as JSON and its table as Markdown beside it, and print the table."""
+    write_report(report, path)
+    body = "\n".join(lines)
+    facts = f"`{report['command']}`: {facts_of(report)}"
+    page = path.with_suffix(".md")
+    page.write_text(f"{facts}\n\n{body}\n")
+    print(f"\n{facts}\n\n{body}\n\nwrote {page} and {path}")
+
+
+def command_of(name: str, given: Sequence[str]) -> str:
+    """Return the command line of ``python -m benchmarks.NAME``."""
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *given])
 
 
 def facts_of(report: Report) -> str:

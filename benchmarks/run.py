@@ -5,11 +5,8 @@ triton is used for its do_bench on a GPU. The exit status is 1 if a gate was red
 selected.
 """
 
-import argparse
 import importlib
-import os
 import pkgutil
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from .case import Case, dtype_name
 from .environment import describe
 from .floors import floors_of
 from .measure import measure
-from .report import facts_of, short_table, write_report
+from .report import command_of, facts_of, parser_of, short_table, write_report
 from .write_docs import write_docs
 
 
@@ -86,13 +83,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device",
-        default=default_device,
-        help="device to run on: cpu, cuda or cuda:N (default: %(default)s)",
-    )
+    parser = parser_of("run", __doc__)
     parser.add_argument(
         "--cases", nargs="+", default=[], metavar="WORD", help="cases whose op/name contains a WORD"
     )
@@ -104,12 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--quick", action="store_true", help="repeat for a fraction of the time, for a first look"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("work_dirs/bench"),
-        help="folder of the report (default: %(default)s)",
     )
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument(
@@ -129,19 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no case matches {' '.join(options.cases)}; --list lists the cases", file=sys.stderr)
         return 1
     names = options.dtypes or (["float32", "bfloat16", "float16"] if device.type == "cuda" else ["float32"])
-    words = [
-        os.path.basename(sys.executable),
-        "-m",
-        "benchmarks.run",
-        *(sys.argv[1:] if arguments is None else arguments),
-    ]
+    given = sys.argv[1:] if arguments is None else arguments
     green = run(
         chosen,
         [getattr(torch, name) for name in names],
         device,
         options.out,
         options.quick,
-        shlex.join(words),
+        command_of("run", given),
     )
     if options.write_docs and green:
         write_docs([options.out / "bench.json"])

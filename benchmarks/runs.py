@@ -36,8 +36,8 @@ from visdet.registry import HOOKS, MODELS
 
 from .environment import ROOT, describe
 from .model_inputs import random_anchors
-from .models import covered
-from .report import facts_of, table, write_report
+from .models import covered, spans_of
+from .report import command_of, parser_of, table, write_report, write_table
 from .transforms import draw_photographs
 
 # (height, width) and how many of a thousand images have it. The rest has 640 pixels on one side and 300 to 640 on the
@@ -112,7 +112,7 @@ class RunMeter(Hook):
         if self.profile is not None:
             torch.cuda.synchronize()
             self.profile.stop()
-            kernels = kernel_times(self.profile)
+            kernels = spans_of(self.profile)
             write("train/kernels", len(kernels))
             write("train/busy_s", covered(kernels) / 1e6)
             self.profile, now = None, time.thread_time()
@@ -120,17 +120,6 @@ class RunMeter(Hook):
             write("train/host_s", now - self.thread_s)
         self.thread_s = now
         write("train/reserved_MiB", (torch.cuda.memory_reserved() if torch.cuda.is_available() else 0) >> 20)
-
-
-def kernel_times(profile: Any) -> list[tuple[float, float]]:
-    """Return the beginnings and ends of the kernels of a profile, in microseconds."""
-    on_gpu = torch.autograd.DeviceType.CUDA
-    copies = ("Memcpy", "Memset")
-    return [
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == on_gpu and not event.name.startswith(copies)
-    ]
 
 
 def bound_of(result: dict[str, Any]) -> str:
@@ -310,7 +299,7 @@ def cells_of(result: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.runs", description=__doc__.splitlines()[0])
+    parser = parser_of("runs", __doc__, has_device=False)
     has_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="runs to time (default: all)"
@@ -335,23 +324,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="as of visdet train"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("work_dirs/bench"), help="folder (default: %(default)s)"
-    )
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
     options.device = "cuda" if has_gpu else "cpu"
     cv2.setNumThreads(0)  # The scenes are drawn by processes that are forked from this one.
-    report: dict[str, Any] = {"environment": describe(torch.device(options.device)), "results": []}
-    report["command"] = shlex.join(["python", "-m", "benchmarks.runs", *(arguments or sys.argv[1:])])
+    path = options.out / "runs.json"
+    environment, command = describe(torch.device(options.device)), command_of("runs", given)
+    report: dict[str, Any] = {"environment": environment, "command": command, "results": []}
     for name in options.runs:
         with tempfile.TemporaryDirectory() as folder:
             report["results"].append(measure(name, Path(folder), options))
         print(report["results"][-1], flush=True)
-        write_report(report, options.out / "runs.json")
-    lines = table(COLUMNS, [cells_of(result) for result in report["results"]])
-    text = "\n".join([f"`{report['command']}`: {facts_of(report)}", "", *lines]) + "\n"
-    (options.out / "runs.md").write_text(text)
-    print(f"\n{text}\nwrote {options.out / 'runs.md'} and {options.out / 'runs.json'}")
+        write_report(report, path)
+    write_table(report, table(COLUMNS, [cells_of(result) for result in report["results"]]), path)
     return 0
 
 

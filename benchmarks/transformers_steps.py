@@ -10,14 +10,12 @@ optimizer. The exit status is 1 if an output differs.
 import argparse
 import contextlib
 import itertools
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from visdet.compat import transformers as bridge
 from .case import dtype_name
 from .environment import describe, synchronize
 from .models import profiled
-from .report import facts_of, table, write_report
+from .report import command_of, facts_of, parser_of, table, write_report, write_table
 from .transformers_models import FAMILIES, Family, Inputs, make_inputs, make_model
 
 WAYS: dict[str, Callable[[], Any]] = {"stock": contextlib.nullcontext, "visdet": bridge.installed}
@@ -181,11 +179,7 @@ def lines_of(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options. Those that are not given get defaults that depend on the device."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transformers_steps", description=__doc__.splitlines()[0]
-    )
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default_device, help="device to run on (default: %(default)s)")
+    parser = parser_of("transformers_steps", __doc__)
     parser.add_argument(
         "--families",
         nargs="+",
@@ -204,12 +198,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         help=f"number of turns, with {CALLS} timed calls on a GPU (default: 4) or one on a CPU (default: 3)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("work_dirs/bench/transformers.json"),
-        help="JSON file to write (default: %(default)s)",
-    )
     options = parser.parse_args(arguments)
     is_cpu = torch.device(options.device).type == "cpu"
     options.modes, options.batch = (["predict"], 1) if is_cpu else (["train", "predict"], 2)
@@ -226,19 +214,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     report: dict[str, Any] = {
         "environment": describe(device) | {"transformers": version("transformers")},
-        "command": shlex.join(["python", "-m", "benchmarks.transformers_steps", *given]),
+        "command": command_of("transformers_steps", given),
         "batch": options.batch,
         "results": [],
     }
+    path = options.out / "transformers.json"
     print(facts_of(report), flush=True)
     for name in options.families:
         report["results"].append(race(FAMILIES[name], options, device))
-        write_report(report, options.out)
+        write_report(report, path)
         print("\n".join(lines_of(report["results"][-1:])[2:]), flush=True)
     for result in report["results"] if device.type == "cuda" else ():
         add_gpu_figures(result, options, device)
-        write_report(report, options.out)
-    print("\n" + "\n".join(lines_of(report["results"])) + f"\n\nwrote {options.out}")
+        write_report(report, path)
+    write_table(report, lines_of(report["results"]), path)
     return 0 if all(result["steps"] for result in report["results"]) else 1
 
 

@@ -2,10 +2,9 @@
 
 The command is ``python -m benchmarks.transforms``. The pipeline is that of a config. The images are drawn, and have
 the size and the bytes of photographs of COCO. Each transform gets the result of the one before it, which is copied
-outside the timed call. torchvision's transforms for the same purpose are measured, too. This needs the extra ``train``.
+outside the timed call. This needs the extra ``train``.
 """
 
-import argparse
 import copy
 import sys
 import tempfile
@@ -19,13 +18,11 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from torchvision.io import decode_jpeg, read_file
-from torchvision.transforms import v2
 
 from visdet.registry import TRANSFORMS
 
 from .environment import describe
-from .report import table, write_report
+from .report import command_of, parser_of, table, write_table
 
 SIZE = (480, 640)  # height and width of most images of COCO
 BOXES = 7  # number of boxes in an image, as in COCO
@@ -64,30 +61,6 @@ def measure(transform: Callable[[Sample], Any], samples: Sequence[Sample]) -> tu
     return len(samples) / seconds, [result for result in results if result is not None]
 
 
-def torchvision_counterparts(settings: Sample) -> Callable[[Sample], Any] | None:
-    """Return torchvision's transform for the same purpose as one of a config, or ``None`` if there is none.
-
-    Args:
-        settings: the transform in a config, with "type" and its arguments.
-    """
-    name = settings["type"]
-    if name == "LoadImageFromFile":
-        return lambda sample: decode_jpeg(read_file(sample["img_path"]))
-    if name == "RandomFlip":
-        return _on_image_and_boxes(v2.RandomHorizontalFlip(settings["prob"]))
-    if name == "RandomChoiceResize":
-        heights, longest = zip(*settings["scales"], strict=True)
-        return _on_image_and_boxes(v2.RandomShortestSize(list(heights), max(longest)))
-    if name == "RandomCrop":
-        low, high = settings["crop_size"]
-        return _on_image_and_boxes(v2.RandomCrop(((low + high) // 2, (low + high) // 2), pad_if_needed=True))
-    return None
-
-
-def _on_image_and_boxes(transform: Callable[..., Any]) -> Callable[[Sample], Any]:
-    return lambda sample: transform(sample["img"], sample["gt_bboxes"])
-
-
 def _steps(pipeline: Sequence[Sample]) -> list[Sample]:
     """Return the transforms of a pipeline. A random choice is replaced by its longest branch without repetitions."""
     steps: list[Sample] = []
@@ -103,48 +76,40 @@ def race(pipeline: Sequence[Sample], samples: list[Sample]) -> list[dict[str, An
     """Return the images per second of each transform and of the whole pipeline.
 
     Returns:
-        dicts with "transform", "visdet" and, if it is available, "torchvision".
+        dicts with "transform" and "pace".
     """
     rows = []
     current = samples
     for settings in _steps(pipeline):
-        row: dict[str, Any] = {"transform": settings["type"]}
-        other = torchvision_counterparts(settings)
-        if other is not None:
-            row["torchvision"], _ = measure(other, current)
-        row["visdet"], current = measure(TRANSFORMS.build(dict(settings)), current)
-        rows.append(row)
+        pace, current = measure(TRANSFORMS.build(dict(settings)), current)
+        rows.append({"transform": settings["type"], "pace": pace})
     every = Compose([TRANSFORMS.build(dict(settings)) for settings in pipeline])
-    return [*rows, {"transform": "the whole pipeline", "visdet": measure(every, samples)[0]}]
+    return [*rows, {"transform": "the whole pipeline", "pace": measure(every, samples)[0]}]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transforms", description=__doc__.splitlines()[0]
-    )
+    parser = parser_of("transforms", __doc__, has_device=False)
     parser.add_argument(
         "config", nargs="?", default=CONFIG, help="config with the training pipeline (default: %(default)s)"
     )
     parser.add_argument("--images", type=int, default=200, help="number of images (default: %(default)s)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("work_dirs/bench"),
-        help="folder of the report (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
     pipeline = Config.fromfile(options.config).train_pipeline
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         rows = race(pipeline, draw_photographs(Path(folder), [SIZE] * options.images))
-    report = {"environment": describe(torch.device("cpu")), "config": options.config, "results": rows}
-    write_report(report, options.out / "transforms.json")
-    names = ("visdet", "torchvision")
-    cells = [[row["transform"], *(f"{row[n]:.0f}" if n in row else "–" for n in names)] for row in rows]
-    print("\n".join(table(["images a second and core", *names], cells)))
+    report = {
+        "environment": describe(torch.device("cpu")),
+        "command": command_of("transforms", given),
+        "results": rows,
+    }
+    cells = [[row["transform"], f"{row['pace']:.0f}"] for row in rows]
+    lines = table(["transform", "images a second and core"], cells)
+    write_table(report, lines, options.out / "transforms.json")
     return 0
 
 

@@ -48,8 +48,8 @@ def test_every_family_has_levels_to_attend_to(name):
 def test_a_family_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(FAMILIES, "tiny", TINY)
     options = ["--device", "cpu", "--families", "tiny", "--turns", "2"]
-    assert steps.main([*options, "--out", str(tmp_path / "out.json")]) == 0
-    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert steps.main([*options, "--out", str(tmp_path)]) == 0
+    (result,) = json.loads((tmp_path / "transformers.json").read_text())["results"]
     assert result["output_error"] < 1e-4
     assert [step["mode"] for step in result["steps"]] == ["predict"]
     for step in result["steps"]:
@@ -70,5 +70,5 @@ def test_a_family_whose_outputs_differ_is_not_timed(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(FAMILIES, "tiny", TINY)
     monkeypatch.setitem(steps.WAYS, "visdet", off_by_a_percent)
     options = ["--device", "cpu", "--families", "tiny", "--turns", "1"]
-    assert steps.main([*options, "--out", str(tmp_path / "out.json")]) == 1
+    assert steps.main([*options, "--out", str(tmp_path)]) == 1
     assert "not timed: the outputs differ" in capsys.readouterr().out

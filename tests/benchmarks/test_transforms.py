@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mmengine", reason="the extra train is not installed")
 
-from benchmarks.transforms import SIZE, draw_photographs, main, measure, race, torchvision_counterparts
+from benchmarks.transforms import SIZE, draw_photographs, main, measure, race
 
 PIPELINE = [
     dict(type="LoadImageFromFile"),
@@ -37,27 +37,7 @@ def test_every_transform_is_timed_on_what_the_one_before_it_left(tmp_path):
         "PackDetInputs",
         "the whole pipeline",
     ]
-    assert all(row["visdet"] > 0 for row in rows)
-    assert [row["transform"] for row in rows if "torchvision" in row] == [
-        "LoadImageFromFile",
-        "RandomFlip",
-        "RandomChoiceResize",
-        "RandomCrop",
-    ]
-
-
-def test_the_counterparts_do_the_same(tmp_path):
-    from visdet.registry import TRANSFORMS
-
-    (sample,) = draw_photographs(tmp_path, [SIZE] * 1)
-    for settings in PIPELINE[:2]:
-        sample = TRANSFORMS.build(dict(settings))(sample)
-    decoded = torchvision_counterparts(PIPELINE[0])(sample)
-    assert decoded.shape == sample["img"].shape == (3, 480, 640)
-    resized, boxes = torchvision_counterparts(PIPELINE[3]["transforms"][0][0])(sample)
-    ours = TRANSFORMS.build(dict(PIPELINE[3]["transforms"][0][0]))(dict(sample))
-    assert resized.shape == ours["img"].shape == (3, 60, 80)
-    assert (boxes - ours["gt_bboxes"]).abs().max() < 0.1
+    assert all(row["pace"] > 0 for row in rows)
 
 
 def test_a_sample_that_is_given_up_is_timed_and_left_out():

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
 from mmengine.dataset import (
-    BaseDataset,
     ConcatDataset,
     DefaultSampler,
     InfiniteSampler,
     RepeatDataset,
 )
 from mmengine.registry import DefaultScope
+from painted_images import Paint, data
 from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 
@@ -29,7 +29,6 @@ from visdet.datasets.transforms.base import planned_size
 from visdet.engine.data.loaders import build_dataloader
 from visdet.engine.data.resumable_batches import ResumableBatches
 from visdet.models import DetDataPreprocessor
-from visdet.registry import TRANSFORMS
 from visdet.structures import DetDataSample
 from visdet.structures.planned_batch import BatchPlan, PlannedBatch, holds, sample_draws, say_size
 
@@ -39,51 +38,11 @@ MULTI_SCALE = PUBLISHED[2:4]
 FREQUENT = {(640, 480): 360, (480, 640): 120, (640, 427): 230, (427, 640): 80, (500, 375): 40, (640, 640): 30}
 
 
-class Painted(BaseDataset):
-    """Images of given (height, width) without files. Each has a box in its upper left corner."""
-
-    METAINFO = {"classes": ("a",)}
-
-    def __init__(self, sizes, pipeline, boxes=None):
-        self.sizes, self.boxes = sizes, boxes
-        super().__init__(
-            pipeline=[TRANSFORMS.build(step) if isinstance(step, dict) else step for step in pipeline]
-        )
-
-    def load_data_list(self):
-        box = dict(bbox=[0, 0, 9, 9], bbox_label=0, ignore_flag=0)
-        return [
-            dict(height=h, width=w, img_id=i, img_path="", instances=[box] * number)
-            for i, ((h, w), number) in enumerate(zip(self.sizes, self.boxes or [1] * 10**4, strict=False))
-        ]
-
-    def _rand_another(self):
-        return int(torch.randint(len(self), ()))
-
-
-class Paint:
-    """Makes the image of a record, and packs no pixels."""
-
-    keeps_size = True
-
-    def __call__(self, results):
-        size = results["height"], results["width"]
-        results["img"] = tv_tensors.Image(torch.zeros(3, *size, dtype=torch.uint8))
-        results["img_shape"] = results["ori_shape"] = size
-        return results
-
-
 def halved(results):
     """A user's function that says nothing of what it does to the size."""
     results["img"] = tv_tensors.Image(results["img"][:, ::2, ::2])
     results["img_shape"] = tuple(results["img"].shape[-2:])
     return results
-
-
-def data(sizes, *steps, **options):
-    return Painted(
-        sizes, [Paint(), dict(type="LoadAnnotations"), *steps, dict(type="PackDetInputs")], **options
-    )
 
 
 def coco_like(count, seed=0):

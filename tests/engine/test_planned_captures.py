@@ -20,7 +20,7 @@ from visdet.execution.tensor_tree import layout_of
 from visdet.models import DetDataPreprocessor
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "datasets")]
-from test_planned_batches import data
+from painted_images import data
 from tiny_detr import build
 
 MULTI_SCALE = dict(type="RandomChoiceResize", scales=[(60, 90), (70, 90), (80, 100)], keep_ratio=True)
