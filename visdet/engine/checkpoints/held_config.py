@@ -153,7 +153,7 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
         try:
             match node:
                 case ast.Assign(targets=[ast.Name(name)], value=value):
-                    values[name] = _literal(value)
+                    values[name] = ast.literal_eval(_Literals().visit(value))
                 case _:
                     raise ValueError
         except (ValueError, TypeError, SyntaxError, RecursionError, OverflowError):
@@ -161,21 +161,20 @@ def _values(text: str, path: str) -> tuple[dict[str, Any], list[str]]:
     return values, code
 
 
-def _literal(node: ast.expr) -> Any:
-    """Return the value of an expression of literals, ``dict(...)`` and ``float(...)``, or raise a ValueError."""
-    if isinstance(node, ast.Dict):
-        keys: Any = node.keys
-        return {ast.literal_eval(key): _literal(value) for key, value in zip(keys, node.values, strict=True)}
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_literal(item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
-    if isinstance(node, ast.Call):
-        kind = {"dict": dict, "float": float}.get(ast.unparse(node.func))
-        if kind is None:
-            raise ValueError
-        named = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
-        return kind(*map(_literal, node.args), **named)
-    return ast.literal_eval(node)
+class _Literals(ast.NodeTransformer):
+    """Puts literals in place of ``dict(...)`` and ``float(...)``, and raises a ValueError at any other call."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match self.generic_visit(node):
+            case ast.Call(ast.Name("dict"), [] | [ast.Dict()] as given, keywords):
+                literal: Any = given[0] if given else ast.Dict([], [])
+                # A dict that is unpacked has no key, and is no literal.
+                literal.keys += [word.arg and ast.Constant(word.arg) for word in keywords]
+                literal.values += [word.value for word in keywords]
+                return literal
+            case ast.Call(ast.Name("float"), [ast.Constant(str(value))], []):
+                return ast.Constant(float(value))
+        raise ValueError
 
 
 def _code_in(values: dict[str, Any]) -> list[str]:
