@@ -168,16 +168,14 @@ def write_text(
         size: the size of the font in pixels.
         colour: the RGB colour.
     """
+    if not text:
+        return
     text, font = _text_and_font(text, size)
-    left, top, right, bottom = font.getbbox(text, anchor="ls", stroke_width=1)
-    x, y = (max(0, round(place[0] + left)), max(0, round(place[1] + top)))
-    patch = canvas[y : max(y, round(place[1] + bottom) + 1), x : max(x, round(place[0] + right) + 1)]
-    if patch.size:
-        image, start = Image.fromarray(patch), (place[0] - x, place[1] - y)
-        ImageDraw.Draw(image).text(
-            start, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
-        )
-        patch[:] = np.asarray(image)
+    image = Image.fromarray(canvas)
+    ImageDraw.Draw(image).text(
+        place, text, tuple(map(int, colour)), font, anchor="ls", stroke_width=1, stroke_fill=(0, 0, 0)
+    )
+    canvas[:] = np.asarray(image)
 
 
 def text_width(text: str, size: int) -> int:

@@ -257,9 +257,9 @@ def _write_legend(picture: np.ndarray, classes: Sequence[str], colors: list) -> 
     entries += zip(("crossing", "divider", "boundary"), MAP_COLORS, strict=True)
     entries += [("plan", PLAN_COLOR), ("true path", TRUTH_COLOR)]
     width = max(88, *(text_width(name, 11) for name, _ in entries))
-    left = max(0, picture.shape[1] - width - 8)
+    corner = picture[:, -width - 8 :]
     for row, (name, color) in enumerate(reversed(entries)):
-        write_text(picture, name, (left, picture.shape[0] - 8 - 15 * row), 11, color)
+        write_text(corner, name, (0, picture.shape[0] - 8 - 15 * row), 11, color)
 
 
 def write_gif(
