@@ -14,6 +14,7 @@ __all__ = ["BRIDGES", "find", "watch"]
 BRIDGES = (
     "transformers",
     "ultralytics",
+    "rtdetr",
     "rfdetr",
     "groundingdino",
     "libreyolo",

@@ -17,6 +17,7 @@ _OPERATOR = re.compile(
 )
 _REPLACED = {
     "ultralytics": "MSDeformAttn of RT-DETR",
+    "rtdetr": "deformable_attention_core_func of the sources of RT-DETR, D-FINE and DEIM",
     "rfdetr": "MSDeformAttn",
     "groundingdino": "multi_scale_deformable_attn_pytorch; groundingdino._C where it is missing",
     "libreyolo": "the kernel slot ms_deform_attn",
@@ -24,7 +25,7 @@ _REPLACED = {
     "older_versions": "what Python, numpy, torch, torchvision, Pillow, matplotlib and shapely have dropped, and "
     "checkpoints with numpy",
 }
-_OF_NO_PACKAGE = ("extensions", "older_versions")
+_OF_NO_PACKAGE = ("rtdetr", "extensions", "older_versions")
 _USAGE = """usage: python -m visdet.compat                                              list the bridges
        python -m visdet.compat run [--only NAMES] SCRIPT|-m MODULE [ARGUMENTS]  run a program with them
        python -m visdet.compat.mmcv_ops SCRIPT|-m MODULE [ARGUMENTS]            the same with --only extensions

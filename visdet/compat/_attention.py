@@ -102,20 +102,24 @@ def is_known(
 ) -> bool:
     """Return whether a package's definition of the operator agrees with visdet's, and warn if it does not.
 
-    It has to have the same arguments, and to compute the same on a small example in one of the layouts. The locations
-    of the example lie beyond every border, too, so that other conventions for coordinates or borders are noticed.
+    It has to have the same arguments, beside those that the replacement takes as options, and to compute the same on a
+    small example in one of the layouts. The locations of the example lie beyond every border, too, so that other
+    conventions for coordinates or borders are noticed.
 
     Args:
         bridge, module, name: the bridge, and the module and the name of the definition.
         original: the package's function, or the forward of its class. None if the module lacks it.
         replacement: visdet's function.
         layouts: those of the arguments. "levels" has locations [B, Q, G, L, P, 2], and "folded" [B, Q, G, L * P, 2].
-            "ragged" is "folded" with the number of points of each level as another argument. "class" is "levels" with
+            "ragged" is "folded" with the number of points of each level as another argument, and "listed" the same with
+            a list of values [B, G, C, H * W]. "class" is "levels" with
             the arguments of the class of transformers, and "channels first" has values [B, G, C, S].
     """
-    expected = list(inspect.signature(replacement, follow_wrapped=False).parameters)
+    parameters = inspect.signature(replacement, follow_wrapped=False).parameters
+    expected = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD]
     found = [] if original is None else list(inspect.signature(original).parameters)
-    if found != expected:
+    has_options = len(expected) < len(parameters)
+    if (found[: len(expected)] if has_options else found) != expected:
         bridge.warn(module, f"{name} takes {found}, where {expected} was expected")
         return False
     problems = [_disagreement(replacement, original, layout) for layout in layouts]
@@ -138,6 +142,12 @@ def _disagreement(candidate: Callable[..., Tensor], original: Any, layout: str) 
         "levels": (value, shapes, *samples),
         "folded": (value, list(_EXAMPLE_SHAPES), *folded),
         "ragged": (value, list(_EXAMPLE_SHAPES), *folded, [2, 4]),
+        "listed": (
+            [level.permute(0, 2, 3, 1) for level in value.split([15, 4], 1)],
+            list(_EXAMPLE_SHAPES),
+            *folded,
+            [2, 4],
+        ),
         "class": (None, value, shapes, list(_EXAMPLE_SHAPES), None, *samples, 64),
         "channels first": (value.permute(0, 2, 3, 1).contiguous(), shapes, *samples),
     }[layout]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._attention import attend, attend_ragged, is_known, takes
@@ -113,21 +114,27 @@ def channels_first_function(original: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function ``multi_scale_deformable_attention_v2``. visdet computes only its method "default"."""
+    """Return a function ``multi_scale_deformable_attention_v2``. visdet computes only its method "default".
+
+    The values may also be a sequence of levels [B, G, C, H * W]. ``options`` may hold ``value_shape``, which names one
+    of these layouts.
+    """
 
     @functools.wraps(original)
     def attention(
-        value: Tensor,
+        value: Tensor | Sequence[Tensor],
         value_spatial_shapes: Any,
         sampling_locations: Tensor,
         attention_weights: Tensor,
         num_points_list: list[int],
         method: str = "default",
+        **options: Any,
     ) -> Tensor:
-        arguments = value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list
-        if method == "default" and takes(value):
-            return attend_ragged(*arguments)
-        return original(*arguments, method)
+        samples = value_spatial_shapes, sampling_locations, attention_weights, num_points_list
+        if method == "default" and options.keys() <= {"value_shape"} and takes(value[0]):
+            rows = value if isinstance(value, Tensor) else torch.cat(tuple(value), 3).permute(0, 3, 1, 2)
+            return attend_ragged(rows, *samples)
+        return original(value, *samples, method, **options)
 
     return attention
 
