@@ -8,6 +8,7 @@ from entries import device  # noqa: F401
 
 from visdet import ops
 from visdet.compat import mmcv_ext
+from visdet.compat._served import SERVED
 from visdet.ops.box_iou_rotated import corners_of
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -50,6 +51,9 @@ def test_chamfer_distance():
     found = [torch.zeros_like(one), torch.zeros_like(other)]
     mmcv_ext.chamfer_distance_backward(one.detach(), other.detach(), *outputs[2:], *grads, *found)
     torch.testing.assert_close(outputs, [t.detach() for t in expected])
+    torch.testing.assert_close(found, list(wanted))
+    found = [torch.zeros_like(one), torch.zeros_like(other)]
+    SERVED["chamfer_2d.chamfer_2d"]["backward"](one.detach(), other.detach(), *found, *grads, *outputs[2:])
     torch.testing.assert_close(found, list(wanted))
 
 

@@ -80,6 +80,7 @@ _WITHIN_PACKAGES = {
 _SERVED_BY = {
     "mmdet_ext": "nms_ext roi_align_ext roi_pool_ext deform_conv_ext deform_pool_ext carafe_ext carafe_naive_ext "
     "sigmoid_focal_loss_ext masked_conv2d_ext corner_pool_ext",
+    "mmcv_ext_points": "chamfer_2d.chamfer_2d",
     "mmcv_ext_activations": "e2e_sigmoid_focal_loss_ext",
     "points_ext": "assign_score_withk_ext ball_query_ext furthest_point_sample_ext gather_points_ext group_points_ext "
     "interpolate_ext knn_ext ingroup_inds_cuda pointnet2_batch_cuda pointnet2_stack_cuda pointnet2_ops._ext",

@@ -78,7 +78,27 @@ def chamfer_distance_backward(
 ) -> None: ...
 
 
-@serves(ops.chamfer_distance, "mmcv._ext.chamfer_distance_forward")
+@serves(
+    point_sets.squared_distances,
+    "chamfer_2d.chamfer_2d.backward",
+    idx1="nearest1",
+    idx2="nearest2",
+    gradxyz1="xyz1",
+    gradxyz2="xyz2",
+)
+def chamfer_2d_backward(
+    xyz1: Tensor,
+    xyz2: Tensor,
+    gradxyz1: Gradient,
+    gradxyz2: Gradient,
+    graddist1: GradOutput,
+    graddist2: GradOutput,
+    idx1: Tensor,
+    idx2: Tensor,
+) -> None: ...
+
+
+@serves(ops.chamfer_distance, "mmcv._ext.chamfer_distance_forward", "chamfer_2d.chamfer_2d.forward")
 def chamfer_distance_forward(
     xyz1: Tensor, xyz2: Tensor, dist1: Result, dist2: Result, idx1: Result, idx2: Result
 ) -> None: ...

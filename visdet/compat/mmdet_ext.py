@@ -75,13 +75,9 @@ def _focal_loss_gradient(input: Tensor, target: Tensor, d_loss: Tensor, gamma: f
     return gradients_of("sigmoid_focal_loss_ext.backward", loss, [input], [d_loss])[0]
 
 
-def _corner_pool(mode: str, input: Tensor) -> list[Tensor]:
-    return [ops.corner_pool(input, mode)]
-
-
-def _corner_pool_gradient(mode: str, input: Tensor, grad_output: Tensor) -> list[Tensor]:
+def _corner_pool_gradient(mode: str, input: Tensor, grad_output: Tensor) -> Tensor:
     pool = functools.partial(ops.corner_pool, mode=mode)
-    return list(gradients_of(f"corner_pool_ext.{mode}_backward", pool, [input], [grad_output]))
+    return gradients_of(f"corner_pool_ext.{mode}_pool_backward", pool, [input], [grad_output])[0]
 
 
 SoftMethod: TypeAlias = Annotated[int, OneOf("naive", "linear", "gaussian")]
@@ -285,6 +281,6 @@ SERVED["compiling_info"] = {
 SERVED["corner_pool_ext"] = {}
 for _mode in ("top", "bottom", "left", "right"):
     SERVED["corner_pool_ext"] |= {
-        f"{_mode}_forward": functools.partial(_corner_pool, _mode),
-        f"{_mode}_backward": functools.partial(_corner_pool_gradient, _mode),
+        f"{_mode}_pool_forward": functools.partial(ops.corner_pool, mode=_mode),
+        f"{_mode}_pool_backward": functools.partial(_corner_pool_gradient, _mode),
     }
