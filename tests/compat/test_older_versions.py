@@ -212,6 +212,22 @@ def test_torchvision_taken_for_an_old_one(bridge):
     assert _output_size(2, x, (5, 7), None) == [5, 7] and _output_size(2, x, None, (2, 3)) == [8, 18]
 
 
+def test_transforms_with_the_methods_of_earlier_versions(bridge):
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+
+    class Scale(v2.Transform):
+        def _get_params(self, flat_inputs):
+            return {"factor": len(flat_inputs) + 1}
+
+        def _transform(self, inpt, params):
+            return inpt * params["factor"]
+
+    assert Scale()(torch.ones(1), 4) == (2, 4)
+    assert torch.equal(v2.RandomHorizontalFlip(1)(torch.arange(2)[None]), torch.tensor([[1, 0]]))
+    with pytest.raises(NotImplementedError):
+        v2.Transform()(torch.ones(1))
+
+
 def test_a_config_is_formatted_by_a_yapf_without_verify(bridge):
     yapf = pytest.importorskip("yapf.yapflib.yapf_api", reason="pip install yapf")
     assert yapf.FormatCode("a   = 1", style_config="pep8", verify=True)[0] == "a = 1\n"

@@ -195,6 +195,20 @@ def _knowing_old_styles(use: Callable) -> Callable:
     return use_style
 
 
+def _preferring(earlier_name: str) -> Callable[[Callable], Callable]:
+    """Return what widens a method, so that a class with the method of an earlier version gets that one called."""
+
+    def widen(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any) -> Any:
+            earlier = getattr(self, earlier_name, None)
+            return method(self, *arguments) if earlier is None else earlier(*arguments)
+
+        return call
+
+    return widen
+
+
 class _Widened(NamedTuple):
     """A function of a module, or of the class that ``owner`` names, and what makes the new function of it."""
 
@@ -211,6 +225,9 @@ _WIDENED = {
     "yapf.yapflib.yapf_api": _Widened("FormatCode", _ignoring_verify),
     "matplotlib.style": _Widened("use", _knowing_old_styles),
     "matplotlib.style.core": _Widened("use", _knowing_old_styles),
+    # Transforms that programs derive for torchvision up to 0.20. Each module has the class Transform.
+    "torchvision.transforms.v2": _Widened("make_params", _preferring("_get_params"), "Transform"),
+    "torchvision.transforms.v2._transform": _Widened("transform", _preferring("_transform"), "Transform"),
     "argparse": _Widened("parse_known_args", _reading_either_rank, "ArgumentParser"),
 }
 
