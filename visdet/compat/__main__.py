@@ -1,6 +1,5 @@
 """The command ``python -m visdet.compat``, which lists the bridges or runs a program with them."""
 
-import os
 import re
 import sys
 import textwrap
@@ -8,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from visdet.checks.installed import installed_version
-from visdet.compat import BRIDGES, watch
-from visdet.compat._run import run_program, share_with_children
-from visdet.compat.extensions import NAMES, missing_extension
+from visdet.compat import BRIDGES
+from visdet.compat._run import STARTUP, become
+from visdet.compat.extensions import NAMES
 
 _OPERATOR = re.compile(
     r"^(?:class MultiScaleDeformableAttention|def multi_scale_deformable_attention(?:_v2)?)\b", re.M
@@ -74,16 +73,8 @@ def print_bridges() -> None:
     )
 
 
-def print_summary() -> None:
-    """Tell, in the first process, which of visdet's operators the program has called. Without torch, it has none."""
-    if "torch" in sys.modules and os.environ.get("RANK", "0") == "0":
-        from visdet.compat._counts import summary
-
-        print(summary(), file=sys.stderr)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """List the bridges, run a program with them, or print the folder for PYTHONPATH.
+    """List the bridges, become a program that has them, or print the folder for PYTHONPATH.
 
     Args:
         arguments: the arguments of the command. The default is those of this process.
@@ -99,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_bridges()
         return 0
     if command == "startup" and not program:
-        print(Path(__file__).resolve().parent / "startup")
+        print(STARTUP)
         return 0
     if command == "run":
         names = "all"
@@ -110,30 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"--only must be names from {','.join(BRIDGES)}, got {names!r}", file=sys.stderr)
         elif program[:1] not in ([], ["-h"], ["--help"]) and program != ["-m"]:
             first = 2 if program[0] == "-m" else 1
-            run(chosen, [*program[:first], *rank, *program[first:]])
-            return 0
+            become(chosen, [*program[:first], *rank, *program[first:]])
     is_asked = {command, *program[:1]} & {"-h", "--help"}
     print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
     return 0 if is_asked else 2
-
-
-def run(names: list[str], program: list[str]) -> None:
-    """Run a program with bridges, and tell at its end what it has called."""
-    share_with_children(watch(names))
-    try:
-        run_program(program)
-        print_summary()
-    except SystemExit as end:
-        if not end.code:
-            print_summary()
-        raise
-    except ImportError as error:
-        if name := missing_extension(error):
-            error.msg += (
-                f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
-                "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
-            )
-        raise
 
 
 if __name__ == "__main__":

@@ -1,79 +1,60 @@
-"""Functions that run a script or a module as ``python`` does, and pass bridges on to child processes."""
+"""Programs that run with bridges: how one is started, and what it tells at its end."""
 
-import builtins
-import importlib.util
-import io
+import atexit
 import os
 import sys
-from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import TracebackType
+from typing import NoReturn
 
-__all__ = ["run_program", "share_with_children"]
+__all__ = ["STARTUP", "become", "begin"]
 
-_earlier: list[ModuleType] = []  # main modules whose functions still run
-_STARTUP = str(Path(__file__).resolve().parent / "startup")
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+_TELLER = "VISDET_COMPAT_TELLER"  # the number of the process that tells at its end what it has called
 
 
-def run_program(arguments: list[str]) -> None:
-    """Run a script, or a module after ``-m``, with the arguments that follow it, as the main program."""
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        spec, code = _find(arguments[1])
-        sys.argv[0] = str(spec.origin)
-        main = vars(_become_main())
-        main |= {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent}
-        main |= {"__file__": spec.origin, "__cached__": spec.cached}
-        exec(code, main)
-        return
-    if not Path(arguments[0]).is_file():
-        print(f"can't run {arguments[0]!r}: there is no such file", file=sys.stderr)
-        sys.exit(2)
-    sys.argv = arguments
+def become(names: list[str], program: list[str]) -> NoReturn:
+    """Become a Python process of a script or of a module after ``-m``, with the arguments that follow it.
+
+    Environment variables install the bridges in it, and in every Python process that it starts.
+    """
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [entry for entry in given if entry not in ("", STARTUP)]
     # Python has put the current folder in the first place, because of the option -m of visdet's own command.
-    if sys.path[:1] in ([""], [os.getcwd()]):
-        del sys.path[0]
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    path = os.path.abspath(arguments[0])
-    with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    namespace = vars(_become_main())
-    namespace["__file__"] = path
-    exec(code, namespace)
+    if (
+        PathFinder.find_spec("visdet", [place for place in sys.path if place not in ("", os.getcwd())])
+        is None
+    ):
+        entries.append(str(Path(__file__).resolve().parents[2]))
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *entries])
+    os.environ |= {"VISDET_COMPAT": ",".join(names), _TELLER: str(os.getpid())}
+    options = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    os.execv(sys.executable, [sys.executable, *options, *program])
 
 
-def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return what ``python -m`` runs for a module, or for a package its ``__main__``. End the process without any."""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # A parent package of the module imports what is not installed.
-        spec = None
-    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
-    if spec is None or code is None:
-        print(
-            f"can't run -m {name}: there is no such module, or it is a package without __main__",
-            file=sys.stderr,
-        )
-        sys.exit(1)
-    return spec, code
+def begin() -> None:
+    """Let this process tell at its end what it has called, and name an extension that is missing with advice."""
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from .extensions import missing_extension
+
+        if isinstance(error, ImportError) and (name := missing_extension(error)):
+            error.msg += (
+                f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
+                "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
+            )
+        before(kind, error, trace)
+
+    sys.excepthook = explain
+    atexit.register(_tell)
 
 
-def _become_main() -> ModuleType:
-    """Return a new main module, which stays until the process ends, as threads and exit handlers may need it."""
-    _earlier.append(sys.modules["__main__"])
-    main = ModuleType("__main__")
-    vars(main)["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    return main
+def _tell() -> None:
+    """Tell, in the first process, which of visdet's operators the program has called. Without torch, it has none."""
+    is_first = os.environ.get(_TELLER) == str(os.getpid()) and os.environ.get("RANK", "0") == "0"
+    if is_first and "torch" in sys.modules:
+        from ._counts import summary
 
-
-def share_with_children(names: list[str]) -> None:
-    """Set environment variables that install these bridges in every Python process that this process starts."""
-    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *(entry for entry in entries if entry != _STARTUP)])
-    os.environ["VISDET_COMPAT"] = ",".join(names)
+        print(summary(), file=sys.stderr)

@@ -20,9 +20,11 @@ _run_the_other_one()
 if os.environ.get("VISDET_COMPAT"):
     try:
         from visdet import compat
+        from visdet.compat._run import begin
     except ModuleNotFoundError as error:
         # A script may have started another Python environment, which lacks visdet.
         if error.name != "visdet":
             raise
     else:
         compat.watch()
+        begin()
