@@ -1,13 +1,11 @@
 """Each command explains itself by ``--help``, whatever is installed."""
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from visdet.command_line import add_config_arguments
 
@@ -44,16 +42,7 @@ for module in sys.argv[1:]:
 
 
 def explain(*arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(*arguments)[0]
 
 
 def test_configs_are_completed_and_copy_is_optional(tmp_path, monkeypatch):

@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1] / "visdet"
 
@@ -163,7 +163,7 @@ def test_ops_import_with_torch_alone():
         "import visdet.ops\n"
         "assert not {'mmengine', 'torchvision', 'cv2'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+    run_python("-c", code)
 
 
 def test_ops_import_in_little_more_time_than_torch():
@@ -174,7 +174,7 @@ def test_ops_import_in_little_more_time_than_torch():
         "import visdet.ops\n"
         "assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+    run_python("-c", code)
 
 
 def test_tests_of_operators_need_torch_alone():

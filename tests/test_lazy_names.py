@@ -2,11 +2,10 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from visdet.lazy_names import lazy_names
 
@@ -30,7 +29,7 @@ def test_every_public_name_is_there_in_a_fresh_process():
         "    exec(f'from {package.__name__} import *', imported)\n"
         "    assert package.__all__ and set(package.__all__) <= set(imported) & set(dir(package)), package\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT)
+    run_python("-W", "ignore", "-c", code)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,13 +1,12 @@
 """An installation with torch alone: the operators and the bridges work; training tools say what is missing."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,16 +30,10 @@ NOT_INSTALLED = (
 )
 
 
-def run_with_torch_alone(code, *arguments):
+def run_with_torch_alone(code, *arguments, status=0):
     """Run Python code in a process where nothing of NOT_INSTALLED can be imported."""
     hide = f"import sys; sys.modules.update(dict.fromkeys({NOT_INSTALLED!r}))\n"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", hide + code, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    return run_python("-W", "ignore", "-c", hide + code, *arguments, status=status)
 
 
 def test_the_core_requirement_is_torch_alone():
@@ -48,7 +41,7 @@ def test_the_core_requirement_is_torch_alone():
 
 
 def test_operators_and_bridges_import_and_run_with_torch_alone():
-    done = run_with_torch_alone(
+    out, _ = run_with_torch_alone(
         "import importlib, pkgutil, torch\n"
         "import visdet.compat, visdet.doctor, visdet.ops\n"
         "from visdet.ops import ms_deform_attn\n"
@@ -60,17 +53,15 @@ def test_operators_and_bridges_import_and_run_with_torch_alone():
         "assert out.shape == (1, 5, 4), out.shape\n"
         "print('it works', visdet.ops.build_info()['cpu']['loaded'])\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("it works")
+    assert out.startswith("it works")
 
 
 @pytest.mark.parametrize(
     "module", ["models", "datasets", "evaluation", "engine", "structures", "visualization", "registry"]
 )
 def test_other_parts_name_what_is_missing_and_the_extra(module):
-    done = run_with_torch_alone(f"import visdet.{module}")
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1
+    _, error = run_with_torch_alone(f"import visdet.{module}", status=1)
+    last = error.strip().splitlines()[-1]
     assert "MissingPackageError" in last and "visdet-ops[train]" in last
     assert f"visdet.{module}" in last or "visdet.registry" in last
     assert "mmengine" in last and "numpy" in last
@@ -80,9 +71,9 @@ def test_other_parts_name_what_is_missing_and_the_extra(module):
     "command", ["train config.py", "infer config.py checkpoint.pth images", "make-shapes x"]
 )
 def test_commands_end_in_one_message(command):
-    done = run_with_torch_alone("import visdet.commands; visdet.commands.main()", *command.split())
-    assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+    code = "import visdet.commands; visdet.commands.main()"
+    _, error = run_with_torch_alone(code, *command.split(), status=1)
+    (line,) = error.strip().splitlines()
     assert line.startswith("error: ") and "visdet-ops[train]" in line and "mmengine" in line
 
 
@@ -96,9 +87,8 @@ def test_help_needs_no_large_package():
         "        assert not end.code\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = run_with_torch_alone(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: visdet train")
+    out, _ = run_with_torch_alone(code)
+    assert out.startswith("usage: visdet train")
 
 
 # Import names that are not their distributions' names, and who brings what is nobody's requirement.

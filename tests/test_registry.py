@@ -1,12 +1,11 @@
 """Registries: found with nothing imported before, from foreign scopes, and helpful about wrong names."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import mmengine.registry
 import pytest
+from programs import run_python
 
 import visdet.ops
 from visdet import registry
@@ -17,9 +16,7 @@ ATTENTION = "dict(type='{}', embed_dims=32, num_heads=4, num_levels=2, num_point
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    return "".join(run_python("-c", code))
 
 
 def test_every_mmengine_registry_has_a_child_in_our_scope():

@@ -1,33 +1,22 @@
 """What tools import, and what a run imports before its first iteration: nothing that is slow and not needed."""
 
-import os
 import pickle
 import platform
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(code, folder, *arguments, without=(), **variables):
     """Run Python without some variables of the environment and with others."""
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
-        cwd=folder,
-        env={**kept, **own, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    removed = dict.fromkeys(without)
+    options = {"MPLBACKEND": "Agg", **removed, **variables}
+    return run_python("-W", "ignore", "-c", code, *arguments, cwd=folder, **options)[0]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
@@ -64,7 +64,7 @@ def test_runs_without_mmengine(tmp_path):
         "from benchmarks.run import main\n"
         f"sys.exit(main(['--device', 'cpu', '--cases', 'tiny', '--quick', '--out', {str(tmp_path)!r}]))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_python("-c", code)
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json"}
 
 

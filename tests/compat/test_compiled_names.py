@@ -1,12 +1,11 @@
 """Extensions that programs compile when they run, and those of mmdetection 2.0 to 2.2."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from entries import check_entries, device, leaf  # noqa: F401
+from programs import run_python
 from torch.nn.functional import grid_sample
 from torch.utils import cpp_extension
 
@@ -70,10 +69,9 @@ def test_a_program_that_compiles_its_attention(tmp_path):
         "args = torch.ones(1, 4, 1, 2), torch.tensor([[2, 2]]), torch.zeros(1, dtype=torch.long)\n"
         "print(_C.ms_deform_attn_forward(*args, torch.full((1, 1, 1, 1, 1, 2), .5), torch.ones(1, 1, 1, 1, 1), 64))\n"
     )
-    command = [sys.executable, "-m", "visdet.compat", "run", tmp_path / "detector.py"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "tensor([[[1., 1.]]])\n", done.stderr
-    assert "MultiScaleDeformableAttention.ms_deform_attn_forward (1)" in done.stderr
+    out, error = run_python("-m", "visdet.compat", "run", tmp_path / "detector.py")
+    assert out == "tensor([[[1., 1.]]])\n"
+    assert "MultiScaleDeformableAttention.ms_deform_attn_forward (1)" in error
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Providing mmcv._ext: by install, by the command, and by the switch in the environment."""
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
+from programs import run_python
 
 from visdet.compat import mmcv_ext, mmcv_ops
 
@@ -58,9 +58,9 @@ def test_scripts_run_with_it(tmp_path):
     (tmp_path / "mmcv" / "__init__.py").write_text("")
     script = tmp_path / "script.py"
     script.write_text("import sys, mmcv._ext as e; print(e.get_compiler_version(), sys.argv[1:])")
-    command = [sys.executable, "-m", "visdet.compat.mmcv_ops", str(script), "--a", "b"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:."})
-    assert done.stdout.strip() == "none: operators by visdet ['--a', 'b']", done.stderr
+    command = ("-m", "visdet.compat.mmcv_ops", script, "--a", "b")
+    out, _ = run_python(*command, PYTHONPATH=f"{tmp_path}:.")
+    assert out.strip() == "none: operators by visdet ['--a', 'b']"
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,17 @@ def test_the_environment_switch_acts_at_import(imported, wish, provided, tmp_pat
     (tmp_path / "mmcv").mkdir()
     (tmp_path / "mmcv" / "__init__.py").write_text("")
     script = f"import importlib.util as u, {imported}; print(u.find_spec('mmcv._ext') is not None)"
-    environment = {"PYTHONPATH": f"{tmp_path}:."} | ({} if wish is None else {"VISDET_MMCV_OPS": wish})
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == provided, done.stderr
+    out, _ = run_python("-c", script, PYTHONPATH=f"{tmp_path}:.", VISDET_MMCV_OPS=wish)
+    assert out.strip() == provided
 
 
 def test_the_switch_without_mmcv_says_so(tmp_path):
     script = "import sys; sys.modules['mmcv'] = None; import visdet"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ".", "VISDET_MMCV_OPS": "1"},
-    )
-    assert done.returncode and "mmcv is not installed" in done.stderr and "mmcv-lite==" in done.stderr
+    _, error = run_python("-c", script, status=1, VISDET_MMCV_OPS="1")
+    assert "mmcv is not installed" in error and "mmcv-lite==" in error
 
 
 @pytest.mark.parametrize("arguments, status", [(["--help"], 0), (["-h"], 0), ([], 2), (["-m"], 2)])
 def test_the_command_explains_itself(arguments, status):
-    command = [sys.executable, "-m", "visdet.compat.mmcv_ops", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": "."})
-    assert done.returncode == status
-    assert "python -m visdet.compat.mmcv_ops SCRIPT" in (done.stderr if status else done.stdout)
+    out, error = run_python("-m", "visdet.compat.mmcv_ops", *arguments, status=status)
+    assert "python -m visdet.compat.mmcv_ops SCRIPT" in (error if status else out)

@@ -88,14 +88,10 @@ def test_geometric_kernel_attention_takes_whole_pixels(dtype, provide):
     locations = torch.randint(-2, 8, (B, Q, G, 2, P, 2))
 
     def by_hand(value, weight):
-        total = torch.zeros(B, Q, G, C, dtype=dtype)
-        for b, q, g, level, p in torch.cartesian_prod(*map(torch.arange, (B, Q, G, 2, P))).tolist():
-            (x, y), (height, width) = locations[b, q, g, level, p].tolist(), shapes[level].tolist()
-            row = starts[level] + min(max(y, 0), height - 1) * width + min(max(x, 0), width - 1)
-            part = torch.zeros_like(total)
-            part[b, q, g] = value[b, row, g] * weight[b, q, g, level, p]
-            total = total + part
-        return total.flatten(2)
+        x, y = (locations[..., axis].clamp(min=0).minimum(shapes[:, 1 - axis, None] - 1) for axis in range(2))
+        rows = starts[:, None] + y * shapes[:, 1, None] + x  # [B, Q, G, L, P]
+        images, heads = torch.arange(B).view(-1, 1, 1, 1, 1), torch.arange(G)[:, None, None]
+        return (value[images, rows, heads] * weight[..., None]).sum((3, 4)).flatten(2)
 
     out, grad_output, grads = gradients_of(by_hand, value, weight)
     arguments = value, shapes, starts, locations, weight

@@ -3,12 +3,12 @@
 import copy
 import functools
 import io
-import subprocess
 import sys
 
 import pytest
 import tiny_transformers
 import torch
+from programs import run_python
 from transformers_checks import (
     FAMILIES,
     FORMS,
@@ -55,7 +55,7 @@ def test_families_are_found_in_a_fresh_process_at_their_import():
         "importlib.import_module('transformers.models.detr.modeling_detr')\n"
         f"assert len(bridge.patched()) == {len(FAMILIES)}\n"
     )
-    subprocess.run([sys.executable, "-W", "error::UserWarning:visdet", "-c", code], check=True, timeout=300)
+    run_python("-W", "error::UserWarning:visdet", "-c", code)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -235,4 +235,4 @@ def test_families_are_found_while_tensors_have_no_data():
         "    from transformers.models.d_fine import modeling_d_fine\n"
         "assert len(bridge.patched()) == 2\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    run_python("-c", code)

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections import UserDict
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from programs import run_python
 from toy_run import PIPELINE, detector_of, toy_config
 
 import visdet
@@ -416,4 +416,4 @@ def test_the_names_of_the_package_come_at_their_first_use():
         "assert visdet.train.__module__ == 'visdet.data_folder' and 'torch' not in sys.modules\n"
         "assert visdet.init_detector.__module__ == 'visdet.engine.inference.detector'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(visdet.__file__).parents[1])
+    run_python("-c", code)

@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from gaussian_field import LearnableGaussianField
+from programs import run_python
 
 import visdet
 from tests.export.small_models import DEFORMABLE_DETR, FIXED, IN_ONNX, SMALL, built, needs
@@ -76,8 +75,7 @@ def test_padding_to_a_fixed_size_changes_no_detection(variant):
 
 def test_a_program_needs_the_operators_alone(exported):
     """What was exported runs in a process without visdet's models."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, exported[0]], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", PROGRAM, exported[0])
 
 
 @pytest.mark.slow

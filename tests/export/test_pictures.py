@@ -1,8 +1,6 @@
 """Graphs that take a picture as it is decoded, beside the detector that reads its file."""
 
 import json
-import subprocess
-import sys
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import torch
 from gaussian_field import LearnableGaussianField
 from PIL import Image
+from programs import run_python
 from torchvision.transforms.v2 import functional as F
 
 import visdet
@@ -72,9 +71,8 @@ def test_a_program_finds_what_the_detector_finds(trained, pictures, format, tmp_
     (tmp_path / "model.json").write_text(json.dumps(described))
     program = (tmp_path / "infer.py").read_text()
     assert len(program.splitlines()) <= 30
-    done = subprocess.run([sys.executable, tmp_path / "infer.py", *pictures], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    out, _ = run_python(tmp_path / "infer.py", *pictures)
+    lines = [line.split() for line in out.splitlines()]
     detector = with_images_within(init_detector(*trained), 160)
     for path in pictures:
         found = np.array([list(map(float, line[2:])) for line in lines if line[0] == str(path)])
