@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import re
-import shutil
 import sys
 import zipfile
 from http.client import HTTPException
@@ -315,10 +314,16 @@ def _downloaded(address: str, cached: Path, map_location: Any, trust: bool) -> d
 
 
 def _fetch(address: str, file: Path) -> None:
-    """Write what a server sends into a file, and compare it with the checksum that the address has."""
+    """Write what a server sends into a file, and compare its length and the checksum that the address has."""
+    checksum, expected = hashlib.sha256(), _checksum_of(address)
     with urlopen(Request(address, headers={"User-Agent": "visdet"})) as answer, open(file, "wb") as opened:
-        shutil.copyfileobj(answer, opened)
-    if expected := _checksum_of(address):
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        if not found.startswith(expected):
-            raise ValueError(f"invalid hash value (expected {expected!r}, got {found!r})")
+        while part := answer.read(2**20):
+            checksum.update(part)
+            opened.write(part)
+        size, length = opened.tell(), answer.headers["Content-Length"]
+    if length is not None and size != int(length):
+        raise DamagedCheckpointError(
+            f"checkpoint {address} cannot be read: {size} of its {length} bytes have come"
+        )
+    if expected is not None and not checksum.hexdigest().startswith(expected):
+        raise ValueError(f"invalid hash value (expected {expected!r}, got {checksum.hexdigest()!r})")
