@@ -3,13 +3,13 @@
 import importlib
 import inspect
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 
 from visdet import compat, ops
 from visdet.compat import _bridge, extensions, msda_ext
@@ -197,23 +197,8 @@ def test_the_three_gradients_of_an_extension(device, dtype, coordinate_dtype):
 ROOT = str(Path(compat.__file__).resolve().parents[2])
 
 
-def run_python(*arguments, PYTHONPATH=ROOT, cwd=None, **environment):
-    finished = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
-        timeout=300,
-    )
-    return finished.returncode, finished.stdout, finished.stderr
-
-
 def test_visdet_compat_imports_nothing():
-    code, _, error = run_python(
-        "-c", "import visdet.compat, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    assert code == 0, error
+    run_python("-c", "import visdet.compat, sys; assert not {'torch', 'numpy'} & set(sys.modules)")
 
 
 @pytest.fixture
@@ -245,8 +230,8 @@ def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tm
     (tmp_path / "neighbour.py").touch()
     (tmp_path / "script.py").write_text(line)
     name = line.rpartition(" ")[2]
-    code, _, error = run_python(*RUN, tmp_path / "script.py")
-    assert code == 1 and f"'{name}'" in error
+    _, error = run_python(*RUN, tmp_path / "script.py", status=1)
+    assert f"'{name}'" in error
     assert (f"visdet does not provide the compiled extension {name}: " in error) == advice
 
 
@@ -269,8 +254,8 @@ def test_an_extension_that_is_not_provided_is_named_with_advice(line, advice, tm
 def test_a_run_tells_at_its_end_what_it_has_called(lines, told, tmp_path):
     (tmp_path / "pointnet2_ops").mkdir()
     (tmp_path / "script.py").write_text(lines)
-    code, out, error = run_python("-m", "visdet.compat", "run", tmp_path / "script.py")
-    assert code == 0 and not out, error
+    out, error = run_python("-m", "visdet.compat", "run", tmp_path / "script.py")
+    assert not out
     assert error.splitlines()[-1:] == ([f"visdet: {told}"] if told else [])
 
 
@@ -289,8 +274,7 @@ def script(tmp_path):
 
 
 def test_a_script_and_its_children_run_under_the_bridges(script):
-    code, out, error = run_python(*RUN, script, "parent", "-m")
-    assert code == 0, error
+    out, _ = run_python(*RUN, script, "parent", "-m")
     assert sorted(out.splitlines()) == ["__main__ ['child'] visdet", "__main__ ['parent', '-m'] visdet"]
 
 
@@ -304,8 +288,7 @@ def test_a_script_finds_the_modules_that_it_finds_without_visdet(script, tmp_pat
     script.write_text(
         "import importlib.util\nassert importlib.util.find_spec('of_the_current_folder') is None\n" + source
     )
-    code, out, error = run_python(*RUN, script, "x", cwd=elsewhere)
-    assert (code, out) == (0, "__main__ ['x'] visdet\n"), error
+    assert run_python(*RUN, script, "x", cwd=elsewhere)[0] == "__main__ ['x'] visdet\n"
 
 
 def test_a_script_is_the_main_program_until_its_process_ends(tmp_path):
@@ -328,18 +311,16 @@ def test_a_script_is_the_main_program_until_its_process_ends(tmp_path):
         "threading.Thread(target=later).start()\n"
     )
     for program in ([script], ["-m", "script"]):
-        code, out, error = run_python(*RUN, *program, cwd=tmp_path)
-        assert (code, out) == (0, "in a thread\nat exit\n"), error
+        assert run_python(*RUN, *program, cwd=tmp_path)[0] == "in a thread\nat exit\n"
 
 
 def test_a_script_that_does_not_exist_is_named_in_one_line(tmp_path):
-    code, _, error = run_python("-W", "error", *RUN, tmp_path / "absent.py")
-    assert code == 2 and len(error.splitlines()) == 1 and "absent.py': [Errno 2] No such file" in error
+    _, error = run_python("-W", "error", *RUN, tmp_path / "absent.py", status=2)
+    assert len(error.splitlines()) == 1 and "absent.py': [Errno 2] No such file" in error
 
 
 def test_a_clone_need_not_be_installed(script):
-    code, out, error = run_python(*RUN, script, "x", cwd=ROOT, PYTHONPATH="")
-    assert (code, out) == (0, "__main__ ['x'] visdet\n"), error
+    assert run_python(*RUN, script, "x", PYTHONPATH="")[0] == "__main__ ['x'] visdet\n"
 
 
 def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
@@ -350,11 +331,10 @@ def test_a_package_and_a_module_run_as_python_runs_them(tmp_path):
             "import sys; print(__name__, __package__, __spec__.name, __file__, sys.argv)"
         )
     for name in ("package", "package.module"):
-        expected = run_python("-m", name, "x", cwd=tmp_path)
-        assert expected[0] == 0
-        assert run_python(*RUN, "-m", name, "x", cwd=tmp_path)[:2] == (0, expected[1])
-    code, _, error = run_python(*RUN, "-m", "package.absent", cwd=tmp_path)
-    assert code == 1 and "No module named package.absent" in error
+        expected, _ = run_python("-m", name, "x", cwd=tmp_path)
+        assert run_python(*RUN, "-m", name, "x", cwd=tmp_path)[0] == expected
+    _, error = run_python(*RUN, "-m", "package.absent", cwd=tmp_path, status=1)
+    assert "No module named package.absent" in error
 
 
 def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path, program):
@@ -363,10 +343,10 @@ def test_python_started_with_the_variable_installs_the_bridges(script, tmp_path,
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('the other sitecustomize')\n")
     path = os.pathsep.join([folder, str(other), ROOT])
-    code, out, error = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="extensions")
-    assert (code, out) == (0, "the other sitecustomize\n__main__ ['x'] visdet\n"), error
-    code, _, error = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="")
-    assert code == 1 and "No module named 'MultiScaleDeformableAttention'" in error
+    out, _ = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="extensions")
+    assert out == "the other sitecustomize\n__main__ ['x'] visdet\n"
+    _, error = run_python(script, "x", PYTHONPATH=path, VISDET_COMPAT="", status=1)
+    assert "No module named 'MultiScaleDeformableAttention'" in error
 
 
 @pytest.mark.parametrize(
