@@ -9,6 +9,7 @@ from tiny_detr import BATCH, VARIANTS, batch, build, config
 
 from visdet.engine import load_config
 from visdet.errors import UserError
+from visdet.models.layers.as_if_unpadded import Padding
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 from visdet.structures.planned_batch import BatchPlan
@@ -126,6 +127,15 @@ def test_pixels_without_a_box_are_chosen_last_on_request(variant, only_usable, c
     images, samples = batch(sizes=((48, 64), (40, 80)))
     model(images, samples, mode="tensor")
     assert (starts[0].references < 1).all(-1).sum(1).tolist() == [chosen, chosen]
+
+
+@torch.no_grad()
+def test_padding_keeps_the_memory_format_of_maps():
+    """Each convolution would have to convert another one."""
+    backbone, (images, _) = build().eval().backbone, batch()
+    padding = Padding(torch.tensor([[49, 77]] * len(images)), BATCH)
+    for maps in (backbone(images), backbone(images, padding)):
+        assert all(one.is_contiguous(memory_format=torch.channels_last) for one in maps)
 
 
 @torch.no_grad()

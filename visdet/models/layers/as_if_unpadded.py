@@ -46,8 +46,8 @@ class Padding:
         return self._inside[height, width]
 
     def cleared(self, x: Tensor) -> Tensor:
-        """Return a map [B, C, H, W] with zeros beyond each image."""
-        return x.masked_fill(~self.inside(x), 0.0)
+        """Return a map [B, C, H, W] with zeros beyond each image, in the memory format of ``x``."""
+        return torch.where(self.inside(x), x, 0.0)  # ``masked_fill`` gives the default format.
 
     def before(self, conv: nn.Module, x: Tensor) -> Tensor:
         """Return the map [B, C, H, W] that a convolution shall read, which is cleared if it reads several pixels."""
