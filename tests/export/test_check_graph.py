@@ -288,11 +288,13 @@ def test_the_command_reads_a_model_of_transformers_and_annotations(pictures, tmp
     assert "mAP of the graph: 0." in shown and "gives what the model gives" in shown
 
 
-def test_a_config_is_a_reference(trained, pictures, tmp_path):
+@pytest.mark.parametrize("takes_picture", [False, True])
+def test_a_config_is_a_reference(trained, pictures, tmp_path, takes_picture):
     """The model of a config and a checkpoint finds what its detector finds."""
-    cfg, path = trained
+    cfg, path = copy.deepcopy(trained)
+    cfg.test_dataloader.dataset.pipeline[1].update(scale=(128, 128))
     cfg.dump(tmp_path / "small.py")
-    model = reference([str(tmp_path / "small.py"), str(path)])
+    model = reference([str(tmp_path / "small.py"), str(path)], None, takes_picture)
     file = pictures["0"]
     with Image.open(file) as picture:
         outputs = model.outputs(model.inputs([picture], None))
@@ -300,6 +302,71 @@ def test_a_config_is_a_reference(trained, pictures, tmp_path):
     expected = init_detector(cfg, path)(file, score_threshold=0.0)
     torch.testing.assert_close(found["scores"], torch.as_tensor(expected.scores))
     torch.testing.assert_close(found["bboxes"], torch.as_tensor(expected.boxes))
+
+
+def one_box(graph_box, tmp_path):
+    """Write a graph that finds a box in each picture, and return its file and a model that finds (10, 10, 50, 60)."""
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    constants = {"zero": 0.0, "box": [[graph_box]], "score": [[0.9]]}
+    nodes = [
+        helper.make_node("ReduceMin", ["images"], ["least"], keepdims=0),
+        helper.make_node("Mul", ["least", "zero"], ["nothing"]),
+        helper.make_node("Add", ["box", "nothing"], ["boxes"]),
+        helper.make_node("Add", ["score", "nothing"], ["scores"]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info(name, kind, shape)
+        for name, shape in {"boxes": [1, 1, 4], "scores": [1, 1]}.items()
+    ]
+    values = [
+        onnx.numpy_helper.from_array(np.array(value, np.float32), name) for name, value in constants.items()
+    ]
+    given = [helper.make_tensor_value_info("images", kind, [1, 3, *SIZE])]
+    graph = helper.make_graph(nodes, "graph", given, outputs, values)
+    opset = helper.make_opsetid("", 18)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "box.onnx")
+
+    def run(_):
+        return {"boxes": torch.tensor([[[10.0, 10, 50, 60]]]), "scores": torch.tensor([[0.9]])}
+
+    def detections(outputs, _):
+        label = torch.tensor([0])
+        return [{"bboxes": outputs["boxes"][0], "scores": outputs["scores"][0], "labels": label}]
+
+    return tmp_path / "box.onnx", Reference(run, detections=detections)
+
+
+def test_a_fall_of_the_metric_is_an_error(pictures, tmp_path):
+    """It is one even where no output differs by more than the limit."""
+    box = {"id": 1, "image_id": "0", "category_id": 1, "bbox": [10, 10, 40, 50], "area": 2000, "iscrowd": 0}
+    images = [{"id": "0", "file_name": "0.png", "height": 80, "width": 100}]
+    content = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": "one"}]}
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    given = {"0": pictures["0"]}, tmp_path / "boxes.json"
+    report = check_graph(*one_box([10, 10, 50, 60], tmp_path), *given, limit=1.0)
+    assert report["metrics"]["graph"]["coco/bbox_mAP"] == pytest.approx(1)
+    with pytest.raises(ExportError, match=r"mAP of the graph is 0\.0000, that of the model 1\.0000"):
+        check_graph(*one_box([10, 10, 20, 30], tmp_path), *given, limit=1.0)
+
+
+def test_a_graph_of_a_picture_as_it_is_decoded(pictures, tmp_path):
+    helper = onnx.helper
+    given = helper.make_tensor_value_info("picture", onnx.TensorProto.UINT8, ["height", "width", 3])
+    found = helper.make_tensor_value_info("mean", onnx.TensorProto.FLOAT, [])
+    nodes = [
+        helper.make_node("Cast", ["picture"], ["numbers"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceMean", ["numbers"], ["mean"], keepdims=0),
+    ]
+    graph = helper.make_graph(nodes, "graph", [given], [found])
+    opset = helper.make_opsetid("", 18)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "mean.onnx")
+
+    def decoded(pictures, size):
+        assert size is None
+        return {"picture": torch.from_numpy(np.array(pictures[0]))}
+
+    model = Reference(lambda inputs: {"mean": inputs["picture"].float().mean()}, decoded)
+    assert check_graph(tmp_path / "mean.onnx", model, pictures)["differences"]["inputs"] == 3
 
 
 def test_a_python_function_is_a_reference(tmp_path):

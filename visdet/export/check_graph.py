@@ -64,7 +64,7 @@ def check_graph(
     exposed = ExposedGraph(graph)
     size = exposed.image_size
     if not isinstance(model, Reference):
-        model = reference(model, size)
+        model = reference(model, size, exposed.takes_picture)
     comparison = _Comparison(exposed, model, runtime, limit)
     metrics = None if annotations is None else _Metrics(str(annotations), model)
     for group in _groups(list(pictures.items()), exposed.batch):

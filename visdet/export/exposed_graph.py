@@ -39,6 +39,7 @@ class ExposedGraph:
     Attributes:
         model: the file's content, in which every node has a name and functions are written out.
         inputs: the ONNX type of each input, by name. outputs: the names of the outputs.
+        takes_picture: whether the images are a picture as it is decoded, uint8 [H, W, 3].
         batch: the number of pictures, or None for any. image_size: their (height, width), or None for any.
     """
 
@@ -60,12 +61,15 @@ class ExposedGraph:
         }
         self.outputs = [output.name for output in self.model.graph.output]
 
-        images = next((given for given in self.inputs.values() if len(given.shape.dim) == 4), None)
-        if images is None:
-            raise ExportError(f"{path} has no input of four axes, which the pictures could be")
-        sizes = [axis.dim_value or None for axis in images.shape.dim]
-        self.batch = sizes[0]
-        self.image_size = (sizes[2], sizes[3]) if sizes[2] and sizes[3] else None
+        sizes = [[axis.dim_value or None for axis in given.shape.dim] for given in self.inputs.values()]
+        images = next((size for size in sizes if len(size) == 4), None)
+        is_decoded = [_is_picture(given) for given in self.inputs.values()]
+        if images is None and not any(is_decoded):
+            raise ExportError(f"{path} takes no pictures: no input has four axes, or is uint8 [H, W, 3]")
+        self.takes_picture = images is None
+        batch, _, height, width = images or (1, 3, None, None)
+        self.batch: int | None = batch
+        self.image_size = (height, width) if height and width else None
 
     def type_of(self, name: str) -> np.dtype:
         """Return the type of the numbers of an input."""
@@ -145,6 +149,13 @@ class ExposedGraph:
             else:
                 found[maker.name] = maker
         return list(found.values())
+
+
+def _is_picture(given: Any) -> bool:
+    import onnx
+
+    axes = given.shape.dim
+    return given.elem_type == onnx.TensorProto.UINT8 and len(axes) == 3 and axes[-1].dim_value == 3
 
 
 def source_of(node: Any) -> str:

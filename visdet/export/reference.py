@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from visdet.engine.checkpoints.held_config import load_config, names_checkpoint
+from visdet.engine.config.load import dataset_config
 from visdet.engine.inference.detector import init_detector
 from visdet.engine.inference.given_images import GivenImage
 from visdet.errors import InvalidInputError, MissingFileError, MissingPackageError
@@ -22,6 +23,7 @@ from visdet.execution.tensor_tree import tensors_of
 
 from .families import family_of
 from .families.family import Tensors
+from .families.pictures import Steps
 from .standard_operators import standard_operators
 
 Size = tuple[int, int]
@@ -65,7 +67,7 @@ class Reference:
         return outputs
 
 
-def reference(names: Sequence[str], size: Size | None = None) -> Reference:
+def reference(names: Sequence[str], size: Size | None = None, takes_picture: bool = False) -> Reference:
     """Return the model that the option ``--model`` names.
 
     Args:
@@ -73,6 +75,8 @@ def reference(names: Sequence[str], size: Size | None = None) -> Reference:
             ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, a function without arguments that returns a
             :class:`Reference`, or a module in torch that takes the pictures.
         size: the (height, width) that the graph takes, or None if it takes any.
+        takes_picture: whether the graph of a config takes a picture as it is decoded, and has the steps before the
+            model with the canvas of the config.
 
     Raises:
         UserError: there is no such model.
@@ -81,7 +85,7 @@ def reference(names: Sequence[str], size: Size | None = None) -> Reference:
     if first.startswith("hf:"):
         return _of_transformers(first.removeprefix("hf:"))
     if len(names) == 2 or names_checkpoint(first):
-        return _of_config(first, names[-1], size)
+        return _of_config(first, names[-1], size, takes_picture)
     place, _, function = first.rpartition(":")
     if not place or not function.isidentifier():
         raise InvalidInputError(
@@ -129,15 +133,18 @@ def _of_transformers(folder: str) -> Reference:
     return Reference(lambda inputs: model(**inputs), prepare, detections, names if is_named else None)
 
 
-def _of_config(config: str, checkpoint: str, size: Size | None) -> Reference:
+def _of_config(config: str, checkpoint: str, size: Size | None, takes_picture: bool) -> Reference:
     cfg, _ = load_config(config)
     detector = init_detector(cfg, checkpoint, "cpu")
-    family = family_of(detector.model, size, None)
+    steps = Steps.of(dataset_config(cfg, "test").get("pipeline") or ()) if takes_picture else None
+    family = family_of(detector.model, size, None, steps)
     batch: dict[str, Any] = {}
 
     def prepare(pictures: Sequence[Image.Image], _: Size | None) -> Tensors:
         items = [detector.item_of(GivenImage(pixels=np.asarray(picture))) for picture in pictures]
         batch.update(family.model.data_preprocessor(pseudo_collate(items), False))
+        if takes_picture:
+            return {"picture": torch.from_numpy(np.array(pictures[0]))}
         return family.inputs_of(batch["inputs"], batch["data_samples"])
 
     def run(inputs: Tensors) -> Tensors:
