@@ -71,6 +71,7 @@ def written(module, folder, **inputs):
         pytest.param(
             "Equal", lambda a: a // torch.tensor([2, 3, -4, 5, 6, 7, 3]), [INTEGERS], id="quotients"
         ),
+        pytest.param("EyeLike", lambda x: x.diagonal(dim1=0, dim2=2), [TABLE[:, :, :2]], id="diagonal"),
         pytest.param(None, lambda a: a.flatten().cumsum(0), [FLAGS], id="count"),
         pytest.param(
             "GatherElements",
@@ -105,6 +106,28 @@ def test_results_are_those_of_torch(tmp_path, lacks, function, inputs):
     }
     assert lacks not in {node.op_type for node in model.graph.node}
     assert all(types[name] == onnx.TensorProto.FLOAT for name in sums)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "inputs"),
+    [
+        ("Where", lambda a, x: torch.where(a.unsqueeze(-1), x[:, :2], x[0, 0]), [FLAGS, TABLE]),
+        ("ScatterElements", lambda a: torch.zeros_like(a).scatter(1, ROWS[:, :2] % 2, ~a), [FLAGS]),
+    ],
+)
+def test_operands_are_those_that_every_runtime_reads(tmp_path, kind, function, inputs):
+    """Some repeat no third operand of Where, and write no booleans."""
+    model, found = written(Function(function), tmp_path, **{f"x{k}": x for k, x in enumerate(inputs)})
+    assert torch.equal(found, function(*inputs))
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    types = {value.name: value.type.tensor_type for value in (*inferred.value_info, *inferred.output)}
+    for node in inferred.node:
+        if node.op_type == kind:
+            operand, result = (types[name] for name in (node.input[2], node.output[0]))
+            assert operand.shape == result.shape and result.elem_type != onnx.TensorProto.BOOL
+            break
+    else:
+        raise AssertionError(kind)
 
 
 @pytest.mark.parametrize("descending", [True, False])

@@ -1,9 +1,10 @@
 """Operators of torch whose form in ONNX some runtimes lack, or compute in another way, in plainer operators.
 
 :func:`in_plain_operators` replaces them in a traced program, wherever the model calls them. Equal of booleans,
-IsInf, IsNaN, sums of integers by CumSum and GatherElements are missing in several runtimes, or wrong there. TopK puts
-the first of equal numbers first in onnxruntime, and another one in OpenVINO, so that stable sorting is by the rank of
-each number, which the graph counts.
+IsInf, IsNaN, sums of integers by CumSum and GatherElements are missing in several runtimes, or wrong there, as are a
+third operand of Where that is repeated, ScatterElements of booleans, and EyeLike. TopK puts the first of equal numbers
+first in onnxruntime, and another one in OpenVINO, so that stable sorting is by the rank of each number, which the graph
+counts.
 """
 
 import math
@@ -85,6 +86,23 @@ def _not_equal(a: Tensor, b: Tensor) -> Any:
     return a ^ b if a.dtype == b.dtype == torch.bool else NotImplemented
 
 
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
+    shape = torch.broadcast_shapes(condition.shape, a.shape, b.shape)
+    return NotImplemented if not b.dim() or b.shape == shape else torch.where(condition, a, b.expand(shape))
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    return x.int().scatter(dim, index, src.int()) != 0 if x.dtype == torch.bool else NotImplemented
+
+
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    x = x.movedim((dim1, dim2), (-2, -1))
+    size = x.shape[-1]
+    if offset or size != x.shape[-2]:
+        return NotImplemented
+    return x.flatten(-2).index_select(-1, torch.arange(size, device=x.device) * (size + 1))
+
+
 def _floor_divide(a: Tensor, b: Any) -> Any:
     """Return the quotient rounded down. ONNX rounds that of integers towards zero, and none needs rounding here."""
     if not isinstance(a, Tensor) or a.is_floating_point():
@@ -158,6 +176,9 @@ _FORMULAS = {
     _ATEN.scaled_dot_product_attention.default: _masked_attention,
     _ATEN.eq.Tensor: _equal,
     _ATEN.ne.Tensor: _not_equal,
+    _ATEN.where.self: _where,
+    _ATEN.scatter.src: _scatter,
+    _ATEN.diagonal.default: _diagonal,
     _ATEN.floor_divide.default: _floor_divide,
     _ATEN.cumsum.default: _cumulative_sum,
     _ATEN.gather.default: _gather,
