@@ -24,10 +24,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes and operations of one pass, counted from the sizes."""
+    """Bytes of one pass, counted from the sizes."""
 
     moved: int  # bytes if every input is read once and every output is written once
-    flops: int  # additions and multiplications
     gathered: int = 0  # bytes that samples read or add, all of which pass L1
     rows: int = 0  # the part of ``gathered`` that is read from random rows which L1 cannot hold
     reductions: int = 0  # the part of ``gathered`` that is added to random rows which L1 cannot hold

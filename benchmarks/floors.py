@@ -22,27 +22,26 @@ class Floors:
     rows: Curve | None = None  # reads of random rows from the last-level cache or memory
     reductions: Curve | None = None  # float32 additions to random rows
 
-    def bound(self, work: Work, warm: bool = False) -> tuple[float, str]:
-        """Return the least time of ``work`` in seconds, and the resource that limits it.
+    def bound(self, work: Work, warm: bool = False) -> float:
+        """Return the least time of ``work`` in seconds.
 
         Different resources work at the same time, so that the largest time counts. Row rates were measured on 128-byte
         rows. A design that sorts instead of reducing, or a smaller working set than assumed, can be faster. The result
         is therefore a yardstick and not a strict bound.
 
         Args:
-            work: the bytes and operations.
+            work: the bytes.
             warm: inputs and outputs stay in the last-level cache, so that its row rate replaces the copy rate.
         """
         streaming = _at(self.rows, work.moved) if warm and self.rows else self.copy
-        seconds = {"cache" if warm and self.rows else "copy": work.moved / streaming}
+        seconds = [work.moved / streaming]
         if self.l1:
-            seconds["L1"] = work.gathered / self.l1
+            seconds.append(work.gathered / self.l1)
         if self.rows and work.rows:
-            seconds["L2 rows"] = work.rows / _at(self.rows, work.rows_footprint)
+            seconds.append(work.rows / _at(self.rows, work.rows_footprint))
         if self.reductions and work.reductions:
-            seconds["L2 reductions"] = work.reductions / _at(self.reductions, work.reductions_footprint)
-        resource = max(seconds, key=lambda name: seconds[name])
-        return seconds[resource], resource
+            seconds.append(work.reductions / _at(self.reductions, work.reductions_footprint))
+        return max(seconds)
 
 
 # Each rate was measured by a kernel that does nothing else. The first point of each curve also applies to smaller

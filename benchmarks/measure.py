@@ -91,21 +91,10 @@ def _add_passes(
 
 
 def _figures(parts: list[Work], median_us: float, floors: Floors, warm: bool) -> dict[str, Any]:
-    """Return counts, rates and the floor of a pass that consists of one or two parts, which run one after another."""
-    moved, gathered, flops = (
-        sum(getattr(part, name) for part in parts) for name in ("moved", "gathered", "flops")
-    )
-    bounds = [floors.bound(part, warm) for part in parts]
-    floor_us = sum(seconds for seconds, _ in bounds) * 1e6
+    """Return the floor of a pass that consists of one or two parts, which run one after another."""
+    floor_us = sum(floors.bound(part, warm) for part in parts) * 1e6
     return {
-        "moved_bytes": moved,
-        "gathered_bytes": gathered,
-        "flops": flops,
-        "moved_tb_s": moved / median_us / 1e6,
-        "gathered_tb_s": gathered / median_us / 1e6,
-        "tflop_s": flops / median_us / 1e6,
         "floor_us": floor_us,
-        "floor_of": " + ".join(dict.fromkeys(resource for _, resource in bounds)),
         "percent_of_floor": 100 * floor_us / median_us,
     }
 

@@ -39,7 +39,7 @@ def composed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tenso
 def _work(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Work]:
     numbers = torch.Size(shape).numel()
     return {
-        name: Work(moved=tensors * numbers * dtype.itemsize, flops=8 * numbers)
+        name: Work(moved=tensors * numbers * dtype.itemsize)
         for name, tensors in (("forward", 4), ("backward", 6))
     }
 

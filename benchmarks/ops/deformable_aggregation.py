@@ -19,7 +19,6 @@ LEVELS: Levels = ((64, 176), (32, 88), (16, 44), (8, 22))  # 704 x 256 pixels at
 # As for ms_deform_attn, sums are float32, and results are rounded to 16 bits once.
 VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 COORDINATE_TOLERANCE = 2e-5
-CHANNEL_FLOPS = {"forward": 8, "backward": 16}  # operations of one sample and channel, as for ms_deform_attn
 
 
 def make_arguments(
@@ -51,7 +50,7 @@ def make_arguments(
 
 
 def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels, visible: float) -> dict[str, Work]:
-    """Return the bytes and operations of forward and backward. Samples read rows that L1 cannot hold."""
+    """Return the bytes of forward and backward. Samples read rows that L1 cannot hold."""
     element, L = dtype.itemsize, len(levels)
     S = CAMERAS * sum(H * W for H, W in levels)
     pairs = int(B * Q * P * CAMERAS * visible)
@@ -63,7 +62,6 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels, visib
     return {
         "forward": Work(
             moved=reached + coordinates + output,
-            flops=samples * CHANNEL_FLOPS["forward"] * CHANNELS,
             gathered=read,
             rows=read,
             rows_footprint=S * CHANNELS * element,
@@ -73,7 +71,6 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels, visib
             + coordinates
             + output
             + B * (S * CHANNELS * element + Q * P * CAMERAS * L * GROUPS * 4),
-            flops=samples * CHANNEL_FLOPS["backward"] * CHANNELS,
             gathered=2 * read,
             rows=read,
             rows_footprint=S * CHANNELS * element,

@@ -1,6 +1,7 @@
 """Cases of deformable_aggregation_fused, compared with separate operators for projection, softmax and aggregation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,13 +87,7 @@ def work_of(dtype: torch.dtype, *, B: int, Q: int, P: int, levels: Levels) -> di
     """Return the work of the aggregation, and of reading the logits once and writing their gradients once."""
     logits = B * Q * P * len(levels) * GROUPS * dtype.itemsize
     return {
-        kind: Work(
-            moved=part.moved + times * logits,
-            flops=part.flops,
-            gathered=part.gathered,
-            rows=part.rows,
-            rows_footprint=part.rows_footprint,
-        )
+        kind: replace(part, moved=part.moved + times * logits)
         for (kind, part), times in zip(
             plain_work_of(dtype, B=B, Q=Q, P=P, levels=levels, visible=VISIBLE).items(), (1, 2), strict=True
         )

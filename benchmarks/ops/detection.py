@@ -85,8 +85,8 @@ def _mmcv(make: Callable[[Any], Function], differentiable: tuple[int, ...]) -> P
     return Peer("mmcv", load)
 
 
-def _work(case: tuple[Any, ...], outputs: int, flops: int, dtype: torch.dtype) -> dict[str, Work]:
-    """Return the bytes and operations of forward and backward.
+def _work(case: tuple[Any, ...], outputs: int, dtype: torch.dtype) -> dict[str, Work]:
+    """Return the bytes of forward and backward.
 
     The forward reads each input and writes the output once. The backward also writes as much as the inputs.
     """
@@ -95,8 +95,8 @@ def _work(case: tuple[Any, ...], outputs: int, flops: int, dtype: torch.dtype) -
     given = sum(t.numel() * t.element_size() for t in tensors)
     output = outputs * dtype.itemsize
     return {
-        "forward": Work(moved=given + output, flops=flops),
-        "backward": Work(moved=2 * given + output, flops=2 * flops),
+        "forward": Work(moved=given + output),
+        "backward": Work(moved=2 * given + output),
     }
 
 
@@ -108,7 +108,6 @@ def _case(
     function: Function,
     reference: Function,
     *,
-    flops: int,
     differentiable: dict[str, int] | None = None,
     outputs: int = 0,
     torchvision: Callable[[Any], Function] | None = None,
@@ -132,7 +131,7 @@ def _case(
         function=function,
         reference=reference,
         differentiable=differentiable,
-        work=partial(_work, (make, sizes), outputs, flops),
+        work=partial(_work, (make, sizes), outputs),
         tolerance=lambda dtype: dict.fromkeys(["output", *differentiable], TOLERANCE[dtype]),
         peers=peers,
         dtypes=dtypes,
@@ -173,7 +172,6 @@ CASES = [
         lambda boxes, scores, idxs: ops.nms(boxes, scores, 0.7)[0],
         _with_kept(partial(_plain_nms, 0.7)),
         is_contestant=False,
-        flops=4500 * 4500 * 8,
         torchvision=lambda tv: _with_kept(lambda boxes, scores, _: tv.nms(boxes, scores, 0.7)),
         mmcv=lambda mm: lambda boxes, scores, _: mm.nms(boxes, scores, 0.7)[0],
     ),
@@ -185,7 +183,6 @@ CASES = [
         partial(_batched, "nms", iou_threshold=0.5),
         _with_kept(partial(_plain_nms, 0.5)),
         is_contestant=False,
-        flops=80 * 1000 * 1000 * 8,
         torchvision=lambda tv: _with_kept(
             lambda boxes, scores, idxs: tv.batched_nms(boxes, scores, idxs, 0.5)
         ),
@@ -199,7 +196,6 @@ CASES = [
         lambda boxes, scores: ops.nms_rotated(boxes, scores, 0.1)[0],
         _plain_nms_rotated,
         is_contestant=False,
-        flops=2000 * 2000 * 100,
         mmcv=lambda mm: lambda boxes, scores: mm.nms_rotated(boxes, scores, 0.1)[0],
     ),
     _case(
@@ -210,7 +206,6 @@ CASES = [
         lambda boxes1, boxes2: ops.box_iou_rotated(boxes1, boxes2),
         lambda boxes1, boxes2: box_iou_rotated_reference(boxes1, boxes2, 0, False),
         outputs=100 * 21824,
-        flops=100 * 21824 * 200,
         mmcv=lambda mm: lambda boxes1, boxes2: mm.box_iou_rotated(boxes1, boxes2),
     ),
     _case(
@@ -220,7 +215,6 @@ CASES = [
         dict(N=1000, classes=1),
         lambda boxes, scores, idxs: ops.soft_nms(boxes, scores, 0.3)[0],
         lambda boxes, scores, idxs: _soft_reference(boxes, scores),
-        flops=1000 * 1000 * 8,
         mmcv=lambda mm: lambda boxes, scores, _: mm.soft_nms(boxes, scores, 0.3)[0],
     ),
     _case(
@@ -232,7 +226,6 @@ CASES = [
         lambda x, rois: roi_align_reference(x, rois, 7, 1 / 8),
         differentiable={"input": 0},
         outputs=512 * 256 * 49,
-        flops=512 * 256 * 49 * 4 * 10,
         torchvision=lambda tv: lambda x, rois: tv.roi_align(x, rois.to(x.dtype), 7, 1 / 8, 0, True),
         mmcv=lambda mm: lambda x, rois: mm.roi_align(x, rois.to(x.dtype), 7, 1 / 8),
         dtypes=(torch.float32, torch.bfloat16),
@@ -247,7 +240,6 @@ CASES = [
         differentiable={"input": 0},
         is_contestant=False,
         outputs=512 * 256 * 49 * 2,
-        flops=512 * 256 * 49 * 9,
         # torchvision's bins differ, so that only its time can be compared.
         torchvision=lambda tv: lambda x, rois: tv.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
         mmcv=lambda mm: lambda x, rois: mm.roi_pool(x, rois.to(x.dtype), 7, 1 / 8),
@@ -264,7 +256,6 @@ CASES = [
         ),
         differentiable={"input": 0, "offset": 1, "weight": 2},
         outputs=2 * 256 * 50 * 76,
-        flops=2 * 2 * 256 * 256 * 9 * 50 * 76,
         torchvision=lambda tv: lambda x, offset, weight: tv.deform_conv2d(x, offset, weight, padding=1),
         mmcv=lambda mm: lambda x, offset, weight: mm.deform_conv2d(x, offset, weight, 1, 1),
         dtypes=ALL,
@@ -280,7 +271,6 @@ CASES = [
         ),
         differentiable={"input": 0, "offset": 1, "mask": 2, "weight": 3},
         outputs=2 * 256 * 50 * 76,
-        flops=2 * 2 * 256 * 256 * 9 * 50 * 76,
         torchvision=lambda tv: (
             lambda x, offset, mask, weight: tv.deform_conv2d(x, offset, weight, padding=1, mask=mask)
         ),
@@ -299,7 +289,6 @@ CASES = [
             lambda x, target: sigmoid_focal_loss_reference(x, target, _no_weight(x), 2.0, 0.25),
             differentiable={"input": 0},
             outputs=N * 80,
-            flops=N * 80 * 40,
             torchvision=lambda tv: (
                 lambda x, target: tv.sigmoid_focal_loss(x, _one_hot(target, x.shape[1], x.dtype))
             ),
@@ -318,7 +307,6 @@ CASES = [
         lambda x, target: _softmax_focal_by_steps(x, target.clamp(max=80)),
         differentiable={"input": 0},
         outputs=ROWS,
-        flops=ROWS * 81 * 10,
         mmcv=lambda mm: (
             lambda x, target: mm.softmax_focal_loss(x, target.clamp(max=80), 2.0, 0.25, None, "none")
         ),
@@ -332,7 +320,6 @@ CASES = [
         lambda x, masks: carafe_reference(x, masks, 5, 1, 2),
         differentiable={"features": 0, "masks": 1},
         outputs=256 * 100 * 152,
-        flops=2 * 25 * 256 * 100 * 152,
         mmcv=lambda mm: lambda x, masks: mm.carafe(x, masks, 5, 1, 2),
         dtypes=ALL,
     ),
@@ -345,7 +332,6 @@ CASES = [
         lambda x, mask, weight: F.conv2d(x, weight, padding=1) * mask[:, None],
         differentiable={"input": 0, "weight": 2},
         outputs=256 * 100 * 152,
-        flops=2 * 9 * 256 * 256 * 1520,
     ),
     _case(
         "corner_pool",
@@ -356,7 +342,6 @@ CASES = [
         _corner_pool_by_doubling,
         differentiable={"input": 0},
         outputs=2 * 128**3,
-        flops=2 * 128**3,
         mmcv=lambda mm: mm.CornerPool("left"),
     ),
 ]

@@ -46,8 +46,8 @@ def _gathered(op: str, name: str, B: int, C: int, N: int, *points: int) -> Case:
         reference=_plain,
         differentiable=differentiable,
         work=lambda dtype: {
-            "forward": Work(moved=given + 4 * outputs, flops=2 * outputs * K),
-            "backward": Work(moved=2 * given + 4 * outputs, flops=4 * outputs * K),
+            "forward": Work(moved=given + 4 * outputs),
+            "backward": Work(moved=2 * given + 4 * outputs),
         },
         tolerance=lambda dtype: {"output": 1e-6, "features": 1e-5, "weight": 1e-5},
         peers=(peer_of("torch", _plain, tuple(differentiable.values())),),

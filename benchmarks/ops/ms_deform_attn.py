@@ -29,14 +29,6 @@ L1_BYTES = 228 << 10
 VALUE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 COORDINATE_TOLERANCE = 2e-5
 
-# Operations of one sample, without those per channel. The position takes 2 multiplications and 2 subtractions, the
-# fractions and their complements 4, and the corner weights 6. The backward takes those again, 7 for the gradient of the
-# weight and 2 x 7 for that of the location.
-SAMPLE_FLOPS = {"forward": 14, "backward": 35}
-# Operations of one sample and channel, which are a multiplication and an addition for each of four corners. The
-# backward does that twice, for the four dot products and for the gradient of value.
-CHANNEL_FLOPS = {"forward": 8, "backward": 16}
-
 
 def make_arguments(
     dtype: torch.dtype,
@@ -83,7 +75,7 @@ def _texel_centres(H: int, W: int) -> Tensor:
 def work_of(
     dtype: torch.dtype, *, B: int, Q: int, G: int, C: int, P: int, levels: Levels, local: bool
 ) -> dict[str, Work]:
-    """Return the bytes and operations of forward and backward.
+    """Return the bytes of forward and backward.
 
     Samples read four corners of C values, and the backward adds four corners of C float32 numbers to the gradient.
     Local samples, and uniform samples on levels that fit into L1, are assumed to come from L1. The others come from L2,
@@ -105,14 +97,12 @@ def work_of(
     return {
         "forward": Work(
             moved=reached + coordinates + output,
-            flops=samples * (CHANNEL_FLOPS["forward"] * C + SAMPLE_FLOPS["forward"]),
             gathered=read,
             rows=beyond_l1(element),
             rows_footprint=S * G * C * element,
         ),
         "backward": Work(
             moved=output + reached + 2 * coordinates + B * S * G * C * element,
-            flops=samples * (CHANNEL_FLOPS["backward"] * C + SAMPLE_FLOPS["backward"]),
             gathered=read + added,
             rows=beyond_l1(element),
             reductions=beyond_l1(4),

@@ -35,7 +35,6 @@ CASES = [
             differentiable={"input": 0},
             is_contestant=False,
             outputs=1024 * 256 * size * size,
-            flops=1024 * 256 * size * size * 4 * 10,
             torchvision=lambda tv, level=level, size=size: (
                 lambda x, rois: tv.roi_align(x, rois.to(x.dtype), size, 1 / 2**level, 0, True)
             ),

@@ -46,7 +46,6 @@ def test_tiny_case_from_end_to_end(tmp_path, capsys):
         for figures in result["passes"].values():
             time = figures["time"]
             assert 0 < time["low_us"] <= time["median_us"] <= time["high_us"]
-            assert figures["moved_tb_s"] == pytest.approx(figures["moved_bytes"] / time["median_us"] / 1e6)
             assert figures["percent_of_floor"] == pytest.approx(100 * figures["floor_us"] / time["median_us"])
         assert result["peers"]["torch"]["passes"].keys() == {"forward", "backward", "both"}
         assert result["peers"]["torch"]["output_error"] < 5e-3
@@ -122,12 +121,11 @@ def test_counts_of_one_sample_by_hand():
     # One sample of two channels on a 2 x 3 map: it reads 4 of 6 rows.
     sizes = dict(B=1, Q=1, G=1, C=2, P=1, levels=((2, 3),), local=True)
     assert work_of(torch.float32, **sizes) == {
-        # 4 rows x 2 x 4 B, x y weight, an output of 2; 8 per channel and 14
-        "forward": Work(moved=32 + 12 + 8, flops=2 * 8 + 14, gathered=32, rows_footprint=48),
+        # 4 rows x 2 x 4 B, x y weight, an output of 2
+        "forward": Work(moved=32 + 12 + 8, gathered=32, rows_footprint=48),
         # gradient of the output, the rows, locations and weights with their gradients, the gradient of value
         "backward": Work(
             moved=8 + 32 + 24 + 48,
-            flops=2 * 16 + 35,
             gathered=32 + 32,
             rows_footprint=48,
             reductions_footprint=48,
