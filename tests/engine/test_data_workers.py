@@ -1,6 +1,7 @@
 """What data workers need is said before they start, and a worker that fails ends the run with its cause."""
 
 import functools
+import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from toy_run import losses, toy_runner, train
 from visdet.engine import UserError
 from visdet.engine.data.data_workers import (
     WorkerError,
+    _is_stopped,
     explain_collation,
     worker_failures_explained,
 )
@@ -33,6 +35,7 @@ def out_of_memory():
 
 FAILURES = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "asleep": lambda: time.sleep(8),
     "allocation": lambda: torch.empty(2**50),
     "memory": out_of_memory,
@@ -68,16 +71,22 @@ def failing(how: str, **options) -> dict:
         ("memory", "a data worker has died, .*memory"),
         ("allocation", "a data worker has died, .*allocate memory"),
         (
+            "stopped",
+            r"data workers \d+.* have been stopped by a signal .SIGSTOP. for the timeout of their loader",
+        ),
+        (
             "asleep",
             r"no data worker has given a batch for 2 seconds, which is the timeout of the loader. Workers may",
         ),
     ],
 )
 def test_a_worker_without_memory_is_explained(tmp_path, how, message):
-    options = {"train_dataloader__timeout": 2} if how == "asleep" else {}
+    options = {"train_dataloader__timeout": 2} if how in ("stopped", "asleep") else {}
     with pytest.raises(WorkerError, match=message) as caught:
         train(tmp_path, **failing(how, **options))
     assert hints_of(caught.value) == ["no checkpoint has been written yet"]
+    children = [child.pid for child in multiprocessing.active_children()]
+    assert not any(map(_is_stopped, children)), "Python would wait for a child that is stopped"
 
 
 @pytest.mark.parametrize(

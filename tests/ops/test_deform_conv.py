@@ -1,5 +1,7 @@
 """deform_conv2d, modulated_deform_conv2d, their modules, and SAConv2d."""
 
+import contextlib
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from visdet.ops import (
 )
 from visdet.ops.deform_conv2d import deform_conv2d_reference
 from visdet.ops.explain import choose_only
+from visdet.ops.mmcv.deform_conv_layers import rename_offset_layers_on_load
 
 # Of the greatest number: operands and result of the products are rounded to the type, by half an eps each, and so are
 # the gradients of the columns; torch's float32 products sum thousands of terms.
@@ -323,6 +326,66 @@ def test_packs_start_as_plain_convolutions():
     assert modulated.conv_offset.out_channels == 2 * 3 * 9
     expected = F.conv2d(x, modulated.weight, padding=1) / 2
     torch.testing.assert_close(modulated(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def _version_one(model):
+    """Return the model's state dict as version 1 wrote it, with other numbers."""
+    return {
+        name.replace(".conv_offset.", "_offset."): torch.full_like(value, float(i + 1))
+        for i, (name, value) in enumerate(model.state_dict().items())
+    }
+
+
+class Block(torch.nn.Module):
+    def __init__(self, pack):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 4, 1)
+        self.conv2 = pack(4, 4, 3, padding=1)
+
+
+def model_of(pack):
+    return torch.nn.Sequential(torch.nn.ModuleDict(dict(a=Block(pack))), pack(4, 4, 1), Block(pack))
+
+
+@pytest.mark.parametrize("loader", ["torch", "mmengine", "mmengine.load_checkpoint"])
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_every_loader_renames_the_offsets_of_version_one(pack, loader, tmp_path):
+    model = model_of(pack)
+    rename_offset_layers_on_load(model)
+    state = _version_one(model)
+    assert {"0.a.conv2_offset.weight", "1_offset.bias", "2.conv2_offset.bias"} <= set(state)
+    assert {"0.a.conv2.weight", "0.a.conv2.conv_offset.weight", "1.conv_offset.bias"} <= set(
+        model.state_dict()
+    )
+    expected = dict(zip(model.state_dict(), state.values(), strict=True))
+    if loader == "torch":
+        model.load_state_dict(state)
+    else:
+        checkpoint = pytest.importorskip("mmengine.runner.checkpoint")
+        if loader == "mmengine":
+            checkpoint.load_state_dict(model, state, strict=True)
+        else:
+            torch.save(dict(state_dict=state), tmp_path / "version_1.pth")
+            checkpoint.load_checkpoint(model, str(tmp_path / "version_1.pth"), "cpu", strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(_version_one(model))  # the copy renames too
+    model.load_state_dict(model.state_dict())  # version 2 stays as it is
+    rename_offset_layers_on_load(model)  # a second call changes nothing
+    model.load_state_dict(_version_one(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*is of version 1")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("pack", [DeformConv2dPack, ModulatedDeformConv2dPack])
+def test_offset_layers_that_are_not_loaded_are_named(pack, strict):
+    model = model_of(pack)
+    state = _version_one(model)
+    refusal = pytest.raises(RuntimeError, match=r"Unexpected key.*0\.a\.conv2_offset\.weight")
+    warning = pytest.warns(UserWarning, match=r"'0\.a\.conv2_offset\.weight' is not loaded; call .*_on_load")
+    with warning, refusal if strict else contextlib.nullcontext():
+        model.load_state_dict(state, strict=strict)
 
 
 @pytest.mark.parametrize("modulated", [False, True])

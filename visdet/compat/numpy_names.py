@@ -1,16 +1,17 @@
 """What numpy 1.24 to 2.4 have dropped, by the names in ``numpy``, as numpy 1.23 had it.
 
 The functions of this module are numpy's own of that time in today's terms. ``names()`` returns them with the aliases,
-the constants, and what numpy 2 has moved into its own modules. Names that only served numpy itself and its users at a
-terminal, such as ``lookfor`` and ``geterrobj``, are not among them.
+the constants, and what numpy 2 has moved into its own modules.
 """
 
 import ast
 import functools
+import inspect
 import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["names"]
@@ -85,11 +86,13 @@ _KEPT = {
     "exceptions": "AxisError ComplexWarning ModuleDeprecationWarning RankWarning TooHardError "
     "VisibleDeprecationWarning",
 }
+_ERRORS = ("ignore", "warn", "raise", "call", "print", "log")
+_KINDS = ("divide", "over", "under", "invalid")  # from the lowest three bits of an error mask on
 
 
 def names() -> dict[str, Any]:
     """Return all names and what they mean. A few lack where numpy itself is older than what they mean."""
-    found = dict(_VALUES, sctypes=_sctypes())
+    found = dict(_VALUES, sctypes=_sctypes(), cast=_OfType(_cast_to), nbytes=_OfType(_size_of))
     for name, olds in _ALIASES.items():
         if value := getattr(np, name, None):
             found |= dict.fromkeys(olds.split(), value)
@@ -98,7 +101,7 @@ def names() -> dict[str, Any]:
         for name in kept.split():
             if hasattr(module, name):
                 found[name] = getattr(module, name)
-    for function in (asfarray, asscalar, find_common_type, in1d, msort):
+    for function in _FUNCTIONS:
         found[function.__name__] = function
     return found
 
@@ -107,14 +110,45 @@ def _part_of(module: Any, name: str) -> Any:
     return getattr(module, name, None)
 
 
+class _OfType(dict):
+    """A value for each type of numbers, which is also found by a name of the type."""
+
+    def __init__(self, value_of: Callable[[type], Any]) -> None:
+        scalars = [np.dtype(code).type for code in np.typecodes["All"]]
+        super().__init__((scalar, value_of(scalar)) for scalar in scalars)
+
+    def __missing__(self, key: Any) -> Any:
+        return dict.__getitem__(self, np.dtype(key).type)
+
+
+def _cast_to(scalar: type) -> Callable[[Any], Any]:
+    return functools.partial(np.asarray, dtype=scalar)
+
+
+def _size_of(scalar: Any) -> int:
+    return np.dtype(scalar).itemsize
+
+
 def _sctypes() -> dict[str, list[type]]:
-    return {
-        "int": [np.int8, np.int16, np.int32, np.int64],
-        "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
-        "float": [np.float16, np.float32, np.float64, np.longdouble],
-        "complex": [np.complex64, np.complex128, np.clongdouble],
-        "others": [bool, object, bytes, str, np.void],
-    }
+    kinds: dict[str, list[type]] = {"int": [], "uint": [], "float": [], "complex": [], "others": []}
+    letters = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
+    numbers = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]]
+    for dtype in sorted(set(numbers), key=_size_of):
+        kinds[letters[dtype.kind]].append(dtype.type)
+    kinds["others"] = [bool, object, bytes, str, np.void]
+    return kinds
+
+
+def maximum_sctype(t: Any) -> Any:
+    """Return the type of the greatest size of the same kind."""
+    try:
+        scalar = np.dtype(t).type
+    except TypeError:
+        return t
+    for types in _sctypes().values():
+        if scalar in types[:-1] and types[-1] is not np.void:
+            return types[-1]
+    return scalar
 
 
 def find_common_type(array_types: Any, scalar_types: Any) -> Any:
@@ -147,3 +181,72 @@ def msort(a: Any) -> Any:
 def in1d(ar1: Any, ar2: Any, **options: Any) -> Any:
     """Return whether each element of the flat first array is in the second."""
     return np.isin(np.ravel(ar1), ar2, **options)
+
+
+def fastCopyAndTranspose(a: Any) -> Any:
+    """Return a transposed copy."""
+    return np.transpose(a).copy()
+
+
+def geterrobj() -> list[Any]:
+    """Return the size of the buffer, the mask of what happens on errors, and the function that is called."""
+    state: dict[str, Any] = dict(np.geterr())
+    mask = sum(_ERRORS.index(state[kind]) << 3 * place for place, kind in enumerate(_KINDS))
+    return [np.getbufsize(), mask, np.geterrcall()]
+
+
+def seterrobj(errobj: Any) -> None:
+    """Set what ``geterrobj`` returns."""
+    size, mask, function = errobj
+    np.setbufsize(size)
+    meant: dict[str, Any] = {kind: _ERRORS[mask >> 3 * place & 7] for place, kind in enumerate(_KINDS)}
+    np.seterr(**meant)
+    np.seterrcall(function)
+
+
+def disp(mesg: Any, device: Any = None, linefeed: bool = True) -> None:
+    """Write a message."""
+    print(mesg, file=device or sys.stdout, end="\n" if linefeed else "", flush=True)
+
+
+def source(object: Any, output: Any = None) -> None:
+    """Write the source of an object of Python."""
+    disp(inspect.getsource(object), output)
+
+
+def who(vardict: Any = None) -> None:
+    """Write the arrays among the variables of a program."""
+    for name, value in (vars(sys.modules["__main__"]) if vardict is None else vardict).items():
+        if isinstance(value, np.ndarray):
+            disp(f"{name:15} {value.shape!s:20} {value.nbytes:15} {value.dtype}")
+
+
+def lookfor(what: str, module: Any = None, import_modules: bool = True, *options: Any, **named: Any) -> None:
+    """Write the names in numpy, or in another module, whose documentation has a word."""
+    for name, value in vars(np if module is None else module).items():
+        if what.lower() in (inspect.getdoc(value) or "").lower():
+            disp(name)
+
+
+def set_string_function(f: Any, repr: bool = True) -> None:
+    """Set how arrays are written: by ``repr`` only, and by numpy's own function if ``f`` is None."""
+    if not repr and f is not None:
+        raise NotImplementedError("numpy.set_string_function: numpy 2 lets repr alone be replaced")
+    np.set_printoptions(override_repr=f)
+
+
+def set_numeric_ops(**operators: Any) -> dict[str, Any]:
+    """Return an empty dict. numpy 2 does not let the operators of arrays be replaced."""
+    if operators:
+        raise NotImplementedError("numpy.set_numeric_ops: numpy 2 does not let operators be replaced")
+    return {}
+
+
+def add_newdoc_ufunc(ufunc: Any, new_docstring: str) -> None:
+    """Do nothing, as numpy 2 keeps the documentation of its functions."""
+
+
+_FUNCTIONS: tuple[Any, ...] = (
+    *(asfarray, asscalar, add_newdoc_ufunc, disp, fastCopyAndTranspose, find_common_type, geterrobj, in1d),
+    *(lookfor, maximum_sctype, msort, set_numeric_ops, set_string_function, seterrobj, source, who),
+)

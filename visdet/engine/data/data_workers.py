@@ -4,17 +4,23 @@ import copy
 import functools
 import multiprocessing
 import multiprocessing.queues
+import os
 import re
+import signal
+import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch._C import _error_if_any_worker_fails
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
-from visdet.errors import InvalidInputError, UserError
+from visdet.errors import InvalidInputError, UserError, listed
 from visdet.structures.planned_batch import say_size
 
 PATIENCE = 1800  # seconds that a loader waits for a batch, unless its config has a timeout
@@ -22,6 +28,8 @@ _OUT_OF_MEMORY = re.compile(
     ".*(is killed by signal|exited unexpectedly|No space left on device|(insufficient|out of) shared memory|"
     "(can't|Cannot) allocate memory).*"
 )
+# The workers of this process, and the timeouts of their loaders.
+_WORKERS: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 _SILENCE = re.compile(r"DataLoader timed out after (\S+) seconds")
 _NO_HANDLES = re.compile(".*(Too many open files|received 0 items of ancdata).*")
 
@@ -42,11 +50,19 @@ class _Results(multiprocessing.queues.Queue):
 
 
 def report_lost_batches(loader: DataLoader) -> None:
-    """Make a loader raise the error of a batch that a worker has read but cannot send."""
+    """Make a loader raise the error of a batch that a worker has read but cannot send, and note its workers."""
     if loader.num_workers == 0:
         return
     context: Any = copy.copy(loader.multiprocessing_context or multiprocessing.get_context())
+    make = context.Process
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        worker = make(*arguments, **options)
+        _WORKERS[worker] = loader.timeout
+        return worker
+
     context.Queue = functools.partial(_Results, ctx=context)
+    context.Process = noted
     loader.multiprocessing_context = context
 
 
@@ -74,7 +90,13 @@ def _collated(collate: Callable[[Any], Any], samples: Any) -> Any:
 def worker_failures_explained() -> Iterator[None]:
     """Raise a WorkerError that names the cause if a data worker is killed in the block, has no memory or no file
     handles, or gives no batch within the timeout of its loader.
+
+    torch's timeout does not hold while the main process fetches a tensor from a worker. A worker that a signal has
+    stopped is therefore watched by a thread, and ended.
     """
+    is_over = threading.Event()
+    ended: list[int] = []
+    threading.Thread(target=_watch, args=(is_over, ended), daemon=True).start()
     try:
         try:
             yield
@@ -83,14 +105,56 @@ def worker_failures_explained() -> Iterator[None]:
             time.sleep(1)  # The signal of a worker's death, if it is still to come, raises an error here.
             raise
     except (RuntimeError, OSError, EOFError, MemoryError) as error:
-        if explained := _explained(error):
+        _end_stopped_workers(Counter(), ended, at_once=True)
+        if explained := _explained(error, ended):
             raise WorkerError(explained) from error
         raise
+    finally:
+        is_over.set()
+        _end_stopped_workers(Counter(), ended, at_once=True)
 
 
-def _explained(error: Exception) -> str | None:
+def _watch(is_over: threading.Event, ended: list[int]) -> None:
+    """End stopped workers until the event, and add their ids to ``ended``."""
+    looks: Counter[int] = Counter()
+    while not is_over.wait(1):
+        _end_stopped_workers(looks, ended)
+
+
+def _end_stopped_workers(looks: Counter[int], ended: list[int], at_once: bool = False) -> None:
+    """End the workers that are stopped for the timeout of their loader. Python would wait for their end for ever.
+
+    Args:
+        looks: how often each process has been found to be stopped, once a second.
+        ended: the ids of those that are ended, which are added.
+        at_once: whether to end every one that is stopped.
+    """
+    for worker, patience in list(_WORKERS.items()):
+        process = worker.pid
+        if not _is_stopped(process):
+            looks.pop(process, None)
+            continue
+        looks[process] += 1
+        if at_once or 0 < patience <= looks[process]:
+            os.kill(process, signal.SIGKILL)
+            ended.append(process)
+
+
+def _is_stopped(process: int | None) -> bool:
+    try:  # Only Linux has this file, and only while the process is there.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
+
+
+def _explained(error: Exception, ended: list[int]) -> str | None:
     """Return the message on an error that a worker has caused by its death, its silence or a limit of the system."""
     text = f"{error.__cause__} {error}"
+    if ended:
+        return (
+            f"the data workers {listed(ended)} have been stopped by a signal (SIGSTOP) for the timeout of their "
+            "loader, and have been ended. Whoever has stopped them may have wanted the whole run to wait"
+        )
     if silence := _SILENCE.search(text):
         return (
             f"no data worker has given a batch for {silence[1]} seconds, which is the timeout of the loader. Workers "

@@ -1,6 +1,7 @@
 """Layers of the deformable convolutions, which take their offsets as inputs, and packs that predict the offsets."""
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "DeformConv2dPack",
     "ModulatedDeformConv2d",
     "ModulatedDeformConv2dPack",
+    "rename_offset_layers_on_load",
 ]
 
 
@@ -156,7 +158,7 @@ class _Pack(_Layer):
     """A deformable convolution that predicts its offsets by a layer of its own, ``conv_offset``, which starts at zero.
 
     Its state dicts are of version 2, with mmcv's names. In version 1 the layer stood beside the convolution, as
-    ``<name>_offset``, and has to be renamed to ``<name>.conv_offset``.
+    ``<name>_offset``. After ``rename_offset_layers_on_load``, a model can load such state dicts.
     """
 
     _version = 2
@@ -177,6 +179,29 @@ class _Pack(_Layer):
     def init_offset(self) -> None:
         for parameter in self.conv_offset.parameters():
             nn.init.zeros_(parameter)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        _rename_offset_layer(state_dict, prefix)  # of a loader that hands every module the whole state dict
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # torch and mmengine pass a module the entries below its own name. The parent has reported the layer beside it.
+        old = f"{prefix[:-1]}_offset.weight"
+        if old in unexpected_keys:
+            warnings.warn(
+                f"{type(self).__name__}: the state dict is of version 1, and its offset layer {old!r} is not loaded; "
+                "call visdet.ops.mmcv.deform_conv_layers.rename_offset_layers_on_load(model) before",
+                stacklevel=2,
+            )
 
 
 class DeformConv2dPack(_Pack, DeformConv2d):
@@ -209,3 +234,31 @@ class ModulatedDeformConv2dPack(_Pack, ModulatedDeformConv2d):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         first, second, mask = self.conv_offset(x).chunk(3, dim=1)
         return super().forward(x, torch.cat([first, second], 1), mask.sigmoid())
+
+
+def rename_offset_layers_on_load(model: nn.Module) -> None:
+    """Let a model load state dicts of version 1, whose offset layers stand beside their convolutions.
+
+    ``<name>_offset.weight`` of the state dict becomes ``<name>.conv_offset.weight``, and the bias likewise, for each
+    ``DeformConv2dPack`` and ``ModulatedDeformConv2dPack`` in the model. State dicts of version 2 load as before. The
+    renaming is done by a hook on each parent of a pack, because loaders pass a pack only the entries below its own
+    name. This function is therefore called once on the finished model, before any loader. Copies of the model keep the
+    hooks.
+    """
+    for parent in model.modules():
+        if any(isinstance(child, _Pack) for child in parent.children()):
+            parent.register_load_state_dict_pre_hook(_rename_offset_layers)
+
+
+def _rename_offset_layers(parent: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
+    for name, child in parent.named_children():
+        if isinstance(child, _Pack):
+            _rename_offset_layer(state_dict, f"{prefix}{name}.")
+
+
+def _rename_offset_layer(state_dict: dict, prefix: str) -> None:
+    """Rename the entries of the offset layer of the pack below ``prefix``, in place."""
+    for name in ("weight", "bias"):
+        old, new = f"{prefix[:-1]}_offset.{name}", f"{prefix}conv_offset.{name}"
+        if new not in state_dict and old in state_dict:
+            state_dict[new] = state_dict.pop(old)
