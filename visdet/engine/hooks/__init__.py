@@ -2,7 +2,6 @@
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
-from .iter_timer_hook import IterTimerHook
 from .logger_hook import LoggerHook
 from .num_class_check_hook import NumClassCheckHook
 from .pipeline_switch_hook import PipelineSwitchHook
@@ -15,7 +14,6 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "DetVisualizationHook",
-    "IterTimerHook",
     "LoggerHook",
     "NonFiniteLossError",
     "NumClassCheckHook",
