@@ -13,17 +13,10 @@ _preserved: list[dict[str, Any]] = []
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy, torch and the current GPU as plain types and tensors."""
-    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)  # noqa: NPY002 (transforms may use it)
+    """Return the states of the generators of Python, numpy, torch and the current GPU."""
     state = {
         "python": random.getstate(),
-        "numpy": (
-            str(algorithm),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached_gaussian),
-        ),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (transforms may use it)
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -32,14 +25,12 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to ``state``, a result of :func:`get_random_state`.
+    """Set the generators to ``state``, a result of :func:`get_random_state`, also one that a checkpoint has held.
 
     The state of a GPU's generator is ignored on a machine without one.
     """
     random.setstate(state["python"])
-    algorithm, keys, position, has_gauss, cached_gaussian = state["numpy"]
-    keys = keys.numpy().astype(np.uint32)
-    np.random.set_state((algorithm, keys, position, has_gauss, cached_gaussian))  # noqa: NPY002
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
