@@ -112,7 +112,7 @@ def test_killed_while_drawing(tmp_path):
     process.start()
     holds.close()
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".shapes.partial-*/train/*.jpg")):
+    while not list(tmp_path.glob(".shapes.partial-*/*/train/*.jpg")):
         assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)

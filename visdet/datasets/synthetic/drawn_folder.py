@@ -98,24 +98,17 @@ def draw_once(
 
 
 def _write_and_rename(folder: Path, stamp_name: str, stamp: dict, draw: Callable) -> None:
-    _remove_leftovers(folder)  # A run that was killed may have left some.
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o755)
-    try:
+    start = f".{folder.name}.partial-"
+    for leftover in folder.parent.glob(f"{start}*"):  # of runs that were killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=start, dir=folder.parent) as place:
+        partial = Path(place, "drawn")
+        partial.mkdir()
         draw(partial)
         (partial / stamp_name).write_text(json.dumps(stamp, indent=1) + "\n")
         if folder.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-            folder.rename(replaced / folder.name)
+            folder.rename(Path(place, "replaced"))
         partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _remove_leftovers(folder)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _read_stamp(path: Path) -> dict | None:
