@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +86,17 @@ def test_a_pipe_hears_after_ten_iterations_and_each_minute(tmp_path, capsys, mon
     monkeypatch.setattr(progress_hook, "_LINE_SECONDS", 60.0)
     train(tmp_path, resume="auto", default_hooks__logger__interval=50, train_cfg__max_iters=20)
     assert re.findall(r"^iter (\d+)/20 ", capsys.readouterr().out, re.M) == ["14", "20"]
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_times(tmp_path, capsys, monkeypatch):
+    hours = itertools.count(500_000, -1)
+    monkeypatch.setattr(time, "time", lambda: next(hours) * 3600.0)
+    runner = train(tmp_path)
+    scalars = runner.message_hub.log_scalars
+    for name in ("train/time", "train/data_time", "val/time", "val/data_time"):
+        assert min(scalars[name].data[0]) >= 0 and max(scalars[name].data[0]) < 60
+    assert 0 <= runner.message_hub.get_info("eta") < 600
+    assert not re.search(r" -\d", capsys.readouterr().out)
 
 
 def test_a_full_disk_names_the_folder_of_the_run(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from .check_invalid_loss_hook import CheckInvalidLossHook, NonFiniteLossError
 from .checkpoint_hook import CheckpointHook
+from .iter_timer_hook import IterTimerHook
 from .logger_hook import LoggerHook
 from .num_class_check_hook import NumClassCheckHook
 from .pipeline_switch_hook import PipelineSwitchHook
@@ -14,6 +15,7 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "DetVisualizationHook",
+    "IterTimerHook",
     "LoggerHook",
     "NonFiniteLossError",
     "NumClassCheckHook",
