@@ -45,6 +45,7 @@ def begin() -> None:
                 f". visdet does not provide the compiled extension {name}: it has to be compiled from its sources "
                 "for the installed torch. `python -m visdet.compat` lists those that visdet provides"
             )
+        atexit.unregister(_tell)  # The error is the last that is read.
         before(kind, error, trace)
 
     sys.excepthook = explain
