@@ -10,7 +10,10 @@ test_dataloader = drawn
 val_evaluator = dict(**_base_.rotated_metric, ann_file=data_root + "annotations/instances_val.json")
 test_evaluator = val_evaluator
 model = _base_.rotated_boxes
-model["bbox_head"]["loss_cls"] = dict(loss_weight=8.0)  # Classes are learnt later than boxes here.
+# Classes are learnt later than boxes here.
+model["bbox_head"].update(
+    loss_bbox=dict(**_base_.l1, loss_weight=2.5), loss_iou=dict(**_base_.distance, loss_weight=1.0)
+)
 
-# Thin shapes need the images as they are for longer than upright ones.
-train_cfg = dict(max_iters=800, val_begin=400, val_interval=200)
+custom_hooks = [dict(type="PipelineSwitchHook", switch_iter=540, switch_pipeline=_base_.train_pipeline)]
+train_cfg = dict(max_iters=700, val_begin=350, val_interval=350)
