@@ -26,7 +26,7 @@ _LOADING = {
     "openvino": 'model = openvino.Core().compile_model(folder / "model.xml", "CPU", about["options"])\n\n\n'
     "def run(picture):\n    found = model([picture])\n    return [found[name] for name in about['outputs']]",
 }
-_PROGRAM = '''"""Print the objects in pictures, with boxes (x1, y1, x2, y2) in pixels: python infer.py PICTURE ..."""
+_PROGRAM = '''"""Print the objects in pictures, with their boxes in pixels: python infer.py PICTURE ..."""
 
 import json
 import pathlib

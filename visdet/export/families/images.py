@@ -13,12 +13,13 @@ from visdet.models.deformable_detr.base import PredictionBatch
 from ..errors import ExportError
 from .family import Family, Tensors
 
+BOXES = "(x1, y1, x2, y2), or rotated (cx, cy, w, h, angle) with clockwise radians"
 _SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
 
 
 class Images(Family):
     """The inputs are ``images`` [B, 3, H, W], normalised and padded, and ``image_sizes`` [B, 2], the (height, width) of
-    each without its padding. The outputs are ``bboxes`` [B, K, 4], ``scores`` and ``labels`` [B, K].
+    each without its padding. The outputs are ``bboxes`` [B, K, 4 or 5], ``scores`` and ``labels`` [B, K].
     """
 
     input_names = ("images", "image_sizes")
@@ -27,7 +28,7 @@ class Images(Family):
     about: ClassVar[dict[str, str]] = {
         "images": "float32 [B, 3, H, W]: see preprocessing; padding at the bottom and on the right is pad_value",
         "image_sizes": "int64 [B, 2]: (height, width) of each image without padding, in pixels",
-        "bboxes": "[B, K, 4]: (x1, y1, x2, y2) in pixels of the input; divide by the scale (x, y) that the image was "
+        "bboxes": f"[B, K, 4 or 5]: {BOXES}, in pixels of the input; divide by the scale (x, y) that the image was "
         "resized by",
         "scores": "[B, K]: the best first",
         "labels": "[B, K]: indices of classes",

@@ -12,7 +12,7 @@ from visdet.registry import TRANSFORMS
 
 from ..errors import ExportError
 from .family import Family, Tensors
-from .images import Images
+from .images import BOXES, Images
 
 _SIDES = (2, 16384)  # pixels of a picture
 _WITHOUT = "With --no-embed, the graph takes tensors that are resized and normalised before"
@@ -73,7 +73,7 @@ class Pictures(Family):
     rows = Images.rows
     about: ClassVar[dict[str, str]] = {
         "picture": "uint8 [H, W, 3]: RGB, turned as its EXIF data say",
-        "bboxes": "[1, K, 4]: (x1, y1, x2, y2) in pixels of the picture",
+        "bboxes": f"[1, K, 4 or 5]: {BOXES}, in pixels of the picture",
         "scores": "[1, K]: the best first",
         "labels": "[1, K]: indices of classes",
     }
