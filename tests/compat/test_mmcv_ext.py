@@ -357,7 +357,6 @@ OVERLAP = dict(aligned=False, offset=0)
 @pytest.mark.parametrize(
     ("entry", "arguments", "settings", "message"),
     [
-        ("roi_align_forward", (X, REGIONS, OTHER, NONE, NONE), ALIGN | dict(pool_mode=1), "output must be"),
         (
             "roi_align_forward",
             (X, REGIONS, POOLED, NONE, NONE),
@@ -383,7 +382,6 @@ OVERLAP = dict(aligned=False, offset=0)
             POOL | dict(sampling_ratio=2, gamma=0.1),
             "grad_output must be",
         ),
-        ("carafe_naive_forward", (X, MASKS, OTHER), CARAFE, "output must be"),
         ("carafe_naive_backward", (OTHER, X, MASKS, X.clone(), MASKS.clone()), CARAFE, "grad_output must be"),
         (
             "sigmoid_focal_loss_forward",
