@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from calls import in_a_process, in_order, relative_error
+from calls import assert_matches, gradients, in_a_process, in_order, relative_error
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -56,6 +56,12 @@ class Case(NamedTuple):
     def settings(self):
         return self.stride, self.padding, self.dilation, self.G
 
+    def call(self, *tensors):
+        return torch.ops.visdet.deform_conv2d(*tensors, *self.settings, self.step)
+
+    def reference(self, *tensors):
+        return deform_conv2d_reference(*tensors, None, *self.settings)
+
     def tensors(self, dtype, device):
         """Return input, offset, mask and weight."""
         generator = torch.Generator().manual_seed(0)
@@ -101,35 +107,6 @@ CASES = {
     "groups-across-lines": Case(B=1, C=60, M=84, H=9, W=5, groups=3, G=5),
     "chunks": Case(B=2, C=64, M=10, H=52, W=81),  # 2 x 4212 places, of which a backward takes 7272 at a time
 }
-
-
-def run(case, tensors, grad_output=None):
-    """Return output and gradients of the operator."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    output = torch.ops.visdet.deform_conv2d(*leaves, *case.settings, case.step)
-    if grad_output is None:
-        grad_output = gradient_of(output)
-    return output.detach(), torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output)
-
-
-def gradient_of(output):
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-
-
-def expect(case, tensors, grad_output):
-    """Return the same in float64 on the CPU."""
-    leaves = [None if t is None else t.detach().cpu().double().requires_grad_() for t in tensors]
-    x, offset, mask, weight = leaves
-    output = deform_conv2d_reference(x, offset, mask, weight, None, *case.settings)
-    leaves = [t for t in leaves if t is not None]
-    return output.detach(), torch.autograd.grad(output, leaves, grad_output.cpu().double())
-
-
-def assert_near(found, wanted, dtype):
-    assert found.shape == wanted.shape and found.dtype == dtype and found.is_contiguous()
-    scale = max(wanted.abs().max().item(), 1e-30)
-    torch.testing.assert_close(found.cpu().double() / scale, wanted / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
 def _deformed(draw: Draw, modulated: bool) -> Problem:
@@ -466,12 +443,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(device, name, dtype):
     case = CASES[name]
-    tensors = case.tensors(dtype, device)
-    output, grads = run(case, tensors)
-    expected, expected_grads = expect(case, tensors, gradient_of(output))
-    assert_near(output, expected, dtype)
-    for grad, wanted in zip(grads, expected_grads, strict=True):
-        assert_near(grad, wanted, dtype)
+    assert_matches(case.call, case.reference, case.tensors(dtype, device), TOLERANCE[dtype])
 
 
 def test_half_precision_places_are_not_rounded(device):
@@ -615,7 +587,7 @@ def test_memory_is_bounded_and_inputs_are_saved_on_cuda():
 def test_all_but_the_gradient_of_input_is_ordered():
     case = Case(C=64, M=16, H=20, W=21)
     tensors = case.tensors(torch.float32, "cuda")
-    (output, grads), (again, grads_again) = run(case, tensors), run(case, tensors)
+    (output, grads), (again, grads_again) = (gradients(case.call, tensors) for _ in range(2))
     assert torch.equal(output, again)
     assert all(map(torch.equal, grads[1:], grads_again[1:]))
 
