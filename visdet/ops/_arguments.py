@@ -12,7 +12,7 @@ __all__ = [
     "check_device",
     "check_layout",
     "check_numbers",
-    "check_tensors",
+    "check_tensor",
     "computation_dtype",
     "constant",
     "integer_table",
@@ -28,20 +28,18 @@ def check_device(operator: str, name: str, tensor: Tensor, of_name: str, of: Ten
         raise RuntimeError(f"{operator}: {name} must be on {whose} device {of.device}, got {tensor.device}")
 
 
-def check_tensors(op: str, **tensors: Any) -> None:
-    """Raise a TypeError unless the arguments are dense tensors."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {name} must be a dense tensor, got {tensor.layout}")
+def check_tensor(op: str, name: str, tensor: Any) -> None:
+    """Raise a TypeError unless the argument ``name`` is a dense tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {tensor.layout}")
 
 
-def check_numbers(op: str, kind: str, **tensors: Tensor) -> None:
-    """Raise a ValueError unless the tensors hold numbers of this kind: "floating", "real", "integers" or "mask"."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _TYPES[kind]:
-            raise ValueError(f"{op}: {name} must {_EXPECTED[kind]}, got {tensor.dtype}")
+def check_numbers(op: str, name: str, tensor: Tensor, kind: str) -> None:
+    """Raise a ValueError unless the argument ``name`` holds numbers of this kind, a key of ``_TYPES``."""
+    if tensor.dtype not in _TYPES[kind]:
+        raise ValueError(f"{op}: {name} must {_EXPECTED[kind]}, got {tensor.dtype}")
 
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -62,7 +60,7 @@ _EXPECTED = {
 
 def check_layout(op: str, name: str, tensor: Tensor, expected: str, *sizes: int | None) -> None:
     """Raise a ValueError unless the tensor has these sizes, where None stands for any size."""
-    check_tensors(op, **{name: tensor})
+    check_tensor(op, name, tensor)
     fits = tensor.dim() == len(sizes)
     # torch.compile of torch 2.11 takes `size not in (None, given)` for true where `given` is symbolic.
     for size, given in zip(sizes, tensor.shape, strict=False):
@@ -110,7 +108,7 @@ def integer_table(
         TypeError: ``table`` is neither a tensor of integers nor such a sequence.
     """
     if isinstance(table, Tensor):
-        check_tensors(operator, **{name: table})
+        check_tensor(operator, name, table)
         # A tensor of no numbers is mostly made from an empty list and has float32.
         if table.numel() > 0 and table.dtype not in _INTEGERS:
             raise TypeError(

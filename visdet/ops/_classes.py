@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import as_tensor, check_device, check_numbers, check_tensors
+from ._arguments import as_tensor, check_device, check_numbers, check_tensor
 from .tracing import is_traced
 
 __all__ = ["check_classes", "class_by_class", "highest_first"]
@@ -21,8 +21,8 @@ def check_classes(op: str, name: str, classes: Any, boxes: Tensor) -> Tensor:
         ValueError: the argument ``name`` does not have one real number for each box.
     """
     classes = as_tensor(classes) if hasattr(classes, "shape") else torch.as_tensor(classes)
-    check_tensors(op, **{name: classes})
-    check_numbers(op, "mask", **{name: classes})
+    check_tensor(op, name, classes)
+    check_numbers(op, name, classes, "mask")
     if classes.is_meta:
         check_device(op, name, classes, "boxes", boxes)
     if not is_traced() and classes.shape != boxes.shape[:1]:  # numbers of a trace may be unknown

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import check_device, check_numbers, check_tensors
+from ._arguments import check_device, check_numbers, check_tensor
 
 __all__ = ["check_indices", "declared"]
 
@@ -122,7 +122,7 @@ def _check_tensor(
         return first
     is_array = otherwise == "array or " and hasattr(tensor, "astype")
     if not is_array:
-        check_tensors(op, **{name: tensor})
+        check_tensor(op, name, tensor)
         first = (name, tensor) if first[1] is None else first
     if layout is not None:
         known = dict(sizes)
@@ -134,7 +134,7 @@ def _check_tensor(
             raise ValueError(f"{op}: {name} must be [{expected}]{note}, got {list(tensor.shape)}")
     if not is_array:
         if kind != "any":
-            check_numbers(op, kind, **{name: tensor})
+            check_numbers(op, name, tensor, kind)
         if tensor is not first[1]:
             check_device(op, name, tensor, *first)
     return first

@@ -99,7 +99,7 @@ def nms_match(dets: Any, iou_threshold: float) -> list[Any]:
     """
     is_numpy = not isinstance(dets, Tensor)
     table = as_tensor(dets).detach()
-    check_numbers("nms_match", "real", dets=table)
+    check_numbers("nms_match", "dets", table, "real")
     if table.dim() and table.shape[0] == 0:
         return []
     if table.dim() != 2 or table.shape[1] != 5:
@@ -171,7 +171,8 @@ def as_tensors(op: str, boxes: Any, scores: Any) -> tuple[Tensor, Tensor, bool]:
     """Return boxes and scores as tensors, and whether they are NumPy arrays. Raise ValueError if one does not fit."""
     is_numpy = not isinstance(boxes, Tensor)
     boxes, scores = as_tensor(boxes), as_tensor(scores)
-    check_numbers(op, "real", boxes=boxes, scores=scores)
+    check_numbers(op, "boxes", boxes, "real")
+    check_numbers(op, "scores", scores, "real")
     # A score in a tensor with integer boxes would be cut to a whole number.
     return boxes if boxes.is_floating_point() else boxes.float(), scores, is_numpy
 

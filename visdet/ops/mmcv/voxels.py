@@ -173,7 +173,7 @@ def scatter_to_voxels(
     if not coors.shape[1]:
         raise ValueError(f"dynamic_scatter: coors must have a column, got {list(coors.shape)}")
     if reduce_type == "mean":
-        check_numbers("dynamic_scatter", "floating", feats=feats)
+        check_numbers("dynamic_scatter", "feats", feats, "floating")
     inside = (coors >= 0).all(1).nonzero()[:, 0]
     voxels, voxel, count = _unique_rows(coors[inside])
     reduced = feats.new_zeros(len(voxels), feats.shape[1], dtype=computation_dtype(feats))
