@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .problem import EXTREME, Draw, Operator, Problem
 
-__all__ = ["Outcome", "run_call"]
+__all__ = ["Outcome", "bits", "numbers_of", "run_call"]
 
 REFUSALS = (RuntimeError, ValueError, TypeError)
 SMALL = (
@@ -84,7 +84,7 @@ def run_call(operator: Operator, seed: int, device: str) -> Outcome:
         message = _differences(*repeated, outputs, gradients, needed)
     may_be_nan = _may_be_nan(operator, problem, grad_outputs, ["output", *needed]) if device == "cuda" else ()
     compared = (problem, outputs, gradients, grad_outputs)
-    if device == "cuda" and _numbers(problem) <= SMALL:
+    if device == "cuda" and numbers_of(problem) <= SMALL:
         compared = _on_cpu(compared)
     message = message or _compare(operator, *compared, needed, may_be_nan)
     if message:
@@ -111,7 +111,8 @@ def _may_be_nan(
     )
 
 
-def _numbers(problem: Problem) -> int:
+def numbers_of(problem: Problem) -> int:
+    """Return how many numbers the tensors of a problem have."""
     return sum(value.numel() for value in problem.arguments.values() if isinstance(value, Tensor))
 
 
@@ -317,10 +318,11 @@ def _differences(
 ) -> str:
     """Return a text if a result does not have the same bits as in the first call, or an empty text."""
     for before, after in zip((*first, *second), (*outputs, *gradients), strict=True):
-        if isinstance(before, Tensor) and not torch.equal(_bits(before), _bits(after)):
+        if isinstance(before, Tensor) and not torch.equal(bits(before), bits(after)):
             return f"a second call gives other bits (results {len(outputs)}, gradients of {needed})"
     return ""
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
+    """Return a tensor that equals another one, by torch.equal, if its NaN stand in the same places."""
     return tensor.detach().nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor

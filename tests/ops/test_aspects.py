@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzz.check import bits, numbers_of
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
 from visdet.ops import _library
@@ -140,17 +141,18 @@ def test_tensors_without_data_give_the_shapes(name, number):
 
 def large_problems(name, count=3):
     """Return problems of an operator with many rows, and of random ones those with most numbers."""
-
-    def numbers(problem):
-        return sum(value.numel() for value in problem.arguments.values() if isinstance(value, Tensor))
-
     drawn = [OPERATORS[name].draw(Draw(name, seed, "cpu")) for seed in range(DRAWN)]
     sound = [problem for problem in drawn if not problem.may_refuse and not problem.must_refuse]
-    return [of_size(2000) for of_size in OPERATORS[name].of_size] + sorted(sound, key=numbers)[-count:]
+    return [of_size(2000) for of_size in OPERATORS[name].of_size] + sorted(sound, key=numbers_of)[-count:]
 
 
-def bits(tensor):
-    return tensor.nan_to_num(nan=12345.0) if tensor.is_floating_point() else tensor
+def have_equal_bits(found):
+    """Return whether the results of several runs are the same."""
+    return all(
+        torch.equal(bits(one), bits(other))
+        for others in found[1:]
+        for one, other in zip(found[0], others, strict=True)
+    )
 
 
 @pytest.mark.cuda
@@ -187,8 +189,7 @@ def test_deterministic_algorithms_repeat_every_bit(name, number):
         found = [results(name, problem) for _ in range(3)]
     if not recorded.calls:
         pytest.skip("plain torch or torchvision serves it")
-    for others in found[1:]:
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))
+    assert have_equal_bits(found)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -204,8 +205,7 @@ def test_threads_change_no_bit(name):
             found.append([one for problem in problems for one in results(name, problem)])
     finally:
         torch.set_num_threads(threads)
-    for others in found[1:]:
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found[0], others, strict=True))
+    assert have_equal_bits(found)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
