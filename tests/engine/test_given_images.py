@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import struct
 import sys
 from collections import UserDict
 from pathlib import Path
@@ -16,9 +17,9 @@ from programs import run_python
 from toy_run import PIPELINE, detector_of, toy_config
 
 import visdet
-from visdet.engine.inference import given_images
+from visdet.engine.inference import given_images, videos
 from visdet.engine.inference.detector import detect_files
-from visdet.engine.inference.videos import written_as_video
+from visdet.engine.inference.mp4_times import set_frame_times
 from visdet.errors import MissingPackageError, UserError
 
 RGB = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
@@ -242,16 +243,53 @@ def test_a_video_is_read_frame_by_frame_and_written_with_its_detections(detector
         )
 
 
-def test_a_frame_of_the_written_video_stays_until_the_next_one_is_due(detector, tmp_path):
-    found = detector([np.full((64, 64, 3), 60 * k, np.uint8) for k in range(4)])
-    for result, time in zip(found, [3.0, 3.2, 4.0, 4.05], strict=True):
-        result.time = time
-    assert list(written_as_video(iter(found), tmp_path / "out.mp4", 5)) == found
-    written = cv2.VideoCapture(str(tmp_path / "out.mp4"))
-    brightness = []
-    while (frame := written.read()[1]) is not None:
-        brightness.append(round(float(frame[-16:, -16:].mean()) / 60))
-    assert brightness == [0, 1, 1, 1, 1, 2, 3]
+UNEVEN = [0.2] * 3 + [0.02] * 4 + [1.5, 0.04, 0.04]
+
+
+def times_of(path):
+    """Return when the frames of a video are shown, in seconds, as OpenCV reads them."""
+    video = cv2.VideoCapture(str(path))
+    times = []
+    while video.read()[0]:
+        times.append(video.get(cv2.CAP_PROP_POS_MSEC) / 1000)
+    return times
+
+
+def test_the_written_video_plays_at_the_times_of_the_original(detector, tmp_path):
+    path = write_video(tmp_path / "in.mp4", [25 * k for k in range(len(UNEVEN))])
+    assert set_frame_times(path, UNEVEN)
+    expected = [sum(UNEVEN[:k]) for k in range(len(UNEVEN))]
+    assert times_of(path) == pytest.approx(expected, abs=1e-3)
+    results = list(detector(path, batch_size=3, save_video=tmp_path / "out.mp4"))
+    assert [result.time for result in results] == pytest.approx(expected, abs=1e-3)
+    assert results[0][:0].time == results[0].time and results[7].to_dict()["time"] == pytest.approx(0.68)
+    assert times_of(tmp_path / "out.mp4") == pytest.approx(expected, abs=1e-3)
+    found, _ = detect_files(detector, [path], str(tmp_path / "out"), 0.0)
+    assert [record["time"] for record in found] == pytest.approx(expected, abs=1e-3)
+    assert times_of(tmp_path / "out/pictures/in.mp4") == pytest.approx(expected, abs=1e-3)
+    # The frames that were taken until then have their times, too.
+    stopped = detector(path, save_video=tmp_path / "part.mp4")
+    for _ in range(6):
+        next(stopped)
+    stopped.close()
+    assert times_of(tmp_path / "part.mp4")[:5] == pytest.approx(expected[:5], abs=1e-3)
+
+
+@pytest.mark.parametrize("change", ["index first", "cut", "too long"])
+def test_times_that_cannot_be_set_are_said(detector, tmp_path, monkeypatch, capsys, change):
+    path = Path(write_video(tmp_path / "in.mp4"))
+    content = path.read_bytes()
+    changed = {"index first": content + struct.pack(">I4s", 8, b"free"), "cut": content[:-500]}.get(
+        change, content
+    )
+    path.write_bytes(changed)
+    assert not set_frame_times(str(path), [1.0, 2.0, 10**5 if change == "too long" else 3.0])
+    assert path.read_bytes() == changed
+    path.write_bytes(content)
+    assert set_frame_times(str(path), [0.1, 0.5, 0.1])
+    monkeypatch.setattr(videos, "set_frame_times", lambda *arguments: False)
+    list(detector(str(path), save_video=tmp_path / "out.mp4"))
+    assert "uneven times" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["list", "pattern", "folder", "second of a folder", "link"])

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,12 @@ from visdet.files.writing import written_whole
 from ..process.console import say
 from ..process.places import check_out_file
 from .detections import Detections
+from .mp4_times import set_frame_times
 from .read_ahead import computed_ahead
 
 __all__ = ["written_as_video"]
+
+_ROUNDING = 0.1  # of the time between two frames; containers round times to milliseconds
 
 
 def written_as_video(
@@ -27,8 +30,7 @@ def written_as_video(
     Args:
         found: the detections in the frames.
         path: the .mp4 file to write.
-        rate: the number of frames in a second. A frame is repeated until the time of the next one in ``found``, and
-            none is left out.
+        rate: the number of frames in a second on average. The frames are shown at the times of ``found``.
 
     Raises:
         UserError: the file cannot be written as a whole, for example because the disk is full, or it is one that is
@@ -50,9 +52,7 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
     if first is None:
         return
     expected = _size_of(first[1])
-    start = first[0].time or 0.0
-    shown: list[np.ndarray] = []
-    count = 0
+    times: list[float] = []
     stopped: BaseException | None = None
     with written_whole(path, reaches_disk=False) as partial:
         writer = _opened(str(partial), rate, expected)
@@ -65,17 +65,15 @@ def _written(found: Iterator[Detections], path: str, rate: float) -> Iterator[De
                 if size != expected:
                     raise UserError(f"save_video: the frames must be of one size, got {expected} and {size}")
                 rgb = np.asarray(picture.crop((0, 0, *size)))
-                due = 0 if result.time is None else round((result.time - start) * rate)
-                before, shown = shown, [np.ascontiguousarray(rgb[..., ::-1])]
-                for frame in before * (due - count) + shown:
-                    writer.write(frame)
-                    count += 1
+                writer.write(np.ascontiguousarray(rgb[..., ::-1]))
+                times.append(len(times) / rate if result.time is None else result.time)
                 yield result
         except (GeneratorExit, KeyboardInterrupt) as error:  # The frames that were taken until then are kept.
             stopped = error
         finally:
             writer.release()
-        _check_complete(str(partial), count)
+        _check_complete(str(partial), len(times))
+        _set_times(str(partial), times, rate)
     if stopped is not None:
         raise stopped
 
@@ -96,6 +94,18 @@ def _check_complete(path: str, expected: int) -> None:
 
 def _drawn(result: Detections) -> tuple[Detections, Image.Image]:
     return result, result.draw()
+
+
+def _set_times(path: str, times: list[float], rate: float) -> None:
+    """Let the frames of a video that was written at one rate be shown at their times, the first one at once."""
+    durations = [after - before for before, after in pairwise(times)]
+    if all(abs(duration * rate - 1) < _ROUNDING for duration in durations):
+        return
+    if not set_frame_times(path, [*durations, durations[-1]]):
+        say(
+            "the frames of the original are shown at uneven times, but those of the written video at a rate of "
+            f"{rate:g} in a second"
+        )
 
 
 def _opened(path: str, rate: float, size: tuple[int, int]) -> Any:
