@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from calls import in_a_process, in_order
+from calls import assert_matches, gradients, in_a_process, in_order
 
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
@@ -51,15 +51,7 @@ def make(name, dtype, turned=False, device="cpu"):
             corner[0], extent[0] = 1.0, -0.4  # backwards: nothing, or samples that go back
         numbers = [index, torch.cat([corner, corner + extent], 1) / settings[1]]
     rois = torch.cat(numbers, 1).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    return x.to(device), rois.to(device), settings
-
-
-def both(function, x, rois, settings, gradient=None):
-    x = x.detach().requires_grad_()
-    output = function(x, rois, *settings)
-    if gradient is None:
-        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(x)
-    return output.detach(), torch.autograd.grad(output, x, gradient)[0], gradient
+    return x.to(device), rois.to(device), *settings
 
 
 def upright(function, mode="avg"):
@@ -67,20 +59,16 @@ def upright(function, mode="avg"):
 
 
 def compare(turned, name, dtype, device, mode="avg"):
-    x, rois, settings = make(name, dtype, turned, device)
+    case = make(name, dtype, turned, device)
     function, reference = (
         (roi_align_rotated, roi_align_rotated_reference)
         if turned
         else (upright(roi_align, mode), upright(roi_align_reference, mode))
     )
-    output, grad, gradient = both(function, x, rois, settings)
-    assert output.dtype == grad.dtype == dtype and (turned or output.any())
-    expected = both(reference, x.double(), rois.double(), settings, gradient.double())
-    for found, wanted in zip((output, grad), expected[:2], strict=True):
-        peak = max(wanted.abs().max().item(), 1)
-        close = dict(rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * peak)
-        torch.testing.assert_close(found.double(), wanted, **close)
-    return both(function, x, rois, settings)[1]
+    assert_matches(function, reference, case, TOLERANCE[dtype], of=[0])
+    output, (grad,) = gradients(function, case, of=[0])
+    assert turned or output.any()
+    return grad
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -126,18 +114,20 @@ def test_gradients_in_order(turned, name, dtype):
 @pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
 @in_order()
 def test_gradients_in_order_of_any_size(scale, device):
-    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float64, False, device)
-    output, expected, gradient = both(upright(roi_align_reference), x, rois, settings)
-    _, found, _ = both(upright(roi_align), x, rois, settings, gradient * scale)
-    torch.testing.assert_close(found / scale, expected, rtol=1e-10, atol=1e-10)
+    case = make("B2-C3-H9-W11-N7-adaptive", torch.float64, False, device)
+    output = roi_align_reference(*case[:-1], aligned=case[-1])
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    _, expected = gradients(upright(roi_align_reference), case, gradient, of=[0])
+    _, (found,) = gradients(upright(roi_align), case, gradient * scale, of=[0])
+    torch.testing.assert_close(found / scale, expected[0], rtol=1e-10, atol=1e-10)
     gradient[output[:, 1, 0, 0].abs().argmax(), 1, 0, 0] = math.nan
-    _, found, _ = both(upright(roi_align), x, rois, settings, gradient)
+    _, (found,) = gradients(upright(roi_align), case, gradient, of=[0])
     assert found.isnan().flatten(2).any(2).sum() == 1
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["upright", "rotated"])
 def test_regions_that_count_for_nothing(turned, device):
-    x, rois, settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, turned, device)
+    x, rois, *settings = make("B2-C3-H9-W11-N7-adaptive", torch.float32, turned, device)
     bad = rois[[1] * 6].clone()
     bad[0, 0], bad[1, 0], bad[2, 0], bad[3, 0] = -1, 2, 0.5, math.nan
     bad[4, 2], bad[5, -1] = math.nan, math.nan
@@ -147,10 +137,10 @@ def test_regions_that_count_for_nothing(turned, device):
     huge[0, 3], huge[1, 1:5], huge[2, 1:3] = 1e30, math.inf, -1e9
     function = roi_align_rotated if turned else upright(roi_align)
     reference = roi_align_rotated_reference if turned else upright(roi_align_reference)
-    output, grad, gradient = both(function, x, torch.cat([bad, huge]), settings)
-    expected = both(reference, x, torch.cat([bad, huge]), settings, gradient)
-    assert not output[:6].any()
-    torch.testing.assert_close((output, grad), expected[:2], rtol=1e-4, atol=1e-4)
+    case = x, torch.cat([bad, huge]), *settings
+    found, expected = (gradients(one, case, of=[0]) for one in (function, reference))
+    assert not found[0][:6].any()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
