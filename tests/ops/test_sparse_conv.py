@@ -175,28 +175,30 @@ def dense(indices, features, shape, batch_size=2):
     return grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
 
 
+# Shape, kernel, stride, padding, dilation, and whether the convolution is transposed.
 CASES = [
-    ((7, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
-    ((7, 8), (3, 2), (2, 1), (1, 0), (1, 1)),
-    ((9, 8), (3, 3), (1, 1), (2, 2), (2, 2)),
-    ((5, 6, 7), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1)),
-    ((5, 6, 7), (3, 1, 1), (2, 1, 1), (0, 0, 0), (1, 1, 1)),
+    ((7, 8), (3, 3), (1, 1), (1, 1), (1, 1), False),
+    ((7, 8), (3, 2), (2, 1), (1, 0), (1, 1), False),
+    ((9, 8), (3, 3), (1, 1), (2, 2), (2, 2), False),
+    ((5, 6, 7), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), False),
+    ((5, 6, 7), (3, 1, 1), (2, 1, 1), (0, 0, 0), (1, 1, 1), False),
+    ((4, 5), (3, 3), (1, 1), (1, 1), (1, 1), True),
+    ((4, 5), (3, 3), (2, 2), (1, 1), (1, 1), True),
 ]
 
 
-@pytest.mark.parametrize("shape, ksize, stride, padding, dilation", CASES)
-def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, device):
+@pytest.mark.parametrize("shape, ksize, stride, padding, dilation, transposed", CASES)
+def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, transposed, device):
     indices, features = places(shape), torch.randn(25, 4, dtype=torch.float64)
     filters = torch.randn(*ksize, 4, 3, dtype=torch.float64)
-    expected = DENSE[len(shape)](
-        dense(indices, features, shape),
-        filters.movedim((-1, -2), (0, 1)),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-    )
+    maps = dense(indices, features, shape)
+    sizes = dict(stride=stride, padding=padding, dilation=dilation)
+    if transposed:
+        expected = functional.conv_transpose2d(maps, filters.movedim((-2, -1), (0, 1)), **sizes)
+    else:
+        expected = DENSE[len(shape)](maps, filters.movedim((-1, -2), (0, 1)), **sizes)
     out_shape = list(expected.shape[2:])
-    settings = out_shape, list(shape), ksize, stride, padding, dilation
+    settings = out_shape, list(shape), ksize, *sizes.values(), False, transposed
     outids, pairs, counts = get_indice_pairs(indices.to(device), 2, *settings)
     assert outids.dtype == pairs.dtype == counts.dtype == torch.int32
     assert len(outids.unique(dim=0)) == len(outids)
@@ -205,20 +207,6 @@ def test_convolution_is_the_dense_one(shape, ksize, stride, padding, dilation, d
     # After the last pair of each tap there are -1.
     for pair, count in zip(pairs, counts.tolist(), strict=True):
         assert (pair[:, :count] >= 0).all() and (pair[:, count:] == -1).all()
-
-
-@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
-def test_transposed_convolution_is_the_dense_one(stride, device):
-    shape, ksize, padding = (4, 5), (3, 3), (1, 1)
-    indices, features = places(shape), torch.randn(25, 4, dtype=torch.float64)
-    filters = torch.randn(*ksize, 4, 3, dtype=torch.float64)
-    maps = dense(indices, features, shape)
-    expected = functional.conv_transpose2d(maps, filters.permute(2, 3, 0, 1), stride=stride, padding=padding)
-    out_shape = list(expected.shape[2:])
-    settings = out_shape, list(shape), ksize, stride, padding, (1, 1), False, True
-    outids, pairs, counts = get_indice_pairs(indices.to(device), 2, *settings)
-    result = indice_conv(features.to(device), filters.to(device), pairs, counts, len(outids))
-    torch.testing.assert_close(dense(outids.cpu(), result.cpu(), out_shape), expected)
 
 
 def test_inverse_convolution_leads_back_to_the_inputs(device):
