@@ -9,6 +9,7 @@ from PIL import Image
 
 import visdet
 from visdet.commands import main
+from visdet.data_folder import _base_of, config_for
 from visdet.engine import UserError, load_config, read_checkpoint
 
 SMALL = """_base_ = ["visdet::dino/dino-small_coco.py"]
@@ -81,6 +82,19 @@ def test_a_folder_is_trained_on_without_a_config(here, capsys):
     assert meta["dataset_meta"]["classes"] == ("nut", "bolt") and meta["category_ids"] == [1, 2]
     metrics = visdet.evaluate("work_dirs/mine/best.pth", data=coco(here / "other"), work_dir="test")
     assert "coco/bbox_mAP" in metrics
+
+
+def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, capsys):
+    root, base = coco(here / "mine"), _base_of("dino-small")
+    config_for(root, base, here / "upright")
+    assert "four corners" not in capsys.readouterr().out
+    for file in root.glob("*/*.json"):
+        content = json.loads(file.read_text())
+        for row in content["annotations"]:
+            row["segmentation"] = [[21, 11, 49, 13, 48, 27, 20, 25]]
+        file.write_text(json.dumps(content))
+    config_for(root, base, here / "turned")
+    assert "--model rotated-dino-small boxes that turn" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_the_parts_of_a_folder_are_kept_and_epochs_are_counted(here, capsys):

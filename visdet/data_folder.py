@@ -159,6 +159,7 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
 
     from visdet.engine.process.places import check_work_dir
     from visdet.files.writing import write_atomically
+    from visdet.structures.coco_json import corners_of
 
     file = folder / "data" / f"{root.name}.py"  # The run writes the whole config beside the checkpoints.
     if is_main_process():
@@ -171,7 +172,13 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
             say(
                 f"{root} has no validation part: {_count(files['val'])} of its images are drawn at random for it"
             )
-        classes = tuple(category["name"] for category in _content(files["train"])["categories"])
+        content = _content(files["train"])
+        classes = tuple(category["name"] for category in content["categories"])
+        if base == _base_of(_MODEL) and all(corners_of(row) for row in content["annotations"]):
+            say(
+                f"all outlines in {root} have four corners: {_MODEL} finds the upright boxes around them, and "
+                f"--model rotated-{_MODEL} boxes that turn"
+            )
         parts = {split: str(files.get(split, files["val"])) for split in ("train", "val", "test")}
         text = _CONFIG.format(base=base, root=f"{root}/", classes=classes, **parts)
         if base.endswith("dino-small_coco.py"):
