@@ -4,6 +4,7 @@ import pytest
 import torch
 from entries import device, leaf  # noqa: F401
 
+from visdet import ops
 from visdet.compat import bev_ext, gaussian_ext, gaussian_prob_ext, mmcv_ext
 from visdet.ops import furthest_point_sample, point_neighbours
 from visdet.ops.mmcv import points_in_boxes
@@ -133,11 +134,17 @@ def test_synchronised_batch_normalisation_is_batch_norm():
 
 
 def test_birds_eye_views():
-    x, places = torch.rand(20, 3), torch.randint(0, 3, (20, 4)).int()
-    pooled = bev_ext.bev_pool_forward(x, places, None, None, 3, 3, 3, 3)
-    grad = bev_ext.bev_pool_backward(torch.ones_like(pooled), places, None, None, 3, 3, 3, 3)
-    assert pooled.shape == (3, 3, 3, 3, 3) and torch.equal(grad, torch.ones_like(x))
-    torch.testing.assert_close(pooled.sum((0, 1, 2, 3)), x.sum(0))
+    sizes = torch.tensor(
+        [4.0, 5, 3, 2]
+    )  # height, width, depth and images, in a tensor as OccFormer's programs give them
+    x, places = torch.rand(20, 6, requires_grad=True), (torch.rand(20, 4) * sizes).int()
+    H, W, D, B = sizes
+    pooled = bev_ext.bev_pool_forward(x.detach(), places, None, None, B, D, H, W)
+    expected = ops.bev_pool(x, places, 2, 3, 4, 5)
+    assert torch.equal(pooled, expected) and pooled.shape == (2, 3, 4, 5, 6)
+    weights = torch.rand_like(pooled)
+    grad = bev_ext.bev_pool_backward(weights, places, None, None, B, D, H, W)
+    assert torch.equal(grad, torch.autograd.grad(expected, x, weights)[0])
     ranks = torch.randint(0, 48, (9,)), torch.randint(0, 24, (9,)), torch.randint(0, 4, (9,))
     depth, features, out = torch.rand(1, 2, 2, 3, 4), torch.rand(1, 2, 3, 4, 5), torch.zeros(1, 1, 2, 2, 5)
     bev_ext.bev_pool_v2_forward(depth, features, out, *ranks, None, None)

@@ -94,6 +94,8 @@ class _Function:
         self.signature = inspect.Signature([*parameters, Parameter("others", Parameter.VAR_KEYWORD)])
         types = {parameter.name: parameter.annotation for parameter in parameters}
         self.choices = {name: _choices(given) for name, given in types.items()}
+        # Compiled functions take a tensor of one number for each of these, too.
+        self.numbers = {name: types[name] for name in types if types[name] in (int, float)}
         self.results = [name for name in types if types[name] in (Result, FirstRows)]
         self.first_rows = [name for name in types if types[name] == FirstRows]
         self.grad_outputs = [name for name in types if types[name] == GradOutput]
@@ -129,9 +131,12 @@ class _Function:
 
     def _value(self, target: str, names: list[str], given: dict[str, Any]) -> Any:
         """Return what the operator gets for an argument."""
-        values = [given[name] for name in names]
-        value: Any = values[0] if len(names) == 1 else tuple(values)
         annotation = self.taken[target]
+        values = [given[name] for name in names]
+        for place, name in enumerate(names):
+            if name in self.numbers and isinstance(values[place], Tensor):
+                values[place] = self.numbers[name](values[place])
+        value: Any = values[0] if len(names) == 1 else tuple(values)
         if choices := self.choices[names[0]]:
             if not 0 <= value < len(choices):
                 meanings = ", ".join(f"{number} ({choice})" for number, choice in enumerate(choices))

@@ -19,9 +19,9 @@ from ._served import SERVED, FirstRows, Gradient, GradOutput, Result, serves
 
 
 def _bev_pool_gradient(out_grad: Tensor, geom_feats: Tensor) -> Tensor:
-    """Return the gradient of the features of the points, which is that of their cells [B, C, D, H, W]."""
+    """Return the gradient of the features of the points, which is that of their cells [B, D, H, W, C]."""
     H, W, D, B = geom_feats.long().unbind(1)
-    return out_grad[B, :, D, H, W]
+    return out_grad[B, D, H, W]
 
 
 def _bev_pool_v2(
