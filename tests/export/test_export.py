@@ -132,7 +132,7 @@ def test_convolutions_of_features_alone_are_in_int8(tmp_path):
     }
 
 
-def test_features_alone_are_in_16_bit(tmp_path):
+def test_weights_of_features_alone_are_in_16_bit(tmp_path):
     model = built(DEFORMABLE_DETR, **SMALL)
     visdet.export(model, tmp_path, precision="bfloat16", **FIXED)
     exported = torch.export.load(tmp_path / "model.pt2")
@@ -142,6 +142,12 @@ def test_features_alone_are_in_16_bit(tmp_path):
         n for n in weights if n.startswith(("model.backbone", "model.neck"))
     }
     assert next(model.parameters()).dtype == torch.float32
+    graphs = [
+        part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
+    ]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    linear = [node for node in nodes if node.target == torch.ops.aten.linear.default]
+    assert linear and {node.meta["val"].dtype for node in linear} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

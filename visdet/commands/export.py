@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         default="float32",
-        help="float32, float16, bfloat16 or int8, of the backbone and the neck; what follows is float32 (default: "
-        "float32)",
+        help="float32, float16, bfloat16 or int8, of the backbone and the neck; what follows is float32, with "
+        "bfloat16 but for linear layers (default: float32)",
     )
     parser.add_argument(
         "--custom-op",

@@ -1,7 +1,8 @@
 """Image features in 16 bit. They are most of the work, and what follows them needs float32.
 
-Coordinates, softmax over points, boxes, projections and the temporal state come after the neck, so that they are in
-float32 in every exported graph. Conversions stand in the graph before the backbone and after the neck.
+Coordinates, softmax over points, boxes, projections and the temporal state come after the neck. Conversions stand in
+the graph before the backbone and after the neck. If the features of a detector of images are in bfloat16, linear layers
+multiply in it, too.
 """
 
 import copy

@@ -1,12 +1,15 @@
 """Detectors of objects in single images: Deformable DETR, its variants and DINO."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from visdet.execution.tensor_tree import map_tensors
 from visdet.models.base_detector import image_sizes
 from visdet.models.deformable_detr.base import PredictionBatch
 
@@ -17,9 +20,22 @@ BOXES = "(x1, y1, x2, y2), or rotated (cx, cy, w, h, angle) with clockwise radia
 _SIDES = (96, 4096)  # pixels; a map of the coarsest level needs two rows and two columns
 
 
+class _LinearLayersInBfloat16(TorchFunctionMode):
+    """Autocast for linear layers alone; ``torch.export`` of torch 2.14 fails on some regions of autocast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        args_16, kwargs_16 = map_tensors(Tensor.bfloat16, (args, kwargs or {}))
+        return func(*args_16, **kwargs_16).to(args[0].dtype)
+
+
 class Images(Family):
     """The inputs are ``images`` [B, 3, H, W], normalised and padded, and ``image_sizes`` [B, 2], the (height, width) of
     each without its padding. The outputs are ``bboxes`` [B, K, 4 or 5], ``scores`` and ``labels`` [B, K].
+
+    A model whose features are in bfloat16 multiplies in it in all linear layers. Their results have the type of what
+    they are given, so that the rest is in float32.
     """
 
     input_names = ("images", "image_sizes")
@@ -39,7 +55,10 @@ class Images(Family):
         limit = sizes.flip(-1).to(torch.float32).repeat(1, 2).unsqueeze(1)
         # Models are not trained with as much padding as a fixed size may need.
         alone = self.shape is not None and self.model.can_ignore_padding
-        found = self.model.detections(PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone))
+        batch = PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone)
+        is_in_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in self.model.parameters())
+        with _LinearLayersInBfloat16() if is_in_bfloat16 else nullcontext():
+            found = self.model.detections(batch)
         return tuple(found[name] for name in self.output_names)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
