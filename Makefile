@@ -159,7 +159,7 @@ hf-kernel: setup
 
 # What needs other packages or versions has an environment of its own: noxfile.py.
 ENVIRONMENTS := check-mmdet check-mmrotate check-mmdet3d check-mmcv1 check-devkit check-packages check-transformers \
-	test-onedl test-pythons abi-check
+	check-runtimes test-onedl test-pythons abi-check
 .PHONY: nox $(ENVIRONMENTS)
 $(ENVIRONMENTS): setup
 	$(BIN)/nox -s $@

@@ -97,6 +97,19 @@ def check_transformers(session: nox.Session) -> None:
     run(session, "-m", "pytest", *tests, VISDET_CHECK_TRANSFORMERS="1")
 
 
+@nox.session(name="check-runtimes")
+def check_runtimes(session: nox.Session) -> None:
+    """The table of other runtimes in docs/export.md; npm brings the one of browsers, and node runs it."""
+    session.install(*TORCH)
+    requirements(session, "--extra", "export")
+    packages = ["MNN", "apache-tvm", "tract", "iree-base-compiler[onnx]", "iree-base-runtime"]
+    session.install(*(session.posargs or packages))
+    folder = session.create_tmp()
+    session.run("npm", "install", "--prefix", folder, "onnxruntime-web", external=True)
+    arguments = ("-m", "benchmarks.runtimes", "work_dirs/runtimes", "--write-docs")
+    run(session, *arguments, NODE_PATH=f"{folder}/node_modules")
+
+
 @nox.session(name="test-onedl")
 def test_onedl(session: nox.Session) -> None:
     """Engine, data, metrics and tools on onedl-mmengine, which provides the package mmengine."""

@@ -14,7 +14,6 @@ from typing import Any
 from .report import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "export.md"
-START, END = "<!-- exports -->\n", "<!-- end -->"
 HEADER = ["model", "format", "precision", "largest difference", "metric", "exported", "ms", "eager ms", "MiB"]
 
 
@@ -30,6 +29,14 @@ def cells_of(report: dict[str, Any]) -> list[str]:
         *(f"{largest:.0e}", " ".join([*kinds, compared[0]]), compared[1], *times),
         f"{sum(report['bytes'].values()) / 2**20:.1f}",
     ]
+
+
+def replace_table(name: str, header: list[str], rows: list[list[str]]) -> None:
+    """Write a table between the marks of its name in docs/export.md."""
+    start, end = f"<!-- {name} -->\n", "<!-- end -->"
+    before, rest = PAGE.read_text().split(start)
+    lines = "\n".join([*table(header, rows), end])
+    PAGE.write_text(before + start + lines + rest.partition(end)[2])
 
 
 def main(arguments: list[str]) -> None:
@@ -48,10 +55,8 @@ def main(arguments: list[str]) -> None:
         report = json.loads(Path(folder, "report.json").read_text())
         rows[f"{name}={report['format']} {report['precision']}"] = cells_of(report)
     file.write_text(json.dumps(rows, indent=0, sort_keys=True) + "\n")
-    before, rest = PAGE.read_text().split(START)
     body = [[*key.replace("=", " ").rsplit(" ", 2), *rows[key]] for key in sorted(rows)]
-    lines = "\n".join([*table(HEADER, body), END])
-    PAGE.write_text(before + START + lines + rest.partition(END)[2])
+    replace_table("exports", HEADER, body)
 
 
 if __name__ == "__main__":
