@@ -84,7 +84,7 @@ def test_a_program_needs_the_operators_alone(exported):
     [
         pytest.param("two stages", "openvino", {}, marks=needs("onnx", "onnxscript", "openvino")),
         pytest.param("one stage", "onnx", {"precision": "float16", **FIXED}, marks=IN_ONNX),
-        pytest.param("rotated", "onnx", FIXED, marks=IN_ONNX),
+        pytest.param("rotated", "openvino", FIXED, marks=needs("onnx", "onnxscript", "openvino")),
     ],
 )
 def test_standard_operators_alone(tmp_path, variant, format, options):

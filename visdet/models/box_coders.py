@@ -12,7 +12,7 @@ from visdet.checks.arguments import AtLeast0
 from visdet.registry import TASK_UTILS
 from visdet.structures.rotated_boxes import regularized
 
-from .boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+from .boxes import cxcywh_to_xyxy, diagonals, xyxy_to_cxcywh
 
 if TYPE_CHECKING:
     from .deformable_detr.flat_pyramid import FlatPyramid
@@ -123,7 +123,7 @@ class RotatedBoxCoder(UprightBoxCoder):
         scale = scale[..., :2]
         along = torch.cat((angle.cos(), angle.sin()), dim=-1) / scale
         across = torch.cat((-angle.sin(), angle.cos()), dim=-1) / scale
-        lengths = torch.stack((along.norm(dim=-1), across.norm(dim=-1)), dim=-1)
+        lengths = torch.stack((diagonals(along), diagonals(across)), dim=-1)
         turned = torch.atan2(along[..., 1:], along[..., :1])
         boxes = torch.cat((center / scale, sides * lengths, turned), dim=-1)
         return regularized(boxes, self.angle_version)
@@ -142,9 +142,7 @@ class RotatedBoxCoder(UprightBoxCoder):
     def on_levels(self, references: Tensor, pyramid: "FlatPyramid") -> Tensor:
         centers = pyramid.on_levels(references[..., :2])
         shapes = pyramid.level_shapes.flip(-1).to(references.dtype)
-        ratios = (pyramid.valid_ratios * shapes).norm(dim=-1) / shapes.norm(
-            dim=-1
-        )  # of the diagonals, [B or 1, L]
+        ratios = diagonals(pyramid.valid_ratios * shapes) / diagonals(shapes)  # of the diagonals, [B or 1, L]
         sides = references[..., None, 2:4] * ratios[:, None, :, None]
         angles = references[..., None, 4:].expand(-1, -1, sides.shape[2], -1)
         return torch.cat((centers, sides, angles), dim=-1)
@@ -169,5 +167,5 @@ def rotated_to_unit(boxes_px: Tensor, image_whwh: Tensor) -> Tensor:
 def _extent(image_whwh: Tensor) -> Tensor:
     """Return the units [..., 5] of rotated boxes, given the sizes [..., 4] of images in pixels."""
     size = image_whwh[..., :2]
-    diagonal = size.norm(dim=-1, keepdim=True)
+    diagonal = diagonals(size).unsqueeze(-1)
     return torch.cat((size, diagonal, diagonal, torch.ones_like(diagonal)), dim=-1)

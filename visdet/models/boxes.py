@@ -17,6 +17,15 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     return torch.cat(((low + high) * 0.5, high - low), dim=-1)
 
 
+def diagonals(sides: Tensor) -> Tensor:
+    """Return the lengths [...] of vectors or diagonals [..., 2].
+
+    ``torch.norm`` becomes a ReduceL2, which OpenVINO joins with its neighbours into an operator with other results.
+    """
+    width, height = sides.unbind(-1)
+    return (width.square() + height.square()).sqrt()
+
+
 def inverse_sigmoid(x: Tensor, eps: float) -> Tensor:
     """Return log(max(x, eps) / max(1 - x, eps)) for x clamped to 0..1.
 

@@ -12,6 +12,7 @@ from visdet.errors import InvalidInputError
 from visdet.ops import ms_deform_attn_fused
 from visdet.registry import MODELS
 
+from ..boxes import diagonals
 from .linear import Linear
 from .normalization import add_and_norm
 from .precision import as_autocast_input
@@ -167,8 +168,8 @@ class MultiScaleDeformableAttention(BaseModule):
         Args:
             offsets: [B, Q, G, K, 2], the predicted ones. boxes, spatial_shapes: as in ``forward``.
         """
-        diagonals = torch.as_tensor(spatial_shapes, device=boxes.device).to(boxes.dtype).norm(dim=-1)
-        halves = boxes[..., 2:4] * (0.5 * diagonals).unsqueeze(-1)  # [B or 1, Q, L, 2]
+        shapes = torch.as_tensor(spatial_shapes, device=boxes.device).to(boxes.dtype)
+        halves = boxes[..., 2:4] * (0.5 * diagonals(shapes)).unsqueeze(-1)  # [B or 1, Q, L, 2]
         levels = [level for level, count in enumerate(self.points_per_level) for _ in range(count)]
         counts = halves.new_tensor(self.points_per_level)[levels].unsqueeze(-1)  # [K, 1]
         steps = (halves[:, :, levels] / counts).unsqueeze(2)  # [B or 1, Q, 1, K, 2]
