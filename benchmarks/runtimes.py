@@ -104,9 +104,9 @@ def _openvino_f32(folder: Path, given: Arrays) -> Any:
 
 
 def _mnn(folder: Path, given: Arrays) -> Any:
+    import _tools  # MNN's converter; its own wrapper installs a logger by pip and sends the model's name and sizes.
     import MNN
     import onnx
-    from MNN.tools import mnnconvert
 
     graph = onnx.load(folder / "model.onnx").graph
     file = str(folder / "model.mnn")
@@ -120,7 +120,7 @@ def _mnn(folder: Path, given: Arrays) -> Any:
         "--bizCode",
         "none",
     ]
-    subprocess.run([sys.executable, mnnconvert.__file__, *arguments], check=True)
+    _tools.mnnconvert(["mnnconvert", *arguments])
     expressions = []
     for value in given.values():
         is_float = value.dtype.kind == "f"
