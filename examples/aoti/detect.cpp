@@ -1,4 +1,4 @@
-// Prints the class, the score and the box (x1, y1, x2, y2) in pixels of each object in a JPEG or a PNG:
+// Prints the class, the score and the box of each object in a JPEG or a PNG, (x1, y1, x2, y2) or (cx, cy, w, h, angle):
 // detect FOLDER PICTURE [SCORE], where FOLDER is the result of `visdet export --format aoti`, and SCORE replaces the
 // thresholds of its model.json.
 #include "model.h"
@@ -27,7 +27,7 @@ void detect(int argc, char** argv) {
     const int64_t label = labels[k].item<int64_t>();
     if (scores[k].item<double>() < least.at(label)) continue;
     std::cout << classes.at(label) << " " << scores[k].item<double>();
-    for (int side = 0; side < 4; ++side) std::cout << " " << boxes[k][side].item<double>();
+    for (int64_t side = 0; side < boxes.size(1); ++side) std::cout << " " << boxes[k][side].item<double>();
     std::cout << "\n";
   }
 }

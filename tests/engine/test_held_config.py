@@ -154,6 +154,7 @@ def test_best_and_last_are_always_there(tmp_path):
         (["test", SHAPES], "required: checkpoint"),
         (["test", "a.pth", "b.pth"], "unrecognized arguments: b.pth"),
         (["test", "a.pth", "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
+        (["infer", "a.pth", "b.jpg", "--score-threshold=3"], "=3; did you mean '--score-thr'?"),
         (["test", "a.pth", "--imgsz=640"], "for --imgsz write the scale of Resize"),
         (["trian", "a.py"], "no command 'trian'; did you mean 'train'?"),
     ],

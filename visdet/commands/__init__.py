@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -76,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command != "doctor":  # It tells what is not installed.
         check_installation(f"visdet {command}")
     if problem := sort_names(options, others):
-        commands.choices[command].error(problem)
+        own = commands.choices[command]
+        known = re.findall(r"--[\w-]+", own.format_help())
+        unknown = [other.partition("=")[0] for other in others if other.startswith("--")]
+        own.error(problem + "".join(did_you_mean(option, known) for option in unknown))
     if command in _PRINTING:  # The reader of the output, such as head, may end before.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if status := _run(command, modules[command], options):
