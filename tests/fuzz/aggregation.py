@@ -161,10 +161,11 @@ TWO_CAMERAS = {"level_shapes": [[(3, 4)], [(2, 3)]], "level_starts": [[0], [12]]
 
 
 SPOILED = {
-    "features": ("rank", "type", 0),
-    "locations": ("rank", "device", 0, 1, 2, 3, 4),
-    "weights": ("rank", "device", 0, 1, 2, 3, 4),
+    "features": ("rank", 0),
+    "locations": ("rank", 0, 1, 2, 3, 4),
+    "weights": ("rank", 0, 1, 2, 3, 4),
     "level_shapes": ("rank", 2),
+    "level_starts": ("None",),
 }
 
 

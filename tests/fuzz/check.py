@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .mistakes import mistakes
 from .problem import EXTREME, Draw, Operator, Problem
 
 __all__ = ["Outcome", "bits", "numbers_of", "run_call"]
 
+SPOILING = (
+    "rank",
+    "device",
+    "complex",
+    "bool",
+    "integers",
+    "floats",
+)  # what leaves a tensor that autograd takes
 REFUSALS = (RuntimeError, ValueError, TypeError)
 SMALL = (
     1 << 16
@@ -53,7 +62,7 @@ def run_call(operator: Operator, seed: int, device: str) -> Outcome:
     """Draw the problem of a seed, call the operator and compare its results. Errors of the drawing are raised."""
     draw = Draw(operator.name, seed, device)
     problem = operator.draw(draw)
-    if operator.spoiled and not problem.must_refuse and draw.chance(0.03):
+    if not problem.must_refuse and draw.chance(0.03):
         _spoil(operator, problem, draw)
     deterministic = draw.chance(0.4)
     needed = [name for name in problem.differentiable if isinstance(problem.arguments[name], Tensor)]
@@ -170,30 +179,17 @@ def _spoil(operator: Operator, problem: Problem, draw: Draw) -> None:
     """Make one argument wrong, and set ``must_refuse`` to the reason."""
     if problem.may_refuse:
         return  # One mistake may cancel the other.
-    name = draw.pick(*operator.spoiled)
-    what = draw.pick(*operator.spoiled[name])
-    if what == "device" and draw.device == "cpu":
-        return  # There may be no other device.
-    tensor = problem.arguments.get(name)
-    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
-        return
     tables = [value for key, value in problem.arguments.items() if key.startswith("level_")]
-    if isinstance(what, int) and any(isinstance(table, Tensor) and table.is_cuda for table in tables):
-        return  # The operator does not read tables on a GPU before the launch.
-    if what == "rank":
-        tensor, text = tensor[None], "has a dimension too many"
-    elif what == "type":
-        tensor, text = tensor.to(draw.pick(torch.int32, torch.complex64, torch.bool)), "has the wrong type"
-    elif what == "device":
-        tensor, text = tensor.cpu(), "is on another device"
-    else:
-        assert isinstance(what, int)
-        extra = list(tensor.shape)
-        extra[what] = 1
-        tensor = torch.cat([tensor, torch.ones(extra, dtype=tensor.dtype, device=tensor.device)], what)
-        text = f"is one too long in dimension {what}"
-    problem.arguments[name] = tensor
-    problem.must_refuse = f"{name} {text}"
+    is_late = any(isinstance(table, Tensor) and table.is_cuda for table in tables)
+    possible = []
+    for name, what, change in mistakes(operator, problem.arguments):
+        # The operator does not read tables on a GPU before the launch.
+        if what in SPOILING or (isinstance(what, int) and not is_late):
+            possible.append((name, what, change))
+    if possible:
+        name, what, change = draw.pick(*possible)
+        problem.arguments[name] = change(problem.arguments[name])
+        problem.must_refuse = f"{name} is spoiled: {what}"
 
 
 def _exact(problem: Problem, name: str, magnitudes: bool) -> Any:

@@ -68,8 +68,8 @@ class Operator:
             number}. Before, they are the largest entries of the reference's results for the magnitudes of all arguments
             except positions. That is not a bound if an argument does not enter linearly.
         compare: the function that compares results without rounding errors. It returns what is wrong, or "".
-        spoiled: the arguments of which one may be made wrong on purpose, each with the possible mistakes, which are
-            "rank", "type", "device", or the number of a dimension that becomes longer by one.
+        spoiled: the mistakes in arguments that the operator must refuse beside those that follow from its declaration,
+            by argument: keys of ``mistakes.TENSORS``, or the numbers of dimensions that become longer by one.
         aliases: other names that error messages may contain.
         reads_beside: the arguments of which CUDA kernels read numbers with weight zero for corners outside a map. A NaN
             or infinite number in them, or in the gradient of the result, may affect more than the definition says.

@@ -43,7 +43,6 @@ OPERATORS = (
         _draw,
         _reference,
         bounds_of(_reference),
-        spoiled={"input": (-1,), "weight": ("rank", 0, 1), "bias": ("rank", 0)},
     ),
 )
 

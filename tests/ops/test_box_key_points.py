@@ -78,11 +78,6 @@ OPERATORS = (
         draw_problem,
         box_key_points_reference,
         bounds_of,
-        spoiled={
-            "anchors": ("rank", "type"),
-            "fixed": ("rank", "device", 1),
-            "logits": ("rank", "device", 0, 1, 2),
-        },
         of_size=(
             lambda n: Problem(
                 {"anchors": rand(2, n, 11), "fixed": rand(3, 3), "logits": rand(2, n, 6)},

@@ -83,7 +83,7 @@ OPERATORS = (
         deformable_aggregation_with_depth_reference,
         _depth_bounds,
         reads_beside=("features", "depth_probs"),
-        spoiled={**SPOILED, "depth_probs": ("rank", "type", 0, 1)},
+        spoiled={**SPOILED, "depth_probs": ("rank", 0, 1)},
         aliases=("deformable_aggregation",),
         of_size=(
             lambda n: of_shapes(

@@ -105,7 +105,6 @@ OPERATORS = (
         _draw_sigmoid,
         _sigmoid,
         _loss_bounds,
-        spoiled={"input": ("rank", 0), "target": ("rank", "type", 0)},
         of_size=(
             lambda n: Problem(
                 {"input": rand(n, 4), "target": torch.arange(n) % 4, "weight": rand(4)}, ("input",)
@@ -119,7 +118,6 @@ OPERATORS = (
         _draw_softmax,
         _softmax,
         _loss_bounds,
-        spoiled={"input": ("rank", 0), "target": ("rank", "type", 0)},
     ),
     Operator("corner_pool", corner_pool, _draw_corners, corner_pool),
 )
@@ -187,15 +185,6 @@ REFUSED = [
             (1, lambda t: t.int(), "target must be int64, got Int"),
             (2, lambda t: t[1:], r"weight must be \[7\] or empty, got \[6\]"),
             (2, lambda t: t.double(), "weight must be Float for input of type Float, got Double"),
-        )
-    ),
-    *(
-        (partial(function, *arguments), message)
-        for function in (sigmoid_focal_loss, softmax_focal_loss)
-        for arguments, message in (
-            ((LOGITS, TARGET.float()), "target must hold integers, got torch.float32"),
-            ((LOGITS, TARGET, 2.0, 0.25, torch.ones(3)), r"weight must be \[2\], got \[3\]"),
-            ((LOGITS, TARGET, 2.0, 0.25, None, "all"), "reduction must be one of .*, got 'all'"),
         )
     ),
     (

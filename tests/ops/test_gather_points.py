@@ -119,7 +119,6 @@ OPERATORS = (
         group_points,
         _draw_groups,
         _groups,
-        spoiled={"features": ("rank",), "indices": ("rank", 0)},
         aliases=("gather_points",),
         of_size=(_groups_of_size,),
         launches=sizes.arguments(features="B C N", indices=st.sampled_from(["B M K int32", "B M K int64"])),
@@ -129,7 +128,6 @@ OPERATORS = (
         gather_points,
         _draw_gathers,
         lambda features, indices: _groups(features, indices[..., None]).squeeze(3),
-        spoiled={"features": ("rank",), "indices": ("rank", 0)},
         launches=sizes.arguments(features="B C N", indices="B M int32"),
     ),
     Operator(
@@ -137,33 +135,22 @@ OPERATORS = (
         stack_group_points,
         _draw_stacked_groups,
         _stacked_groups,
-        spoiled={"features": ("rank", 0), "indices": ("rank", 0)},
+        spoiled={"features": (0,), "indices": (0,)},
     ),
     Operator(
         "three_interpolate",
         three_interpolate,
         _draw_interpolation,
         _interpolated,
-        spoiled={
-            "features": ("rank", "type"),
-            "indices": ("rank", 0, 1, 2),
-            "weight": ("rank", "type", 1, 2),
-        },
         aliases=("gather_points",),
         of_size=(_interpolation_of_size,),
         launches=sizes.arguments(features="B C N", indices="B M 3 int64", weight="B M 3"),
     ),
     Operator(
         "assign_score_withk",
-        lambda center_features, **given: assign_score_withk(center_features=-center_features, **given),
+        lambda center_features, **given: assign_score_withk(center_features=center_features * -1, **given),
         _draw_scores,
         _assigned,
-        spoiled={
-            "scores": ("rank", "type", 0, 3),
-            "point_features": ("rank", "type", 0, 1, 2, 3),
-            "center_features": ("rank", 0, 1, 2, 3),
-            "knn_idx": ("rank", 0, 1, 2),
-        },
     ),
 )
 

@@ -178,11 +178,7 @@ OPERATORS = (
         _draw_distance,
         _distance,
         _distance_bounds,
-        spoiled={
-            "points": ("rank", "type", 1),
-            "means": ("rank", "device", 0, 1),
-            "cholesky": ("device", 0, 1, 2),
-        },
+        spoiled={"points": ("rank", 1), "means": ("rank", 0, 1), "cholesky": (0, 1, 2)},
         of_size=(lambda n: _of_sizes(4, n, ("points", "means", "cholesky")),),
         launches=sizes.arguments(**GAUSSIANS),
     ),
@@ -193,10 +189,10 @@ OPERATORS = (
         _field,
         _field_bounds,
         spoiled={
-            "points": ("rank", "type", 1),
-            "means": ("rank", "device", 0, 1),
-            "cholesky": ("device", 0, 1, 2),
-            "weights": ("rank", "device", 0),
+            "points": ("rank", 1),
+            "means": ("rank", 0, 1),
+            "cholesky": (0, 1, 2),
+            "weights": ("rank", 0),
         },
         of_size=(
             lambda n: _of_sizes(n, 4),

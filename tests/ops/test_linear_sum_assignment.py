@@ -61,7 +61,7 @@ OPERATORS = (
         _draw,
         _reference,
         compare=_compare,
-        spoiled={"costs": ("type",), "counts": ("rank", "type", "device", 0)},
+        spoiled={"costs": ("complex", "bool"), "counts": ("rank", "complex", "device", 0)},
     ),
 )
 

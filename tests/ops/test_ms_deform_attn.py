@@ -167,9 +167,9 @@ OPERATORS = (
         reads_beside=("value",),
         scatters_beside=("weights",),
         spoiled={
-            "value": ("rank", "type", 0, 1, 2),
-            "locations": ("rank", "device", 0, 1, 2, 3, 4, 5),
-            "weights": ("rank", "device", 0, 1, 2, 3, 4),
+            "value": ("rank", 0, 1, 2),
+            "locations": ("rank", 0, 1, 2, 3, 4, 5),
+            "weights": ("rank", 0, 1, 2, 3, 4),
             "level_shapes": ("rank", 1),
         },
         of_size=(

@@ -270,7 +270,6 @@ OPERATORS = (
             _draw_pairs(is_flat, names),
             _pairs,
             _pair_bounds,
-            spoiled={names[0]: ("rank", "type", 0, 1, 2), names[1]: ("rank", "type", "device", 0, 1, 2)},
         )
         for call, is_flat, names in (
             (diff_iou_rotated_2d, True, ("box1", "box2")),
@@ -283,7 +282,6 @@ OPERATORS = (
         lambda draw: _draw_sets(draw, False),
         _iou_table,
         _bounds,
-        spoiled={"pointsets": ("rank", "type", "device", 1), "polygons": ("rank", "type", 1)},
         of_size=(lambda n: _sets(n, 3), lambda n: _sets(4, n)),
         launches=sizes.arguments(pointsets="N 18", polygons="M 8"),
     ),
@@ -293,7 +291,6 @@ OPERATORS = (
         lambda draw: _draw_sets(draw, True),
         _giou_rows,
         _giou_bounds,
-        spoiled={"pointsets": ("rank", "type", "device", 0, 1), "polygons": ("rank", "type", 0, 1)},
         of_size=(lambda n: _sets(n, n),),
         launches=sizes.arguments(pointsets="N 18", polygons="N 8"),
     ),
@@ -303,7 +300,6 @@ OPERATORS = (
         _draw_least,
         _least_boxes,
         lambda problem, bounds: bounds.update(output=100.0),
-        spoiled={"pointsets": ("rank", "type", 1)},
         of_size=(lambda n: Problem({"pointsets": rand(n, 18)}),),
         launches=sizes.arguments(pointsets="N 18"),
     ),
@@ -313,7 +309,6 @@ OPERATORS = (
         _draw_inside,
         nothing,
         compare=_same_insides,
-        spoiled={"points": ("rank", "device", 1), "polygons": ("rank", 1)},
         of_size=(lambda n: _points_and_polygons(n, 3), lambda n: _points_and_polygons(4, n)),
         launches=sizes.arguments(points="N 2", polygons="M 8"),
     ),
@@ -324,7 +319,6 @@ OPERATORS = (
         _chamfer,
         _chamfer_bounds,
         launches=sizes.arguments(sizes.wide_types, xyz1="B N 2", xyz2="B M 2"),
-        spoiled={"xyz1": ("rank", "type", "device", 0, 2), "xyz2": ("rank", "type", 0, 2)},
     ),
 )
 

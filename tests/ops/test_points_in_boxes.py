@@ -1,7 +1,6 @@
 """Points in 3-D boxes and their pooling."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -166,7 +165,6 @@ OPERATORS = (
             _draw_boxes,
             nothing,
             compare=_same_insides,
-            spoiled={"points": ("rank", 0, 2), "boxes": ("rank", 0, 2)},
             of_size=(lambda n: _sized(n, 3, 4), lambda n: _sized(2, n, 4), lambda n: _sized(2, 3, n)),
             launches=sizes.arguments(points="B N 3", boxes="B M 7"),
         )
@@ -177,18 +175,12 @@ OPERATORS = (
         _pooled,
         _draw_pooled,
         _sampled,
-        spoiled={
-            "points": ("rank", 0, 1, 2),
-            "point_features": ("rank", "type", 0, 1),
-            "boxes3d": ("rank", 0, 2),
-        },
     ),
     Operator(
         "roiaware_pool3d",
         roiaware_pool3d,
         _draw_voxels_of_boxes,
         _pooled_in_boxes,
-        spoiled={"rois": ("rank", 1), "pts": ("rank", 0, 1), "pts_feature": ("rank", 0)},
     ),
 )
 
@@ -203,18 +195,6 @@ def test_sides_and_bottoms(device):
     turned = torch.tensor([[[0.0, 0, 0, 4, 1, 2, math.pi / 2]]], device=device)
     along = torch.tensor([[[0.0, 1.8, 1], [1.8, 0, 1]]], device=device)
     assert points_in_boxes_part(along, turned).tolist() == [[0, -1]]
-
-
-REFUSED = [
-    (partial(call, torch.zeros(1, 4, 3), torch.ones(1, 2, 7)), message)
-    for call, message in [
-        (
-            lambda x, b: roiaware_pool3d(b[0], x[0], x[0], 2, 3, "sum"),
-            "mode must be one of 'max', 'avg', got 'sum'",
-        ),
-        (lambda x, b: roiaware_pool3d(b[0], x[0], x[0], 2, 0), "max_pts_per_voxel must be at least 1, got 0"),
-    ]
-]
 
 
 @pytest.mark.filterwarnings("ignore:.*[Oo]verriding")

@@ -30,6 +30,7 @@ def _draw_sparse(draw: Draw) -> Problem:
         "stride": [1] * 3 if subm else [draw.pick(1, 2) for _ in range(3)],
         "padding": [size // 2 for size in ksize] if subm else [draw.pick(0, 1) for _ in range(3)],
         "subm": subm and all(size % 2 for size in ksize),
+        "ksize": ksize,
     }
     problem = linear_problem("features", given, "filters")
     problem.epsilon, problem.error_factor = (
@@ -54,9 +55,9 @@ def _sparse(
     stride: list[int],
     padding: list[int],
     subm: bool,
+    ksize: list[int],
 ) -> Tensor:
     """Return the convolution as a dense map."""
-    ksize = list(filters.shape[:3])
     out = _out_shape(shape, ksize, stride, padding)
     places, pairs, counts = get_indice_pairs(
         indices, batch_size, out, shape, ksize, stride, padding, [1] * 3, subm
@@ -71,7 +72,7 @@ def _dense(
 ) -> Tensor:
     grid = features.new_zeros(batch_size, *shape, features.shape[1])
     grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
-    out = _out_shape(shape, list(filters.shape[:3]), settings["stride"], settings["padding"])
+    out = _out_shape(shape, settings["ksize"], settings["stride"], settings["padding"])
     if 0 in out:
         empty = features.new_zeros(batch_size, *out, filters.shape[-1])
         return empty + features.sum() * 0 + filters.sum() * 0
@@ -99,7 +100,7 @@ class _MaxPool(torch.autograd.Function):
 
 def _draw_maxima(draw: Draw) -> Problem:
     given = _draw_sparse(draw).arguments
-    given["ksize"] = list(given.pop("filters").shape[:3])
+    del given["filters"]
     problem = linear_problem("features", given)
     problem.positions = ("features",)
     return problem
@@ -146,7 +147,7 @@ OPERATORS = (
         _maxima,
         _draw_maxima,
         _dense_maxima,
-        spoiled={"features": ("rank",), "indices": ("rank", 1)},
+        spoiled={"indices": ("rank", 1)},
         aliases=("get_indice_pairs",),
     ),
     Operator(
@@ -154,7 +155,7 @@ OPERATORS = (
         _sparse,
         _draw_sparse,
         _dense,
-        spoiled={"features": ("rank", "type", 1), "indices": ("rank", 1)},
+        spoiled={"features": (1,), "indices": ("rank", 1)},
         aliases=("get_indice_pairs",),
     ),
 )

@@ -246,28 +246,24 @@ OPERATORS = (
         lambda **given: dynamic_scatter(**given)[0],
         _draw_scatter,
         _scattered,
-        spoiled={"feats": ("rank", 0), "coors": ("rank", 0)},
     ),
     Operator(
         "bev_pool",
         bev_pool,
         _draw_cells,
         _cells,
-        spoiled={"feats": ("rank", 0), "coords": ("rank", 0, 1)},
     ),
     Operator(
         "bev_pool_v2",
         bev_pool_v2,
         _draw_ranks,
         _ranked,
-        spoiled={"feat": ("type",), "depth": ("type",), "ranks_feat": ("rank", 0), "ranks_bev": ("rank", 0)},
     ),
     Operator(
         "voxel_pooling",
         voxel_pooling,
         _draw_columns,
         _columns,
-        spoiled={"geom_xyz": ("rank", 0, 1, 2), "input_features": ("rank", 0, 1)},
     ),
     Operator(
         "local_aggregate",
@@ -275,7 +271,6 @@ OPERATORS = (
         _draw_gaussians,
         _aggregated,
         _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", "type", 0), "cov3D": ("rank", 0, 1)},
     ),
     Operator(
         "local_aggregate_prob",
@@ -283,7 +278,6 @@ OPERATORS = (
         _draw_gaussians,
         _expected,
         _bounds_of_gaussians,
-        spoiled={"pts": ("rank", 1), "semantics": ("rank", "type", 0), "cov3D": ("rank", 0, 1)},
     ),
 )
 
@@ -326,9 +320,6 @@ REFUSED = [
     (partial(call, torch.zeros(5, 3)), message)
     for call, message in [
         (lambda x: dynamic_voxelize(x, (1, 1), EXTENT[:4]), r"voxel_size must be \[3\], got \[2\]"),
-        (lambda x: hard_voxelize(x, FINE, (0, 1)), r"coors_range must be 6 numbers, got \(0, 1\)"),
-        (lambda x: hard_voxelize(x, FINE, EXTENT, 0), "max_points must be at least 1, got 0"),
-        (lambda x: dynamic_scatter(x, x.int(), "min"), "must be one of 'max', 'sum', 'mean', got 'min'"),
     ]
 ]
 

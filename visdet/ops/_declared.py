@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ._arguments import check_device, check_numbers, check_tensor
 
-__all__ = ["check_indices", "declared"]
+__all__ = ["DECLARATIONS", "check_indices", "declared"]
+
+DECLARATIONS: dict[str, dict[str, str]] = {}  # what is declared of the arguments of each operator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TENSOR = re.compile(r"(None or |array or )?(floating|real|integers|mask|any)(?: \[(.+?)\](.*))?")
@@ -50,6 +52,7 @@ def declared(
 
     def decorate(function: _Function) -> _Function:
         op, names = name or function.__name__, tuple(inspect.signature(function).parameters)
+        DECLARATIONS[op] = arguments
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
