@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "gradients",
     "in_a_process",
     "in_order",
+    "refusals",
     "relative_error",
     "without_synchronisation",
 ]
@@ -73,6 +75,18 @@ def assert_near(found, expected, *tolerances):
     tolerances = tolerances * len(expected) if len(tolerances) == 1 else tolerances
     errors = [relative_error(one, other) for one, other in zip(found, expected, strict=True)]
     assert all(error < most for error, most in zip(errors, tolerances, strict=True)), errors
+
+
+def refusals(function, sound, *rows):
+    """Return calls with one argument other than in a sound one, and what their errors say, as ``REFUSED`` holds them.
+
+    Args:
+        rows: the index of the argument, what it is instead, and the message.
+    """
+    return [
+        (partial(function, *sound[:index], wrong, *sound[index + 1 :]), message)
+        for index, wrong, message in rows
+    ]
 
 
 def relative_error(actual, expected):

@@ -1,9 +1,9 @@
 """box_key_points: by hand, against the plain-torch definition, and its promises."""
 
 import math
-from functools import partial
 
 import torch
+from calls import refusals
 from hypothesis import strategies as st
 
 from tests.fuzz import sizes
@@ -113,14 +113,9 @@ def test_size_above_the_limit_is_clamped_and_has_no_gradient(device):
 
 
 CASE = make_case(2, 3, 11, 7, 6)
-REFUSED = [
-    (partial(box_key_points, *CASE[:index], change(CASE[index].clone()), *CASE[index + 1 :]), message)
-    for index, change, message in (
-        (0, lambda t: t.bfloat16(), "anchors must be float64 or float32 .*got torch.bfloat16"),
-        (
-            1,
-            lambda t: t.requires_grad_(),
-            "fixed is not differentiable, got one that requires",
-        ),
-    )
-]
+REFUSED = refusals(
+    box_key_points,
+    CASE,
+    (0, CASE[0].bfloat16(), "anchors must be float64 or float32 .*got torch.bfloat16"),
+    (1, CASE[1].clone().requires_grad_(), "fixed is not differentiable, got one that requires"),
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import assert_matches
+from calls import assert_matches, refusals
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -265,16 +265,11 @@ def test_any_number_of_channels_a_group(channels, device):
 
 
 CASE = make_case(1, 2, 3, 2, 8, dtype=torch.float32)
-REFUSED = [
-    (partial(deformable_aggregation_fused, *CASE[:index], change(CASE[index]), *CASE[index + 1 :]), message)
-    for index, change, message in (
-        (
-            4,
-            lambda t: t.clone().requires_grad_(),
-            "projection is not differentiable, got one that requires grad",
-        ),
-    )
-]
+REFUSED = refusals(
+    deformable_aggregation_fused,
+    CASE,
+    (4, CASE[4].clone().requires_grad_(), "projection is not differentiable, got one that requires grad"),
+)
 
 
 @pytest.mark.cuda

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from calls import refusals
 from torch import Tensor
 
 from tests.fuzz import sizes
@@ -165,31 +166,21 @@ def test_modules_and_empty_input():
     assert module(torch.zeros(2, 2), torch.tensor([0, 1])).item() == pytest.approx(0.0625 * math.log(2) * 1.5)
 
 
-LOGITS, TARGET = torch.zeros(3, 2), torch.zeros(3).long()
-OF_KERNELS = torch.zeros(13, 7), torch.zeros(13).long(), torch.ones(7), 2.0, 0.25
+INPUT, CLASSES, WEIGHT = torch.zeros(13, 7), torch.zeros(13).long(), torch.ones(7)
 REFUSED = [
-    *(
-        (
-            partial(
-                torch.ops.visdet.sigmoid_focal_loss,
-                *OF_KERNELS[:i],
-                change(OF_KERNELS[i]),
-                *OF_KERNELS[i + 1 :],
-            ),
-            message,
-        )
-        for i, change, message in (
-            (0, lambda t: t[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
-            (0, lambda t: t.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
-            (1, lambda t: t[1:], r"target must be \[13\], got \[12\]"),
-            (1, lambda t: t.int(), "target must be int64, got Int"),
-            (2, lambda t: t[1:], r"weight must be \[7\] or empty, got \[6\]"),
-            (2, lambda t: t.double(), "weight must be Float for input of type Float, got Double"),
-        )
+    *refusals(
+        torch.ops.visdet.sigmoid_focal_loss,
+        (INPUT, CLASSES, WEIGHT, 2.0, 0.25),
+        (0, INPUT[0], r"sigmoid_focal_loss: input must be \[N, C\], got \[7\]"),
+        (0, INPUT.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
+        (1, CLASSES[1:], r"target must be \[13\], got \[12\]"),
+        (1, CLASSES.int(), "target must be int64, got Int"),
+        (2, WEIGHT[1:], r"weight must be \[7\] or empty, got \[6\]"),
+        (2, WEIGHT.double(), "weight must be Float for input of type Float, got Double"),
     ),
     (
-        partial(softmax_focal_loss, LOGITS[:, :0], TARGET),
-        r"softmax_focal_loss: input must have at least one class, got \[3, 0\]",
+        partial(softmax_focal_loss, INPUT[:, :0], CLASSES),
+        r"softmax_focal_loss: input must have at least one class, got \[13, 0\]",
     ),
 ]
 

@@ -1,11 +1,11 @@
 """carafe, masked_conv2d, corner_pool and point_sample; the registration of all detection operators."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import refusals
 from torch import Tensor, nn
 
 from tests.fuzz.images import draw_images, near_pixels, sample_sizes
@@ -330,19 +330,18 @@ X, MASK, WEIGHT = torch.zeros(1, 4, 4, 4), torch.ones(1, 4, 4), torch.zeros(2, 4
 KERNELS, POINTS = torch.zeros(1, 9, 8, 8), torch.zeros(1, 5, 2)
 
 
-OF_CARAFE = torch.zeros(2, 6, 5, 7), torch.zeros(2, 18, 10, 14), 3, 2, 2
+MAPS, MASKS = torch.zeros(2, 6, 5, 7), torch.zeros(2, 18, 10, 14)
 REFUSED = [
-    *(
-        (partial(torch.ops.visdet.carafe, *OF_CARAFE[:i], change(OF_CARAFE[i]), *OF_CARAFE[i + 1 :]), message)
-        for i, change, message in (
-            (0, lambda t: t[0], r"carafe: features must be \[B, C, H, W\], got \[6, 5, 7\]"),
-            (0, lambda t: t.int(), "features must be float64, float32, float16 or bfloat16, got Int"),
-            (1, lambda t: t[:, 1:], r"masks must be \[2, 18, 10, 14\], got \[2, 17, 10, 14\]"),
-            (1, lambda t: t.double(), "masks must be Float, the type of features, got Double"),
-            (2, lambda _: 2, "kernel_size must be odd and below 256, got 2"),
-            (3, lambda _: 4, "features must have a multiple of 4 channels, got 6"),
-            (4, lambda _: 0, "scale_factor must be from 1 to 255, got 0"),
-        )
+    *refusals(
+        torch.ops.visdet.carafe,
+        (MAPS, MASKS, 3, 2, 2),
+        (0, MAPS[0], r"carafe: features must be \[B, C, H, W\], got \[6, 5, 7\]"),
+        (0, MAPS.int(), "features must be float64, float32, float16 or bfloat16, got Int"),
+        (1, MASKS[:, 1:], r"masks must be \[2, 18, 10, 14\], got \[2, 17, 10, 14\]"),
+        (1, MASKS.double(), "masks must be Float, the type of features, got Double"),
+        (2, 2, "kernel_size must be odd and below 256, got 2"),
+        (3, 4, "features must have a multiple of 4 channels, got 6"),
+        (4, 0, "scale_factor must be from 1 to 255, got 0"),
     ),
     (lambda: carafe(X, KERNELS, 4, 1, 2), "kernel_size must be odd .*got 4"),
     (lambda: carafe(X, KERNELS, 3, 3, 2), "multiple of 3 channels"),

@@ -3,12 +3,12 @@
 import itertools
 import math
 import random
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from calls import refusals
 from emulation import called
 from hypothesis import strategies as st
 from torch import Tensor
@@ -430,29 +430,16 @@ REFUSED = [
         "type must be one of",  # It is looked up, and never evaluated.
     ),
     (lambda: register_nms("nms", soft_nms), "is taken"),
-    *(
-        (partial(torch.ops.visdet.nms, *arguments, 0.5), message)
-        for arguments, message in [
-            (
-                (torch.zeros(3, 6), torch.zeros(3), None, None),
-                "nms: boxes must have 4, 5 or 8 columns, got 6",
-            ),
-            (
-                (torch.zeros(3, 4).half(), torch.zeros(3), None, None),
-                "boxes must be float64 or float32, got Half",
-            ),
-            ((torch.zeros(3, 4), torch.zeros(2), None, None), r"scores must be \[3\], got \[2\]"),
-            ((torch.zeros(3, 4), torch.zeros(3).double(), None, None), "scores must be Float"),
-            ((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3), None), "classes must be int64, got Float"),
-            (
-                (torch.zeros(3, 4), torch.zeros(3), torch.zeros(2).long(), None),
-                r"classes must be \[3\], got \[2\]",
-            ),
-            (
-                (torch.zeros(3, 4), torch.zeros(3), None, torch.zeros(3)),
-                "is_candidate must be bool, got Float",
-            ),
-        ]
+    *refusals(
+        torch.ops.visdet.nms,
+        (BOXES, SCORES, None, None, 0.5),
+        (0, torch.zeros(4, 6), "nms: boxes must have 4, 5 or 8 columns, got 6"),
+        (0, BOXES.half(), "boxes must be float64 or float32, got Half"),
+        (1, SCORES[1:], r"scores must be \[4\], got \[3\]"),
+        (1, SCORES.double(), "scores must be Float"),
+        (2, SCORES, "classes must be int64, got Float"),
+        (2, SCORES[1:].long(), r"classes must be \[4\], got \[3\]"),
+        (3, SCORES, "is_candidate must be bool, got Float"),
     ),
 ]
 

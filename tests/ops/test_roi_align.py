@@ -1,11 +1,10 @@
 """roi_align on all devices beside its definition, and roi_align_rotated, which shares its kernels."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from calls import assert_matches, gradients, in_a_process, in_order
+from calls import assert_matches, gradients, in_a_process, in_order, refusals
 
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
@@ -192,20 +191,16 @@ def test_an_output_of_more_than_2_31_numbers():
 X, ROIS = torch.zeros(2, 3, 4, 5), torch.zeros(6, 5)
 
 
-REFUSED = [
-    (partial(torch.ops.visdet.roi_align, *arguments), message)
-    for arguments, message in [
-        ((X[0], ROIS, 2, 2, 1.0, 0, True), r"roi_align: input must be \[B, C, H, W\], got \[3, 4, 5\]"),
-        ((X.int(), ROIS, 2, 2, 1.0, 0, True), "input must be float64, float32, float16 or bfloat16, got Int"),
-        ((X, ROIS[:, 1:], 2, 2, 1.0, 0, True), r"roi_align: rois must be \[N, 5\] or \[N, 6\], got \[6, 4\]"),
-        (
-            (X, ROIS.double(), 2, 2, 1.0, 0, True),
-            "roi_align: rois must be Float for input of type Float, got Double",
-        ),
-        ((X, ROIS, 2, 0, 1.0, 0, True), "output_size must be positive, got 2 x 0"),
-        ((X, ROIS, 2, 2, math.inf, 0, True), "spatial_scale must be positive and finite, got inf"),
-        ((X, ROIS, 2, 2, -1.0, 0, True), "spatial_scale must be positive and finite, got -1"),
-        ((X, ROIS, 2, 2, 1.0, 1 << 40, True), r"fewer than 2\^31 samples, got 1099511627776 for 2 x 2 bins"),
-        ((X, ROIS, 2, 2, 1.0, 30000, True), r"fewer than 2\^31 samples, got 30000 for 2 x 2 bins"),
-    ]
-]
+REFUSED = refusals(
+    torch.ops.visdet.roi_align,
+    (X, ROIS, 2, 2, 1.0, 0, True),
+    (0, X[0], r"roi_align: input must be \[B, C, H, W\], got \[3, 4, 5\]"),
+    (0, X.int(), "input must be float64, float32, float16 or bfloat16, got Int"),
+    (1, ROIS[:, 1:], r"roi_align: rois must be \[N, 5\] or \[N, 6\], got \[6, 4\]"),
+    (1, ROIS.double(), "roi_align: rois must be Float for input of type Float, got Double"),
+    (3, 0, "output_size must be positive, got 2 x 0"),
+    (4, math.inf, "spatial_scale must be positive and finite, got inf"),
+    (4, -1.0, "spatial_scale must be positive and finite, got -1"),
+    (5, 1 << 40, r"fewer than 2\^31 samples, got 1099511627776 for 2 x 2 bins"),
+    (5, 30000, r"fewer than 2\^31 samples, got 30000 for 2 x 2 bins"),
+)

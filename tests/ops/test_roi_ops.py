@@ -1,13 +1,12 @@
 """roi_align, roi_pool and deform_roi_pool."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from calls import without_synchronisation
+from calls import refusals, without_synchronisation
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -170,20 +169,16 @@ def test_modules():
     assert torch.equal(RoIPool((2, 3), 0.5)(x, ROIS), roi_pool(x, ROIS, (2, 3), 0.5))
 
 
-OF_KERNELS = torch.zeros(2, 3, 9, 11), torch.zeros(7, 5), 3, 2, 0.7
+IMAGES, REGIONS = torch.zeros(2, 3, 9, 11), torch.zeros(7, 5)
 REFUSED = [
-    *(
-        (
-            partial(torch.ops.visdet.roi_pool, *OF_KERNELS[:i], change(OF_KERNELS[i]), *OF_KERNELS[i + 1 :]),
-            message,
-        )
-        for i, change, message in (
-            (0, lambda t: t[0], r"roi_pool: input must be \[B, C, H, W\], got \[3, 9, 11\]"),
-            (0, lambda t: t.int(), "roi_pool: input must be float64, float32, float16 or bfloat16, got Int"),
-            (1, lambda t: t[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
-            (1, lambda t: t.double(), "roi_pool: rois must be Float for input of type Float, got Double"),
-            (2, lambda _: 0, "roi_pool: output_size must be positive, got 0 x 2"),
-        )
+    *refusals(
+        torch.ops.visdet.roi_pool,
+        (IMAGES, REGIONS, 3, 2, 0.7),
+        (0, IMAGES[0], r"roi_pool: input must be \[B, C, H, W\], got \[3, 9, 11\]"),
+        (0, IMAGES.int(), "roi_pool: input must be float64, float32, float16 or bfloat16, got Int"),
+        (1, REGIONS[:, 1:], r"roi_pool: rois must be \[N, 5\], got \[7, 4\]"),
+        (1, REGIONS.double(), "roi_pool: rois must be Float for input of type Float, got Double"),
+        (2, 0, "roi_pool: output_size must be positive, got 0 x 2"),
     ),
     *(
         (lambda size=size: roi_align(MAP, WHOLE, size), "output_size must be an integer or 2 integers")
