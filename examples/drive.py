@@ -87,8 +87,9 @@ def picture(outputs: Tensors, frame: Tensors, classes: list[str]) -> Any:
     """Return a picture of the first sample, from the cameras and from above."""
     results: dict[str, Tensors] = {}
     for name, value in outputs.items():
+        place, _, part = name.rpartition(".")
         if name.startswith("results."):
-            results.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = value
+            results.setdefault(place, {})[part] = value
     sample = DrivingDataSample()
     sample.set_predictions(results_of(results)[0])
     images = frame["images"][0].permute(0, 2, 3, 1)

@@ -53,8 +53,9 @@ inline int orientation(std::string_view exif) {
 // Returns pixels [H, W, 3] turned as an orientation says.
 inline at::Tensor turned(at::Tensor pixels, int orientation) {
   if (orientation >= 5) pixels = pixels.transpose(0, 1);
-  if (orientation == 3 || orientation == 4 || orientation == 7 || orientation == 8) pixels = pixels.flip(0);
-  if (orientation == 2 || orientation == 3 || orientation == 6 || orientation == 7) pixels = pixels.flip(1);
+  const int mirrored = (orientation - 1) % 4;  // not, left and right, both, top and bottom
+  if (mirrored >= 2) pixels = pixels.flip(0);
+  if (mirrored == 1 || mirrored == 2) pixels = pixels.flip(1);
   return pixels.contiguous();
 }
 

@@ -59,8 +59,7 @@ def epipolar_samples(
     (height, width), (rows, columns) = image_size, grid_size
     y = (torch.arange(rows, device=depths.device) + 0.5) * (height / rows)
     x = (torch.arange(columns, device=depths.device) + 0.5) * (width / columns)
-    y, x = torch.meshgrid(y, x, indexing="ij")
-    pixels = torch.stack((x, y, torch.ones_like(x)), dim=-1).flatten(0, 1)  # [Q, 3]
+    pixels = F.pad(torch.cartesian_prod(y, x).flip(1), (0, 1), value=1.0)  # [Q, 3] (x, y, 1)
     turn = intrinsics @ source_from_reference[:, :3, :3] @ torch.linalg.inv(intrinsics)
     shift = (intrinsics @ source_from_reference[:, :3, 3:]).squeeze(-1)
     seen = (pixels @ turn.mT).unsqueeze(2) * depths.view(-1, 1) + shift.view(-1, 1, 1, 3)  # [B, Q, D, 3]
@@ -122,8 +121,8 @@ class TwoViewDepth(BaseDetector):
             ConvModule(embed_dims, embed_dims, 3, padding=1, norm_cfg=norm),
             nn.Conv2d(embed_dims, 1, 3, padding=1),
         )
-        nn.init.zeros_(self.correction[-1].weight)
-        nn.init.zeros_(self.correction[-1].bias)
+        for parameter in self.correction[-1].parameters():
+            nn.init.zeros_(parameter)
 
     def raw_outputs(self, inputs: Tensor, data_samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Return the inverse depths [B, H / 2, W / 2], from 0 (farthest) to 1, and the attention weights [B, Q, D]."""
@@ -136,8 +135,8 @@ class TwoViewDepth(BaseDetector):
             torch.stack([sample.intrinsics for sample in data_samples]),
             torch.stack([sample.source_from_reference for sample in data_samples]),
             1 / self._inverse_depth(candidates),
-            (inputs.shape[-2], inputs.shape[-1]),
-            (reference.shape[-2], reference.shape[-1]),
+            inputs.shape[-2:],
+            reference.shape[-2:],
         )
         found, weights = self.attention(
             reference.flatten(2).mT,
