@@ -316,17 +316,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs and of processes (default: 1)")
     parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="bfloat16" if has_gpu else "float32",
-        help="float32, or autocast to bfloat16; the driving config says bfloat16 itself (default: %(default)s)",
-    )
-    parser.add_argument(
         "--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="as of visdet train"
     )
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    options.device = "cuda" if has_gpu else "cpu"
+    options.device, options.dtype = ("cuda", "bfloat16") if has_gpu else ("cpu", "float32")
     cv2.setNumThreads(0)  # The scenes are drawn by processes that are forked from this one.
     path = options.out / "runs.json"
     environment, command = describe(torch.device(options.device)), command_of("runs", given)

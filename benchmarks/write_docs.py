@@ -9,6 +9,7 @@ files. A KIND is one of KINDS below. Without a report, only the pages are writte
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,15 +71,15 @@ def rendered(text: str, pages: Path = PAGES) -> str:
             return f"{start}\nNo figures of this device are committed yet.\n\n{end}"
         figures = json.loads(file.read_text())
         lines: list[str] = []
-        sources: list[str] = []
+        sources: dict[str, None] = {}
         for op in ops.split():
             section = figures.get(op, {}).get("times" if kind == "times" else "paths")
             lines += [f"**{op}**", ""] if " " in ops else []
             lines += (
                 [*KINDS[kind](section), ""] if section else [f"No figures of `{op}` are committed yet.", ""]
             )
-            if section and _source(section) not in sources:
-                sources.append(_source(section))
+            if section:
+                sources[_source(section)] = None
         return "\n".join([start, *lines, *(line for source in sources for line in (source, "")), end])
 
     return BLOCK.sub(block, text)
@@ -94,10 +95,10 @@ def _time_row(result: dict[str, Any]) -> Row:
     passes = {}
     for name in (name for name in shown if name in result["passes"]):
         figures = result["passes"][name]
-        kept = {"us": figures["time"]["median_us"]}
-        kept |= (
-            {"floor": figures["floor_us"]} if figures["floor_us"] > figures["time"]["median_us"] / 10 else {}
-        )
+        median, floor = figures["time"]["median_us"], figures["floor_us"]
+        kept = {"us": median}
+        if floor > median / 10:
+            kept["floor"] = floor
         passes[shown[name]] = {key: _rounded(value) for key, value in kept.items()}
     slower = {
         peer: {
@@ -181,11 +182,11 @@ def _number(us: float) -> str:
 def _path_gains(section: dict[str, Any]) -> list[str]:
     """Return a table with the number of shapes for which each path is chosen, and its gains over the next best path."""
     found: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    count: dict[tuple[str, str], int] = {}
+    count: Counter[tuple[str, str]] = Counter()
     for row in section["rows"]:
         chosen, *others = row["us"]
         key = (row["pass"], chosen)
-        count[key] = count.get(key, 0) + 1
+        count[key] += 1
         if others:
             gain = min(row["us"][other] for other in others) / row["us"][chosen] - 1
             found.setdefault(key, []).append((gain, f"{row['case']}, {row['dtype']}"))

@@ -43,30 +43,28 @@ CONFIGS = (
     "cylinder3d/cylinder3d_4xb4-3x_semantickitti.py",
 )
 MONOCULAR = ("fcos3d", "pgd", "smoke", "imvoxelnet")
-INDOOR = ("sunrgbd", "scannet")
 BOXES = 6
 # In pixels: height and width of the images, and the focal length.
 IMAGE = (256, 640)
 FOCAL = 400.0
 
 
+def is_indoor(name: str) -> bool:
+    """Return whether a config is of a data set of rooms."""
+    return "sunrgbd" in name or "scannet" in name
+
+
 def point_scene(config: Any, name: str) -> tuple[Any, Any]:
     """Return random points [N, D], a hundred of them in each box, and boxes [M, 7 or 9]."""
     import torch
 
-    low, high = torch.tensor(config.get("point_cloud_range", [-3, -3, -1, 3, 3, 2])).view(2, 3)
-    if any(word in name for word in INDOOR):
-        sides, low, high = (
-            torch.tensor([0.8, 0.7, 0.9]),
-            torch.tensor([-3.0, -3, 0]),
-            torch.tensor([3.0, 3, 2]),
-        )
-    else:
-        sides, low, high = torch.tensor([3.9, 1.6, 1.56]), low.clamp(min=-40), high.clamp(max=40)
-    if any(word in name for word in INDOOR):
+    if is_indoor(name):
+        sides, low, high = torch.tensor([[0.8, 0.7, 0.9], [-3, -3, 0], [3, 3, 2]])
         backbone = config.model.backbone
         features = backbone.get("in_channels") or backbone.backbones.in_channels
     else:
+        low, high = torch.tensor(config.get("point_cloud_range", [-3, -3, -1, 3, 3, 2])).view(2, 3)
+        sides, low, high = torch.tensor([3.9, 1.6, 1.56]), low.clamp(min=-40), high.clamp(max=40)
         steps = {step["type"]: step for step in config.train_pipeline}
         use = steps["LoadPointsFromFile"]["use_dim"]
         if "LoadPointsFromMultiSweeps" in steps:
@@ -147,7 +145,7 @@ def batch_of(config: Any, name: str, device: str) -> dict:
             sample.set_metainfo(dict(lidar2img=(matrix @ turn).numpy()))
     else:
         points, boxes = point_scene(config, name)
-        kind = DepthInstance3DBoxes if any(word in name for word in INDOOR) else LiDARInstance3DBoxes
+        kind = DepthInstance3DBoxes if is_indoor(name) else LiDARInstance3DBoxes
         inputs["points"] = [points.to(device)]
         owner = torch.arange(len(points), device=device).div(100, rounding_mode="floor").clamp(max=BOXES)
         sample.gt_pts_seg = PointData()

@@ -149,27 +149,31 @@ def smaller(config: str, work: Path, scale: float, multiple: int) -> str:
     return str(path)
 
 
-def without_randomness(settings: Any) -> None:
-    """Switch dropout, GridMask, 16-bit attention and the rescoring of the plan off in a config, in place."""
+def entries_of(settings: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield each dict or list in a config with each of its keys and values, the innermost ones first."""
     for key, value in list(settings.items() if isinstance(settings, dict) else enumerate(settings)):
         if isinstance(value, (dict, list)):
-            without_randomness(value)
-        elif key in _VALUES:
-            settings[key] = _VALUES[key]
+            yield from entries_of(value)
+        yield settings, key, value
+
+
+def without_randomness(settings: Any) -> None:
+    """Switch dropout, GridMask, 16-bit attention and the rescoring of the plan off in a config, in place."""
+    for part, key, value in entries_of(settings):
+        if key in _VALUES and not isinstance(value, (dict, list)):
+            part[key] = _VALUES[key]
         elif value == "MultiheadFlashAttention":
-            settings[key] = "MultiheadAttention"
+            part[key] = "MultiheadAttention"
 
 
 def without_files(settings: Any, work: Path, anchors: dict) -> None:
     """Take pretrained weights out of a config, and replace files of anchors by random ones."""
-    for key, value in list(settings.items() if isinstance(settings, dict) else enumerate(settings)):
-        if isinstance(value, (dict, list)):
-            without_files(value, work, anchors)
+    for part, key, value in entries_of(settings):
         if key == "pretrained" or (key == "init_cfg" and (value or {}).get("type") == "Pretrained"):
-            settings[key] = None
+            part[key] = None
         elif isinstance(value, str) and value.endswith((".npy", ".npz")):
             shape, extent = next(
-                (entry for part, entry in anchors.items() if part in Path(value).name), (None, 0)
+                (entry for name, entry in anchors.items() if name in Path(value).name), (None, 0)
             )
             if shape is None:
                 raise KeyError(f"no shape is known for the anchors {value}")
@@ -183,7 +187,7 @@ def without_files(settings: Any, work: Path, anchors: dict) -> None:
                 np.save(path, drawn)
             else:
                 np.savez(path, trajectory=drawn, trajectory_mask=np.ones(shape[:-1], np.float32))
-            settings[key] = str(path)
+            part[key] = str(path)
 
 
 def write_infos(work: Path) -> Path:
