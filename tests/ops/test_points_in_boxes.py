@@ -31,17 +31,17 @@ def _draw_boxes(draw: Draw) -> Problem:
     )
 
 
+def _turned(apart: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x and y of differences [..., 3] along the sides of boxes that are turned by an angle."""
+    cos, sin = angle.cos(), angle.sin()
+    return apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
+
+
 def _margins(points: Tensor, boxes: Tensor) -> Tensor:  # [B, N, 3], [B, M, 7] -> [B, N, M]
     """Return how far each point is inside each box; negative outside, NaN where a number is not finite."""
-    apart, (cos, sin) = (
-        points.double()[:, :, None] - boxes.double()[:, None, :, :3],
-        (
-            boxes[..., 6].double().cos()[:, None],
-            boxes[..., 6].double().sin()[:, None],
-        ),
-    )
-    half = boxes.double()[:, None, :, 3:6] / 2
-    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
+    around = boxes.double()[:, None]
+    apart, half = points.double()[:, :, None] - around[..., :3], around[..., 3:6] / 2
+    x, y = _turned(apart, around[..., 6])
     along = torch.stack([x, y, apart[..., 2] - half[..., 2]], 3)
     margin = (half - along.abs()).amin(3)
     is_sound = points.isfinite().all(2)[:, :, None] & boxes.isfinite().all(2)[:, None]
@@ -120,8 +120,8 @@ def _draw_voxels_of_boxes(draw: Draw) -> Problem:
 def _places_in_boxes(rois: Tensor, pts: Tensor, size: Any) -> tuple[Tensor, Tensor]:  # [M, N, 3], [3]
     """Return the places of points in units of the voxels of each box, from its corner, and the numbers of voxels."""
     counts = torch.tensor([size] * 3 if isinstance(size, int) else size, device=rois.device)
-    apart, cos, sin = pts - rois[:, None, :3], rois[:, None, 6].cos(), rois[:, None, 6].sin()
-    x, y = apart[..., 0] * cos + apart[..., 1] * sin, apart[..., 1] * cos - apart[..., 0] * sin
+    apart = pts - rois[:, None, :3]
+    x, y = _turned(apart, rois[:, None, 6])
     sides = rois[:, None, 3:6]
     return torch.stack(
         [x + sides[..., 0] / 2, y + sides[..., 1] / 2, apart[..., 2]], 2

@@ -1,6 +1,7 @@
 """Sparse convolution, against the dense one."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -67,22 +68,26 @@ def _sparse(
     return grid.index_put(tuple(places.long().T), values)
 
 
+def dense(indices: Tensor, features: Tensor, shape: Sequence[int], batch_size: int = 2) -> Tensor:
+    grid = features.new_zeros(batch_size, *shape, features.shape[1])
+    return grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+
+
 def _dense(
     features: Tensor, filters: Tensor, indices: Tensor, batch_size: int, shape: list[int], **settings: Any
 ) -> Tensor:
-    grid = features.new_zeros(batch_size, *shape, features.shape[1])
-    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    grid = dense(indices, features, shape, batch_size)
     out = _out_shape(shape, settings["ksize"], settings["stride"], settings["padding"])
     if 0 in out:
         empty = features.new_zeros(batch_size, *out, filters.shape[-1])
         return empty + features.sum() * 0 + filters.sum() * 0
     weight = filters.movedim((-1, -2), (0, 1))
-    dense = functional.conv3d(grid, weight, stride=settings["stride"], padding=settings["padding"])
+    found = functional.conv3d(grid, weight, stride=settings["stride"], padding=settings["padding"])
     if not settings["subm"]:
-        return dense.movedim(1, -1)
+        return found.movedim(1, -1)
     is_place = grid.new_zeros(batch_size, *shape, 1)
     is_place = is_place.index_put(tuple(indices.long().T), is_place.new_ones(1))
-    return dense.movedim(1, -1) * is_place
+    return found.movedim(1, -1) * is_place
 
 
 class _MaxPool(torch.autograd.Function):
@@ -122,8 +127,7 @@ def _dense_maxima(
     features: Tensor, indices: Tensor, batch_size: int, shape: list[int], ksize: list[int], **settings: Any
 ) -> Tensor:
     """Return the maxima of windows. Every input that equals the maximum has the whole gradient."""
-    grid = features.new_zeros(batch_size, *shape, features.shape[1])
-    grid = grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
+    grid = dense(indices, features, shape, batch_size)
     windows = functional.pad(grid, [size for size in reversed(settings["padding"]) for _ in range(2)])
     out = _out_shape(shape, ksize, settings["stride"], settings["padding"])
     if 0 in out:
@@ -169,11 +173,6 @@ def places(shape, count=25, batch_size=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     every = list(itertools.product(range(batch_size), *map(range, shape)))
     return torch.tensor([every[i] for i in torch.randperm(len(every), generator=generator)[:count]]).int()
-
-
-def dense(indices, features, shape, batch_size=2):
-    grid = features.new_zeros(batch_size, *shape, features.shape[1])
-    return grid.index_put(tuple(indices.long().T), features).movedim(-1, 1)
 
 
 # Shape, kernel, stride, padding, dilation, and whether the convolution is transposed.
