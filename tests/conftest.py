@@ -11,8 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "gaussian_field"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "two_view_depth"))
+# Neither the benchmarks nor the examples nor the tools are a part of the installed package.
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / folder)
+    for folder in ("", "examples", "examples/gaussian_field", "examples/two_view_depth", "tools")
+]
 
 import pytest
 import torch

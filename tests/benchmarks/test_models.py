@@ -1,14 +1,8 @@
 """The benchmark of whole models: every kind of case on the CPU with tiny models, and its report."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[2])
-)  # the benchmarks are no part of the installed package
 
 pytest.importorskip("mmengine")
 from benchmarks.models import CASES, main

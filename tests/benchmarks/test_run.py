@@ -2,26 +2,21 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from programs import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
-
-from benchmarks.case import Call, Peer, Work  # noqa: E402
-from benchmarks.floors import Floors  # noqa: E402
-from benchmarks.measure import measure  # noqa: E402
-from benchmarks.ops.ms_deform_attn import (  # noqa: E402
+from benchmarks.case import Call, Peer, Work
+from benchmarks.floors import Floors
+from benchmarks.measure import measure
+from benchmarks.ops.ms_deform_attn import (
     CASES,
     work_of,
 )
-from benchmarks.report import short_table  # noqa: E402
-from benchmarks.run import all_cases, main, run, select  # noqa: E402
-from visdet.ops import ms_deform_attn  # noqa: E402
+from benchmarks.report import short_table
+from benchmarks.run import all_cases, main, run, select
+from visdet.ops import ms_deform_attn
 
 CPU = torch.device("cpu")
 TINY = next(case for case in CASES if case.name == "tiny")

@@ -1,13 +1,10 @@
 """benchmarks.runs: every kind of run on the CPU, with small configs, from drawn files to the table."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mmengine", reason="the extra train is not installed")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks are not installed
 
 from benchmarks import runs
 

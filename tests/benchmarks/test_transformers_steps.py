@@ -3,19 +3,15 @@
 import contextlib
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'visdet-ops[test]'")
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import transformers_steps as steps  # noqa: E402
-from benchmarks.transformers_models import FAMILIES, LOCAL, Family  # noqa: E402
+from benchmarks import transformers_steps as steps
+from benchmarks.transformers_models import FAMILIES, LOCAL, Family
 
 CPU = torch.device("cpu")
 

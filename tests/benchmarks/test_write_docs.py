@@ -2,20 +2,17 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.ops.ms_deform_attn import CASES as ATTENTION
+from benchmarks.paths import FOLDERS, measure_paths, paths_of
+from benchmarks.write_docs import BLOCK, PAGES, rendered, write_docs
+from visdet.ops import _library
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
-
-from benchmarks.ops.ms_deform_attn import CASES as ATTENTION  # noqa: E402
-from benchmarks.paths import FOLDERS, measure_paths, paths_of  # noqa: E402
-from benchmarks.write_docs import BLOCK, PAGES, rendered, write_docs  # noqa: E402
-from visdet.ops import _library  # noqa: E402
-
 DOCUMENTS = sorted(PAGES.glob("*.md"))
 CSRC = ROOT / "visdet" / "ops" / "csrc"
 SOURCES = "\n".join(

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_hf_kernel import make
 
 from visdet.ops import build_info, ms_deform_attn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from make_hf_kernel import make  # noqa: E402
 
 if os.environ.get("VISDET_CHECK_TRANSFORMERS", "0") in ("", "0"):
     HAS_KERNELS = importlib.util.find_spec("kernels") is not None

@@ -5,11 +5,8 @@ import sys
 
 import pytest
 import torch
-from toolbox import ENVIRONMENT, ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 from check_upstream import COLUMNS
+from toolbox import ENVIRONMENT, ROOT
 from upstream.compare import differences, in_order_of
 from upstream.float64 import float32_is_float64, in_float64
 from upstream.recipes import RECIPES, recognise
