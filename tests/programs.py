@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["run_python"]
+__all__ = ["ROOT", "run_python"]
 
 ROOT = Path(__file__).resolve().parents[1]
 

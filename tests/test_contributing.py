@@ -4,13 +4,13 @@ import functools
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import Evaluator
+from programs import ROOT
 
 from visdet.execution.staged_detector import StagedDetector
 from visdet.models import DeformableDETR
@@ -18,7 +18,6 @@ from visdet.models.layers import MultiScaleDeformableAttention
 from visdet.models.sparsedrive import DeformableFeatureAggregation, SparseDrive
 from visdet.registry import DATASETS, METRICS, MODELS
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "models" / "sparsedrive")]
 
 from tiny_driving import tiny_config  # noqa: E402

@@ -1,11 +1,10 @@
 """The pages say what the package does."""
 
 import re
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCES = [
     re.sub(r'"\s*\n\s*f?"', "", path.read_text())  # the lines of a message are joined

@@ -2,14 +2,11 @@
 
 import argparse
 import re
-from pathlib import Path
 
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 
 from visdet.command_line import add_config_arguments
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def commands():

@@ -9,7 +9,6 @@ from programs import run_python
 
 from visdet.lazy_names import lazy_names
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [
     "visdet.structures",
     "visdet.datasets",

@@ -3,17 +3,15 @@
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # pytest requires it there; pip's copy would keep setuptools from being imported
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_INSTALLED = (
     *("mmengine", "numpy", "torchvision", "scipy", "cv2", "PIL", "matplotlib", "rich", "tensorboard", "yaml"),

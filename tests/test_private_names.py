@@ -7,12 +7,11 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = [path for folder in ("visdet", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # Names of these are no other package's.

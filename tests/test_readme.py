@@ -5,15 +5,14 @@ import importlib
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 
 from visdet.command_line import sort_names
 from visdet.commands import _MODULES
 from visdet.ops import _library
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 

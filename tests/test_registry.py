@@ -11,7 +11,6 @@ import visdet.ops
 from visdet import registry
 from visdet.registry import MODELS, OPS
 
-ROOT = Path(__file__).resolve().parents[1]
 ATTENTION = "dict(type='{}', embed_dims=32, num_heads=4, num_levels=2, num_points=3)"
 
 

@@ -9,13 +9,11 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 
 from visdet import doctor, ops
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 
 from visdet.ops import build_info
 
-ROOT = Path(__file__).resolve().parents[1]
 IS_X86_LINUX = platform.machine() == "x86_64" and sys.platform == "linux"
 
 

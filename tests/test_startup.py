@@ -3,13 +3,10 @@
 import pickle
 import platform
 import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import run_python
-
-ROOT = Path(__file__).resolve().parents[1]
+from programs import ROOT, run_python
 
 
 def run(code, folder, *arguments, without=(), **variables):

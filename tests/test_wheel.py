@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "deformable_detr/deformable-detr_shapes"
 # setup.py with the operator libraries as they are built already.
 BUILD = """

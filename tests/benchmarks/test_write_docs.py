@@ -2,17 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT
 
 from benchmarks.ops.ms_deform_attn import CASES as ATTENTION
 from benchmarks.paths import FOLDERS, measure_paths, paths_of
 from benchmarks.write_docs import BLOCK, PAGES, rendered, write_docs
 from visdet.ops import _library
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(PAGES.glob("*.md"))
 CSRC = ROOT / "visdet" / "ops" / "csrc"
 SOURCES = "\n".join(

@@ -6,15 +6,13 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from make_hf_kernel import make
+from programs import ROOT
 
 from visdet.ops import build_info, ms_deform_attn
-
-ROOT = Path(__file__).resolve().parents[2]
 
 if os.environ.get("VISDET_CHECK_TRANSFORMERS", "0") in ("", "0"):
     HAS_KERNELS = importlib.util.find_spec("kernels") is not None

@@ -2,12 +2,12 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from golden import published_shapes
 from mmengine.config import Config
+from programs import ROOT
 
 from visdet.engine import load_config
 from visdet.engine.config.packaged import packaged_configs
@@ -15,7 +15,6 @@ from visdet.engine.config.text import config_text
 from visdet.engine.summary import model_summary
 from visdet.registry import MODELS
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 ZOO = {
     name: (parameters, flops)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from mmengine.config import Config
+from programs import ROOT
 from toy_run import CONFIG
 
 from visdet.engine import (
@@ -17,8 +18,6 @@ from visdet.engine import (
     load_config,
 )
 from visdet.engine.config.foreign_scope import adopt_mmdet_scope
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def written(tmp_path: Path, text: str) -> str:

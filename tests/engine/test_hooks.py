@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from programs import ROOT
 from rich.console import Console
 from toy_run import toy_runner, train, weights
 
@@ -25,7 +26,6 @@ from visdet.engine.hooks.check_invalid_loss_hook import CheckInvalidLossHook
 from visdet.engine.process import console as console_module
 from visdet.errors import MissingPackageError
 
-ROOT = Path(__file__).resolve().parents[2]
 TOY = Path(__file__).resolve().parent
 DRAWING = {
     "visualizer__type": "DetLocalVisualizer",

@@ -5,17 +5,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT
 
 from tests.fuzz.__main__ import main
 from tests.fuzz.check import run_call
 from tests.fuzz.operators import OPERATORS
 from tests.fuzz.problem import Draw
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Operators that misbehave at a certain size: what one does there, and the fuzzer's further arguments.
 PLANTED = {

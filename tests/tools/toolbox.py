@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from programs import ROOT
 
 from visdet.commands import main
 
-ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "engine"
 TOY_CONFIG = str(TOY / "toy_config.py")
 ENVIRONMENT = {
