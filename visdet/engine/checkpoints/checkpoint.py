@@ -34,7 +34,7 @@ from ..errors import (
     nearest_names,
 )
 from ..process.console import say
-from .held_config import SUFFIXES, URL_SCHEMES, meta_of
+from .held_config import SUFFIXES, URL_SCHEMES
 from .plain_state import to_plain
 from .published import PUBLISHED
 from .weights import check_finite, weights_of
@@ -76,7 +76,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
 def add_thresholds(path: str | Path, thresholds: dict[str, float]) -> None:
     """Write the thresholds of a validation into a checkpoint that was saved before it, as a run does."""
     content = read_checkpoint(path)
-    if "score_thresholds" in meta_of(content):  # Another runner may have written it.
+    if "score_thresholds" in content["meta"]:  # Another runner may have written it.
         content["meta"]["score_thresholds"] = thresholds
         write_checkpoint(content, path)
 

@@ -1,7 +1,6 @@
 """A version of mmengine's checkpoint hook that loses no checkpoint if the run is killed at any moment."""
 
 import os
-from contextlib import suppress
 from typing import Any
 
 from mmengine.dist import is_main_process
@@ -14,7 +13,7 @@ from visdet.registry import HOOKS
 from ..checkpoints.checkpoint import add_thresholds
 from ..checkpoints.newest import name_newest
 from ..checkpoints.score_thresholds import thresholds_of
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..process.places import check_free_space, check_work_dir
 
 
@@ -29,8 +28,8 @@ class CheckpointHook(_CheckpointHook):
     """
 
     file_backend: Any
-    # The iterations after which the last checkpoint was saved, if that was before their validation.
-    _lacks_thresholds_of = -1
+    # The iterations after which the last checkpoint was saved, if that was before their validation, and its file.
+    _lacks_thresholds_of, _saved_file = -1, None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,6 +72,7 @@ class CheckpointHook(_CheckpointHook):
             raise
         done = meta["iter"]
         self._lacks_thresholds_of = -1 if hub.get_info("validated_at_iter") == done else done
+        self._saved_file = _identity(self.last_ckpt)
         self._end_saving(runner)
 
     def _end_saving(self, runner: Any) -> None:
@@ -88,9 +88,9 @@ class CheckpointHook(_CheckpointHook):
         super().after_val_epoch(runner, metrics)
         is_of_now = self._lacks_thresholds_of == runner.iter and is_main_process()
         thresholds = thresholds_of(runner.val_evaluator.metrics) if is_of_now else {}
-        if thresholds and self.last_ckpt:
-            with suppress(CheckpointError):  # It has been removed since, or is on a remote storage.
-                add_thresholds(self.last_ckpt, thresholds)
+        # Another process may have replaced the file.
+        if thresholds and self.last_ckpt and self._saved_file == _identity(self.last_ckpt) is not None:
+            add_thresholds(self.last_ckpt, thresholds)
 
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
@@ -154,6 +154,14 @@ class _LateRemoval:
             if path not in kept and os.path.isfile(path):
                 os.remove(path)
         self.outdated.clear()
+
+
+def _identity(path: str | None) -> tuple[int, int, int] | None:
+    """Return what tells a local file from another one of its name, or None if there is none."""
+    if path is None or not os.path.isfile(path):
+        return None
+    facts = os.stat(path)
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _size_of_checkpoint(model: nn.Module) -> int:
