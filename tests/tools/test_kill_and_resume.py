@@ -46,7 +46,8 @@ def test_a_run_with_workers_survives_sigkill_at_random_moments(tmp_path, monkeyp
     pointer = tmp_path / "killed" / "last_checkpoint"
 
     def last_iteration() -> int:
-        return int(re.findall(r"iter_(\d+)", pointer.read_text())[0]) if pointer.exists() else 0
+        text = pointer.read_text() if pointer.exists() else ""
+        return int((re.findall(r"iter_(\d+)", text) or [0])[0])  # The file may be about to be written.
 
     succeed_here(
         monkeypatch, capsys, "train", TOY_CONFIG, "--work-dir", tmp_path / "whole", "--cfg-options", *_OPTIONS

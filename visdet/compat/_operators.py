@@ -131,7 +131,8 @@ def ragged_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **options: Any,
     ) -> Tensor:
         samples = value_spatial_shapes, sampling_locations, attention_weights, num_points_list
-        if method == "default" and options.keys() <= {"value_shape"} and takes(value[0]):
+        one = value if isinstance(value, Tensor) else value[0]
+        if method == "default" and options.keys() <= {"value_shape"} and takes(one):
             rows = value if isinstance(value, Tensor) else torch.cat(tuple(value), 3).permute(0, 3, 1, 2)
             return attend_ragged(rows, *samples)
         return original(value, *samples, method, **options)
