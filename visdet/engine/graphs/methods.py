@@ -303,7 +303,11 @@ class GraphedPrediction(GraphedMethod):
     def __init__(self, model: Any, max_shapes: int | None = None, say: Callable[[str], Any] = print) -> None:
         super().__init__(model, max_shapes, say)
         self._features: OrderedDict[Hashable, GraphedFeatures] = OrderedDict()
+        # The graphs that the last call replayed, and what they gave.
+        self._last_features: GraphedFeatures | None = None
+        self._last_key: tuple[Hashable, Hashable] | None = None
         self._last_detections: Any = None
+        self._last_modes: Hashable = None
         names = getattr(model, "image_feature_parts", None)
         parts = [model] if names is None else [getattr(model, name) for name in names]
         self._read_by_features = [
@@ -316,18 +320,57 @@ class GraphedPrediction(GraphedMethod):
         return self.model.predictions_and_state(inputs, data_samples, state)
 
     def _run(self, inputs: Tensor, data_samples: Sequence[Any], state: Any) -> tuple[list[Any], Any]:
-        # The GPU computes the features while the host prepares the batch.
-        features = self._features.get(self._key_of_features(inputs)) if self._features else None
-        if features is not None:
-            features(inputs)
+        modes = self._modes()
+        if modes != self._last_modes:  # In training mode, a graph changes the statistics of normalisations.
+            self._last_features = self._last_key = None
+            self._last_modes = modes
+        features = self._begun_features(inputs)
         self._last_detections = None
         batch = self.model.next_prediction_batch(inputs, data_samples, state)
-        detections = self._compute(batch, (layout_of(batch), self._key_of_model()), features)
+        detections = self._replayed_at_once(batch, features)
+        if detections is None:
+            key = layout_of(batch), self._key_of_model()
+            detections = self._compute(batch, key, features)
+            self._last_key = key if key in self._graphs else None
         state = self.model.state_after(detections, batch)
         # To free all tensors takes the host a tenth of a millisecond. It is done while the GPU has work.
         del batch
         self._last_detections = detections
         return self.model.with_detections(detections, data_samples), state
+
+    def _begun_features(self, images: Tensor) -> GraphedFeatures | None:
+        """Start the graph of the features of the images and return it, or return None if there is none.
+
+        The GPU is idle until then, and to look at the places of all weights takes the host a tenth of a millisecond.
+        Therefore the graph of the call before is started first. If it is not the right one, nobody reads what it
+        writes.
+        """
+        guess = self._last_features
+        if guess is not None and guess.is_of(images):
+            guess(images)
+        else:
+            guess = None
+        features = self._features.get(self._key_of_features(images))
+        if features is not None and features is not guess:
+            features(images)
+        self._last_features = features
+        return features
+
+    def _replayed_at_once(self, batch: Any, features: GraphedFeatures | None) -> Any:
+        """Return the detections by the graph of the call before, or None if it is not the right one.
+
+        Whether the weights are still where they were is looked at while the GPU computes.
+        """
+        if self._last_key is None or layout_of(batch) != self._last_key[0]:
+            return None
+        graph = self._graphs.get(self._last_key)
+        if graph is None or graph.features is not features:  # Another graph would overwrite the features.
+            return None
+        detections = graph(batch, features)
+        if self._key_of_model() != self._last_key[1]:
+            return None
+        self.counts["replayed"] += 1
+        return detections
 
     def _compute_eagerly(self, batch: Any) -> tuple[Any, Any]:
         return self.model.detections(batch), None
@@ -350,3 +393,4 @@ class GraphedPrediction(GraphedMethod):
     def forget_graphs(self) -> None:
         super().forget_graphs()
         self._features.clear()
+        self._last_features = self._last_key = None

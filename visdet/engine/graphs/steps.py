@@ -10,7 +10,7 @@ from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
 from visdet.execution.capture import Capture
-from visdet.execution.tensor_tree import NotOnDevice, map_tensors, tensors_of
+from visdet.execution.tensor_tree import NotOnDevice, layout_of, map_tensors, tensors_of
 
 from ..optim.gradients import Gradients
 from .half_leaves import CastsNoted, HalfLeaves
@@ -229,6 +229,10 @@ class GraphedFeatures:
         """
         self.features = self.recorded.capture(lambda: self.model.image_features(self.images))
         self.is_captured = True
+
+    def is_of(self, images: Tensor) -> bool:
+        """Return whether the graph is there, and one of images of this shape."""
+        return self.is_captured and layout_of(images) == layout_of(self.images)
 
     def __call__(self, images: Tensor) -> None:
         """Write the features of images of this shape to ``features``."""
