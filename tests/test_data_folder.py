@@ -87,6 +87,10 @@ def test_a_folder_is_trained_on_without_a_config(here, capsys):
 def test_outlines_of_four_corners_are_answered_with_the_model_for_boxes_that_turn(here, capsys):
     root, base = coco(here / "mine"), _base_of("dino-small")
     config_for(root, base, here / "upright")
+    empty = coco(here / "empty")
+    for file in empty.glob("*/*.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"annotations": []}))
+    config_for(empty, base, here / "without boxes")
     assert "four corners" not in capsys.readouterr().out
     for file in root.glob("*/*.json"):
         content = json.loads(file.read_text())

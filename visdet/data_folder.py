@@ -174,7 +174,8 @@ def config_for(root: Path, base: str, folder: Path, launcher: str | None = None)
             )
         content = _content(files["train"])
         classes = tuple(category["name"] for category in content["categories"])
-        if base == _base_of(_MODEL) and all(corners_of(row) for row in content["annotations"]):
+        corners = [corners_of(annotation) for annotation in content["annotations"]]
+        if base == _base_of(_MODEL) and corners and all(corners):
             say(
                 f"all outlines in {root} have four corners: {_MODEL} finds the upright boxes around them, and "
                 f"--model rotated-{_MODEL} boxes that turn"
