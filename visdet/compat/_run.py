@@ -19,8 +19,8 @@ def become(names: list[str], program: list[str]) -> NoReturn:
 
     Environment variables install the bridges in it, and in every Python process that it starts.
     """
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    entries = [entry for entry in given if entry not in ("", STARTUP)]
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [entry for entry in before if entry not in ("", STARTUP)]
     # Python has put the current folder in the first place, because of the option -m of visdet's own command.
     if (
         PathFinder.find_spec("visdet", [place for place in sys.path if place not in ("", os.getcwd())])
@@ -29,7 +29,8 @@ def become(names: list[str], program: list[str]) -> NoReturn:
         entries.append(str(Path(__file__).resolve().parents[2]))
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *entries])
     os.environ |= {"VISDET_COMPAT": ",".join(names), _TELLER: str(os.getpid())}
-    options = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    given = sys.orig_argv[1:]
+    options = given[: given.index("-m")] if "-m" in given else []
     os.execv(sys.executable, [sys.executable, *options, *program])
 
 
