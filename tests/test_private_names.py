@@ -66,6 +66,8 @@ REASONS = {
     "_vis_backends": "A visualizer has no public list of its backends, of which one needs another name of a picture.",
     "_ParamScheduler": "mmengine exports it as the base of all schedules.",
     "_after_iter": "mmengine calls it after a batch of every stage.",
+    "_before_epoch": "See _after_iter.",
+    "_before_iter": "See _after_iter.",
     "_accumulative_counts": "The report says how many iterations make a step.",
     "_cfg_dict": "A config's keys are looked at without ``Config``'s own attributes.",
     "_get_default_store": "The main process asks the store of the group whether the others save a checkpoint, too.",
