@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Problem, gradient_sum, largest, rand, wide_of
-from tests.fuzz.sampling import near_whole
+from tests.fuzz.problem import HALVES, Draw, Problem, Seeded, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import longest_side, near_whole, starts_of
 
 __all__ = [
     "SPOILED",
@@ -28,21 +28,19 @@ SHAPES = [[(7, 5), (3, 4)], [(6, 9), (2, 2)], [(5, 5), (1, 3)]]  # three cameras
 
 def make_case(B, Q, P, G, C, shapes=SHAPES, dtype=torch.float64, device="cpu", seed=0):
     """Return features, shapes, starts, locations (a part outside), weights; off texel centres and off 0 and 1."""
-    generator = torch.Generator().manual_seed(seed)
+    draw, wide = Seeded(seed), wide_of(dtype)
     level_shapes = torch.tensor(shapes, dtype=torch.int64)
     V, L = level_shapes.shape[:2]
-    areas = level_shapes.prod(-1).flatten()
-    starts = (areas.cumsum(0) - areas).view(V, L)
-    coordinate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    features = torch.randn(B, int(areas.sum()), C, generator=generator, dtype=torch.float64).to(dtype)
-    locations = torch.rand(B, Q, P, V, 2, generator=generator, dtype=torch.float64) * 1.6 - 0.3
-    weights = torch.randn(B, Q, P, V, L, G, generator=generator, dtype=torch.float64)
+    starts, rows = starts_of(level_shapes)
+    features = draw.normal(B, rows, C)
+    locations = draw.uniform(B, Q, P, V, 2) * 1.6 - 0.3
+    weights = draw.normal(B, Q, P, V, L, G)
     return (
-        features.to(device),
+        features.to(device, dtype),
         level_shapes,
         starts,
-        locations.to(coordinate_dtype).to(device),
-        weights.to(coordinate_dtype).to(device),
+        locations.to(device, wide),
+        weights.to(device, wide),
     )
 
 
@@ -121,7 +119,7 @@ def draw_aggregation(draw: Draw) -> Problem:
         positions=("locations",),
         reference_arguments={"level_shapes": shapes, "level_starts": starts},
         wide=wide,
-        error_factor=64.0 + 16 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        error_factor=64.0 + 16 * longest_side(shapes) + 0.5 * Q * P,
         skip={"locations": near},
         may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
     )
@@ -129,7 +127,7 @@ def draw_aggregation(draw: Draw) -> Problem:
 
 def aggregation_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
-    peak, side = largest(given["features"]), float(shapes.max()) if shapes.numel() else 1.0
+    peak, side = largest(given["features"]), longest_side(shapes)
     counted = max(1, given["weights"].shape[2] * given["weights"].shape[3] * given["weights"].shape[4])
     bounds["output"] = peak * largest(given["weights"]) * counted
     if "weights" in bounds:
@@ -143,13 +141,12 @@ def aggregation_bounds(problem: Problem, bounds: dict[str, float]) -> None:
 def launches_of_aggregation(draw: st.DrawFn) -> dict[str, Any]:
     B, V, L = draw(st.integers(0, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
     shapes = [[(draw(sizes.side) + 1, draw(sizes.side) + 1) for _ in range(L)] for _ in range(V)]
-    areas = torch.tensor(shapes).prod(2).flatten()
-    starts = (areas.cumsum(0) - areas).view(V, L)
+    starts, rows = starts_of(torch.tensor(shapes))
     Q, P = draw(sizes.count), draw(st.one_of(sizes.small, st.sampled_from([13, 300])))
     G, group = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 71])), draw(st.one_of(sizes.small, sizes.channels))
     dtype, tables_on = draw(sizes.value_types), draw(st.sampled_from(["cpu", "meta"]))
     return {
-        "features": sizes.empty(B, int(areas.sum()), G * group, dtype=dtype),
+        "features": sizes.empty(B, rows, G * group, dtype=dtype),
         "level_shapes": torch.tensor(shapes, device=tables_on),
         "level_starts": starts.to(tables_on),
         "locations": sizes.empty(B, Q, P, V, 2, dtype=wide_of(dtype)),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.problem import Draw
+from tests.fuzz.sampling import longest_side, starts_of
 
 __all__ = ["attention_sizes", "error_factor", "level_tables"]
 
@@ -26,8 +27,7 @@ def _pyramid(draw: Draw, big: bool) -> Tensor:
 
 def level_tables(draw: Draw, shapes: Tensor) -> tuple[Any, Any, Tensor]:
     """Return level_shapes and level_starts in one of the forms that a caller may give, and the starts."""
-    areas = shapes.prod(-1).flatten()
-    starts = (areas.cumsum(0) - areas).view(shapes.shape[:-1])
+    starts, _ = starts_of(shapes)
     given_starts = None if draw.chance(0.2) else draw.table(starts)
     return draw.table(shapes), given_starts, starts
 
@@ -51,5 +51,4 @@ def attention_sizes(draw: Draw) -> tuple[Tensor, int, int, int, int, int]:
 
 
 def error_factor(shapes: Tensor, samples: int) -> float:
-    side = int(shapes.max()) if shapes.numel() else 1
-    return 64.0 + 16 * side + 0.5 * samples
+    return 64.0 + 16 * longest_side(shapes) + 0.5 * samples

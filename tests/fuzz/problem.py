@@ -14,6 +14,7 @@ __all__ = [
     "Operator",
     "Problem",
     "Result",
+    "Seeded",
     "draw_cloud",
     "gradient_sum",
     "largest",
@@ -227,6 +228,20 @@ class Draw:
         view = storage[offset : offset + tensor.numel()].view(tensor.shape)
         view.copy_(tensor)
         return view
+
+
+class Seeded:
+    """Random float64 numbers on the CPU, which depend on the seed and on the draws before."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Return numbers in 0..1."""
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:

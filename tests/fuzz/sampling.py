@@ -1,9 +1,9 @@
-"""Bilinear samples with the border rule of RoIAlign, for references that share no code with the operators."""
+"""Bilinear samples with RoIAlign's border, for references that share no code with the operators; tables of levels."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["CLEAR", "NEAR", "is_unclear", "near_whole", "sampled"]
+__all__ = ["CLEAR", "NEAR", "is_unclear", "longest_side", "near_whole", "sampled", "starts_of"]
 
 CLEAR = 1e-3  # Rounding may move a sample that is so near to a border to the other side.
 NEAR = 1e-3  # Rounding may put a position that is this near to a whole number of pixels on either side of it.
@@ -37,3 +37,14 @@ def near_whole(locations: Tensor, sizes: Tensor) -> Tensor:
     """Return a mask, True where a coordinate of a position in pixels is near a whole number."""
     pixels = locations.double() * sizes - 0.5
     return (pixels - pixels.round()).abs() < NEAR * (1 + pixels.abs() * 1e-3)
+
+
+def starts_of(shapes: Tensor) -> tuple[Tensor, int]:  # [..., 2] -> [...]
+    """Return the first row of each map of a flattened pyramid without gaps, and the number of rows."""
+    areas = shapes.prod(-1).flatten()
+    return (areas.cumsum(0) - areas).view(shapes.shape[:-1]), int(areas.sum())
+
+
+def longest_side(shapes: Tensor) -> int:
+    """Return the largest height or width of the levels, which is 1 without levels."""
+    return int(shapes.max()) if shapes.numel() else 1

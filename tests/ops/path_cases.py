@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.fuzz.problem import wide_of
 from visdet.ops import _library
 from visdet.ops.devices import DEVICES, Device
 
@@ -35,7 +36,7 @@ def attention(Q, B=2, G=8, C=32, P=4, shapes=PYRAMID, dtype=torch.float32, devic
     """Return random arguments of ms_deform_attn; Q = None: one query a texel."""
     S = sum(height * width for height, width in shapes)
     Q = S if Q is None else Q
-    coordinates = torch.float64 if dtype == torch.float64 else torch.float32
+    coordinates = wide_of(dtype)
     return {
         "value": torch.randn(B, S, G, C, device=device, dtype=dtype),
         "level_shapes": shapes,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from calls import refusals
 from torch import Tensor
 
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, wide_of
 from tests.fuzz.rounding import EXACT_STEPS, Steps, bounds_of, epsilon_of, greatest, near_zero_of
 from visdet.ops.fused import batch_norm_add_relu
 
@@ -243,9 +243,8 @@ def test_the_result_may_be_changed_in_place():
 
 
 def test_gradients_without_a_kernel_have_gradients_and_transforms():
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((2, 3, 3, 2), (2, 3, 3, 2), (3,), (3,))
-    tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    draws = Seeded()
+    tensors = [draws.normal(*size) for size in ((2, 3, 3, 2), (2, 3, 3, 2), (3,), (3,))]
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     assert torch.autograd.gradcheck(batch_norm_add_relu, leaves)
     assert torch.autograd.gradgradcheck(batch_norm_add_relu, leaves)

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.fuzz import sizes
 from tests.fuzz.boxes import FLAT, boxes_in_space, overlap
 from tests.fuzz.polygons import IS_NAN
-from tests.fuzz.problem import Draw, Operator, Problem, nothing, rand
-from tests.fuzz.suppression import LABELS, random_scores, same_kept
+from tests.fuzz.problem import Draw, Operator, Problem, Seeded, nothing, rand, wide_of
+from tests.fuzz.suppression import LABELS, greedily_kept, random_scores, same_kept, with_scores
 from visdet.ops import (
     box_iou_quadri,
     box_iou_rotated,
@@ -69,10 +69,7 @@ def _draw_suppression(is_normal: bool) -> Callable[[Draw], Problem]:
 
 
 def _same_kept(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
-    near, kept = problem.reference_arguments["boxes"].tolist(), []
-    for i in problem.arguments["scores"].sort(descending=True, stable=True).indices.tolist():
-        if not any(near[k][i] for k in kept):
-            kept.append(i)
+    kept = greedily_kept(problem.arguments["scores"], problem.reference_arguments["boxes"])
     is_wrong = got[0].dtype != torch.int64 or (not problem.skip["output"] and got[0].tolist() != kept)
     return f"kept {got[0].tolist()}, expected {kept}" if is_wrong else ""
 
@@ -104,8 +101,9 @@ def _draw_overlaps(columns: int) -> Callable[[Draw], Problem]:
         }
         if columns == 5:
             arguments["clockwise"] = draw.chance(0.7)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return Problem(arguments, wide=wide, error_factor=4000.0, skip={"output": draw.has_bad_numbers})
+        return Problem(
+            arguments, wide=wide_of(dtype), error_factor=4000.0, skip={"output": draw.has_bad_numbers}
+        )
 
     return draw_problem
 
@@ -151,12 +149,8 @@ def _kept(
     near = box_iou_rotated_reference(dets, dets, 0, False) > iou_threshold
     if labels is not None:
         near &= labels[:, None] == labels
-    kept: list[int] = []
-    for i in scores.sort(descending=True, stable=True).indices.tolist():
-        if not bool(near[kept, i].any()):
-            kept.append(i)
-    keep = torch.tensor(kept, dtype=torch.int64, device=dets.device)
-    return torch.cat([dets[keep], scores[keep, None]], 1), keep
+    keep = torch.tensor(greedily_kept(scores, near), dtype=torch.int64, device=dets.device)
+    return with_scores(dets, scores, keep)
 
 
 def _same(problem: Problem, got: tuple[Tensor, Tensor], expected: dict[str, Any]) -> str:
@@ -235,9 +229,8 @@ PI = math.pi
 
 
 def rotated_boxes(N, seed=0, side=6.0):
-    generator = torch.Generator().manual_seed(seed)
     scale = torch.tensor([side, side, 4, 2, 2 * PI], dtype=torch.float64)
-    return torch.rand(N, 5, generator=generator, dtype=torch.float64) * scale
+    return Seeded(seed).uniform(N, 5) * scale
 
 
 def corners_of(boxes):
@@ -299,8 +292,7 @@ def test_areas_by_hand(name, backend):
 def test_shapely_agrees(backend):
     polygon = pytest.importorskip("shapely.geometry").Polygon
     boxes = rotated_boxes(40)
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.rand(60, 8, generator=generator, dtype=torch.float64) * 5
+    drawn = Seeded(1).uniform(60, 8) * 5
     quadri = torch.stack([one for one in drawn if polygon(one.view(4, 2).tolist()).is_valid])
     for found, given in ((box_iou_rotated, boxes), (box_iou_quadri, quadri)):
         corners = corners_of(given) if given.shape[1] == 5 else given

@@ -7,17 +7,14 @@ from calls import refusals
 from hypothesis import strategies as st
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, largest, rand
+from tests.fuzz.problem import EXTREME, HALVES, Operator, Problem, Seeded, largest, rand
 from visdet.ops import box_key_points, box_key_points_reference
 
 
 def make_case(B, Q, D, F, M, *, dtype=torch.float64, device="cpu"):
     """Return box_key_points' tensors, the yaws' sin and cos not normalised."""
-    generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
-        for shape in ((B, Q, D), (F, 3), (B, Q, M * 3))
-    )
+    draw = Seeded()
+    return tuple(draw.normal(*shape).to(device, dtype) for shape in ((B, Q, D), (F, 3), (B, Q, M * 3)))
 
 
 def draw_problem(draw):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, largest, rand, wide_of
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, largest, rand, wide_of
 from tests.fuzz.sampling import NEAR
 from visdet.ops import (
     DeformConv2d,
@@ -64,11 +64,7 @@ class Case(NamedTuple):
 
     def tensors(self, dtype, device):
         """Return input, offset, mask and weight."""
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape):
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        draw = Seeded().normal
         KH, KW = self.kernel
         height, width = (
             (size + 2 * pad - dil * (k - 1) - 1) // step + 1

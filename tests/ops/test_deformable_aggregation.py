@@ -16,7 +16,7 @@ from tests.fuzz.aggregation import (
     make_case,
     of_shapes,
 )
-from tests.fuzz.problem import Operator
+from tests.fuzz.problem import Operator, Seeded
 from visdet.ops import (
     deformable_aggregation,
     deformable_aggregation_function,
@@ -179,7 +179,7 @@ def samples_on_a_map(Q, P, spread, C=8, size=(9, 9)):
     features, shapes, starts, locations, weights = make_case(
         1, Q, P, 2, C, [[size]], dtype=torch.float32, device="cuda"
     )
-    drawn = torch.rand(locations.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    drawn = Seeded(2).uniform(*locations.shape)
     pixels = (drawn * spread + (0.5 - spread / 2)) * torch.tensor(size[::-1]) - 0.5
     pixels = pixels.floor() + pixels.frac().abs().clamp(0.01, 0.99)
     locations = ((pixels + 0.5) / torch.tensor(size[::-1])).to(locations)
@@ -344,9 +344,8 @@ def test_feature_maps_format_of_no_cameras():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_many_pairs_on_few_texels(deterministic, device):
     # Every sample falls into one of four cells: hundreds of records a texel, 1200 pairs a query.
-    generator = torch.Generator().manual_seed(0)
     case = list(make_case(1, 30, 400, 2, 16, [[(3, 3)]] * 3, device=device))
-    case[3] = (torch.rand(1, 30, 400, 3, 2, generator=generator, dtype=torch.float64) * 0.2 + 0.4).to(device)
+    case[3] = (Seeded().uniform(1, 30, 400, 3, 2) * 0.2 + 0.4).to(device)
     with in_order(deterministic):
         found = gradients(deformable_aggregation, case)
     torch.testing.assert_close(found, gradients(deformable_aggregation_reference, case))

@@ -17,8 +17,8 @@ from tests.fuzz.aggregation import (
     camera_tables,
     launches_of_aggregation,
 )
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
-from tests.fuzz.sampling import near_whole
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import longest_side, near_whole, starts_of
 from visdet.ops import (
     deformable_aggregation_fused,
     deformable_aggregation_fused_reference,
@@ -108,7 +108,7 @@ def _draw_fused(draw: Draw) -> Problem:
         positions=("key_points", "projection", "image_wh", "logits", "camera_logits"),
         reference_arguments={"level_shapes": shapes, "level_starts": starts},
         wide=wide,
-        error_factor=256.0 + 64 * (int(shapes.max()) if shapes.numel() else 1) + 0.5 * Q * P,
+        error_factor=256.0 + 64 * longest_side(shapes) + 0.5 * Q * P,
         may_refuse="V * L is 0, so that nested lists say no sizes" if V * L == 0 else "",
     )
 
@@ -134,7 +134,7 @@ def _fused_reference(
 
 def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given, shapes = problem.arguments, problem.reference_arguments["level_shapes"]
-    side = float(shapes.max()) if shapes.numel() else 1.0
+    side = longest_side(shapes)
     exponent = 1 + largest(given["logits"], 1e6)  # The error of an exponent is epsilon times its size.
     if given["camera_logits"] is not None:
         exponent += largest(given["camera_logits"], 1e6)
@@ -205,27 +205,21 @@ BACKWARD = [[-32.0, 30, 0, 160], [-16, 0, -30, 80], [-1, 0, 0, 5], [0, 0, 0, 1]]
 
 def make_case(B, Q, P, G, C, *, cameras=True, keep=True, dtype=torch.float64, logit_dtype=None, device="cpu"):
     """Return deformable_aggregation_fused's arguments, half of the points in front of each camera."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    draw, wide = Seeded().normal, wide_of(dtype)
     shapes = torch.tensor(SHAPES)
     V, L = shapes.shape[:2]
-    areas = shapes.prod(-1).flatten()
-    starts = (areas.cumsum(0) - areas).view(V, L)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    starts, rows = starts_of(shapes)
     logit_dtype = logit_dtype or wide
     matrices = torch.tensor([FORWARD, BACKWARD]).expand(B, -1, -1, -1) + 0.01 * draw(B, V, 4, 4)
     return (
-        draw(B, int(areas.sum()), C).to(dtype).to(device),
+        draw(B, rows, C).to(device, dtype),
         shapes,
         starts,
-        (3 * draw(B, Q, P, 3)).to(wide).to(device),
-        matrices.to(wide).to(device),
+        (3 * draw(B, Q, P, 3)).to(device, wide),
+        matrices.to(device, wide),
         torch.tensor([64.0, 32.0], dtype=wide).expand(B, V, 2).to(device),
-        draw(*((B, Q, L, P, G) if cameras else (B, Q, V, L, P, G))).to(logit_dtype).to(device),
-        draw(B, V, L, P, G).to(logit_dtype).to(device) if cameras else None,
+        draw(*((B, Q, L, P, G) if cameras else (B, Q, V, L, P, G))).to(device, logit_dtype),
+        draw(B, V, L, P, G).to(device, logit_dtype) if cameras else None,
         (draw(B, Q, V, P) > -0.5).to(device) if keep else None,
         1.5,
     )

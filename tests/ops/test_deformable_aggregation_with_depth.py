@@ -18,7 +18,7 @@ from tests.fuzz.aggregation import (
     make_case,
     of_shapes,
 )
-from tests.fuzz.problem import Draw, Operator, Problem, gradient_sum, largest
+from tests.fuzz.problem import Draw, Operator, Problem, Seeded, gradient_sum, largest
 from tests.fuzz.sampling import near_whole
 from visdet.ops import (
     deformable_aggregation,
@@ -101,9 +101,9 @@ OPERATORS = (
 def make(B, Q, P, G, C, D, dtype=torch.float64, device="cpu"):
     """Return the operator's arguments; depths lie between whole numbers, a part of them outside."""
     features, shapes, starts, locations, weights = make_case(B, Q, P, G, C, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(1)
-    depths = torch.rand(*locations.shape[:-1], 1, generator=generator, dtype=torch.float64) * (D + 3) - 2
-    depth_probs = torch.rand(*features.shape[:2], D, generator=generator, dtype=torch.float64)
+    draw = Seeded(1)
+    depths = draw.uniform(*locations.shape[:-1], 1) * (D + 3) - 2
+    depth_probs = draw.uniform(*features.shape[:2], D)
     locations = torch.cat([locations, depths.to(locations)], -1)
     return features, depth_probs.to(features), shapes, starts, locations, weights
 

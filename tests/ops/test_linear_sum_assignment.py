@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from emulation import called
 from torch import Tensor
 
-from tests.fuzz.problem import Draw, Operator, Problem
+from tests.fuzz.problem import Draw, Operator, Problem, Seeded
 from visdet.ops.fused import linear_sum_assignment, solves_assignments_on
 
 
@@ -108,12 +108,12 @@ def solved_by_scipy(costs, counts):
 
 
 def draw(layers, counts, N, Q, kind, seed):
-    generator = torch.Generator().manual_seed(seed)
-    costs = torch.randn(layers, len(counts), N, Q, generator=generator, dtype=torch.float64)
+    numbers = Seeded(seed)
+    costs = numbers.normal(layers, len(counts), N, Q)
     if kind == "equal":  # Many assignments cost the same.
         costs = (costs * 1.5).round()
     if kind == "invalid":  # as for_solver writes costs that are not finite
-        costs[torch.rand(costs.shape, generator=generator) < 0.3] = 1e8
+        costs[torch.rand(costs.shape, generator=numbers.generator) < 0.3] = 1e8
     if kind == "near":  # Costs like those of predictions: all rows prefer the same few columns.
         costs = costs * 0.1 + torch.linspace(0, 3, Q, dtype=torch.float64)
     return costs, torch.tensor(counts)

@@ -25,15 +25,15 @@ from tests.fuzz.problem import (
     Draw,
     Operator,
     Problem,
+    Seeded,
     gradient_sum,
     largest,
     rand,
     row_sum,
     wide_of,
 )
-from tests.fuzz.sampling import near_whole
+from tests.fuzz.sampling import longest_side, near_whole, starts_of
 from visdet.ops import feature_maps_format, ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_reference
-from visdet.ops.ms_deform_attn import level_starts_of
 
 # Largest |difference| / largest |value| of the output against the float64 reference on the same (rounded)
 # values. The 16-bit outputs are rounded once, to a relative 2^-11 and 2^-8 of themselves; gradients of
@@ -43,25 +43,23 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 6e-4, tor
 
 def make_case(B, Q, G, C, P, shapes, dtype=torch.float64, device="cpu", seed=0, spread=0.15):
     """Return value, shapes, starts, locations (some outside), weights; positions keep off texel centres."""
-    generator = torch.Generator().manual_seed(seed)
+    draw, wide = Seeded(seed), wide_of(dtype)
     level_shapes = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
-    S, L = int(level_shapes.prod(1).sum()), len(shapes)
-    coordinate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    value = torch.randn(B, S, G, C, generator=generator, dtype=torch.float64).to(dtype)
-    locations = (
-        torch.rand(B, Q, G, L, P, 2, generator=generator, dtype=torch.float64) * (1 + 2 * spread) - spread
-    )
+    starts, S = starts_of(level_shapes)
+    L = len(shapes)
+    value = draw.normal(B, S, G, C)
+    locations = draw.uniform(B, Q, G, L, P, 2) * (1 + 2 * spread) - spread
     size = level_shapes.flip(1)[None, None, None, :, None].double()
     pixels = locations * size - 0.5
     fraction = pixels - pixels.floor()
     locations = (pixels.floor() + fraction.clamp(0.05, 0.95) + 0.5) / size
-    weights = torch.randn(B, Q, G, L, P, generator=generator, dtype=torch.float64)
+    weights = draw.normal(B, Q, G, L, P)
     return (
-        value.to(device),
+        value.to(device, dtype),
         level_shapes,
-        level_starts_of(level_shapes),
-        locations.to(coordinate_dtype).to(device),
-        weights.to(coordinate_dtype).to(device),
+        starts,
+        locations.to(device, wide),
+        weights.to(device, wide),
     )
 
 
@@ -144,7 +142,7 @@ def _draw(draw: Draw) -> Problem:
 def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
     """Bound sums by the largest value, because errors of positions count in full near a corner of small weight."""
     shapes = problem.reference_arguments["level_shapes"]
-    side = float(shapes.max()) if shapes.numel() else 1.0
+    side = longest_side(shapes)
     peak = largest(problem.arguments["value"])
     bounds["output"] = peak * row_sum(problem.arguments["weights"], 2)
     if "value" in bounds:

@@ -12,10 +12,9 @@ from path_cases import launches_of_fused_attention
 from torch import Tensor
 
 from tests.fuzz.attention import attention_sizes, error_factor, level_tables
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, wide_of
-from tests.fuzz.sampling import near_whole
+from tests.fuzz.problem import HALVES, Draw, Operator, Problem, Seeded, gradient_sum, largest, rand, wide_of
+from tests.fuzz.sampling import longest_side, near_whole, starts_of
 from visdet.ops import ms_deform_attn, ms_deform_attn_fused, ms_deform_attn_fused_reference
-from visdet.ops.ms_deform_attn import level_starts_of
 
 # Largest |difference| / largest |value| against the float64 reference on the same (rounded) numbers. What is 16 bits
 # wide is rounded once, to a relative 2^-11 and 2^-8 of itself.
@@ -37,25 +36,24 @@ def make_case(
     B, Q, G, C, num_points, shapes, references=2, dtype=torch.float64, inputs=None, device="cpu", seed=0
 ):
     """Return the arguments; a fifth of the samples are outside. No 32-bit position is near a texel centre."""
-    generator = torch.Generator().manual_seed(seed)
+    draw, inputs = Seeded(seed), inputs or dtype
     level_shapes = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
-    S, L, K = int(level_shapes.prod(1).sum()), len(shapes), sum(num_points)
-    coordinates = torch.float64 if dtype == torch.float64 else torch.float32
-    inputs = inputs or dtype
-    value = torch.randn(B, S, G, C, generator=generator, dtype=torch.float64).to(dtype)
-    reference_points = torch.rand(B, Q, L, references, generator=generator, dtype=torch.float64)
+    starts, S = starts_of(level_shapes)
+    L, K = len(shapes), sum(num_points)
+    value = draw.normal(B, S, G, C)
+    reference_points = draw.uniform(B, Q, L, references)
     reference_points[..., 2:] = reference_points[..., 2:] * 0.5 + 0.25
-    offsets = torch.randn(B, Q, G, K, 2, generator=generator, dtype=torch.float64) * 2
-    logits = torch.randn(B, Q, G, K, generator=generator, dtype=torch.float64)
-    reference_points, offsets = reference_points.to(coordinates), offsets.to(inputs)
+    offsets = draw.normal(B, Q, G, K, 2) * 2
+    logits = draw.normal(B, Q, G, K)
+    reference_points, offsets = reference_points.to(wide_of(dtype)), offsets.to(inputs)
     offsets = _off_texel_centres(level_shapes, reference_points.double(), offsets, num_points)
     return (
-        value.to(device),
+        value.to(device, dtype),
         level_shapes,
-        level_starts_of(level_shapes),
+        starts,
         reference_points.to(device),
         offsets.to(device),
-        logits.to(inputs).to(device),
+        logits.to(device, inputs),
         list(num_points),
     )
 
@@ -178,7 +176,7 @@ def _fused_reference(reference_points: Tensor, level_shapes: Tensor, value: Tens
 def _fused_bounds(problem: Problem, bounds: dict[str, float]) -> None:
     given = problem.arguments
     shapes = problem.reference_arguments["level_shapes"]
-    side = float(shapes.max()) if shapes.numel() else 1.0
+    side = longest_side(shapes)
     sample = largest(given["value"]) * gradient_sum(bounds)  # a product of a sample and a gradient
     reach = max(1.0, largest(given["reference_points"]), largest(given["offsets"]))
     exponent = 1 + largest(given["logits"], 1e6)  # off by its epsilon times its size

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem
-from tests.fuzz.suppression import LABELS, random_scores, same_kept
+from tests.fuzz.problem import Draw, Operator, Problem, Seeded, wide_of
+from tests.fuzz.suppression import LABELS, greedily_kept, random_scores, same_kept, with_scores
 from visdet.ops import (
     batched_nms,
     bbox_overlaps,
@@ -40,12 +40,9 @@ BAD_NUMBERS = (math.nan, math.inf, -math.inf, 1e30, -1e30, 1e-40, -0.0)
 
 def of_random_problem(seed, N, columns=4, device="cpu", dtype=None):
     """Return boxes, scores, classes, candidates and a threshold, with ties, overlaps at thresholds and bad numbers."""
-    draw, generator = random.Random(seed * 1009 + N), torch.Generator().manual_seed(seed * 1009 + N)
-    dtype = dtype or draw.choice([torch.float32, torch.float64])
-
-    def rand(*shape):
-        return torch.rand(*shape, generator=generator, dtype=torch.float64)
-
+    number = seed * 1009 + N
+    draw, numbers = random.Random(number), Seeded(number)
+    dtype, rand = dtype or draw.choice([torch.float32, torch.float64]), numbers.uniform
     corner, sides = rand(N, 2) * draw.choice([4, 20, 100]), rand(N, 2) * draw.choice([3, 20]) - 0.1
     if draw.random() < 0.5:
         corner, sides = corner.round(), sides.round()
@@ -62,7 +59,7 @@ def of_random_problem(seed, N, columns=4, device="cpu", dtype=None):
             boxes[draw.randrange(N), draw.randrange(columns)] = draw.choice(BAD_NUMBERS)
             scores[draw.randrange(N)] = draw.choice(BAD_NUMBERS)
     count = draw.choice([0, 1, 4, 30])
-    classes = torch.randint(-count, count + 1, (N,), generator=generator) * 10**12 if count else None
+    classes = torch.randint(-count, count + 1, (N,), generator=numbers.generator) * 10**12 if count else None
     is_candidate = rand(N) < 0.8 if draw.random() < 0.3 else None
     given = (boxes.to(dtype), scores.to(dtype), classes, is_candidate)
     threshold = draw.choice([*THRESHOLDS, draw.random()])
@@ -93,11 +90,10 @@ def _draw_overlaps(draw: Draw) -> Problem:
         "offset": offset,
     }
     exact = all(arguments[name].dtype in (torch.float32, torch.float64) for name in ("bboxes1", "bboxes2"))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Problem(
         arguments,
         differentiable=("bboxes1", "bboxes2"),
-        wide=wide,
+        wide=wide_of(dtype),
         error_factor=4000.0,
         skip={"bboxes1": unsure or not exact, "bboxes2": unsure or not exact},
     )
@@ -160,17 +156,10 @@ def _nms(
     max_num: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of greedy suppression, computed by its definition."""
-    order = scores.sort(descending=True, stable=True).indices.tolist()
-    near = (_overlap_matrix(boxes, offset) > iou_threshold).tolist()
-    kept: list[int] = []
-    for i in order:
-        if not (score_threshold > 0 and not float(scores[i]) > score_threshold) and not any(
-            near[j][i] for j in kept
-        ):
-            kept.append(i)
-    kept = kept[:max_num] if max_num > 0 else kept
+    kept = greedily_kept(scores, _overlap_matrix(boxes, offset) > iou_threshold)
     keep = torch.tensor(kept, dtype=torch.int64, device=boxes.device)
-    return torch.cat([boxes[keep], scores[keep, None]], 1), keep
+    keep = keep[scores[keep] > score_threshold] if score_threshold > 0 else keep
+    return with_scores(boxes, scores, keep[:max_num] if max_num > 0 else keep)
 
 
 def _draw_batched(draw: Draw) -> Problem:
@@ -197,7 +186,7 @@ def _batched(boxes: Tensor, scores: Tensor, idxs: Tensor, nms_cfg: dict) -> tupl
         kept.append(members[_nms(boxes[members], scores[members], nms_cfg["iou_threshold"], 0)[1]])
     keep = torch.cat(kept).sort().values if kept else idxs[:0]
     keep = keep[scores[keep].sort(descending=True, stable=True).indices][: nms_cfg.get("max_num")]
-    return torch.cat([boxes[keep], scores[keep, None]], 1), keep
+    return with_scores(boxes, scores, keep)
 
 
 def _draw_soft(draw: Draw) -> Problem:

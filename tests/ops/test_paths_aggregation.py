@@ -6,6 +6,7 @@ from calls import in_order
 from path_cases import needs_library
 
 from tests.fuzz.problem import wide_of
+from tests.fuzz.sampling import starts_of
 from visdet.ops import explain
 
 CAMERAS = 6
@@ -14,8 +15,8 @@ CAMERAS = 6
 def tables(V, L, H=16, W=44):
     """Return level_shapes and level_starts of V cameras, each level half the size of the one before."""
     shapes = torch.tensor([[[max(H >> l, 1), max(W >> l, 1)] for l in range(L)]] * V, dtype=torch.int64)
-    areas = shapes.reshape(-1, 2).prod(-1)
-    return shapes.view(V, L, 2), (areas.cumsum(0) - areas).view(V, L), int(areas.sum())
+    shapes = shapes.view(V, L, 2)
+    return shapes, *starts_of(shapes)
 
 
 def aggregation(B=1, Q=900, P=13, V=CAMERAS, L=4, G=8, C=256, dtype=torch.float32, offset=0, on_device=False):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from path_cases import PYRAMID, attention, fused, needs_library
 
+from tests.fuzz.problem import Seeded
 from visdet import ops
 from visdet.ops import explain
 from visdet.ops.devices import DEVICES, present_device
@@ -39,10 +40,9 @@ def results(function, given, grad_output):
 
 def assert_matches(function, given, dtype, seed=0):
     """Compare output and gradients on CUDA with those of float64 on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
     exact = given | {name: given[name].double() for name in floating(given)}
     out = function(**exact)
-    grad_output = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
+    grad_output = Seeded(seed).normal(*out.shape).to(dtype)
     expected = results(function, exact, grad_output.double())
     on_gpu = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in given.items()

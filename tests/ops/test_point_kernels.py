@@ -4,6 +4,7 @@ import pytest
 import torch
 from emulation import called
 
+from tests.fuzz.problem import Seeded
 from visdet.ops.furthest_point_sample import furthest_point_sample_reference
 from visdet.ops.point_neighbours import ball_query_reference, knn_reference
 
@@ -75,8 +76,7 @@ def run(library, name, dtype, *arguments):
 
 def cloud(seed, *shape, dtype):
     """Return points with equal distances, equal points and bad numbers, or points of any numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    points = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    points = Seeded(seed).normal(*shape)
     if seed % 2:
         points = (points * 2).round() / 2
     if seed % 3 == 2 and points.numel() > 20:

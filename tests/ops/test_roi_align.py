@@ -6,6 +6,7 @@ import pytest
 import torch
 from calls import assert_matches, gradients, in_a_process, in_order, refusals
 
+from tests.fuzz.problem import wide_of
 from visdet.ops import roi_align, roi_align_rotated
 from visdet.ops.roi_align import roi_align_reference
 from visdet.ops.roi_align_rotated import roi_align_rotated_reference
@@ -49,7 +50,7 @@ def make(name, dtype, turned=False, device="cpu"):
         if N > 2:
             corner[0], extent[0] = 1.0, -0.4  # backwards: nothing, or samples that go back
         numbers = [index, torch.cat([corner, corner + extent], 1) / settings[1]]
-    rois = torch.cat(numbers, 1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    rois = torch.cat(numbers, 1).to(wide_of(dtype))
     return x.to(device), rois.to(device), *settings
 
 

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from tests.fuzz import sizes
 from tests.fuzz.images import draw_images, near_pixels, sample_sizes
-from tests.fuzz.problem import HALVES, Draw, Operator, Problem, gradient_sum, largest, rand, row_sum, wide_of
+from tests.fuzz.problem import (
+    HALVES,
+    Draw,
+    Operator,
+    Problem,
+    Seeded,
+    gradient_sum,
+    largest,
+    rand,
+    row_sum,
+    wide_of,
+)
 from visdet.ops import sample_dot, sample_dot_reference, sample_sum, sample_sum_reference
 from visdet.ops.explain import choose_only
 
@@ -191,29 +202,21 @@ OPS = {"sum": sample_sum, "dot": sample_dot}
 
 def make_case(name, B, C, H, W, Q, D, G, octaves, dtype=torch.float64, device="cpu", channels_last=False):
     """Return (tensors, other arguments); a part of the samples is outside, none within 0.1 px of a pixel's centre."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    draw, wide = Seeded(), wide_of(dtype)
     size = torch.tensor([W, H], dtype=torch.float64)
-    pixels = (torch.rand(B, Q, D, 2, generator=generator, dtype=torch.float64) * 1.4 - 0.2) * size
-    pixels = pixels.floor() + 0.1 + 0.8 * torch.rand(pixels.shape, generator=generator, dtype=torch.float64)
+    pixels = (draw.uniform(B, Q, D, 2) * 1.4 - 0.2) * size
+    pixels = pixels.floor() + 0.1 + 0.8 * draw.uniform(*pixels.shape)
     samples = (pixels + 0.5) / size * 2 - 1
-    images = draw(B, C, H, W).to(dtype)
+    images = draw.normal(B, C, H, W).to(device, dtype)
     if channels_last:
         images = images.to(memory_format=torch.channels_last)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     if name == "sum":
-        others = [draw(B, G, Q, D)]
+        others = [draw.normal(B, G, Q, D)]
         rest = ()
     else:
-        others = [
-            draw(B, G, Q, C - 2 * octaves),
-            torch.rand(B, Q, D, generator=generator, dtype=torch.float64),
-        ]
+        others = [draw.normal(B, G, Q, C - 2 * octaves), draw.uniform(B, Q, D)]
         rest = (octaves,)
-    return [images.to(device), samples.to(wide).to(device), *(x.to(wide).to(device) for x in others)], rest
+    return [images, *(x.to(device, wide) for x in (samples, *others))], rest
 
 
 @pytest.mark.parametrize("case", ["random", "num_octaves_0", "border"])

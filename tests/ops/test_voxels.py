@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, draw_cloud, largest, linear_problem, nothing, rand
+from tests.fuzz.problem import (
+    Draw,
+    Operator,
+    Problem,
+    Seeded,
+    draw_cloud,
+    largest,
+    linear_problem,
+    nothing,
+    rand,
+)
 from visdet.ops import (
     bev_pool,
     bev_pool_v2,
@@ -293,14 +303,12 @@ def test_a_grid_of_more_than_2_to_the_31_voxels(device):
 
 
 def gaussians(G=6, N=40):
-    generator = torch.Generator().manual_seed(3)
-    points = torch.rand(N, 3, generator=generator, dtype=torch.float64) * 4
-    means = torch.rand(G, 3, generator=generator, dtype=torch.float64) * 4
-    factors = torch.rand(G, 3, 3, generator=generator, dtype=torch.float64)
+    draw = Seeded(3)
+    points, means = draw.uniform(N, 3) * 4, draw.uniform(G, 3) * 4
+    factors = draw.uniform(G, 3, 3)
     inverse = factors @ factors.transpose(1, 2) + torch.eye(3)
-    radii = torch.randint(1, 3, (G,), generator=generator, dtype=torch.int32)
-    opacities = torch.rand(G, generator=generator, dtype=torch.float64)
-    semantics = torch.rand(G, 5, generator=generator, dtype=torch.float64)
+    radii = torch.randint(1, 3, (G,), generator=draw.generator, dtype=torch.int32)
+    opacities, semantics = draw.uniform(G), draw.uniform(G, 5)
     entries = inverse.flatten(1)[:, [0, 4, 8, 1, 5, 2]]
     return points, points.int(), means, means.int(), opacities, semantics, radii, entries, inverse
 
