@@ -15,7 +15,9 @@ from visdet.errors import MissingPackageError
 from visdet.export import ExportError
 from visdet.export.check import Differences
 from visdet.export.families import family_of
+from visdet.export.formats import FORMATS
 from visdet.export.precision import LIMITS
+from visdet.export.program import Program
 
 VARIANTS = {
     "two stages": (DEFORMABLE_DETR, {}),
@@ -150,6 +152,43 @@ def test_weights_of_features_alone_are_in_16_bit(tmp_path):
     assert linear and {node.meta["val"].dtype for node in linear} == {torch.bfloat16}
 
 
+class _Sampled(torch.nn.Module):
+    """Points of a map that a convolution in bfloat16 has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3).bfloat16()
+
+    def forward(self, *tensors):
+        images, points = tensors
+        maps = self.conv(images.bfloat16()).relu().float()
+        return (torch.nn.functional.grid_sample(maps, points, align_corners=False).softmax(-1),)
+
+
+@needs("onnx", "onnxscript", "openvino")
+def test_an_openvino_file_says_what_is_in_bfloat16(tmp_path):
+    import openvino
+
+    from visdet.export.formats.openvino import write
+
+    draw = torch.Generator().manual_seed(0)
+    inputs = {
+        "images": torch.randn(1, 3, 9, 12, generator=draw),
+        "points": torch.rand(1, 1, 20, 2, generator=draw) * 2 - 1,
+    }
+    module = _Sampled().requires_grad_(False)
+    write(Program(module, inputs, ("found",)), tmp_path)
+    core = openvino.Core()
+    types = {}
+    for node in core.read_model(tmp_path / "model.xml").get_ordered_ops():
+        types.setdefault(node.get_type_name(), set()).add(node.get_output_element_type(0).get_type_name())
+    assert types["Convolution"] == types["Relu"] == {"bf16"}
+    assert types["GridSample"] == types["Softmax"] == types["Result"] == {"f32"}
+    options = FORMATS["openvino"].options
+    found = core.compile_model(tmp_path / "model.xml", "CPU", options)([x.numpy() for x in inputs.values()])
+    torch.testing.assert_close(torch.from_numpy(found[0]), module(*inputs.values())[0], rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize(
     "format",
     [
@@ -202,7 +241,11 @@ def test_a_model_without_a_family_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("format", "precision", "message"),
-    [("pt2", "bfloat16", "image features"), ("onnx", "int8", "'int8' needs"), ("onnx", "bfloat16", "ONNX")],
+    [
+        ("pt2", "bfloat16", "image features"),
+        ("onnx", "int8", "'int8' needs"),
+        ("onnx", "bfloat16", "no convolution"),
+    ],
 )
 def test_precisions_that_a_format_or_a_model_lacks_are_refused(tmp_path, format, precision, message):
     with pytest.raises(ExportError, match=message):

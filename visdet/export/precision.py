@@ -43,6 +43,11 @@ LIMITS = {
 _FEATURES = ("backbone", "neck", "img_backbone", "img_neck")
 
 
+def is_in_bfloat16(model: nn.Module) -> bool:
+    """Return whether some of a model's weights, such as those of its features, are in bfloat16."""
+    return any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+
+
 def with_features_in(model: nn.Module, precision: str) -> nn.Module:
     """Return the model, or for 16 bit a copy of it whose backbone and neck have weights and compute in 16 bit."""
     if precision in ("float32", "int8"):  # A format quantises what it has written.

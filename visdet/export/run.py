@@ -172,7 +172,7 @@ def _checked_format(format: str, precision: str, custom_op: str | None, has_data
         )
     if precision not in kind.precisions:
         raise ExportError(
-            f"precision {precision!r}: ONNX, of which format {format!r} is made, has no convolution in it. Possible "
+            f"precision {precision!r}: the runtime of format {format!r} has no convolution in it on a CPU. Possible "
             f"are {', '.join(kind.precisions)}"
         )
     if custom_op not in (None, kind.custom_op):

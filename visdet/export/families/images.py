@@ -14,6 +14,7 @@ from visdet.models.base_detector import image_sizes
 from visdet.models.deformable_detr.base import PredictionBatch
 
 from ..errors import ExportError
+from ..precision import is_in_bfloat16
 from .family import Family, Tensors
 
 BOXES = "(x1, y1, x2, y2), or rotated (cx, cy, w, h, angle) with clockwise radians"
@@ -56,8 +57,7 @@ class Images(Family):
         # Models are not trained with as much padding as a fixed size may need.
         alone = self.shape is not None and self.model.can_ignore_padding
         batch = PredictionBatch(images, sizes, limit, torch.ones_like(limit), alone)
-        is_in_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in self.model.parameters())
-        with _LinearLayersInBfloat16() if is_in_bfloat16 else nullcontext():
+        with _LinearLayersInBfloat16() if is_in_bfloat16(self.model) else nullcontext():
             found = self.model.detections(batch)
         return tuple(found[name] for name in self.output_names)
 

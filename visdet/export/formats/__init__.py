@@ -37,11 +37,11 @@ class Format:
 FORMATS = {
     "pt2": Format(("torch",), _IN_16_BIT, ("model.pt2",)),
     "aoti": Format(("torch",), _IN_16_BIT, ("model.pt2",)),
-    # ONNX has no convolution in bfloat16.
+    # onnxruntime has no product in bfloat16 on a CPU.
     "onnx": Format(_ONNX, ("float32", "float16", "int8"), ("model.onnx",), custom_op="tensorrt"),
     "openvino": Format(
         (*_ONNX, "openvino"),
-        ("float32", "float16", "int8"),
+        (*_IN_16_BIT, "int8"),
         ("model.xml", "model.bin", "model.onnx"),
         custom_op="openvino",
         # On processors that compute in bfloat16, OpenVINO does so with every layer unless it is told.

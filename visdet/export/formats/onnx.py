@@ -13,10 +13,12 @@ from visdet.files.writing import written_whole
 from ..custom_operators import DOMAINS, load_with_plugin
 from ..errors import ExportError
 from ..package import Package
+from ..precision import is_in_bfloat16
 from ..program import Program
 from ..quantization import quantize
 
 OPSET = 20
+_OPSET_OF_BFLOAT16 = 22  # the first one whose convolutions have it
 
 
 def write(program: Program, folder: Path) -> None:
@@ -28,7 +30,7 @@ def write(program: Program, folder: Path) -> None:
             program.standard,
             input_names=list(program.inputs),
             output_names=list(program.outputs),
-            opset_version=OPSET,
+            opset_version=_OPSET_OF_BFLOAT16 if is_in_bfloat16(program.module) else OPSET,
             dynamo=True,
             verbose=False,
         )
