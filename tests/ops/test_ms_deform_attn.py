@@ -154,6 +154,17 @@ def _bounds(problem: Problem, bounds: dict[str, float]) -> None:
         bounds["locations"] = 4 * side * peak * gradient_sum(bounds) * largest(problem.arguments["weights"])
 
 
+def _of_sizes(B: int, Q: int) -> Problem:
+    given = {
+        "value": rand(B, 12, 2, 4),
+        "level_shapes": [(3, 4)],
+        "level_starts": None,
+        "locations": rand(B, Q, 2, 1, 2, 2),
+        "weights": rand(B, Q, 2, 1, 2),
+    }
+    return Problem(given, ("value", "locations", "weights"))
+
+
 OPERATORS = (
     Operator(
         "ms_deform_attn",
@@ -170,28 +181,7 @@ OPERATORS = (
             "weights": ("rank", 0, 1, 2, 3, 4),
             "level_shapes": ("rank", 1),
         },
-        of_size=(
-            lambda n: Problem(
-                {
-                    "value": rand(2, 12, 2, 4),
-                    "level_shapes": [(3, 4)],
-                    "level_starts": None,
-                    "locations": rand(2, n, 2, 1, 2, 2),
-                    "weights": rand(2, n, 2, 1, 2),
-                },
-                ("value", "locations", "weights"),
-            ),
-            lambda n: Problem(
-                {
-                    "value": rand(n, 12, 2, 4),
-                    "level_shapes": [(3, 4)],
-                    "level_starts": None,
-                    "locations": rand(n, 3, 2, 1, 2, 2),
-                    "weights": rand(n, 3, 2, 1, 2),
-                },
-                ("value", "locations", "weights"),
-            ),
-        ),
+        of_size=(lambda n: _of_sizes(2, n), lambda n: _of_sizes(n, 3)),
     ),
 )
 
@@ -205,6 +195,7 @@ def test_one_sample_by_hand():
     assert out.item() == pytest.approx(2 * (0.375 * 2 + 0.125 * 4 + 0.375 * 16 + 0.125 * 32))
 
 
+of_two_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 on_cuda = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
@@ -363,33 +354,39 @@ def test_tables_of_feature_maps_are_on_the_cpu_whatever_the_default_device():
 # These calls have so many rows that a CUDA launch gives each row one group of threads at most. Some have the queries of
 # an encoder: more regions and heads than a block owns, and a map narrower than a region. In others, a group does not
 # divide the points and channels, or does not take a whole row at once.
+THIN = [(17, 15), (1, 7), (3, 1)]
+FOUR_THIN = [*THIN, (2, 2)]
+FOUR_LEVELS = [(17, 15), (1, 7), (3, 2), (2, 2)]
+WIDE = [(40, 34), (20, 17), (4, 3)]
+FEW_TEXELS = [(6, 5), (1, 1), (2, 3)]
+FIVE_LEVELS = [*FEW_TEXELS, (1, 4), (3, 1)]
 MANY_ROWS = {
-    "_pyramid": (17, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
-    "_pyramid-whole-passes": (17, 269, 8, 32, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
-    "_pyramid-whole-passes-wide": (9, 269, 8, 64, 4, [(17, 15), (1, 7), (3, 1), (2, 2)]),
-    "_pyramid-two-passes": (17, 272, 8, 32, 8, [(17, 15), (1, 7), (3, 2), (2, 2)]),
-    "_pyramid-known-columns": (17, 272, 8, 32, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),
+    "_pyramid": (17, 265, 8, 32, 4, THIN),
+    "_pyramid-whole-passes": (17, 269, 8, 32, 4, FOUR_THIN),
+    "_pyramid-whole-passes-wide": (9, 269, 8, 64, 4, FOUR_THIN),
+    "_pyramid-two-passes": (17, 272, 8, 32, 8, FOUR_LEVELS),
+    "_pyramid-known-columns": (17, 272, 8, 32, 4, FOUR_LEVELS),
     "_pyramid-known-columns-twelve": (17, 268, 8, 32, 4, [(17, 15), (1, 7), (3, 2)]),
     "_pyramid-known-columns-twelve-on-one": (17, 255, 8, 32, 12, [(17, 15)]),
-    "_pyramid-half-as-wide": (9, 272, 16, 16, 4, [(17, 15), (1, 7), (3, 2), (2, 2)]),  # also 256 channels
-    "_pyramid-three-points": (17, 265, 8, 20, 3, [(17, 15), (1, 7), (3, 1)]),
-    "_pyramid-thirty-samples": (17, 265, 8, 30, 10, [(17, 15), (1, 7), (3, 1)]),
-    "_pyramid-three-channels": (17, 265, 8, 3, 4, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid-half-as-wide": (9, 272, 16, 16, 4, FOUR_LEVELS),  # also 256 channels
+    "_pyramid-three-points": (17, 265, 8, 20, 3, THIN),
+    "_pyramid-thirty-samples": (17, 265, 8, 30, 10, THIN),
+    "_pyramid-three-channels": (17, 265, 8, 3, 4, THIN),
     "_pyramid-wide": (17, 54, 8, 300, 4, [(6, 8), (2, 3)]),
-    "_pyramid-regions": (9, 1712, 16, 8, 4, [(40, 34), (20, 17), (4, 3)]),
+    "_pyramid-regions": (9, 1712, 16, 8, 4, WIDE),
     # In which a warp on CUDA has more turns than it works out the queries of at once, in 16 bit, too.
-    "_pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [(40, 34), (20, 17), (4, 3), (2, 2)]),
-    "three-points": (17, 260, 8, 20, 3, [(6, 5), (1, 1), (2, 3)]),
-    "eight-points": (17, 260, 8, 32, 8, [(6, 5), (1, 1), (2, 3)]),
+    "_pyramid-known-columns-many-turns": (16, 1716, 8, 32, 4, [*WIDE, (2, 2)]),
+    "three-points": (17, 260, 8, 20, 3, FEW_TEXELS),
+    "eight-points": (17, 260, 8, 32, 8, FEW_TEXELS),
     "wide": (17, 40, 8, 300, 4, [(3, 4), (1, 2)]),
     "one-head": (70, 260, 1, 32, 8, [(6, 5), (1, 2), (2, 3)]),
     # Rows that several groups share, in bfloat16 four, two and one.
-    "forty-queries": (17, 40, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
-    "eighty-queries": (17, 80, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
-    "two-hundred-queries": (17, 200, 8, 32, 4, [(6, 5), (1, 1), (2, 3)]),
+    "forty-queries": (17, 40, 8, 32, 4, FEW_TEXELS),
+    "eighty-queries": (17, 80, 8, 32, 4, FEW_TEXELS),
+    "two-hundred-queries": (17, 200, 8, 32, 4, FEW_TEXELS),
     # Few rows again, with more samples than are prepared at a time, of wider and of narrower heads.
-    "five-levels": (3, 150, 4, 32, 4, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
-    "five-levels-wide": (3, 30, 4, 128, 8, [(6, 5), (1, 1), (2, 3), (1, 4), (3, 1)]),
+    "five-levels": (3, 150, 4, 32, 4, FIVE_LEVELS),
+    "five-levels-wide": (3, 30, 4, 128, 8, FIVE_LEVELS),
     "narrow": (3, 300, 4, 12, 4, [(6, 5), (2, 3)]),
 }
 
@@ -404,7 +401,7 @@ def test_many_rows_match_reference(name, dtype, device):
 
 
 def test_an_encoders_queries_without_samples(device):
-    case = make_case(17, 265, 8, 32, 0, [(17, 15), (1, 7), (3, 1)], dtype=torch.float32, device=device)
+    case = make_case(17, 265, 8, 32, 0, THIN, dtype=torch.float32, device=device)
     assert (output_of(case) == 0).all()
 
 
@@ -425,7 +422,7 @@ def test_an_encoders_queries_with_other_levels(device):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_two_types
 def test_an_encoders_levels_known_to_the_host_or_not(dtype):
     """Levels of two columns or more: the host then chooses a kernel that it cannot choose for levels on the device."""
     value, shapes, starts, *others = make_case(
@@ -437,7 +434,7 @@ def test_an_encoders_levels_known_to_the_host_or_not(dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_two_types
 @pytest.mark.parametrize(
     "name", ["_pyramid", "_pyramid-known-columns", "_pyramid-known-columns-twelve", "one-head"]
 )
@@ -456,11 +453,11 @@ def test_many_rows_position_that_is_no_number_contributes_nothing(name, dtype, b
 # An encoder's backward works on chunks of queries: rows of one to 32 packs of channels, points that are no multiple of
 # what it takes at once, samples so far apart that they share a bucket, more heads than a chunk has queries.
 ENCODERS = {
-    "_pyramid": (3, 265, 8, 32, 4, [(17, 15), (1, 7), (3, 1)]),
-    "thirty-samples": (2, 265, 2, 30, 10, [(17, 15), (1, 7), (3, 1)]),
-    "one-pack-of-channels": (2, 265, 3, 4, 3, [(17, 15), (1, 7), (3, 1)]),
-    "sixteen-packs": (2, 265, 2, 64, 2, [(17, 15), (1, 7), (3, 1)]),
-    "most-channels": (2, 265, 2, 128, 3, [(17, 15), (1, 7), (3, 1)]),
+    "_pyramid": (3, 265, 8, 32, 4, THIN),
+    "thirty-samples": (2, 265, 2, 30, 10, THIN),
+    "one-pack-of-channels": (2, 265, 3, 4, 3, THIN),
+    "sixteen-packs": (2, 265, 2, 64, 2, THIN),
+    "most-channels": (2, 265, 2, 128, 3, THIN),
     "too-many-channels": (2, 54, 2, 300, 4, [(6, 8), (2, 3)]),
     "wide-map": (1, 6000, 2, 8, 5, [(40, 150)]),
     "small-maps": (70, 6, 4, 16, 4, [(2, 2), (1, 1), (1, 1)]),
@@ -536,7 +533,7 @@ def test_gradients_of_a_crowd_of_samples(extent, dtype, device, deterministic):
     assert_matches_reference(case, tolerance, tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_two_types
 def test_infinite_gradient_reaches_its_own_samples_only(dtype, device, deterministic):
     # Query 0 lies on the left half of the map, all others, of which there are enough for sorting, on the right one.
     case = list(make_case(1, 60, 2, 32, 4, [(6, 8)], dtype=dtype, device=device, spread=0.0))

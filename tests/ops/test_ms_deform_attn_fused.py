@@ -73,6 +73,7 @@ def _off_texel_centres(level_shapes, references, offsets, num_points):
     return offsets
 
 
+THREE_LEVELS = [(8, 7), (2, 7), (3, 1)]
 CASES = {
     "B2-Q13-G3-C20-P4-4": (2, 13, 3, 20, [4, 4], [(7, 5), (3, 4)]),
     "B1-Q5-G1-C30-P3": (1, 5, 1, 30, [3], [(6, 9)]),
@@ -80,10 +81,10 @@ CASES = {
     "B2-Q40-G2-C32-P8-4-12": (2, 40, 2, 32, [8, 4, 12], [(6, 5), (1, 4), (3, 2)]),
     "B2-Q9-G2-C71-P3-6-3": (2, 9, 2, 71, [3, 6, 3], [(5, 4), (1, 7), (3, 1)]),
     "B1-Q55-G2-C64-P8-0-1": (1, 55, 2, 64, [8, 0, 1], [(6, 6), (3, 5), (2, 2)]),  # Q = S
-    "B2-Q73-G3-C32-P3-6-3": (2, 73, 3, 32, [3, 6, 3], [(8, 7), (2, 7), (3, 1)]),  # Q = S
+    "B2-Q73-G3-C32-P3-6-3": (2, 73, 3, 32, [3, 6, 3], THREE_LEVELS),  # Q = S
     # More samples than the CPU locates at a time, with and without room for whole registers of them.
-    "B1-Q7-G2-C16-P11-11-11": (1, 7, 2, 16, [11, 11, 11], [(8, 7), (2, 7), (3, 1)]),
-    "B1-Q7-G2-C16-P16-17-15": (1, 7, 2, 16, [16, 17, 15], [(8, 7), (2, 7), (3, 1)]),
+    "B1-Q7-G2-C16-P11-11-11": (1, 7, 2, 16, [11, 11, 11], THREE_LEVELS),
+    "B1-Q7-G2-C16-P16-17-15": (1, 7, 2, 16, [16, 17, 15], THREE_LEVELS),
     "B1-Q3-G1-C600-P1-2": (1, 3, 1, 600, [1, 2], [(4, 4), (2, 2)]),
     "B40-Q2-G1-C4-P1": (40, 2, 1, 4, [1], [(3, 3)]),
     "B1-Q4-G2-C8-P40-30-1": (1, 4, 2, 8, [40, 30, 1], [(9, 4), (4, 4), (2, 2)]),
@@ -248,6 +249,10 @@ def test_two_samples_by_hand(device):
     )
 
 
+of_points_and_boxes = pytest.mark.parametrize("references", [2, 4])
+of_types = pytest.mark.parametrize("types", TYPES, ids=str)
+
+
 def assert_matches_reference(case, of=(0, 3, 4, 5)):
     """Compare the output, and gradients with respect to the arguments ``of``, with those in float64."""
     coordinates = 1e-12 if case[0].dtype == torch.float64 else 2e-5
@@ -260,15 +265,15 @@ def assert_matches_reference(case, of=(0, 3, 4, 5)):
     )
 
 
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("references", [2, 4])
+@of_types
+@of_points_and_boxes
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name, references, types, device, deterministic):
     assert_matches_reference(make_case(*CASES[name], references, *types, device))
 
 
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("references", [2, 4])
+@of_types
+@of_points_and_boxes
 @pytest.mark.parametrize(
     "num_points, columns",
     [
@@ -291,11 +296,11 @@ def test_an_encoders_many_rows_match_reference(num_points, columns, references, 
     assert relative_error(ms_deform_attn_fused(*case), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("references", [2, 4])
+@of_types
+@of_points_and_boxes
 @pytest.mark.parametrize("num_points", [[4, 0, 0], [8, 0, 1], [3, 6, 3], [8, 16, 8]], ids=str)
 def test_references_that_need_no_gradient(num_points, references, types, device, deterministic):
-    case = make_case(2, 73, 3, 32, num_points, [(8, 7), (2, 7), (3, 1)], references, *types, device)
+    case = make_case(2, 73, 3, 32, num_points, THREE_LEVELS, references, *types, device)
     assert_matches_reference(case, of=(0, 4, 5))
 
 
@@ -307,7 +312,7 @@ def test_gradients_of_an_encoders_many_rows(of, dtype, device):
     assert_matches_reference(case, of)
 
 
-@pytest.mark.parametrize("references", [2, 4])
+@of_points_and_boxes
 def test_twenty_levels(references, device):
     # On CUDA more than travel with a launch: the path of separate operators.
     case = make_case(1, 5, 2, 8, [1, 2] * 10, [(3, 4)] * 20, references, torch.float32, device=device)
