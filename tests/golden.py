@@ -122,6 +122,18 @@ def golden_state(model: nn.Module, arrays: dict[str, np.ndarray]) -> dict[str, t
     return result
 
 
+def close(actual, expected, tolerance: float = 1e-4) -> None:
+    """Compare relative to the largest magnitude, or to 1; integers and booleans exactly; NaN only beside NaN."""
+    expected = torch.as_tensor(expected)
+    if expected.is_floating_point() and expected.numel():
+        largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().max()
+        tolerance *= max(1.0, float(largest))
+    else:
+        tolerance = 0.0
+    options = dict(rtol=0, atol=tolerance, equal_nan=True, check_dtype=False)
+    torch.testing.assert_close(torch.as_tensor(actual).detach(), expected, **options)
+
+
 def every(name: str) -> tuple[str, int]:
     """Return the parts of a golden name ``key@n``: the key, and that every n-th number is stored (1 without ``@``)."""
     key, _, step = name.partition("@")

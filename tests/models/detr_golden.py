@@ -4,22 +4,12 @@ import json
 
 import pytest
 import torch
-from golden import every, golden, golden_state, sampled, under
+from golden import close, every, golden, golden_state, sampled, under
 from mmengine.structures import InstanceData
+from training_steps import gradients_of
 
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
-
-
-def close(actual, expected, tolerance=1e-4):
-    """Compare relative to the largest magnitude, infinities by place and sign."""
-    actual, expected = torch.as_tensor(actual).detach(), torch.as_tensor(expected)
-    assert actual.shape == expected.shape
-    assert torch.equal(actual.isinf(), expected.isinf())
-    actual, expected = actual[actual.isfinite()], expected[expected.isfinite()]
-    if len(expected):
-        scale = max(1.0, float(expected.abs().max()))
-        assert float((actual - expected).abs().max()) <= tolerance * scale
 
 
 class Case:
@@ -67,6 +57,14 @@ class Case:
         return samples
 
 
+def assert_norms(gradients, stored, tolerance):
+    """Compare the norms of the gradients with those that are stored, within a part in 10,000 or the tolerance."""
+    norms = under(stored, "grad_norm")
+    assert set(gradients) == set(norms)
+    for name, norm in norms.items():
+        assert float(gradients[name].norm()) == pytest.approx(float(norm), rel=1e-4, abs=tolerance), name
+
+
 def assert_losses_and_gradients(model, images, samples, stored):
     """Compare the losses of a training step and their gradients with those that are stored."""
     model.train().zero_grad()
@@ -78,12 +76,9 @@ def assert_losses_and_gradients(model, images, samples, stored):
         close((losses | {"total": total})[name], loss)
 
     total.backward()
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = gradients_of(model)
     model.eval()
-    norms = under(stored, "grad_norm")
-    assert set(gradients) == set(norms)
-    for name, norm in norms.items():
-        assert float(gradients[name].norm()) == pytest.approx(float(norm), rel=1e-4, abs=1e-5), name
+    assert_norms(gradients, stored, 1e-5)
     for name, gradient in under(stored, "grad").items():
         key, step = every(name)
         difference = (sampled(gradients[key], step) - gradient).norm()

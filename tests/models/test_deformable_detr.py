@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from tiny_detr import BATCH, VARIANTS, batch, build, config
+from training_steps import are_finite, backward, without_gradient
 
 from visdet.engine import load_config
 from visdet.errors import UserError
@@ -27,8 +28,7 @@ def test_all_modes(variant):
         loss.dim() == 0 and loss.isfinite() and loss.dtype == torch.float32 for loss in losses.values()
     )
     model.parse_losses(losses)[0].backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert not without_gradient(model)
 
     model.eval()
     with torch.no_grad():
@@ -167,12 +167,11 @@ def test_any_number_of_objects(variant, counts):
     """The loss stays connected to every parameter, so that no process of a group waits for a gradient in vain."""
     model = build(variant).train()
     losses = model(*batch(counts), mode="loss")
-    assert all(loss.isfinite() for loss in losses.values())
+    backward(losses)
     if not any(counts):
         assert all(losses[name] == 0 for name in losses if not name.endswith("cls"))
         assert losses["loss_cls"] > 0
-    sum(losses.values()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not without_gradient(model)
 
 
 @torch.no_grad()
@@ -180,7 +179,7 @@ def test_any_number_of_objects(variant, counts):
 def test_fewer_pixels_than_queries(variant):
     model = build(variant, num_queries=500)
     images, samples = batch()
-    assert all(loss.isfinite() for loss in model(images, samples, mode="loss").values())
+    assert are_finite(model(images, samples, mode="loss"))
     assert model.eval()(images, samples, mode="tensor")[0].shape[2] == 4 * 6 + 2 * 3 + 1 * 2
 
 
@@ -201,8 +200,8 @@ def test_autocast():
     for name, loss in rounded.items():
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, exact[name], rtol=0.1, atol=0.05)
-    sum(rounded.values()).backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    backward(rounded)
+    assert not without_gradient(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -385,7 +384,7 @@ def test_an_export_leaves_no_tables_without_numbers():
     for one, other in zip(found, expected, strict=True):
         assert type(other) is torch.Tensor
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert all(loss.isfinite() for loss in model.train()(images, samples, mode="loss").values())
+    assert are_finite(model.train()(images, samples, mode="loss"))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from detr_golden import Case, assert_losses_and_gradients, close
-from golden import drawn_noise, every, sampled
+from detr_golden import Case, assert_losses_and_gradients
+from golden import close, drawn_noise, every, sampled
 from mmengine.optim import OptimWrapper
 from mmengine.structures import InstanceData
 from tiny_detr import STEPS, VARIANTS, batch, config, train
 from tiny_detr import build as variant
 from torch._subclasses.fake_tensor import FakeTensorMode
+from training_steps import backward
 
 from visdet.engine import AmpOptimWrapper
 from visdet.engine.graphs.methods import GraphedLoss
@@ -89,7 +90,7 @@ def test_room_changes_nothing():
         step = dataclasses.replace(step, targets=targets.padded_to(room))
         predictions, costs = model.predictions_and_costs(step)
         losses = model.losses(predictions, step, model.assign(costs, step))
-        sum(losses.values()).backward()
+        backward(losses)
         results.append({**losses, **{name: p.grad for name, p in model.named_parameters()}})
     for other in results[1:]:
         for name, value in results[0].items():
@@ -125,8 +126,8 @@ def test_autocast(device):
         model = build_with_drawn_noise(device)
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
             losses = model(images, samples, mode="loss")
-        assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
-        sum(losses.values()).backward()
+        assert all(loss.dtype == torch.float32 for loss in losses.values())
+        backward(losses)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     # What is computed without gradients first must leave no casts of weights that have none.
     for name in (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_detr import BATCH, VARIANTS, batch, config
 from torch.distributions import MultivariateNormal, kl_divergence
+from training_steps import backward, without_gradient
 
 from visdet.models import RotatedBoxCoder, UprightBoxCoder
 from visdet.models.boxes import cxcywh_to_xyxy
@@ -239,14 +240,8 @@ def test_a_step_reaches_every_parameter(variant, loss_iou):
     model = build(variant, loss_iou=loss_iou).train()
     images, samples = rotated_batch((3, 0), sizes=(BATCH, (50, 80)))
     losses = model(images, samples, mode="loss")
-    assert all(loss.isfinite() for loss in losses.values())
-    sum(losses.values()).backward()
-    missing = {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is None or not parameter.grad.isfinite().all()
-    }
-    assert not {name for name in missing if "backbone" not in name}
+    backward(losses)
+    assert all("backbone" in name for name in without_gradient(model))
     found = model.eval()(images, samples, mode="predict")[1].pred_instances
     assert found.bboxes.shape == (5, 5) and found.bboxes.isfinite().all()
     assert ((found.bboxes[:, 4] >= -math.pi / 2) & (found.bboxes[:, 4] < math.pi / 2)).all()

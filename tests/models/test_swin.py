@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from detr_golden import close
-from golden import every, golden, golden_state, sampled, under
+from detr_golden import assert_norms
+from golden import close, every, golden, golden_state, sampled, under
 from mmengine.optim import OptimWrapper
 from tiny_detr import STEPS, VARIANTS, config, train
+from training_steps import gradients_of
 
 from visdet.engine.graphs.methods import GraphedLoss
 from visdet.models import SwinTransformer
@@ -28,11 +29,7 @@ def test_numbers_of_mmdet(with_cp):
         index, step = every(name)
         close(sampled(maps[int(index)], step), expected)
     sum((output**2).mean() for output in maps).backward()
-    norms = under(arrays, "grad_norm")
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert set(gradients) == set(norms)
-    for name, norm in norms.items():
-        assert float(gradients[name].norm()) == pytest.approx(float(norm), rel=1e-4, abs=1e-7), name
+    assert_norms(gradients_of(model), arrays, 1e-7)
 
 
 def original_state(model):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_driving import NUM_DET, frame, tiny_config, tiny_model
+from training_steps import are_finite, backward, without_gradient
 
 from visdet.engine.stages import StagedModel
 from visdet.models.sparsedrive import SparseDrive
@@ -128,11 +129,9 @@ def test_every_parameter_gets_a_gradient_whatever_the_targets():
             model.zero_grad()
             images, data = frame([time] * 2, seed, num_boxes=num_boxes, num_lines=num_lines)
             losses = staged.losses(images, data)
-            assert all(loss.isfinite() for loss in losses.values())
-            sum(losses.values()).backward()
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+            backward(losses)
+            frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+            assert without_gradient(model) == frozen
 
 
 def test_no_depth_ground_truth():
@@ -146,8 +145,7 @@ def test_no_depth_ground_truth():
 def test_denoising_over_frames_with_changing_numbers_of_boxes():
     staged = StagedModel(tiny_model().train())
     for i, count in enumerate((3, 1, 5, 0, 2)):
-        losses = staged.losses(*frame([0.5 * i], seed=i, num_boxes=[count]))
-        assert all(loss.isfinite() for loss in losses.values())
+        assert are_finite(staged.losses(*frame([0.5 * i], seed=i, num_boxes=[count])))
         carried = staged.state.head["det"].denoising
         assert (carried is None) == (count == 0)
         if carried is not None:
@@ -212,8 +210,7 @@ def test_a_sequence_goes_on_with_another_type_of_autocast(dtypes):
     for time, dtype in enumerate(dtypes):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             losses = staged.losses(*frame([0.5 * time]))
-        sum(losses.values()).backward()
-        assert all(loss.isfinite() for loss in losses.values())
+        backward(losses)
     assert staged.state.head["det"].bank.history == (True,)
 
 
@@ -222,8 +219,7 @@ def test_nan_in_annotations_gives_finite_losses():
     images, data = frame([0.0])
     data[0].gt_bboxes_3d[1, 7:] = math.nan
     data[0].gt_bboxes_3d[2, 3:6] = 0.0
-    losses = model(images, data, mode="loss")
-    assert all(loss.isfinite() for loss in losses.values())
+    assert are_finite(model(images, data, mode="loss"))
 
 
 @pytest.mark.parametrize(("name", "count"), [("gt_labels_3d", 5), ("gt_map_labels", 3)])
