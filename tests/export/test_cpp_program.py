@@ -53,10 +53,11 @@ def test_a_program_finds_the_boxes_that_python_finds(
     lines = [line.split() for line in found.stdout.splitlines()]
     scores, boxes = expected.scores.numpy(), expected.boxes.numpy()
     assert len(lines) == len(scores) == 100
-    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=1e-4)
-    apart = [
-        np.sum(np.abs(scores - score) < 1e-4) == 1 for score in scores
-    ]  # Others may be in another order.
+    # On a GPU, two programs may choose other convolutions, which compute in TF32.
+    tolerance = 5e-4 if torch.cuda.is_available() else 1e-4
+    np.testing.assert_allclose([float(line[1]) for line in lines], scores, atol=tolerance)
+    # Others may be in another order.
+    apart = [np.sum(np.abs(scores - score) < tolerance) == 1 for score in scores]
     assert sum(apart) >= 5
     for index in np.flatnonzero(apart):
         assert lines[index][0] == expected.classes[expected.labels[index]]
@@ -87,7 +88,7 @@ def test_a_package_is_given_what_it_was_made_for(programs, package, tmp_path):
     ):
         with pytest.raises(ExportError, match=message):
             run({"picture": wrong})
-    for name, message in (("a.jpg", "Premature end"), ("a.png", "Read Error")):
+    for name, message in (("a.jpg", "remature end"), ("a.png", "Read Error")):
         path = write_picture(tmp_path / name)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])

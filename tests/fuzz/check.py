@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .mistakes import mistakes
-from .problem import EXTREME, Draw, Operator, Problem
+from .problem import EXTREME, HUGE, Draw, Operator, Problem
 
 __all__ = ["Outcome", "bits", "numbers_of", "run_call"]
 
@@ -150,9 +150,10 @@ def _call(
     if not needed:
         return outputs, (None,) * len(needed), []
     if grad_outputs is None:
-        grad_outputs = [
-            draw.place(draw.with_bad_numbers(draw.numbers(*t.shape), 0.3), t.dtype) for t in sources
-        ]
+        numbers = [draw.with_bad_numbers(draw.numbers(*t.shape), 0.3) for t in sources]
+        if operator.shares_a_scale:
+            numbers = [torch.where(tensor.abs() == HUGE, 1.0, tensor) for tensor in numbers]
+        grad_outputs = [draw.place(tensor, t.dtype) for tensor, t in zip(numbers, sources, strict=True)]
     gradients = torch.autograd.grad(
         sources, [problem.arguments[name] for name in needed], grad_outputs, allow_unused=True
     )

@@ -29,7 +29,8 @@ HALVES = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Numbers of at least this magnitude are not compared, because the operator may overflow where float64 does not.
 EXTREME = 1e4
-BAD_NUMBERS = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 65504.0, -0.0, 1e-40, -1e-42, 0.0)
+HUGE = 1e30
+BAD_NUMBERS = (float("nan"), float("inf"), -float("inf"), HUGE, -HUGE, 65504.0, -0.0, 1e-40, -1e-42, 0.0)
 MARGIN = float("nan")  # This surrounds a view in memory, so that reading beyond the view changes the result.
 
 Result = Tensor | tuple[Tensor, ...]
@@ -79,6 +80,8 @@ class Operator:
         launches: a hypothesis strategy of arguments without data, of any sizes (``sizes.arguments``). The launches on
             CUDA must fit every GPU.
         scatters_beside: the arguments whose NaN or infinite numbers may likewise affect gradients of ``reads_beside``.
+        shares_a_scale: whether deterministic gradients on CUDA are multiples of a fraction of the largest number in the
+            gradient of the result, so that nothing is left of those beside a huge one.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Operator:
     scatters_beside: tuple[str, ...] = ()
     of_size: tuple[Callable[[int], Problem], ...] = ()
     launches: Any = None
+    shares_a_scale: bool = False
 
 
 class Draw:

@@ -209,6 +209,7 @@ def test_tables_on_a_gpu_for_features_on_the_cpu_are_refused():
 STRAY_TABLES = """
 import torch
 import visdet.ops
+from tests.fuzz.aggregation import make_case
 case = make_case(2, 5, 3, 2, 8, dtype=torch.float32, device="cuda")
 for shape, start in ((1, 2**63 - 1), (2**62, 0), (2**31, 2**31), (-1, 0), (0, 0), (3, -(2**63))):
     shapes, starts = torch.full_like(case[1], shape).cuda(), torch.full_like(case[2], start).cuda()

@@ -44,7 +44,8 @@ def test_a_gpu_without_the_memory_raises_torchs_error(call):
 @pytest.fixture
 def little_memory():
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((256 << 20) / torch.cuda.get_device_properties(0).total_memory)
+    limit = torch.cuda.memory_reserved() + (256 << 20)  # Other tests of the process may have left tables.
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -136,12 +136,14 @@ OPERATORS = (
         _means,
         region_bounds,
         launches=sizes.arguments(rois="N 6 float32", spatial_scale=0.25, **ALIGNED),
+        shares_a_scale=True,
     ),
     Operator(
         "riroi_align_rotated",
         riroi_align_rotated,
         _draw_pooled,
         _pooled,
+        shares_a_scale=True,
     ),
     Operator(
         "rotated_feature_align",

@@ -67,6 +67,7 @@ OPERATORS = (
         region_bounds,
         launches=sizes.arguments(rois="N 5 float32", **ALIGNED),
         of_size=_of_size(output_size=2, spatial_scale=0.5),
+        shares_a_scale=True,
     ),
     Operator(
         "roi_pool",
@@ -86,6 +87,7 @@ OPERATORS = (
         _deform_reference,
         region_bounds,
         spoiled={"offset": ("rank", 1, 2)},
+        shares_a_scale=True,
         launches=sizes.arguments(
             rois="N 5 float32", offset="N 2 7 7 float32", spatial_scale=0.25, **ALIGNED | {"output_size": 7}
         ),
