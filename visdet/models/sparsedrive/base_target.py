@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from visdet.errors import InvalidInputError
 from visdet.execution.tensor_tree import ON_HOST
@@ -67,12 +66,18 @@ class PaddedInstances:
 
 
 def padded_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return tensors [N_i, ...] of all samples on ``device`` as one tensor [B, N, ...], padded with zeros."""
-    padded = pad_sequence(list(rows), batch_first=True)
-    if device.type != "cpu":
-        missing = room_for(padded.shape[1], LEAST_ROOM) - padded.shape[1]
-        padded = torch.cat([padded, padded.new_zeros(len(rows), missing, *padded.shape[2:])], 1)
-    return to_device(padded, device)
+    """Return tensors [N_i, ...] of all samples, which lie on the host, as one [B, N, ...] on ``device``.
+
+    It is padded with zeros.
+    """
+    most = max(len(row) for row in rows)
+    copied = device.type == "cuda"
+    room = most if device.type == "cpu" else room_for(most, LEAST_ROOM)
+    # Memory that is pinned at once is written once, and its copy need not wait for the device.
+    padded = torch.zeros(len(rows), room, *rows[0].shape[1:], dtype=rows[0].dtype, pin_memory=copied)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+    return padded.to(device, non_blocking=copied)
 
 
 def rows_or_zeros(table: Tensor, index: Tensor) -> Tensor:

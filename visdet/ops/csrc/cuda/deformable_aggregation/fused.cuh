@@ -3,11 +3,14 @@
 // The contract is in deformable_aggregation_fused.h.
 #pragma once
 
+#include <algorithm>
+#include <limits>
 #include <tuple>
 #include <type_traits>
 
 #include "common/launch.h"
 #include "common/values.cuh"
+#include "common/warp.cuh"
 #include "cuda/deformable_aggregation/visible.cuh"
 #include "deformable_aggregation_fused.h"
 
@@ -35,26 +38,40 @@ constexpr const char* kFusedBackwardOp = "deformable_aggregation_fused_backward"
 struct FusedSizes {
   int64_t Q;
   int32_t V, L, P, G;
+  int32_t packs;  // of neighbouring groups, which a thread works on together
+  int32_t width;  // a power of two of lanes with different packs: as many as there are packs, but at most a warp
   bool has_camera, has_keep;
 };
 
-// The logits of a query: at(v, j) is that of camera v and entry j = (l * P + p) * G + g.
-template <typename TL, typename A>
+// The logits of a query, of packs of K groups.
+template <typename TL>
 struct Logits {
-  const TL* query;   // [V, L, P, G], or [L, P, G] beside camera
-  const TL* camera;  // [V, L, P, G] or null
-  int64_t stride;    // entries of a camera
+  const TL* of_query;   // [L, P, G] beside of_camera
+  const TL* of_camera;  // [V, L, P, G]; those of the query alone, if they differ from camera to camera
+  int64_t stride;       // entries of a camera
 
-  __device__ __forceinline__ A at(int v, int64_t j) const {
-    if (camera == nullptr) return to_accumulate(query[v * stride + j]);
-    return to_accumulate(query[j]) + to_accumulate(camera[v * stride + j]);
+  // What is added to the logits of all cameras at entry j = (l * P + p) * G + g.
+  template <int K, typename A>
+  __device__ __forceinline__ void read_base(int64_t j, A (&base)[K]) const {
+    if (of_query != nullptr) {
+      load_pack<TL>(of_query + j, base);
+    } else {
+#pragma unroll
+      for (int k = 0; k < K; ++k) base[k] = 0;
+    }
+  }
+  template <int K, typename A>
+  __device__ __forceinline__ void read(int v, int64_t j, const A (&base)[K], A (&logits)[K]) const {
+    load_pack<TL>(of_camera + v * stride + j, logits);
+#pragma unroll
+    for (int k = 0; k < K; ++k) logits[k] += base[k];
   }
 };
-template <typename TL, typename A>
-__device__ __forceinline__ Logits<TL, A> logits_of(const TL* logits, const TL* camera_logits, const FusedSizes& sizes,
-                                                   int64_t query) {
+template <typename TL>
+__device__ __forceinline__ Logits<TL> logits_of(const TL* logits, const TL* camera_logits, const FusedSizes& sizes,
+                                                int64_t query) {
   const int64_t stride = static_cast<int64_t>(sizes.L) * sizes.P * sizes.G, b = query / sizes.Q;
-  if (!sizes.has_camera) return {logits + query * sizes.V * stride, nullptr, stride};
+  if (!sizes.has_camera) return {nullptr, logits + query * sizes.V * stride, stride};
   return {logits + query * stride, camera_logits + b * sizes.V * stride, stride};
 }
 
@@ -72,93 +89,168 @@ struct Camera {
   }
 };
 
-constexpr int kMaxThreads = 1024;  // of a block
+constexpr int kMaxThreads = 256;  // of a block
+constexpr int kMaxWarps = kMaxThreads / 32;
+template <int K>
+constexpr int kColumns = 32 * K;  // groups that a block works on at a time
 
-// Called by all threads of a block: combines the numbers of all threads n of the same n % groups by f, in order, so
-// that every run gives the same bits. Threads from groups * (blockDim.x / groups) on are ignored.
+// Which groups a thread works on: K from g on, with every `members`-th thing from `first` on.
+template <int K>
+struct Share {
+  int g, first, members;
+  bool is_active;
+  __device__ __forceinline__ Share(const FusedSizes& sizes, int from) {
+    const int pack = from + threadIdx.x % sizes.width;
+    is_active = pack < sizes.packs;
+    g = (is_active ? pack : 0) * K;
+    first = threadIdx.x / sizes.width, members = blockDim.x / sizes.width;
+  }
+};
+
+// Called by all threads of a block: calls f(pair, l) for the levels of the visible pairs, each with one lane of every
+// pack. `listed` is for the warp alone.
 template <typename A, typename F>
-__device__ __forceinline__ A combine(A mine, int groups, A* shared, const F& f) {
-  const int members = blockDim.x / groups;
-  shared[threadIdx.x] = mine;
-  __syncthreads();
-  A all = shared[threadIdx.x % groups];
-  for (int n = 1; n < members; ++n) all = f(all, shared[n * groups + threadIdx.x % groups]);
-  __syncthreads();  // shared may be written again
-  return all;
+__device__ __forceinline__ void for_visible(const Pack<A, 2>* locations, const FusedSizes& sizes, int (&listed)[32],
+                                            const F& f) {
+  const int lane = threadIdx.x % 32, pairs = sizes.P * sizes.V;
+  for (int from = threadIdx.x - lane; from < pairs; from += blockDim.x) {
+    const bool visible = from + lane < pairs && is_visible(locations[from + lane]);
+    const unsigned ballot = __ballot_sync(kAllLanes, visible);
+    if (visible) listed[rank_in_ballot(ballot)] = from + lane;
+    __syncwarp();
+    const int count = __popc(ballot) * sizes.L;
+    for (int n = lane / sizes.width; n < count; n += 32 / sizes.width) {
+      const int i = n / sizes.L;
+      f(listed[i], n - i * sizes.L);
+    }
+    __syncwarp();  // listed may be written again
+  }
 }
 
-// A block owns a query. Its threads first project the points into the cameras. Then the threads n with the same n % G
-// compute the maximum and the sum of the softmax of group n % G. Last, the warps take the pairs in turn; a warp writes
-// the L * G weights of a pair if the pair is visible, since the weights of other pairs are never read.
-// stats [B * Q, G, 2]: maximum and reciprocal sum, for the backward.
-template <typename TL, typename A>
+// Called by all threads of a block: the sum over the block of each of the K numbers of a share, in a fixed order.
+// shared [kMaxWarps + 1][kColumns] may be written again after the next __syncthreads().
+template <int K, typename A>
+__device__ __forceinline__ void sum_block(A (&values)[K], int width, A (&shared)[kMaxWarps + 1][kColumns<K>]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = width * K;
+  sum_lanes(values, width);
+  if (lane < width) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) shared[warp][lane * K + k] = values[k];
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < columns; c += blockDim.x) {
+    A sum = 0;
+    for (int w = 0; w < blockDim.x / 32; ++w) sum += shared[w][c];
+    shared[kMaxWarps][c] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; ++k) values[k] = shared[kMaxWarps][lane % width * K + k];
+}
+
+// The same of maxima; NaN is ignored.
+template <int K, typename A>
+__device__ __forceinline__ void max_block(A (&values)[K], int width, A (&shared)[kMaxWarps + 1][kColumns<K>]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int k = 0; k < K; ++k) values[k] = max_lanes(values[k], width);
+  if (lane < width) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) shared[warp][lane * K + k] = values[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    for (int w = 0; w < blockDim.x / 32; ++w) {
+      const A other = shared[w][lane % width * K + k];
+      values[k] = other > values[k] ? other : values[k];
+    }
+  }
+  __syncthreads();
+}
+
+// A block owns a query. Its threads first project the points into the cameras. Then each computes maximum and sum of
+// the softmax of its groups over a share of the logits, which it reads once; these are combined. Last, the warps write
+// the weights of the visible pairs, since those of other pairs are never read.
+// stats [B * Q, 2, G]: maximum and reciprocal sum, for the backward.
+template <typename TL, typename A, int K>
 __global__ void __launch_bounds__(kMaxThreads)
     prepare_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
                    const TL* __restrict__ logits, const TL* __restrict__ camera_logits, const bool* __restrict__ keep,
                    A keep_scale, Pack<A, 2>* __restrict__ locations, A* __restrict__ weights, A* __restrict__ stats,
                    const FusedSizes sizes) {
-  extern __shared__ __align__(16) char shared[];
-  auto* scratch = reinterpret_cast<A*>(shared);  // [blockDim.x]
-  const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G;
-  const int64_t query = blockIdx.x, b = query / sizes.Q, pairs = static_cast<int64_t>(P) * V;
+  __shared__ A shared[kMaxWarps + 1][kColumns<K>];
+  __shared__ int listed[kMaxWarps][32];
+  const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G, pairs = P * V;
+  const int64_t query = blockIdx.x, b = query / sizes.Q;
   Pack<A, 2>* my_locations = locations + query * pairs;
-  for (int v = 0; v < V; ++v) {
+  for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+    const int p = pair / V, v = pair - p * V;
     const Camera<A> camera(projection, image_wh, b * V + v);
-    for (int p = threadIdx.x; p < P; p += blockDim.x) {
-      const A* point = key_points + (query * P + p) * 3;
-      const A at[3] = {point[0], point[1], point[2]};
-      const A raw = camera.pixel(2, at), depth = raw < A(kMinDepth) ? A(kMinDepth) : raw;  // NaN stays
-      const bool counts = !sizes.has_keep || keep[(query * V + v) * P + p];
-      my_locations[static_cast<int64_t>(p) * V + v] = {counts ? camera.pixel(0, at) / depth / camera.width : A(-1),
-                                                       counts ? camera.pixel(1, at) / depth / camera.height : A(-1)};
-    }
+    const A* point = key_points + (query * P + p) * 3;
+    const A at[3] = {point[0], point[1], point[2]};
+    const A raw = camera.pixel(2, at), depth = raw < A(kMinDepth) ? A(kMinDepth) : raw;  // NaN stays
+    const bool counts = !sizes.has_keep || keep[(query * V + v) * P + p];
+    my_locations[pair] = {counts ? camera.pixel(0, at) / depth / camera.width : A(-1),
+                          counts ? camera.pixel(1, at) / depth / camera.height : A(-1)};
   }
-  const auto my_logits = logits_of<TL, A>(logits, camera_logits, sizes, query);
-  for (int g0 = 0; g0 < G; g0 += blockDim.x) {
-    const int groups = min(G - g0, static_cast<int>(blockDim.x)), members = blockDim.x / groups;
-    const int g = g0 + threadIdx.x % groups, first = threadIdx.x / groups;
-    const int entries = L * P;
-    A most = -INFINITY, sum = 0;
-    if (first < members) {
+  const Logits<TL> my_logits = logits_of(logits, camera_logits, sizes, query);
+  for (int from = 0; from < sizes.packs; from += sizes.width) {
+    const Share<K> mine(sizes, from);
+    A most[K], sum[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) most[k] = std::numeric_limits<A>::lowest(), sum[k] = 0;
+    for (int i = mine.first; i < L * P; i += mine.members) {
+      const int64_t j = static_cast<int64_t>(i) * G + mine.g;
+      A base[K];
+      my_logits.read_base(j, base);
+#pragma unroll 3
       for (int v = 0; v < V; ++v) {
-        for (int i = first; i < entries; i += members) {
-          const A x = my_logits.at(v, static_cast<int64_t>(i) * G + g);
-          most = x > most || x != x ? x : most;
+        A x[K];
+        my_logits.read(v, j, base, x);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const A above = x[k] - most[k], other = exp(-abs(above));  // NaN makes the sum NaN
+          sum[k] = above > 0 ? sum[k] * other + 1 : sum[k] + other;
+          if (above > 0) most[k] = x[k];
         }
       }
     }
-    most = combine(most, groups, scratch, [](A x, A y) { return y > x || y != y ? y : x; });
-    if (first < members) {
-      for (int v = 0; v < V; ++v) {
-        for (int i = first; i < entries; i += members) {
-          sum += exp(my_logits.at(v, static_cast<int64_t>(i) * G + g) - most);
-        }
-      }
+    A own[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) own[k] = most[k];
+    max_block(most, sizes.width, shared);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum[k] *= exp(own[k] - most[k]);
+    sum_block(sum, sizes.width, shared);
+    A reciprocal[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) reciprocal[k] = 1 / sum[k];
+    if (mine.is_active && threadIdx.x < sizes.width) {
+      store_pack(stats + query * 2 * G + mine.g, most);
+      store_pack(stats + (query * 2 + 1) * G + mine.g, reciprocal);
     }
-    sum = combine(sum, groups, scratch, [](A x, A y) { return x + y; });
-    if (first == 0) {
-      stats[(query * G + g) * 2] = most;
-      stats[(query * G + g) * 2 + 1] = 1 / sum;
-    }
-  }
-  __syncthreads();  // locations and stats are written
-  const int lane = threadIdx.x % 32, numbers = L * G;
-  for (int64_t pair = threadIdx.x / 32; pair < pairs; pair += blockDim.x / 32) {
-    if (!is_visible(my_locations[pair])) continue;
-    const int p = static_cast<int>(pair / V), v = static_cast<int>(pair - static_cast<int64_t>(p) * V);
-    A* to = weights + (query * pairs + pair) * numbers;
-    for (int n = lane; n < numbers; n += 32) {
-      const int l = n / G, g = n - l * G;
-      const A* my_stats = stats + (query * G + g) * 2;
-      to[n] = exp(my_logits.at(v, (static_cast<int64_t>(l) * P + p) * G + g) - my_stats[0]) * my_stats[1] * keep_scale;
-    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) reciprocal[k] *= keep_scale;
+    // The barriers of max_block are also those after which all locations are written.
+    for_visible(my_locations, sizes, listed[threadIdx.x / 32], [&](int pair, int l) {
+      const int p = pair / V, v = pair - p * V;
+      const int64_t j = (static_cast<int64_t>(l) * P + p) * G + mine.g;
+      A base[K], x[K];
+      my_logits.read_base(j, base);
+      my_logits.read(v, j, base, x);
+#pragma unroll
+      for (int k = 0; k < K; ++k) x[k] = exp(x[k] - most[k]) * reciprocal[k];
+      if (mine.is_active) store_pack(weights + ((query * pairs + pair) * L + l) * G + mine.g, x);
+    });
+    __syncthreads();  // shared may be written again
   }
 }
 
 // A block owns a query and writes the gradients of its logits, through the softmax, and of its points, through the
 // projection. grad_pairs [B * Q, V, L, P, G] are the gradients of the logits for each camera, from which the gradients
 // of camera_logits are made. It is null without camera_logits.
-template <typename TL, typename A>
+template <typename TL, typename A, int K>
 __global__ void __launch_bounds__(kMaxThreads)
     finish_kernel(const A* __restrict__ key_points, const A* __restrict__ projection, const A* __restrict__ image_wh,
                   const TL* __restrict__ logits, const TL* __restrict__ camera_logits, A keep_scale,
@@ -166,20 +258,22 @@ __global__ void __launch_bounds__(kMaxThreads)
                   const Pack<A, 2>* __restrict__ grad_locations, const A* __restrict__ grad_weights,
                   A* __restrict__ grad_key_points, TL* __restrict__ grad_logits, A* __restrict__ grad_pairs,
                   const FusedSizes sizes) {
-  extern __shared__ __align__(16) char shared[];
-  auto* scratch = reinterpret_cast<A*>(shared);  // [blockDim.x]
-  const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G;
-  const int64_t query = blockIdx.x, b = query / sizes.Q, pairs = static_cast<int64_t>(P) * V;
+  __shared__ A shared[kMaxWarps + 1][kColumns<K>];
+  __shared__ int listed[kMaxWarps][32];
+  const int V = sizes.V, L = sizes.L, P = sizes.P, G = sizes.G, pairs = P * V, lane = threadIdx.x % 32;
+  const int64_t query = blockIdx.x, b = query / sizes.Q;
   const Pack<A, 2>* my_locations = locations + query * pairs;
   const A *my_weights = weights + query * pairs * L * G, *my_grads = grad_weights + query * pairs * L * G;
-  for (int p = threadIdx.x; p < P; p += blockDim.x) {
-    const A* point = key_points + (query * P + p) * 3;
-    const A at[3] = {point[0], point[1], point[2]};
+  const int lanes = V > 16 ? 32 : V > 8 ? 16 : V > 4 ? 8 : 4;  // of a point
+  for (int from = (threadIdx.x - lane) / lanes; from < P; from += blockDim.x / lanes) {
+    const int p = from + lane / lanes;
     A grad[3] = {};
-    for (int v = 0; v < V; ++v) {
-      const int64_t pair = static_cast<int64_t>(p) * V + v;
+    for (int v = lane % lanes; v < V && p < P; v += lanes) {
+      const int pair = p * V + v;
       const Pack<A, 2> location = my_locations[pair];
       if (!is_visible(location)) continue;
+      const A* point = key_points + (query * P + p) * 3;
+      const A at[3] = {point[0], point[1], point[2]};
       const Camera<A> camera(projection, image_wh, b * V + v);
       const Pack<A, 2> grad_location = grad_locations[query * pairs + pair];
       const A raw = camera.pixel(2, at), depth = raw < A(kMinDepth) ? A(kMinDepth) : raw;
@@ -188,39 +282,54 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
       for (int i = 0; i < 3; ++i) grad[i] += camera.row[0][i] * x + camera.row[1][i] * y + camera.row[2][i] * z;
     }
-    for (int i = 0; i < 3; ++i) grad_key_points[(query * P + p) * 3 + i] = grad[i];
-  }
-  const auto my_logits = logits_of<TL, A>(logits, camera_logits, sizes, query);
-  const int64_t stride = my_logits.stride;
-  for (int g0 = 0; g0 < G; g0 += blockDim.x) {
-    const int groups = min(G - g0, static_cast<int>(blockDim.x)), members = blockDim.x / groups;
-    const int g = g0 + threadIdx.x % groups, first = threadIdx.x / groups;
-    A dot = 0;
-    if (first < members) {
-      for (int64_t i = first; i < pairs * L; i += members) {
-        if (is_visible(my_locations[i / L])) dot += my_weights[i * G + g] * my_grads[i * G + g];
-      }
+    sum_lanes(grad, 1, lanes);
+    if (lane % lanes == 0 && p < P) {
+      for (int i = 0; i < 3; ++i) grad_key_points[(query * P + p) * 3 + i] = grad[i];
     }
-    dot = combine(dot, groups, scratch, [](A x, A y) { return x + y; });
-    if (first >= members) continue;
-    const A most = stats[(query * G + g) * 2], reciprocal = stats[(query * G + g) * 2 + 1];
-    for (int i = first; i < L * P; i += members) {
+  }
+  const Logits<TL> my_logits = logits_of(logits, camera_logits, sizes, query);
+  const int64_t stride = my_logits.stride;
+  for (int from = 0; from < sizes.packs; from += sizes.width) {
+    const Share<K> mine(sizes, from);
+    A dot[K] = {};
+    for_visible(my_locations, sizes, listed[threadIdx.x / 32], [&](int pair, int l) {
+      A weight[K], grad[K];
+      load_pack<A>(my_weights + (static_cast<int64_t>(pair) * L + l) * G + mine.g, weight);
+      load_pack<A>(my_grads + (static_cast<int64_t>(pair) * L + l) * G + mine.g, grad);
+#pragma unroll
+      for (int k = 0; k < K; ++k) dot[k] += weight[k] * grad[k];
+    });
+    sum_block(dot, sizes.width, shared);
+    A most[K], reciprocal[K];
+    load_pack<A>(stats + query * 2 * G + mine.g, most);
+    load_pack<A>(stats + (query * 2 + 1) * G + mine.g, reciprocal);
+    for (int i = mine.first; i < L * P && mine.is_active; i += mine.members) {
       const int l = i / P, p = i - l * P;
-      const int64_t j = static_cast<int64_t>(i) * G + g;
-      A sum = 0;
+      const int64_t j = static_cast<int64_t>(i) * G + mine.g;
+      A base[K], sum[K] = {};
+      my_logits.read_base(j, base);
+#pragma unroll 3
       for (int v = 0; v < V; ++v) {
-        const int64_t pair = static_cast<int64_t>(p) * V + v;
-        const A grad = is_visible(my_locations[pair]) ? my_grads[(pair * L + l) * G + g] * keep_scale : A(0);
-        const A through = exp(my_logits.at(v, j) - most) * reciprocal * (grad - dot);
+        const int pair = p * V + v;
+        A grad[K] = {}, x[K];
+        if (is_visible(my_locations[pair])) {
+          load_pack<A>(my_grads + (static_cast<int64_t>(pair) * L + l) * G + mine.g, grad);
+        }
+        my_logits.read(v, j, base, x);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          x[k] = exp(x[k] - most[k]) * reciprocal[k] * (grad[k] * keep_scale - dot[k]);
+          sum[k] += x[k];
+        }
         if (sizes.has_camera) {
-          sum += through;
-          grad_pairs[(query * V + v) * stride + j] = through;
+          store_pack(grad_pairs + (query * V + v) * stride + j, x);
         } else {
-          grad_logits[(query * V + v) * stride + j] = from_accumulate<TL>(through);
+          store_pack(grad_logits + (query * V + v) * stride + j, x);
         }
       }
-      if (sizes.has_camera) grad_logits[query * stride + j] = from_accumulate<TL>(sum);
+      if (sizes.has_camera) store_pack(grad_logits + query * stride + j, sum);
     }
+    __syncthreads();  // shared may be written again
   }
 }
 
@@ -249,16 +358,20 @@ __global__ void __launch_bounds__(32 * kSumWarps)
 struct Prepared : FusedAggregationInputs {
   Tensor stats;
   FusedSizes sizes;
-  int64_t blocks;
-  int threads;
+  int64_t blocks, threads;
 };
 
-// Calls f(TL{}, A{}) for the types of logits and key points.
+// Calls f(TL{}, A{}, K{}) for the types of logits and key points, and the number of groups in a pack.
 template <typename F>
-void dispatch_logits(const Tensor& features, const Tensor& logits, const F& f) {
+void dispatch_logits(const Tensor& features, const Prepared& it, const F& f) {
+  const auto of_type = [&]<typename TL, typename A>(TL, A) {
+    constexpr int kPack = kVectorValues<TL>;
+    if (it.sizes.packs < it.sizes.G) return f(TL{}, A{}, std::integral_constant<int, kPack>{});
+    f(TL{}, A{}, std::integral_constant<int, 1>{});
+  };
   dispatch_value_type(features.scalar_type(), [&]<typename T, typename A>(T, A) {
-    if (logits.scalar_type() == features.scalar_type()) return f(T{}, A{});
-    if constexpr (!std::is_same_v<T, A>) f(A{}, A{});
+    if (it.logits.scalar_type() == features.scalar_type()) return of_type(T{}, A{});
+    if constexpr (!std::is_same_v<T, A>) of_type(A{}, A{});
   });
 }
 
@@ -266,17 +379,24 @@ Prepared prepare(const DeviceScope& scope, const Tensor& features, const FusedAg
   const auto [B, Q, V, L, P, G, has_camera, has_keep] = inputs.problem;
   VISDET_CHECK(kFusedOp, 1.0 * V * L * P * G < (1 << 30), "V * L * P * G must be under 2^30 on CUDA, got ", V, " * ", L,
                " * ", P, " * ", G);
-  Prepared it{inputs,
-              new_empty(inputs.key_points, {B, Q, G, 2}),
-              {Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P), static_cast<int32_t>(G),
-               has_camera, has_keep},
-              B * Q,
-              V * L * P * G > 16384 ? kMaxThreads : 256};
+  FusedSizes sizes{Q, static_cast<int32_t>(V), static_cast<int32_t>(L), static_cast<int32_t>(P),
+                   static_cast<int32_t>(G)};
+  const int64_t values = vector_values(inputs.logits);
+  const bool in_packs =
+      G % values == 0 && aligned(inputs.logits, kVectorBytes) && aligned(inputs.camera_logits, kVectorBytes);
+  sizes.packs = static_cast<int32_t>(in_packs ? G / values : G);
+  sizes.width = 1;
+  while (sizes.width < std::min(sizes.packs, 32)) sizes.width *= 2;
+  sizes.has_camera = has_camera, sizes.has_keep = has_keep;
+  // Small blocks are best where a query has few logits, since more of them wait at the same time.
+  int64_t threads = 64;
+  while (threads < kMaxThreads && threads < L * P * sizes.packs) threads *= 2;
+  Prepared it{inputs, new_empty(inputs.key_points, {B, Q, 2, G}), sizes, B * Q, threads};
   if (it.weights.numel() == 0) return it;
-  dispatch_logits(features, it.logits, [&]<typename TL, typename A>(TL, A) {
-    launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
-           prepare_kernel<TL, A>, data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh),
-           data_of<TL>(it.logits), data_of<TL>(it.camera_logits), data_of<bool>(it.keep), static_cast<A>(it.keep_scale),
+  dispatch_logits(features, it, [&]<typename TL, typename A, int K>(TL, A, std::integral_constant<int, K>) {
+    launch({kFusedOp, "prepare_kernel", scope, it.blocks, it.threads}, prepare_kernel<TL, A, K>,
+           data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh), data_of<TL>(it.logits),
+           data_of<TL>(it.camera_logits), data_of<bool>(it.keep), static_cast<A>(it.keep_scale),
            mutable_data_of<Pack<A, 2>>(it.locations), mutable_data_of<A>(it.weights), mutable_data_of<A>(it.stats),
            it.sizes);
   });
@@ -300,15 +420,13 @@ void launch_finish(const DeviceScope& scope, const Prepared& it, const Tensor& f
   const FusedAggregationProblem& problem = it.problem;
   const int64_t N = problem.V * problem.L * problem.P * problem.G;
   const Tensor grad_pairs = new_empty(it.weights, {problem.has_camera ? problem.B * problem.Q * N : 0});
-  dispatch_logits(features, it.logits, [&]<typename TL, typename A>(TL, A) {
+  dispatch_logits(features, it, [&]<typename TL, typename A, int K>(TL, A, std::integral_constant<int, K>) {
     auto* of_pairs = mutable_data_of<A>(grad_pairs);
-    launch(
-        {kFusedBackwardOp, "finish_kernel", scope, it.blocks, it.threads, it.threads * static_cast<int64_t>(sizeof(A))},
-        finish_kernel<TL, A>, data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh),
-        data_of<TL>(it.logits), data_of<TL>(it.camera_logits), static_cast<A>(it.keep_scale),
-        data_of<Pack<A, 2>>(it.locations), data_of<A>(it.weights), data_of<A>(it.stats),
-        data_of<Pack<A, 2>>(grad_locations), data_of<A>(grad_weights), mutable_data_of<A>(grad_key_points),
-        mutable_data_of<TL>(grad_logits), of_pairs, it.sizes);
+    launch({kFusedBackwardOp, "finish_kernel", scope, it.blocks, it.threads}, finish_kernel<TL, A, K>,
+           data_of<A>(it.key_points), data_of<A>(it.projection), data_of<A>(it.image_wh), data_of<TL>(it.logits),
+           data_of<TL>(it.camera_logits), static_cast<A>(it.keep_scale), data_of<Pack<A, 2>>(it.locations),
+           data_of<A>(it.weights), data_of<A>(it.stats), data_of<Pack<A, 2>>(grad_locations), data_of<A>(grad_weights),
+           mutable_data_of<A>(grad_key_points), mutable_data_of<TL>(grad_logits), of_pairs, it.sizes);
     if (!problem.has_camera) return;
     launch({kFusedBackwardOp, "sum_queries_kernel", scope, problem.B * ceil_div(N, 32), 32 * kSumWarps},
            sum_queries_kernel<TL, A>, of_pairs, mutable_data_of<TL>(grad_camera_logits), problem.Q, N);
