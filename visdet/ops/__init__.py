@@ -7,6 +7,7 @@ from .batched_nms import batched_nms, register_nms
 from .box_iou_rotated import box_iou_quadri, box_iou_rotated
 from .box_key_points import box_key_points, box_key_points_reference
 from .carafe import CARAFE, CARAFENaive, CARAFEPack, carafe, carafe_naive
+from .cast_rays import cast_rays, render_rays
 from .deform_conv2d import deform_conv2d
 from .deform_roi_pool import (
     DeformRoIPool,
@@ -134,6 +135,7 @@ __all__ = [
     "build_info",
     "carafe",
     "carafe_naive",
+    "cast_rays",
     "chamfer_distance",
     "convex_giou",
     "convex_iou",
@@ -191,6 +193,7 @@ __all__ = [
     "register_nms",
     "rel_roi_point_to_abs_img_point",
     "rel_roi_point_to_rel_img_point",
+    "render_rays",
     "riroi_align_rotated",
     "roi_align",
     "roi_align_rotated",
