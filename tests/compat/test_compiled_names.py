@@ -88,6 +88,7 @@ def test_a_program_that_compiles_its_attention(tmp_path):
         ("mmdet.ops.dcn.deform_pool_ext", "deform_psroi_pooling_forward"),
         ("mmdet.ops.chamfer_2d.chamfer_2d", "backward"),
         ("occ_pool_ext", "occ_pool_forward"),
+        ("dvr", "render_forward"),
     ],
 )
 def test_names_within_packages(name, function):
@@ -217,6 +218,30 @@ def test_masked_convolution_and_deformable_convolution(provide):
     out, settings = torch.zeros(1, 3, 5, 4), (3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 64)
     ext.deform_conv_forward(x, weight, offset, out, torch.zeros(0), torch.zeros(0), *settings)
     torch.testing.assert_close(out, ops.deform_conv2d(x, offset, weight, 1, 1))
+
+
+def test_rays_through_occupancy(provide):
+    dvr, grid = provide("dvr"), [2, 1, 1, 4]
+    times = torch.tensor([[0.0, 0, 1, -1]])
+    ends = torch.tensor([[[2.5, 0.5, 0.5], [9, 0.5, 0.5], [1, 0.5, 0.5], [0, 0, 0]]])
+    occupancy = dvr.init(ends, times, grid)
+    assert occupancy.tolist() == [[[[[0, 0, 1, 0]]], [[[0, 1, 0, 0]]]]]
+    rays = torch.tensor([[[-1.5, 0.5, 0.5], [4.5, 0.5, 0.5]]]), ends, times
+    for phase, lengths in (("test", [4, 10.5, 3.5, -1]), ("train", [4, 5.5, 3.5, -1])):
+        found = [one.tolist() for one in dvr.render_forward(occupancy, *rays, grid, phase)]
+        assert found == [[[4.5, 4.5, 3.5, -1]], [lengths], [[[2, 0, 0], [2, 0, 0], [1, 0, 0], [0, 0, 0]]]]
+    for loss in ("l1", "l2", "absrel"):
+        leaf = occupancy.clone().requires_grad_()
+        expected, _ = ops.render_rays(leaf, *rays[:2], times.long())
+        distances, lengths, gradient = dvr.render(occupancy, *rays, loss)
+        assert torch.equal(distances, expected) and torch.equal(lengths[0], torch.tensor([4, 5.5, 3.5, -1]))
+        error = expected.detach() - lengths
+        slope = {"l1": error.sign(), "l2": error, "absrel": error.sign() / lengths}[loss]
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, leaf, slope)[0])
+    with pytest.raises(ValueError, match=r"dvr\.render: loss_name must be .*, got 'mse'"):
+        dvr.render(occupancy, *rays, "mse")
+    with pytest.raises(ValueError, match=r"dvr\.render_forward: phase_name must be .*, got 'val'"):
+        dvr.render_forward(occupancy, *rays, grid, "val")
 
 
 def test_pooled_features_of_cameras(provide):

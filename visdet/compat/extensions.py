@@ -14,6 +14,7 @@ After ``install()``, visdet provides these modules. A module that is installed i
 * ``detectron2._C`` (deformable convolution and rotated boxes), the extensions of ``mmdet3d.ops`` up to mmdet3d 0.18 and
   of ``pcdet.ops``, ``iou3d_cuda``, ``pointnet2_ops._ext``, ``chamfer`` (SurroundOcc) and ``_msmv_sampling_cuda``
   (SparseBEV, SparseOcc)
+* ``dvr`` (RayIoU's evaluation in SparseOcc and others)
 * ``nms_ext``, ``roi_align_ext`` and the other extensions of ``mmdet.ops`` of mmdetection 2.0 to 2.2
 * ``numba.errors``, ``torch._six``, ``torchvision.models.utils`` and ``pkg_resources``, which numba, torch, torchvision
   and setuptools have dropped
@@ -45,6 +46,7 @@ _PROVIDERS = {
     "adet._C": "adet_ext",
     "DCNv3": "dcnv3_ext",
     "GeometricKernelAttention": "geometric_ext",
+    "dvr": "dvr_ext",
     "mmcv._ext": "mmcv_ext",
     "detectron2._C": "detectron2_ext",
     "flash_attn": "flash_attention",
