@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT
 
-ROOT = Path(__file__).parents[1]
 PHOTOGRAPHS = os.environ.get("VISDET_TREES", "")
 
 pytestmark = [

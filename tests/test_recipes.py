@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from programs import ROOT
 
 import visdet
 from visdet.datasets import ShapesDataset, make_shapes
 from visdet.engine import load_config, read_checkpoint
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs/recipes.md").read_text()
 BLOCKS = [
     (heading, block)
     for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)

@@ -1,11 +1,10 @@
 """Registries: found with nothing imported before, from foreign scopes, and helpful about wrong names."""
 
 import threading
-from pathlib import Path
 
 import mmengine.registry
 import pytest
-from programs import run_python
+from programs import ROOT, run_python
 
 import visdet.ops
 from visdet import registry
@@ -73,7 +72,7 @@ def test_parts_without_a_scope_are_ours_under_the_default_scope_of_another_packa
         "                 'IoUCost', 'SinePositionalEncoding', 'MultiScaleDeformableAttention'):\n"
         "        theirs.register_module(name=name, module=type(name, (), {}))\n"
         "DefaultScope.get_instance('test', scope_name='mmdet')\n"
-        f"model = Config.fromfile({str(Path(__file__).parents[1] / 'configs' / config)!r}).model\n"
+        f"model = Config.fromfile({str(ROOT / 'configs' / config)!r}).model\n"
         "built = MODELS.build({**model, 'type': f'visdet.{model.type}'})\n"
         "assert not [part for part in built.modules() if type(part).__module__ == '__main__']\n"
     )

@@ -1,17 +1,17 @@
 """Packaged detectors predict an image in a batch as they do alone, so that no metric depends on the batch."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT
 
 from visdet.engine import load_config
 from visdet.models.deformable_detr.base import CannotIgnorePadding
 from visdet.registry import MODELS
 from visdet.structures import DetDataSample
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 DETECTORS = sorted(path for family in ("deformable_detr", "dino") for path in (CONFIGS / family).glob("*.py"))
 SIZES = ((96, 128), (70, 101), (128, 60))
 

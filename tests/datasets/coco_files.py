@@ -16,6 +16,11 @@ def annotation(id, image_id, bbox, category_id=10, **others):
     return dict(id=id, image_id=image_id, category_id=category_id, bbox=bbox, area=w * h, iscrowd=0) | others
 
 
+def write_content(folder, content):
+    """Write ``ann.json``."""
+    (folder / "ann.json").write_text(json.dumps(content))
+
+
 def write_coco(folder, annotations, sizes=((40, 30), (24, 36)), names=NAMES, write_images=True):
     """Write ``ann.json`` and ``images/<id>.png``; image ids count from 1, category ids are 10, 20, ...
 
@@ -30,7 +35,7 @@ def write_coco(folder, annotations, sizes=((40, 30), (24, 36)), names=NAMES, wri
             Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
     categories = [dict(id=10 * (i + 1), name=name) for i, name in enumerate(names)]
     content = dict(images=images, annotations=annotations, categories=categories)
-    (folder / "ann.json").write_text(json.dumps(content))
+    write_content(folder, content)
     return content
 
 

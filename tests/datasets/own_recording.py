@@ -5,8 +5,9 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from programs import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "driving_data.md"
+PAGE = ROOT / "docs/driving_data.md"
 CAMERAS = {"front": 0.0, "right": -70.0, "rear_right": -145.0, "rear_left": 145.0, "left": 70.0}
 NAMES = ("car", "deer", "lorry")
 SIZE = (96, 256)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from coco_files import NAMES, annotation, build, warnings_logged, write_coco
+from coco_files import NAMES, annotation, build, warnings_logged, write_coco, write_content
 
 from visdet.datasets import CocoDataset, ShapesDataset
 from visdet.datasets.coco import COCO_CLASSES
@@ -12,12 +12,14 @@ from visdet.errors import UserError, hints_of
 
 __all__ = ["warnings_logged"]  # a fixture
 
+BOX = [5, 6, 10, 12]
+
 
 def test_records_by_hand(tmp_path, warnings_logged):
     write_coco(
         tmp_path,
         [
-            annotation(7, 1, [5, 6, 10, 12], 20),
+            annotation(7, 1, BOX, 20),
             annotation(0, 1, [0, 0, 40, 30], 10, iscrowd=1),
             annotation(3, 1, [1.5, 2.25, 3, 4], 30, ignore=True),
         ],
@@ -40,7 +42,6 @@ def test_records_by_hand(tmp_path, warnings_logged):
     assert not warnings_logged
 
 
-BOX = [5, 6, 10, 12]
 NO_BOX = "none of its 2 images has a box"
 
 
@@ -103,9 +104,9 @@ def test_files_that_lack_something(tmp_path):
         dict(bbox=[5.0, 6.0, 15.0, 18.0], bbox_label=2, ignore_flag=0)
     ]
     del content["annotations"]
-    (tmp_path / "ann.json").write_text(json.dumps(content))
+    write_content(tmp_path, content)
     assert len(build(tmp_path, test_mode=True)) == 2
-    (tmp_path / "ann.json").write_text(json.dumps(content | {"annotations": []}))
+    write_content(tmp_path, content | {"annotations": []})
     assert len(build(tmp_path, allow_no_boxes=True)) == 2
 
 
@@ -123,14 +124,14 @@ def test_metainfo(tmp_path):
 
 
 def test_boxes_of_other_categories_are_left_out_with_a_warning(tmp_path, warnings_logged):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10), annotation(2, 1, [5, 6, 10, 12], 30)])
+    write_coco(tmp_path, [annotation(1, 1, BOX, 10), annotation(2, 1, BOX, 30)])
     assert build(tmp_path, metainfo=dict(classes=("cat", "dog"))).get_cat_ids(0) == [0]
     (message,) = warnings_logged
     assert "ann.json" in message and "1 of its boxes" in message and "bird (1)" in message
 
 
 def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], names=("cat",))
+    write_coco(tmp_path, [annotation(1, 1, BOX)], names=("cat",))
     with pytest.raises(
         ValueError, match=r"no category for 2 of the 3 classes: dog, bird; its categories: cat"
     ):
@@ -221,39 +222,37 @@ def test_classes_that_the_file_lacks(tmp_path, warnings_logged):
 )
 def test_a_file_with_a_mistake_is_named(tmp_path, table, row, change, message):
     """A row of a table has other values, or lacks a key. Without a row, so does the whole content."""
-    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 1, [5, 6, 10, 12])])
+    content = write_coco(tmp_path, [annotation(1, 1, BOX), annotation(2, 1, BOX)])
     changed = content if row is None else content[table][row]
     if isinstance(change, str):
         del changed[change]
     else:
         changed.update(change)
-    (tmp_path / "ann.json").write_text(json.dumps(content))
+    write_content(tmp_path, content)
     with pytest.raises(ValueError, match=rf"annotation file {tmp_path}/ann\.json.*{message}"):
         build(tmp_path)
 
 
 def test_a_category_that_groups_others_and_repeats_a_class(tmp_path):
     """Roboflow's files begin with such a category, which has no boxes."""
-    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12], 10)])
+    content = write_coco(tmp_path, [annotation(1, 1, BOX, 10)])
     content["categories"][0]["supercategory"] = content["categories"][1]["supercategory"] = "cat"
     for group in (dict(id=0, name="cat", supercategory="none"), dict(id=0, name="cat")):
         file = content | dict(categories=[group, *content["categories"]])
-        (tmp_path / "ann.json").write_text(json.dumps(file))
+        write_content(tmp_path, file)
         assert build(tmp_path).get_cat_ids(0) == [0]
-    file["annotations"].append(annotation(2, 1, [5, 6, 10, 12], 0))
-    (tmp_path / "ann.json").write_text(json.dumps(file))
+    file["annotations"].append(annotation(2, 1, BOX, 0))
+    write_content(tmp_path, file)
     with pytest.raises(ValueError, match=r"several categories are named cat: ids 0, 10.*category_id"):
         build(tmp_path)
 
 
 def test_ids_of_any_type(tmp_path):
     """Numbers beyond 64 bits, texts, and whole numbers that a table of floats has written."""
-    content = write_coco(
-        tmp_path, [annotation(1.0, 2.0**40, [5, 6, 10, 12], 10.0), annotation("1", "b7", [1, 1, 9, 9])]
-    )
+    content = write_coco(tmp_path, [annotation(1.0, 2.0**40, BOX, 10.0), annotation("1", "b7", [1, 1, 9, 9])])
     content["images"][0]["id"], content["images"][1]["id"] = 2**40, "b7"
     content["annotations"].append(annotation(2**70, "b7", [1, 1, 9, 9]))
-    (tmp_path / "ann.json").write_text(json.dumps(content))
+    write_content(tmp_path, content)
     dataset = build(tmp_path)
     found = [
         (dataset.get_data_info(i)["img_id"], len(dataset.get_data_info(i)["instances"])) for i in range(2)
@@ -275,7 +274,7 @@ def test_ids_of_any_type(tmp_path):
     ],
 )
 def test_categories_that_look_like_a_class(tmp_path, name, other, message):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], names=(name, "dog"))
+    write_coco(tmp_path, [annotation(1, 1, BOX)], names=(name, "dog"))
     for arguments in ({}, {"allow_absent_classes": True}, {"test_mode": True}):
         with pytest.raises(ValueError, match=message):
             build(tmp_path, metainfo=dict(classes=(other, "dog")), **arguments)
@@ -284,7 +283,7 @@ def test_categories_that_look_like_a_class(tmp_path, name, other, message):
 def test_categories_that_differ_by_case_alone(tmp_path, warnings_logged):
     write_coco(
         tmp_path,
-        [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 1, [5, 6, 9, 12], 20)],
+        [annotation(1, 1, BOX), annotation(2, 1, [5, 6, 9, 12], 20)],
         names=("cat", "Cat"),
     )
     assert build(tmp_path, metainfo=dict(classes=("cat", "Cat"))).get_cat_ids(0) == [0, 1]
@@ -302,17 +301,17 @@ def test_categories_that_differ_by_case_alone(tmp_path, warnings_logged):
     ],
 )
 def test_files_that_look_like_a_missing_one(tmp_path, named, stored, message):
-    content = write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])])
+    content = write_coco(tmp_path, [annotation(1, 1, BOX)])
     (tmp_path / "images/part").mkdir()
     (tmp_path / "images/1.png").rename(tmp_path / "images" / stored)
     content["images"][0]["file_name"] = named
-    (tmp_path / "ann.json").write_text(json.dumps(content))
+    write_content(tmp_path, content)
     with pytest.raises(FileNotFoundError, match=f"1 of the 2 images .*{message}"):
         build(tmp_path)
 
 
 def test_missing_images_are_found_before_training(tmp_path):
-    write_coco(tmp_path, [annotation(1, 1, [5, 6, 10, 12])], sizes=((40, 30),) * 4)
+    write_coco(tmp_path, [annotation(1, 1, BOX)], sizes=((40, 30),) * 4)
     (tmp_path / "images/2.png").unlink()
     (tmp_path / "images/4.png").unlink()
     with pytest.raises(
@@ -325,7 +324,7 @@ def test_missing_images_are_found_before_training(tmp_path):
 
 
 def test_bad_boxes_are_clipped_or_dropped_with_one_warning(tmp_path, warnings_logged):
-    good = [5, 6, 10, 12]
+    good = BOX
     boxes = [good, [-5, 3, 15, 10], [50, 0, 10, 10], [3, 3, 0, 5], [3, 3, 5, 0.5]]
     boxes += [[38, 28, 2.9, 2.9]]  # sticks out by less than a pixel, as COCO's rounding does
     annotations = [annotation(i, 1, box) for i, box in enumerate(boxes, start=1)]
@@ -347,7 +346,7 @@ def test_bad_boxes_are_clipped_or_dropped_with_one_warning(tmp_path, warnings_lo
 
 
 def test_filtering(tmp_path):
-    annotations = [annotation(1, 1, [5, 6, 10, 12]), annotation(2, 2, [1, 1, 9, 9], iscrowd=1)]
+    annotations = [annotation(1, 1, BOX), annotation(2, 2, [1, 1, 9, 9], iscrowd=1)]
     write_coco(tmp_path, annotations, sizes=((40, 30), (40, 30), (40, 30), (40, 15)))
 
     def ids(**arguments):
@@ -363,7 +362,7 @@ def test_filtering(tmp_path):
 
 @pytest.mark.parametrize("serialize_data", [True, False])
 def test_lazy_and_serialized(tmp_path, serialize_data):
-    write_coco(tmp_path, [annotation(1, 2, [5, 6, 10, 12])])
+    write_coco(tmp_path, [annotation(1, 2, BOX)])
     dataset = build(tmp_path, lazy_init=True, serialize_data=serialize_data, indices=-1)
     assert not dataset._fully_initialized
     dataset.full_init()
@@ -372,7 +371,7 @@ def test_lazy_and_serialized(tmp_path, serialize_data):
 
 
 def test_a_pipeline_that_gives_up(tmp_path):
-    write_coco(tmp_path, [annotation(1, 2, [5, 6, 10, 12])])
+    write_coco(tmp_path, [annotation(1, 2, BOX)])
     torch.manual_seed(0)
     takes_the_second = [lambda record: record if record["img_id"] == 2 else None]
     assert build(tmp_path, pipeline=takes_the_second)[0]["img_id"] == 2

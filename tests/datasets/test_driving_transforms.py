@@ -25,6 +25,12 @@ def dataset(pipeline=None, split="train", **arguments):
     )
 
 
+def center_of(weight):
+    """Return the centre (x, y) of the weights of pixels, which are counted from their centres."""
+    rows, columns = np.indices(weight.shape)
+    return np.array([(columns * weight).sum(), (rows * weight).sum()]) / weight.sum()
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -52,8 +58,7 @@ def test_projection_follows_the_image(config):
     assert results["img_shape"] == [(bottom - top, right - left)]
     weight = results["img"][0][..., 0].astype(float)
     assert weight.sum() > 1000
-    rows, columns = np.indices(weight.shape)
-    center = np.array([(columns * weight).sum(), (rows * weight).sum()]) / weight.sum()
+    center = center_of(weight)
     u, v, depth, _ = results["lidar2img"][0] @ point
     # Pixels are counted from their corners here and from their centres there: up to half a pixel.
     np.testing.assert_allclose([u / depth, v / depth], center, atol=1.1)
@@ -85,10 +90,8 @@ def test_images_that_are_decoded_smaller_show_the_same(tmp_path, resize, suffix)
     assert np.quantile(np.abs(full - reduced), 0.9) < 4
     if is_smaller:
         weight = (reduced[..., 0] - 60).clip(30) - 30
-        rows, columns = np.indices(weight.shape) + 0.5
-        center = np.array([(columns * weight).sum(), (rows * weight).sum()]) / weight.sum()
         u, v = (results[1]["lidar2img"][0] @ (420.5, 310.5, 1, 1))[:2]
-        np.testing.assert_allclose([u, v], center, atol=0.33)
+        np.testing.assert_allclose([u, v], center_of(weight) + 0.5, atol=0.33)
 
 
 def test_bbox_rotation_turns_everything():

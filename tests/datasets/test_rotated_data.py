@@ -39,11 +39,15 @@ def drawn(seed, height=100, width=120):
     return results
 
 
+def shared(said, seen):
+    """Return the overlap of two pictures, from 0 to 1."""
+    return np.minimum(said, seen).sum() / np.maximum(said, seen).sum()
+
+
 def overlap(results):
     """Return the overlap of what is white with what the boxes say is white, from 0 to 1."""
     said = coverage(results["gt_bboxes"], *results["img_shape"])
-    seen = results["img"].float().numpy()[0] / 255
-    return np.minimum(said, seen).sum() / np.maximum(said, seen).sum()
+    return shared(said, results["img"].float().numpy()[0] / 255)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_images_that_are_joined_keep_their_boxes():
             said = coverage(corners[None], 200, 240)
             is_near = cv2.dilate(said, np.ones((5, 5))) > 0
             seen = results["img"][0].numpy() / 255 * is_near
-            whole += np.minimum(said, seen).sum() / np.maximum(said, seen).sum() > 0.9
+            whole += shared(said, seen) > 0.9
             total += 1
     assert total >= 30 and whole >= 0.5 * total
     mixed = TRANSFORMS.build(dict(type="MixUp", share=(0.5, 0.5), prob=1.0, pipeline=[lambda record: record]))

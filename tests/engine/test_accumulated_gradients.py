@@ -8,9 +8,9 @@ from toy_run import (
     check_rest,
     in_two_processes,
     losses,
+    save_weights,
     toy_runner,
     train,
-    weights,
 )
 
 AT = 8  # Updates follow iterations 5, 10, 15 and so on, and an epoch has six iterations.
@@ -60,7 +60,7 @@ def run_process(rank, folder):
     options = {**OPTIONS, "train_cfg__max_iters": 12, "launcher": "pytorch"}
     whole = train(folder / "whole", **options)
     rest = train(folder / "rest", resume=str(folder / "whole" / f"iter_{AT}.pth"), **options)
-    torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
+    save_weights(rank, folder, whole, rest)
 
 
 @pytest.mark.timeout(120)

@@ -25,6 +25,10 @@ from visdet.errors import MissingPackageError, UserError
 RGB = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
 
 
+CHW = torch.from_numpy(RGB).permute(2, 0, 1)
+DEEP = RGB.astype(np.uint16) * 257
+
+
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
     torch.manual_seed(0)
@@ -58,17 +62,17 @@ FORMS = {
     "read-only": (np.frombuffer(RGB.tobytes(), np.uint8).reshape(RGB.shape), "rgb"),
     "strided": (np.repeat(RGB, 2, axis=1)[:, ::2], "rgb"),
     "rgba": (np.dstack([RGB, RGB[..., 0]]), "rgb"),
-    "uint16": (RGB.astype(np.uint16) * 257, "rgb"),
-    "uint16 of another byte order": ((RGB.astype(np.uint16) * 257).astype(">u2"), "rgb"),
+    "uint16": (DEEP, "rgb"),
+    "uint16 of another byte order": (DEEP.astype(">u2"), "rgb"),
     "int64": (RGB.astype(np.int64), "rgb"),
     "float64": (RGB / 255, "rgb"),
     "float32 after resizing": (np.where(RGB == 255, 1.0000002, RGB / 255).astype(np.float32), "rgb"),
     "memory": (memoryview(RGB.copy()), "rgb"),
     "array of another package": (ArrayOfAnotherPackage(), "rgb"),
-    "tensor": (torch.from_numpy(RGB).permute(2, 0, 1), "rgb"),
-    "bgr tensor": (torch.from_numpy(RGB).permute(2, 0, 1).flip(0), "bgr"),
-    "float tensor": (torch.from_numpy(RGB).permute(2, 0, 1) / 255, "rgb"),
-    "learning tensor": ((torch.from_numpy(RGB).permute(2, 0, 1) / 255).requires_grad_(), "rgb"),
+    "tensor": (CHW, "rgb"),
+    "bgr tensor": (CHW.flip(0), "bgr"),
+    "float tensor": (CHW / 255, "rgb"),
+    "learning tensor": ((CHW / 255).requires_grad_(), "rgb"),
     "pillow": (Image.fromarray(RGB), "bgr"),
     "pillow rgba": (Image.fromarray(RGB).convert("RGBA"), "bgr"),
 }

@@ -99,6 +99,9 @@ OTHERS = {
 }
 
 
+HOSTILE = {**NUMPY, **OTHERS}
+
+
 def process_state() -> list:
     functions = (torch._utils._rebuild_tensor_v2, *restricted_load._SAFE_GLOBALS.values())
     classes = (pathlib.PurePosixPath, argparse.Namespace, HistoryBuffer, restricted_load._DType)
@@ -125,25 +128,19 @@ def checkpoint_of(content: bytes, path: pathlib.Path, zipped: bool) -> None:
             changed.writestr(part, content if part.endswith("data.pkl") else source.read(part))
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("name", [*NUMPY, *OTHERS])
-def test_hostile_checkpoints(tmp_path, monkeypatch, name, zipped):
+@pytest.mark.parametrize("form", ["zip", "legacy", "infos"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files(tmp_path, monkeypatch, name, form):
     monkeypatch.chdir(tmp_path)
-    checkpoint_of({**NUMPY, **OTHERS}[name], tmp_path / "hostile.pth", zipped)
-    before = process_state()
-    with pytest.raises(CheckpointError, match=r"hostile\.pth"):
-        read_checkpoint("hostile.pth")
-    assert process_state() == before and not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", [*NUMPY, *OTHERS])
-def test_hostile_info_files(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    content = {**NUMPY, **OTHERS}[name]
-    (tmp_path / "hostile.pkl").write_bytes(b"\x80\x02}" + text("infos") + content + b"s.")
-    before = process_state()
-    with pytest.raises(ValueError, match=r"info file hostile\.pkl "):
-        load_infos("hostile.pkl")
+    before, content = process_state(), HOSTILE[name]
+    if form == "infos":
+        (tmp_path / "hostile.pkl").write_bytes(b"\x80\x02}" + text("infos") + content + b"s.")
+        with pytest.raises(ValueError, match=r"info file hostile\.pkl "):
+            load_infos("hostile.pkl")
+    else:
+        checkpoint_of(content, tmp_path / "hostile.pth", form == "zip")
+        with pytest.raises(CheckpointError, match=r"hostile\.pth"):
+            read_checkpoint("hostile.pth")
     assert process_state() == before and not (tmp_path / "ran").exists()
 
 

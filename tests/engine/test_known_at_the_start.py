@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 from toy_detection import ToyBoxes
 from toy_run import toy_config
 
@@ -204,7 +204,7 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path, monkeypatch):
         "import time\nfrom visdet.engine.process.places import only_training_in\n"
         f"with only_training_in({str(tmp_path)!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     holder = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
     )

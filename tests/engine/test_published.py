@@ -1,12 +1,12 @@
 """Weights of other projects: of transformers, compared by outputs, and of original implementations, by their names."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from golden import published_shapes
 from mmengine.registry import init_default_scope
+from programs import ROOT
 from toy_run import toy_config
 from toy_run import train as toy_train
 
@@ -191,6 +191,6 @@ def test_from_lists_what_begins_anew(tmp_path, capsys):
 def test_published_weights_belong_to_configs_and_are_listed():
     """Whether the addresses exist is for who has a network."""
     assert {config for config, _ in PUBLISHED.values()} <= set(packaged_configs())
-    page = (Path(__file__).parents[2] / "docs" / "model_zoo.md").read_text()
+    page = (ROOT / "docs/model_zoo.md").read_text()
     for name, (config, address) in PUBLISHED.items():
         assert f"| [`{name}`]({address}) | `{config}` |" in page

@@ -19,10 +19,11 @@ from toy_run import (
     in_two_processes,
     interrupted,
     losses,
+    save_weights,
     toy_config,
     toy_runner,
     train,
-    weights,
+    validations,
 )
 
 import visdet
@@ -318,7 +319,7 @@ def test_a_run_always_validates_at_its_end_and_says_from_when(tmp_path, capsys):
         cfg = {"train_cfg__val_begin": begin, "train_cfg__val_interval": interval}
         runner = train(tmp_path / str(number), **cfg)
         assert re.search(rf"^val        13 images, {text}$", capsys.readouterr().out, re.M)
-        assert len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == count
+        assert len(validations(runner)) == count
 
 
 def test_a_hook_that_stops_a_run_lets_it_validate(tmp_path):
@@ -331,14 +332,14 @@ def test_a_hook_that_stops_a_run_lets_it_validate(tmp_path):
     runner = toy_runner(tmp_path)
     runner.register_hook(hook)
     runner.train()
-    assert runner.iter == 3 and len(runner.message_hub.get_scalar("val/toy/accuracy").data[0]) == 1
+    assert runner.iter == 3 and len(validations(runner)) == 1
 
 
 def run_process(rank, folder):
     options = {"train_cfg__max_iters": 8, "launcher": "pytorch"}
     whole = train(folder / "whole", custom_hooks=[{"type": "SavesByItself", "at": 4}], **options)
     rest = train(folder / "rest", resume=str(folder / "whole" / "own.pth"), **options)
-    torch.save([weights(whole), weights(rest)], folder / f"result{rank}.pt")
+    save_weights(rank, folder, whole, rest)
     run_state._PATIENCE = run_state.datetime.timedelta(seconds=1)
     alone = [{"type": "SavesByItself", "at": 4, "alone": True}]
     train(folder / "alone", custom_hooks=alone, **options)

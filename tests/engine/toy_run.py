@@ -154,6 +154,16 @@ def _call(rank: int, port: int, function, folder: Path) -> None:
     leave_process_group()
 
 
+def save_weights(rank: int, folder: Path, *runners: DetRunner) -> None:
+    """Write the results of a process for ``check_equal_weights``."""
+    torch.save([weights(runner) for runner in runners], folder / f"result{rank}.pt")
+
+
+def validations(runner: DetRunner) -> list[float]:
+    """Return the accuracies of a run's validations."""
+    return runner.message_hub.get_scalar("val/toy/accuracy").data[0].tolist()
+
+
 def check_equal_weights(folder: Path) -> None:
     """Compare the two results of each process.
 

@@ -65,9 +65,13 @@ def metric_over(frames, predicted_labels=None, **arguments):
     return evaluate("TrackingMetric", samples, ("traffic_cone", "car", "truck"), **arguments)
 
 
+def one_track(count, y=5.0):
+    """Return frames of an object that moves along x, and of a track beside it."""
+    return [(([(k, 5.0)], [3]), ([(k, y)], [8], [0.9])) for k in range(count)]
+
+
 def test_perfect_tracks():
-    frames = [(([(k, 5.0)], [3]), ([(k, 5.5)], [8], [0.9])) for k in range(6)]
-    metrics = metric_over(frames)
+    metrics = metric_over(one_track(6, y=5.5))
     assert metrics["AMOTA"] == pytest.approx(1) and metrics["AMOTP"] == pytest.approx(0.5)
     assert (
         metrics["MOTA"] == pytest.approx(1)
@@ -85,7 +89,7 @@ def test_perfect_tracks():
 
 def test_a_track_that_changes_its_class():
     """In each frame the track counts in its class there. Its score and its gaps are those of the whole track."""
-    frames = [(([(k, 5.0)], [3]), ([(k, 5.0)], [8], [0.9])) for k in range(4)]
+    frames = one_track(4)
     frames[1] = (frames[1][0], ([], [], []))  # The gap is filled with a box of the class that follows.
     metrics = metric_over(frames, predicted_labels=[2, 1, 1, 1])
     assert metrics["recall"] == pytest.approx(3 / 4) and metrics["MOTA"] == pytest.approx(3 / 4)
@@ -98,7 +102,7 @@ def test_a_track_that_changes_its_class():
 
 def test_true_boxes_without_a_track_do_not_count():
     untracked = ([(20, 5.0), (30, 5.0)], [-1, -1])
-    frames = [(([(k, 5.0)], [3]), ([(k, 5.0)], [8], [0.9])) for k in range(6)]
+    frames = one_track(6)
     more = [(([*boxes, *untracked[0]], [*ids, *untracked[1]]), found) for (boxes, ids), found in frames]
     assert metric_over(more) == metric_over(frames) and metric_over(more)["AMOTA"] == pytest.approx(1)
 

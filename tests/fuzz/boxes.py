@@ -8,18 +8,24 @@ from torch import Tensor
 from tests.fuzz.polygons import IS_NAN, area, rectangle, shared
 from tests.fuzz.problem import EXTREME, Draw
 
-__all__ = ["FLAT", "boxes_in_space", "overlap"]
+__all__ = ["FLAT", "boxes_in_space", "overlap", "turned"]
 
 
 FLAT = (0, 1, 3, 4, 6)
 
 
+def turned(draw: Draw, center: Tensor, sides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return centres, sides and random angles [..., 1], in some problems whole ones and eighths of a turn."""
+    angle = draw.uniform(-7, 7, *center.shape[:-1], 1)
+    if draw.chance(0.3):
+        center, sides, angle = center.round(), sides.ceil(), (angle * 2).round() * math.pi / 4
+    return center, sides, angle
+
+
 def boxes_in_space(draw: Draw, *shape: int, is_flat: bool = False) -> Tensor:
     """Return boxes (x, y, z, dx, dy, dz, heading). In some problems many are equal, or some sides are not positive."""
     center, sides = draw.uniform(0, draw.pick(5.0, 20.0, 60.0), *shape, 3), draw.uniform(0.1, 15, *shape, 3)
-    angle = draw.uniform(-7, 7, *shape, 1)
-    if draw.chance(0.3):
-        center, sides, angle = center.round(), sides.ceil(), (angle * 2).round() * math.pi / 4
+    center, sides, angle = turned(draw, center, sides)
     if draw.chance(0.2):
         sides = torch.where(draw.uniform(0, 1, *shape, 3) < 0.2, -draw.whole(0, 3, *shape, 3), sides)
     boxes = torch.cat([center, sides, angle], -1)

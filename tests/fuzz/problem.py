@@ -23,6 +23,7 @@ __all__ = [
     "rand",
     "row_sum",
     "wide_of",
+    "wrong_places",
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -274,6 +275,11 @@ def row_sum(tensor: Tensor, dims: int) -> float:
     tensor = tensor.detach().double().abs()
     tensor = torch.where(tensor < EXTREME, tensor, 0.0).flatten(-dims).sum(-1)
     return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def wrong_places(what: str, is_wrong: Tensor) -> str:
+    """Return a text with the places where results are wrong, or an empty text."""
+    return f"{what} {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
 
 
 def linear_problem(features: str, arguments: dict[str, Any], *others: str) -> Problem:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_detr import BATCH, VARIANTS, batch, config
+from tiny_detr import BATCH, VARIANTS, batch, config, started
 from torch.distributions import MultivariateNormal, kl_divergence
 from training_steps import backward, without_gradient
 
@@ -219,12 +219,7 @@ def rotated(variant, loss_iou="kld", **changes):
 
 
 def build(variant, **options):
-    torch.manual_seed(0)
-    model = MODELS.build(rotated(variant, **options))
-    model.init_weights()
-    for branch in model.bbox_head.reg_branches:
-        torch.nn.init.normal_(branch[-1].weight, std=0.2)
-    return model
+    return started(rotated(variant, **options))
 
 
 def rotated_batch(counts, sizes=(BATCH, BATCH)):

@@ -70,8 +70,12 @@ def config(embed_dims=16, **options):
 
 
 def build(variant="two_stage", **options):
+    return started(config(**VARIANTS[variant], **options))
+
+
+def started(settings):
     torch.manual_seed(0)
-    model = MODELS.build(config(**VARIANTS[variant], **options))
+    model = MODELS.build(settings)
     model.init_weights()
     for branch in model.bbox_head.reg_branches:  # a start of zeros would hide errors
         torch.nn.init.normal_(branch[-1].weight, std=0.2)

@@ -14,10 +14,12 @@ __all__ = [
     "assert_matches",
     "assert_near",
     "captured",
+    "changed_calls",
     "exact",
     "gradients",
     "in_a_process",
     "in_order",
+    "kept_for_backward",
     "refusals",
     "relative_error",
     "without_synchronisation",
@@ -77,6 +79,16 @@ def assert_near(found, expected, *tolerances):
     assert all(error < most for error, most in zip(errors, tolerances, strict=True)), errors
 
 
+def changed_calls(function, sound, rows):
+    """Return calls with some arguments other than in a sound one, and what their errors say, as ``REFUSED`` holds them.
+
+    Args:
+        rows: the other arguments by name, and the message.
+    """
+    name = function.__name__
+    return [(partial(function, **sound | change), f"^{name}: .*{message}") for change, message in rows]
+
+
 def refusals(function, sound, *rows):
     """Return calls with one argument other than in a sound one, and what their errors say, as ``REFUSED`` holds them.
 
@@ -105,6 +117,14 @@ def in_order(is_wanted=True):
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def kept_for_backward():
+    """Give a list of the tensors that the calls within the block keep for their backward pass."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        yield kept
 
 
 @contextmanager

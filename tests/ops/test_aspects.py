@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import captured, in_order
+from calls import captured, in_order, kept_for_backward
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,10 +93,8 @@ COPIES = {"box_key_points", "deformable_aggregation_fused", "ms_deform_attn_fuse
 
 @pytest.mark.parametrize(("name", "number"), [one for one in SIZED if one[0] not in COPIES])
 def test_the_backward_pass_keeps_no_numbers_but_the_arguments(name, number):
-    kept, problem = [], problem_of(name, number, 5, "cpu")
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-    ):
+    problem = problem_of(name, number, 5, "cpu")
+    with kept_for_backward() as kept:
         results(name, problem)
     given = {value.data_ptr() for value in problem.arguments.values() if isinstance(value, Tensor)}
     assert all(one.data_ptr() in given for one in kept if one.is_floating_point() and one.numel() > 1)

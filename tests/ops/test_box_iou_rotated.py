@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.boxes import FLAT, boxes_in_space, overlap
+from tests.fuzz.boxes import FLAT, boxes_in_space, overlap, turned
 from tests.fuzz.polygons import IS_NAN
 from tests.fuzz.problem import Draw, Operator, Problem, Seeded, nothing, rand, wide_of
 from tests.fuzz.suppression import LABELS, greedily_kept, random_scores, same_kept, with_scores
@@ -77,9 +77,7 @@ def _same_kept(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
 def _boxes(draw: Draw, N: int, columns: int) -> Tensor:
     """Return rotated boxes, or convex quadrilaterals. In some problems they are crowded, and many are equal."""
     center, sides = draw.uniform(0, draw.pick(5.0, 30.0, 100.0), N, 2), draw.uniform(0.1, 30, N, 2)
-    angle = draw.uniform(-7, 7, N, 1)
-    if draw.chance(0.3):
-        center, sides, angle = center.round(), sides.ceil(), (angle * 2).round() * math.pi / 4
+    center, sides, angle = turned(draw, center, sides)
     if columns == 5:
         return torch.cat([center, sides, angle], 1)
     turns = angle + torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float64) * math.pi

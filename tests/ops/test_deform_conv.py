@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from calls import assert_matches, gradients, in_a_process, in_order, relative_error
+from calls import assert_matches, gradients, in_a_process, in_order, kept_for_backward, relative_error
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -545,12 +545,11 @@ def test_more_elements_than_32_bits_count():
 def test_memory_is_bounded_and_inputs_are_saved_on_cuda():
     x, offset, _, weight = Case(B=48, C=64, M=64, H=128, W=128, masked=False).tensors(torch.float32, "cuda")
     leaves = [t.requires_grad_() for t in (x, offset, weight)]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+    with kept_for_backward() as saved:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         out = deform_conv2d(*leaves, padding=1)
-    assert set(saved) == {t.data_ptr() for t in leaves}
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in leaves}
     columns = 48 * 128 * 128 * 64 * 9 * 4
     assert torch.cuda.max_memory_allocated() - before < columns / 3
     torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from calls import assert_near, exact, gradients, in_a_process, in_order, without_synchronisation
+from calls import (
+    assert_near,
+    changed_calls,
+    exact,
+    gradients,
+    in_a_process,
+    in_order,
+    without_synchronisation,
+)
 from golden import golden, under
 
 from tests.fuzz.aggregation import (
@@ -309,13 +317,7 @@ def test_feature_maps_format_of_cameras_of_two_sizes():
 
 MAPS, ONE_MAP = [torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 3, 4, 2, 3)], torch.zeros(2, 1, 4, 5, 5)
 REFUSED = [
-    *(
-        (
-            partial(deformable_aggregation, **rejection_case() | change),
-            f"^deformable_aggregation: .*{message}",
-        )
-        for change, message in REJECTIONS.values()
-    ),
+    *changed_calls(deformable_aggregation, rejection_case(), REJECTIONS.values()),
     (lambda: feature_maps_format([]), "must hold at least one map, got none"),
     (
         lambda: feature_maps_format([torch.zeros(2, 3, 4, 4, 6), torch.zeros(2, 1, 4, 2, 3)]),

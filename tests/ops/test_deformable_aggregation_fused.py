@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import assert_matches, refusals
+from calls import assert_matches, kept_for_backward, refusals
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -270,8 +270,7 @@ REFUSED = refusals(
 def test_saves_the_inputs_and_nothing_else():
     case = list(make_case(1, 4, 3, 2, 8, dtype=torch.float32, device="cuda"))
     case[6].requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with kept_for_backward() as saved:
         deformable_aggregation_fused(*case)
     inputs = {t.data_ptr() for t in case if isinstance(t, torch.Tensor)}
     assert saved and all(t.data_ptr() in inputs for t in saved)

@@ -2,13 +2,13 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
 from calls import (
     assert_matches,
     assert_near,
+    changed_calls,
     exact,
     gradients,
     in_order,
@@ -339,10 +339,7 @@ REJECTIONS = {
 }
 
 
-REFUSED = [
-    (partial(ms_deform_attn, **rejection_case() | change), f"ms_deform_attn: .*{message}")
-    for change, message in REJECTIONS.values()
-]
+REFUSED = changed_calls(ms_deform_attn, rejection_case(), REJECTIONS.values())
 
 
 def test_tables_of_feature_maps_are_on_the_cpu_whatever_the_default_device():

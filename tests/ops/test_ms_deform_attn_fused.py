@@ -1,13 +1,12 @@
 """ms_deform_attn_fused: by hand, and against the plain-torch definition."""
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from calls import assert_matches, exact, relative_error
+from calls import assert_matches, changed_calls, exact, kept_for_backward, relative_error
 from path_cases import launches_of_fused_attention
 from torch import Tensor
 
@@ -353,20 +352,14 @@ REJECTIONS = {
 }
 
 
-REFUSED = [
-    (partial(ms_deform_attn_fused, **rejection_case() | change), f"^ms_deform_attn_fused: .*{message}")
-    for change, message in REJECTIONS.values()
-]
+REFUSED = changed_calls(ms_deform_attn_fused, rejection_case(), REJECTIONS.values())
 
 
 def test_saved_for_backward_is_the_inputs_and_nothing_else(device):
     value, shapes, starts, *others, points = make_case(
         *CASES["B3-Q17-G8-C32-P4-4-4-4"], dtype=torch.float32, device=device
     )
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
+    with kept_for_backward() as saved:
         ms_deform_attn_fused(
             value.requires_grad_(), shapes, starts, *[tensor.requires_grad_() for tensor in others], points
         )

@@ -24,7 +24,7 @@ from tests.fuzz.polygons import (
     shared,
     touches,
 )
-from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, nothing, rand, wide_of
+from tests.fuzz.problem import EXTREME, Draw, Operator, Problem, largest, nothing, rand, wide_of, wrong_places
 from visdet.ops import (
     chamfer_distance,
     convex_giou,
@@ -205,7 +205,7 @@ def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
     is_outside = ~points.isfinite().all(1)[:, None] & (polygons.abs() < EXTREME).all(1)
     wanted = torch.where(is_outside, 0.0, turns.round().abs())
     is_wrong = (got[0] != wanted) & (is_outside | is_sound & (apart > 1e-3))
-    return f"point and polygon {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+    return wrong_places("point and polygon", is_wrong)
 
 
 def _draw_chamfer(draw: Draw) -> Problem:

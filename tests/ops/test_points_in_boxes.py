@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import sizes
-from tests.fuzz.problem import Draw, Operator, Problem, linear_problem, nothing, rand
+from tests.fuzz.problem import Draw, Operator, Problem, linear_problem, nothing, rand, wrong_places
 from visdet.ops import points_in_boxes_all, points_in_boxes_part, roiaware_pool3d, roipoint_pool3d
 
 # Rounding may move a point that is so near to a side of a box or a voxel. Such points are moved far away.
@@ -55,13 +55,13 @@ def _same_insides(problem: Problem, got: tuple[Tensor], expected: Any) -> str:
     found = got[0]
     if found.dim() == 3:
         is_wrong = is_clear & ((found == 1) != (margin > 0))
-        return f"point and box {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+        return wrong_places("point and box", is_wrong)
     if margin.shape[2] == 0:
         return "" if bool((found == -1).all()) else "a point is in a box, and there are none"
     is_inside = margin > 0
     wanted = torch.where(is_inside.any(2), is_inside.int().argmax(2), -1)
     is_wrong = is_clear.all(2) & (found != wanted)
-    return f"points {is_wrong.nonzero().tolist()}" if bool(is_wrong.any()) else ""
+    return wrong_places("points", is_wrong)
 
 
 def _draw_pooled(draw: Draw) -> Problem:

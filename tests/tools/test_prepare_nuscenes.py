@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nuscenes_layout import NAMES, converted, write_nuscenes
+from scipy.spatial.distance import cdist
 from toolbox import fail_here, succeed_here
 
 from visdet.datasets import NuScenes3DDetTrackDataset, load_infos
@@ -98,7 +99,7 @@ def test_map(nuscenes):
                 if not len(line):
                     continue
                 points = np.concatenate([resample(one, 2000) for one in ours])
-                assert np.linalg.norm(points[:, None] - line, axis=-1).min(axis=0).max() < 0.05
+                assert cdist(points, line).min(axis=0).max() < 0.05
                 checked += 1
         for line in info["map_annos"][0]:
             np.testing.assert_array_equal(line[0], line[-1])
@@ -106,7 +107,7 @@ def test_map(nuscenes):
             expected = np.concatenate([resample(line, 500) for line in source["map_annos"][label]])
             for line in info["map_annos"][label]:
                 assert line.shape[1] == 2 and (np.abs(line) <= np.array([15, 30]) + 1e-6).all()
-                assert np.linalg.norm(line[:, None] - expected, axis=-1).min(axis=1).max() < 0.3
+                assert cdist(line, expected).min(axis=1).max() < 0.3
     assert checked > 20
 
 

@@ -1,5 +1,7 @@
 """The second stage with frozen perception: motion and planning learn, everything below stays as it was."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from visdet.registry import MODELS
 
 def test_only_motion_and_planning_learn():
     model = tiny_stage2().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     staged = StagedModel(model)
     for time in (0.0, 0.5, 1.0):

@@ -9,14 +9,14 @@ from mmengine.config import Config
 
 from visdet.registry import MODELS
 
-CONFIG = Path(__file__).resolve().parents[3] / "configs" / "_base_" / "models" / "sparsedrive_toy.py"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 HEIGHT, WIDTH, NUM_CAMERAS = 32, 64, 6
 NUM_DET, NUM_MAP = 24, 8
 
 
 def tiny_config(with_map=True, **overrides):
     """Return the toy model's config with few anchors, drawn at random; ``overrides`` are 'a.b.c' style keys."""
-    config = Config.fromfile(CONFIG)
+    config = Config.fromfile(CONFIGS / "_base_/models/sparsedrive_toy.py")
     generator = np.random.default_rng(0)
     boxes = np.zeros((NUM_DET, 11))
     boxes[:, :3] = generator.uniform((-20, -20, -2), (20, 20, 0), (NUM_DET, 3))
@@ -111,7 +111,7 @@ def frame(times, seed=0, scenes=None, num_boxes=None, num_lines=None, poses=None
     return images, samples_of(data)
 
 
-STAGE2 = Path(__file__).resolve().parents[3] / "configs" / "sparsedrive" / "sparsedrive_toy_stage2.py"
+STAGE2 = CONFIGS / "sparsedrive/sparsedrive_toy_stage2.py"
 
 
 def tiny_stage2(edit=lambda head: None, **overrides):
