@@ -42,6 +42,7 @@ from .process.garbage import living_objects_not_collected
 from .process.interrupts import Interrupted, NotedSignal, signals_noted
 from .process.places import only_training_in
 from .process.random_state import preserved_random_state, set_random_state
+from .process.threads import one_thread_beside_a_gpu
 from .run_checkpoints import RunCheckpoints
 from .stages import StagedModel
 
@@ -266,8 +267,9 @@ class DetRunner(RunCheckpoints):
 
     def _train_step(self, index: int, batch: Any) -> None:
         self.call_hook("before_train_iter", batch_idx=index, data_batch=batch)
-        losses = self.steps.train_step(batch, self.optim_wrapper)
         device = next(self.model.parameters()).device
+        with one_thread_beside_a_gpu(device):
+            losses = self.steps.train_step(batch, self.optim_wrapper)
         self.late_numbers.take(self.iter + 1, losses or {}, device, self._signal.number)
         self.call_hook("after_train_iter", batch_idx=index, data_batch=batch, outputs=losses)
         if number := self._signal.number if self.world_size == 1 else self.late_numbers.signal:
