@@ -355,29 +355,38 @@ class PhotoMetricDistortionMultiViewImage(ColourDistortion):
         return results
 
     def _distort(self, image: np.ndarray) -> np.ndarray:
-        values: np.ndarray = image.astype(np.float32)
+        table = np.arange(256, dtype=np.float32)  # what becomes of each value
         if uniform_int(0, 1):
-            values += uniform(-self.brightness_delta, self.brightness_delta)
+            table += uniform(-self.brightness_delta, self.brightness_delta)
         contrast_comes_first, contrast = uniform_int(0, 1), uniform_int(0, 1)
         if contrast and contrast_comes_first:
-            values *= uniform(*self.contrast_range)
+            table *= uniform(*self.contrast_range)
         saturate, turn = uniform_int(0, 1), uniform_int(0, 1)
         if saturate or turn:
-            hsv = cv2.cvtColor(np.clip(values, 0, 255) / 255, cv2.COLOR_BGR2HSV)
+            hsv = cv2.cvtColor(cv2.LUT(image, np.clip(table, 0, 255) / 255), cv2.COLOR_BGR2HSV)
+            hue, saturation = hsv[..., 0], hsv[..., 1]
             if saturate:
-                hsv[..., 1] = np.minimum(hsv[..., 1] * uniform(*self.saturation_range), 1)
+                saturation *= uniform(*self.saturation_range)
+                np.minimum(saturation, 1, out=saturation)
             if turn:
-                hsv[..., 0] = (hsv[..., 0] + uniform(-self.hue_delta, self.hue_delta)) % 360
-            values = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR) * 255
-        if contrast and not contrast_comes_first:
-            values *= uniform(*self.contrast_range)
+                hue += uniform(-self.hue_delta, self.hue_delta)
+                hue -= 360 * np.floor(hue / 360)
+            values = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)
+            values *= 255
+            if contrast and not contrast_comes_first:
+                values *= uniform(*self.contrast_range)
+            distorted = cv2.convertScaleAbs(values)  # rounded, and at most 255
+        else:
+            if contrast and not contrast_comes_first:
+                table *= uniform(*self.contrast_range)
+            distorted = cv2.LUT(image, np.clip(np.round(table), 0, 255).astype(np.uint8))
         if uniform_int(0, 1):
-            order = [0, 1, 2]
+            channels = list(cv2.split(distorted))
             for last in (2, 1):
                 other = uniform_int(0, last)
-                order[last], order[other] = order[other], order[last]
-            values = values[..., order]
-        return np.clip(np.round(values), 0, 255).astype(np.uint8)
+                channels[last], channels[other] = channels[other], channels[last]
+            distorted = cv2.merge(channels)
+        return distorted
 
 
 @TRANSFORMS.register_module()
