@@ -7,21 +7,17 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
-from programs import ROOT
+from programs import ROOT, run_python
 
 from visdet import doctor, ops
 
 
 @pytest.fixture(scope="module")
 def build():
-    spec = importlib.util.spec_from_file_location("visdet_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("setup")
 
 
 def stand_in_for_nvcc(folder, release, architectures):
@@ -235,10 +231,6 @@ def test_missing_libraries_raise_one_clear_error(tmp_path):
         "print(ops.roi_pool(torch.zeros(1, 1, 4, 4), torch.zeros(3, 5), 2).shape)\n"
     )
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "the CPU library is not loaded" in done.stdout
-        and "pip install --no-build-isolation -e ." in done.stdout
-        and "torch.Size([3, 1, 2, 2])" in done.stdout
-    )
+    printed, _ = run_python("-c", code, cwd=tmp_path)
+    for part in ("CPU library is not loaded", "pip install --no-build-isolation -e .", "Size([3, 1, 2, 2])"):
+        assert part in printed

@@ -1,35 +1,20 @@
 """What the built libraries ask of a machine: its C library, its processor, its NVIDIA driver."""
 
 import ctypes
-import importlib.util
 import math
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import manylinux
 import pytest
-from programs import ROOT
+from programs import run_python
 
 from visdet.ops import build_info
 
 IS_X86_LINUX = platform.machine() == "x86_64" and sys.platform == "linux"
-
-
-@pytest.fixture(scope="module")
-def manylinux():
-    spec = importlib.util.spec_from_file_location("visdet_manylinux", ROOT / "tools" / "manylinux.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_python(code, **variables):
-    environment = {**os.environ, **variables}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 LIBRARY = """
@@ -52,7 +37,7 @@ extern "C" double in_a_thread(double x) {
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_a_library_linked_again_needs_an_older_c_library_and_computes_the_same(manylinux, tmp_path, machine):
+def test_a_library_linked_again_needs_an_older_c_library_and_computes_the_same(tmp_path, machine):
     compiler = shutil.which(f"{machine}-linux-gnu-g++")
     if compiler is None:
         pytest.skip("there is no such compiler")
@@ -100,15 +85,14 @@ def test_the_instruction_set_is_the_best_of_which_the_processor_has_every_part()
     line = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     flags = set(line.split(":")[1].split())
     expected = "AVX-512" if flags >= V4 else "AVX2" if flags >= V3 else "baseline"
-    done = run_python(
-        "from visdet.ops import build_info; print(build_info()['cpu']['isa'])", VISDET_CPU_ISA=""
-    )
-    assert done.stdout.strip() == expected, done.stderr
+    code = "from visdet.ops import build_info; print(build_info()['cpu']['isa'])"
+    assert run_python("-c", code, VISDET_CPU_ISA="")[0].strip() == expected
 
 
 def test_an_unknown_instruction_set_is_an_error():
-    done = run_python("import torch, visdet.ops; torch.ops.visdet.cpu_isa()", VISDET_CPU_ISA="avx10")
-    assert "VISDET_CPU_ISA must be baseline, avx2 or avx512, got avx10" in done.stderr
+    code = "import torch, visdet.ops; torch.ops.visdet.cpu_isa()"
+    _, said = run_python("-c", code, status=1, VISDET_CPU_ISA="avx10")
+    assert "VISDET_CPU_ISA must be baseline, avx2 or avx512, got avx10" in said
 
 
 DRIVER = """
@@ -129,8 +113,7 @@ def test_with_an_old_driver_everything_on_the_cpu_works(tmp_path):
         "value, locations = torch.ones(1, 4, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5)\n"
         "print(ms_deform_attn(value, [(2, 2)], None, locations, torch.ones(1, 1, 1, 1, 1)).item())"
     )
-    done = run_python(code, LD_LIBRARY_PATH=str(tmp_path))
-    assert done.stdout.split() == ["1.0"], done.stderr
+    assert run_python("-c", code, LD_LIBRARY_PATH=str(tmp_path))[0].split() == ["1.0"]
 
 
 def test_build_info_has_what_the_cuda_library_says_of_itself():

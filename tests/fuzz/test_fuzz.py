@@ -1,14 +1,11 @@
 """The fuzzer finds what is planted, says how to repeat it, and draws what it says."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from programs import ROOT
+from programs import run_python
 
 from tests.fuzz.__main__ import main
 from tests.fuzz.check import run_call
@@ -63,12 +60,9 @@ def planted(tmp_path_factory):
     operators = [OPERATOR.format(name=name, body=body) for name, (body, _) in PLANTED.items()]
     runs = {name: more for name, (_, more) in PLANTED.items()}
     script.write_text("".join([SCRIPT, *operators, RUN.format(runs=runs)]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    parts = re.findall(r"(.*?)^status (\d) of (\w+)\n", result.stdout, re.DOTALL | re.MULTILINE)
-    assert [name for *_, name in parts] == list(PLANTED), result.stdout + result.stderr
+    told, _ = run_python(script)
+    parts = re.findall(r"(.*?)^status (\d) of (\w+)\n", told, re.DOTALL | re.MULTILINE)
+    assert [name for *_, name in parts] == list(PLANTED), told
     return {name: (printed, int(status)) for printed, status, name in parts}
 
 

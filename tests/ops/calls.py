@@ -1,13 +1,12 @@
 """Calls of operators: with their gradients, as CUDA graphs, in a process of their own, and the error of a result."""
 
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from programs import ROOT, run_python
 from torch import Tensor
 
 __all__ = [
@@ -152,17 +151,6 @@ def captured(step):
 
 def in_a_process(script, **environment):
     """Run Python text in a process of its own, from the folder of the repository; a crash fails the test."""
-    root = HERE.parents[1]
-    paths = os.pathsep.join([str(root), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", script],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    )
-    return done.stdout
+    folders = (ROOT, HERE, HERE.parent, os.environ.get("PYTHONPATH", ""))
+    paths = os.pathsep.join(map(str, folders))
+    return run_python("-X", "faulthandler", "-c", script, PYTHONPATH=paths, **environment)[0]

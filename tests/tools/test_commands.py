@@ -1,7 +1,6 @@
 """The program ``visdet`` and the configs of the package, which are found from any folder."""
 
 import argparse
-import os
 import re
 import runpy
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import pytest
 import torch
 from mmengine.config import Config
+from programs import run_python
 
 import visdet
 from visdet.command_line import sort_names
@@ -95,11 +95,8 @@ def test_the_shell_completes_commands_and_options(tmp_path, typed, expected):
     }
     variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "COMP_TYPE": "9"}
     code = "import sys; sys.argv[0] = 'visdet'; from visdet.commands import main; main()"
-    environment = {**os.environ, **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=CONFIGS.parents[2], capture_output=True
-    )
-    assert (tmp_path / "out").read_text().split("|") == expected, done.stderr
+    _, said = run_python("-c", code, cwd=CONFIGS.parents[2], **variables)
+    assert (tmp_path / "out").read_text().split("|") == expected, said
 
 
 def test_a_config_is_named_by_its_path_without_a_clone(program, tmp_path):
